@@ -1,0 +1,188 @@
+"""Every failure the services report, as typed exceptions.
+
+Invariant: an error is mapped to HTTP and to gRPC from the class attributes below and nowhere
+else, and its message tells the reader what to change.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from tinsmith.v1 import types_pb2
+
+Category = Literal["user", "server"]
+
+
+class TinsmithError(Exception):
+    """Base of all reported errors.
+
+    Attributes:
+        category: "user" when the request must change, "server" when the service must.
+        code: stable machine-readable reason; the class's own unless given.
+        http_status: HTTP status of the error.
+        grpc_status: name of the `grpc.StatusCode` of the error.
+    """
+
+    category: ClassVar[Category] = "server"
+    default_code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+    grpc_status: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.default_code
+
+
+class InvalidRequest(TinsmithError):
+    category = "user"
+    default_code = "invalid_request"
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class Unauthenticated(TinsmithError):
+    category = "user"
+    default_code = "unauthenticated"
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+
+
+class PermissionDenied(TinsmithError):
+    category = "user"
+    default_code = "permission_denied"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+
+
+class NotFound(TinsmithError):
+    category = "user"
+    default_code = "not_found"
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+
+
+class Conflict(TinsmithError):
+    """A seq_id was used before with another payload."""
+
+    category = "user"
+    default_code = "conflict"
+    http_status = 409
+    grpc_status = "ALREADY_EXISTS"
+
+
+class Gone(TinsmithError):
+    category = "user"
+    default_code = "gone"
+    http_status = 410
+    grpc_status = "NOT_FOUND"
+
+
+class TooLarge(TinsmithError):
+    category = "user"
+    default_code = "too_large"
+    http_status = 413
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class Overloaded(TinsmithError):
+    """A bounded queue is full; the same request may succeed later."""
+
+    default_code = "overloaded"
+    http_status = 429
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class Internal(TinsmithError):
+    pass
+
+
+class Unavailable(TinsmithError):
+    """The part that would do the work is not there (starting, draining, lost)."""
+
+    default_code = "unavailable"
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+
+
+class DeadlineExceeded(TinsmithError):
+    default_code = "deadline_exceeded"
+    http_status = 504
+    grpc_status = "DEADLINE_EXCEEDED"
+
+
+class ModelNotResident(TinsmithError):
+    """The trainer does not hold the model; restore it first."""
+
+    default_code = "model_not_resident"
+    http_status = 503
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class StaleEpoch(TinsmithError):
+    """The caller's lease was taken over; it must stop."""
+
+    default_code = "stale_epoch"
+    http_status = 503
+    grpc_status = "ABORTED"
+
+
+class SnapshotNotFound(TinsmithError):
+    """A sampler neither holds the snapshot nor finds it in the store."""
+
+    category = "user"
+    default_code = "snapshot_not_found"
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+
+
+class DataLoss(TinsmithError):
+    """Received bytes differ from the sent ones."""
+
+    default_code = "data_loss"
+    http_status = 500
+    grpc_status = "DATA_LOSS"
+
+
+_CLASSES: tuple[type[TinsmithError], ...] = (
+    InvalidRequest,
+    Unauthenticated,
+    PermissionDenied,
+    NotFound,
+    Conflict,
+    Gone,
+    TooLarge,
+    Overloaded,
+    Unavailable,
+    DeadlineExceeded,
+    ModelNotResident,
+    StaleEpoch,
+    SnapshotNotFound,
+    DataLoss,
+    Internal,
+)
+_BY_CODE = {cls.default_code: cls for cls in _CLASSES}
+
+_CATEGORY_TO_PB = {
+    "user": types_pb2.ERROR_CATEGORY_USER,
+    "server": types_pb2.ERROR_CATEGORY_SERVER,
+}
+
+
+def by_code(code: str, category: str, message: str) -> TinsmithError:
+    """The error whose class has this code; an unknown code keeps its category."""
+    cls = _BY_CODE.get(code) or (InvalidRequest if category == "user" else Internal)
+    return cls(message, code)
+
+
+def to_pb(error: BaseException) -> types_pb2.Error:
+    """Any exception as a protobuf Error; what is not a TinsmithError is an internal one."""
+    if not isinstance(error, TinsmithError):
+        error = Internal(f"{type(error).__name__}: {error}")
+    return types_pb2.Error(category=_CATEGORY_TO_PB[error.category], code=error.code, message=error.message)
+
+
+def from_pb(pb: types_pb2.Error) -> TinsmithError:
+    """The typed error of a protobuf Error."""
+    category = "user" if pb.category == types_pb2.ERROR_CATEGORY_USER else "server"
+    return by_code(pb.code, category, pb.message)

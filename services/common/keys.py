@@ -1,0 +1,114 @@
+"""Names of all Redis keys.
+
+Invariant: keys that one script touches share a hash tag ({model id} or {sampling session id}),
+so every script runs on one slot of a Redis Cluster.
+"""
+
+from __future__ import annotations
+
+PREFIX = "tinsmith"
+
+# Channels.
+DONE_CHANNEL = f"{PREFIX}:done"
+"""Carries the request_id of every future that was just resolved."""
+WORK_CHANNEL = f"{PREFIX}:work"
+"""Carries the model_id of every model that just got work."""
+
+# Sets and indexes that span slots.
+PENDING_MODELS = f"{PREFIX}:pending-models"
+"""Set of model ids that may have undispatched operations."""
+
+
+def session(session_id: str) -> str:
+    """Session record."""
+    return f"{PREFIX}:session:{{{session_id}}}"
+
+
+def session_idempotency(owner: str, key: str) -> str:
+    """Session id made for a create_session idempotency key."""
+    return f"{PREFIX}:session-key:{{{owner}:{key}}}"
+
+
+def owner_sessions(owner: str) -> str:
+    """Sorted set of an owner's session ids by creation time."""
+    return f"{PREFIX}:owner:{{{owner}}}:sessions"
+
+
+def model(model_id: str) -> str:
+    """Model record."""
+    return f"{PREFIX}:model:{{{model_id}}}"
+
+
+def owner_models(owner: str) -> str:
+    """Sorted set of an owner's model ids by creation time."""
+    return f"{PREFIX}:owner:{{{owner}}}:models"
+
+
+def checkpoints(model_id: str) -> str:
+    """Hash checkpoint id -> record of a model."""
+    return f"{PREFIX}:model:{{{model_id}}}:checkpoints"
+
+
+def journal(model_id: str) -> str:
+    """Hash seq_id -> serialized Operation, not yet covered by a durable snapshot."""
+    return f"{PREFIX}:model:{{{model_id}}}:journal"
+
+
+def journal_order(model_id: str) -> str:
+    """Sorted set of the journal's seq_ids."""
+    return f"{PREFIX}:model:{{{model_id}}}:journal-order"
+
+
+def journal_bytes(model_id: str) -> str:
+    """Bytes of payload in the journal."""
+    return f"{PREFIX}:model:{{{model_id}}}:journal-bytes"
+
+
+def lease(model_id: str) -> str:
+    """Holder of the dispatch lease."""
+    return f"{PREFIX}:model:{{{model_id}}}:lease"
+
+
+def epoch(model_id: str) -> str:
+    """Fencing epoch of the dispatch lease; grows with every change of holder."""
+    return f"{PREFIX}:model:{{{model_id}}}:epoch"
+
+
+def durable(model_id: str) -> str:
+    """Pointer to the newest durable training snapshot."""
+    return f"{PREFIX}:model:{{{model_id}}}:durable"
+
+
+def future(object_id: str, seq_id: int) -> str:
+    """Future of a request of a model or sampling session."""
+    return f"{PREFIX}:future:{{{object_id}}}:{seq_id}"
+
+
+def sampling_session(sampling_session_id: str) -> str:
+    """Sampling session record."""
+    return f"{PREFIX}:sampler:{{{sampling_session_id}}}"
+
+
+def gateway_samples(gateway_id: str) -> str:
+    """Set of request ids of samples that a gateway is dispatching."""
+    return f"{PREFIX}:gateway:{{{gateway_id}}}:samples"
+
+
+def services(kind: str) -> str:
+    """Set of ids ever announced of a kind of service."""
+    return f"{PREFIX}:services:{kind}"
+
+
+def service(kind: str, service_id: str) -> str:
+    """Record of one live service; expires when it is not refreshed."""
+    return f"{PREFIX}:service:{kind}:{{{service_id}}}"
+
+
+def weight_epoch(base_model: str) -> str:
+    """Counter of a base model's weight groups."""
+    return f"{PREFIX}:weights:{{{base_model}}}:epoch"
+
+
+def weight_store(base_model: str, epoch_number: int) -> str:
+    """Hash that holds the rendezvous of one weight group."""
+    return f"{PREFIX}:weights:{{{base_model}}}:store:{epoch_number}"

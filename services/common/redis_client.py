@@ -1,0 +1,43 @@
+"""Connections to Redis.
+
+Invariant: every command has a timeout, and a connection that broke is retried with backoff, so
+a restart of Redis is seen as a pause and never as a hang.
+"""
+
+from __future__ import annotations
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+_SOCKET_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 5.0
+_RETRIES = 6
+_RETRYABLE = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
+
+
+def connect(url: str) -> redis.asyncio.Redis:
+    """An asyncio client with one pool. Values are bytes. `url`: redis://, rediss:// or unix://."""
+    return redis.asyncio.Redis.from_url(
+        url,
+        socket_timeout=_SOCKET_TIMEOUT_S,
+        socket_connect_timeout=_CONNECT_TIMEOUT_S,
+        health_check_interval=15,
+        max_connections=512,
+        retry=AsyncRetry(ExponentialBackoff(cap=1.0, base=0.05), _RETRIES),
+        retry_on_error=list(_RETRYABLE),
+    )
+
+
+def connect_sync(url: str) -> redis.Redis:
+    """A blocking client for threads. Values are bytes."""
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=_SOCKET_TIMEOUT_S,
+        socket_connect_timeout=_CONNECT_TIMEOUT_S,
+        health_check_interval=15,
+        retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), _RETRIES),
+        retry_on_error=list(_RETRYABLE),
+    )

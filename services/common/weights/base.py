@@ -1,0 +1,141 @@
+"""Packing of tensors into one buffer, its checksum, and the interface of a weight group."""
+
+from __future__ import annotations
+
+import abc
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+BUCKET_BYTES = 64 * 1024 * 1024
+"""Most bytes of one broadcast; a larger buffer goes in several."""
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a packed buffer.
+
+    Attributes:
+        name: as in TensorSpec of sampler.proto.
+        dtype: "float32" or "bfloat16".
+        shape: dimensions, outermost first.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def nbytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes of the buffer that holds these tensors, each padded to 16 bytes."""
+    return sum(_padded(spec.nbytes) for spec in specs)
+
+
+def pack(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[TensorSpec]]:
+    """The tensors' bytes one after another (uint8 [nbytes], on their device) and what they are."""
+    specs = [TensorSpec(name, _NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+    device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+    buffer = torch.zeros(nbytes(specs), dtype=torch.uint8, device=device)
+    offset = 0
+    for spec, tensor in zip(specs, tensors.values(), strict=True):
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        buffer[offset : offset + spec.nbytes] = flat
+        offset += _padded(spec.nbytes)
+    return buffer, specs
+
+
+def unpack(buffer: torch.Tensor, specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
+    """The tensors of a packed buffer, as views of it.
+
+    Raises:
+        ValueError: the buffer's size does not match.
+    """
+    specs = list(specs)
+    if buffer.numel() != nbytes(specs):
+        raise ValueError(f"buffer of {buffer.numel()} bytes for tensors of {nbytes(specs)} bytes")
+    tensors = {}
+    offset = 0
+    for spec in specs:
+        flat = buffer[offset : offset + spec.nbytes].view(_DTYPES[spec.dtype])
+        tensors[spec.name] = flat.view(spec.shape)
+        offset += _padded(spec.nbytes)
+    return tensors
+
+
+def crc32(buffer: torch.Tensor) -> int:
+    """CRC-32 of a uint8 buffer's bytes."""
+    return zlib.crc32(buffer.cpu().numpy().data)
+
+
+class WeightGroup(abc.ABC):
+    """One trainer (rank 0) and the sampler workers of a base model (ranks 1 ..).
+
+    Blocking; call from a thread. After any error the group is broken: abort it and join a new
+    epoch. Broadcasts of one group must be issued one at a time.
+    """
+
+    def __init__(self, epoch: int, rank: int, world_size: int) -> None:
+        self.epoch = epoch
+        self.rank = rank
+        self.world_size = world_size
+        self._aborted = False
+
+    def broadcast(self, buffer: torch.Tensor, timeout: float) -> None:
+        """Sends a uint8 buffer from rank 0 to all others.
+
+        Raises:
+            TimeoutError: a member did not take part within `timeout` seconds.
+            RuntimeError: the connection to a member broke.
+        """
+        self._transfer(buffer, timeout)
+
+    def receive(self, size: int, timeout: float) -> torch.Tensor:
+        """Receives `size` bytes from rank 0 as a uint8 tensor on the group's device.
+
+        Raises:
+            TimeoutError, RuntimeError: as `broadcast`.
+        """
+        buffer = self._allocate(size)
+        self._transfer(buffer, timeout)
+        return buffer
+
+    def _transfer(self, buffer: torch.Tensor, timeout: float) -> None:
+        for bucket in buffer.split(BUCKET_BYTES):
+            if self._aborted:
+                raise RuntimeError(f"weight group {self.epoch} was given up")
+            self._broadcast_bucket(bucket, timeout)
+
+    @abc.abstractmethod
+    def _allocate(self, size: int) -> torch.Tensor: ...
+
+    @abc.abstractmethod
+    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None: ...
+
+    def abort(self) -> None:
+        """Gives the group up.
+
+        A transfer that waits in another thread fails at once over NCCL, and at its deadline over
+        gloo, which cannot interrupt one; later transfers fail at once.
+        """
+        self._aborted = True
+        self._abort_medium()
+
+    @abc.abstractmethod
+    def _abort_medium(self) -> None: ...

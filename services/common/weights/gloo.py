@@ -1,0 +1,35 @@
+"""Weight group over gloo, for CPU tensors."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from services.common.weights.base import WeightGroup
+
+
+class GlooGroup(WeightGroup):
+    """Joins on construction; returns when every member has come.
+
+    Raises:
+        RuntimeError: a member did not come within `timeout` seconds.
+    """
+
+    def __init__(self, store: dist.Store, epoch: int, rank: int, world_size: int, timeout: float) -> None:
+        super().__init__(epoch, rank, world_size)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=timeout)
+        self._group.broadcast([bucket], options).wait()
+
+    def _abort_medium(self) -> None:
+        self._group.abort()

@@ -1,0 +1,81 @@
+"""Rendezvous of a process group over Redis: `torch.distributed.Store` on one Redis hash.
+
+Invariant: all keys of a group live in one hash that expires, so a group that never came together
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import cast
+
+import redis
+import torch.distributed as dist
+
+_TTL_S = 3600
+_POLL_S = 0.005
+_POLL_MAX_S = 0.05
+
+
+class RedisStore(dist.Store):
+    """Key-value store for ProcessGroupGloo and ProcessGroupNCCL. Values are bytes."""
+
+    def __init__(self, client: redis.Redis, name: str, timeout: float) -> None:
+        super().__init__()
+        self._redis = client
+        self._name = name
+        self._timeout = timedelta(seconds=timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.hset(self._name, key, value)
+        pipeline.expire(self._name, _TTL_S)
+        pipeline.execute()
+
+    def get(self, key: str) -> bytes:
+        """The value; waits for it up to the store's timeout."""
+        self.wait([key], self._timeout)
+        return cast(bytes, self._redis.hget(self._name, key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._redis.hincrby(self._name, key, amount)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        script = (
+            "local v = redis.call('HGET', KEYS[1], ARGV[1]) "
+            "if v == ARGV[2] or (not v and ARGV[2] == '') then redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) "
+            "return ARGV[3] end return v or ARGV[2]"
+        )
+        return self._redis.eval(script, 1, self._name, key, expected, desired)
+
+    def wait(self, wanted: list[str], timeout: timedelta | None = None) -> None:
+        """Returns when all keys exist.
+
+        Raises:
+            dist.DistStoreError: they did not within the timeout.
+        """
+        limit = timeout or self._timeout
+        deadline = time.monotonic() + limit.total_seconds()
+        pause = _POLL_S
+        while not all(self._redis.hexists(self._name, key) for key in wanted):
+            if time.monotonic() >= deadline:
+                raise dist.DistStoreError(f"no {wanted} in {self._name} after {limit.total_seconds():.0f} s")
+            time.sleep(pause)
+            pause = min(pause * 2, _POLL_MAX_S)
+
+    def check(self, wanted: list[str]) -> bool:
+        return all(self._redis.hexists(self._name, key) for key in wanted)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._redis.hdel(self._name, key))
+
+    def num_keys(self) -> int:
+        return self._redis.hlen(self._name)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
