@@ -17,6 +17,7 @@ from services.common import keys
 
 log = logging.getLogger(__name__)
 
+KINDS = ("gateway", "trainer", "sampler")
 TTL_S = 10
 REFRESH_S = 3.0
 

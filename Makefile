@@ -1,0 +1,60 @@
+# Tinsmith. `make help` lists every verb.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PY := .venv/bin/python
+DEVICE ?= cpu
+export DEVICE
+
+.PHONY: help setup proto demo up test test-unit test-component test-cluster test-helm lint format bench baseline clean
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make .venv with everything pinned (DEVICE=cpu|cuda)
+	@./scripts/setup.sh
+
+proto: ## generate the package tinsmith.v1 from proto/
+	@./scripts/proto.sh
+
+demo: setup ## fine-tune a real small model with the tinker SDK and show the result (MODEL=path or hub id)
+	@$(PY) -m examples.demo
+
+up: setup ## start a cluster: make up MODEL=NAME=PATH_OR_HUB_ID
+	@.venv/bin/tinsmith up $(if $(MODEL),--model $(MODEL))
+
+test: setup ## the whole suite
+	@$(PY) -m pytest tests
+
+test-unit: setup ## pure logic and small parts; seconds
+	@$(PY) -m pytest tests/unit
+
+test-component: setup ## one service at a time, with real models
+	@$(PY) -m pytest tests/component
+
+test-cluster: setup ## a real cluster driven by the real SDK
+	@$(PY) -m pytest tests/cluster
+
+test-helm: setup ## the Helm chart and Dockerfiles
+	@$(PY) -m pytest tests/helm
+
+lint: setup ## ruff, mypy, buf lint and buf breaking
+	@.venv/bin/ruff format --check .
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+	@.venv/bin/buf lint proto
+	@.venv/bin/buf format --diff --exit-code proto
+	@.venv/bin/buf breaking proto --against proto/baseline.binpb
+
+format: setup ## format Python and proto files
+	@.venv/bin/ruff format .
+	@.venv/bin/ruff check --fix .
+	@.venv/bin/buf format -w proto
+
+bench: setup ## exactness and speed against bare PyTorch and bare vLLM, kept in bench/results/
+	@$(PY) -m bench
+
+baseline: setup ## accept the present contract as what `make lint` must not break
+	@.venv/bin/buf build proto -o proto/baseline.binpb
+
+clean: ## remove what was generated, except .venv
+	rm -rf tinsmith build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

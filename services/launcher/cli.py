@@ -1,0 +1,192 @@
+"""The `tinsmith` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from services.common.errors import InvalidRequest, TinsmithError
+from services.common.paths import DataDir
+
+_DESCRIPTION = """\
+Tinsmith is the self-hosted Tinker: the unmodified tinker SDK trains and samples on your own machines.
+
+  tinsmith models tiny ./tiny                    make a tiny random model to try things with
+  tinsmith up --model my/tiny=./tiny             start a cluster on this machine
+  tinsmith status                                look at it from another terminal
+"""
+
+_UP = """\
+Starts Redis, gateways, a DeepSpeed trainer and vLLM samplers for every model, keeps them running, and
+prints the base URL and API key to export. Ctrl-C finishes what was accepted and stops everything.
+
+examples:
+  tinsmith up --model my/tiny=./tiny
+  tinsmith up --model Qwen/Qwen3-0.6B=Qwen/Qwen3-0.6B --samplers 2
+  tinsmith up --model Qwen/Qwen3-8B=/models/qwen3-8b --device cuda --trainer-ranks 4 --zero-stage 3
+  tinsmith up --model a/one=./one --model b/two=./two --redis-url redis://10.0.0.5:6379/0
+"""
+
+_DATA_DIR = Path("data")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tinsmith", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_up(
+        commands.add_parser(
+            "up",
+            help="start a cluster on this machine",
+            description=_UP,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    status = commands.add_parser("status", help="processes, models, versions and queue depths of a cluster")
+    status.add_argument("--data-dir", type=Path, default=_DATA_DIR, help="as given to `up` (default: ./data)")
+    status.add_argument("--redis-url", help="ask this Redis instead of the data directory's")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    models = commands.add_parser("models", help="make models").add_subparsers(
+        dest="kind", required=True, metavar="KIND"
+    )
+    _add_tiny(models.add_parser("tiny", help="a tiny random Qwen3 with tokenizer and chat template"))
+    return parser
+
+
+def _add_up(up: argparse.ArgumentParser) -> None:
+    up.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=PATH_OR_HUB_ID",
+        help="serve this model; NAME is what SDK users pass as base_model, any org/name. Repeat for several",
+    )
+    up.add_argument("--port", type=int, default=8000, help="HTTP port for the SDK (default: 8000)")
+    up.add_argument("--grpc-port", type=int, default=8001, help="port of the gRPC service (default: 8001)")
+    up.add_argument(
+        "--gateways", type=int, default=1, metavar="N", help="gateways sharing both ports (default: 1)"
+    )
+    up.add_argument(
+        "--trainer-ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="data-parallel ranks of each model's trainer, one GPU each (default: 1)",
+    )
+    up.add_argument(
+        "--zero-stage",
+        type=int,
+        default=0,
+        choices=(0, 1, 2, 3),
+        help="ZeRO stage of the frozen base: 3 shards its weights over the ranks, else each has all (default: 0)",
+    )
+    up.add_argument(
+        "--samplers", type=int, default=1, metavar="N", help="vLLM replicas of each model (default: 1)"
+    )
+    up.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA when there is one"
+    )
+    up.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of the base model; default: bfloat16 on CUDA, float32 on CPU. Adapters are always float32",
+    )
+    up.add_argument(
+        "--data-dir",
+        type=Path,
+        default=_DATA_DIR,
+        help="checkpoints, snapshots, logs, pid files and API keys (default: ./data)",
+    )
+    up.add_argument(
+        "--redis-url",
+        help="use this Redis, not the embedded one; a URL with a password is better given as TINSMITH_REDIS_URL",
+    )
+    up.add_argument("-v", "--verbose", action="store_true", help="print all logs, not only warnings")
+
+
+def _add_tiny(tiny: argparse.ArgumentParser) -> None:
+    tiny.add_argument("directory", type=Path, metavar="DIR")
+    for name, default, what in (
+        ("vocab", 512, "tokens of the tokenizer"),
+        ("hidden", 128, "hidden size"),
+        ("layers", 4, "layers"),
+        ("heads", 4, "attention heads"),
+        ("kv-heads", 2, "key and value heads"),
+        ("intermediate", 384, "feed-forward size"),
+        ("context", 2048, "context length in tokens"),
+        ("seed", 0, "seed of the random weights"),
+    ):
+        tiny.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+
+
+def _up(args: argparse.Namespace) -> int:
+    from services.launcher import plan
+    from services.launcher.up import up
+
+    if not args.model:
+        print(
+            "tinsmith up: name a model to serve, for example\n\n"
+            "    tinsmith models tiny ./tiny && tinsmith up --model my/tiny=./tiny",
+            file=sys.stderr,
+        )
+        return 2
+    options = plan.Options(
+        models=tuple(plan.parse_model(text) for text in args.model),
+        data_dir=args.data_dir.resolve(),
+        port=args.port,
+        grpc_port=args.grpc_port,
+        gateways=args.gateways,
+        trainer_ranks=args.trainer_ranks,
+        zero_stage=args.zero_stage,
+        samplers=args.samplers,
+        device=args.device,
+        dtype=args.dtype,
+        cores=len(os.sched_getaffinity(0)),
+    )
+    plan.check(options)
+    return up(options, args.redis_url or os.environ.get("TINSMITH_REDIS_URL"), args.verbose)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from services.launcher import status
+
+    return status.main(DataDir(args.data_dir.resolve()), args.redis_url, args.json)
+
+
+def _models(args: argparse.Namespace) -> int:
+    from services.launcher.tiny_model import make_tiny_model
+
+    make_tiny_model(
+        args.directory,
+        vocab=args.vocab,
+        hidden=args.hidden,
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.kv_heads,
+        intermediate=args.intermediate,
+        context=args.context,
+        seed=args.seed,
+    )
+    print(f"wrote a model to {args.directory}; serve it with: tinsmith up --model my/tiny={args.directory}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; the exit status (2 for wrong usage, 1 for what could not be done)."""
+    args = _parser().parse_args(argv)
+    try:
+        return {"up": _up, "status": _status, "models": _models}[args.command](args)
+    except InvalidRequest as error:
+        print(f"tinsmith: {error.message}", file=sys.stderr)
+        return 2
+    except TinsmithError as error:
+        print(f"tinsmith: {error.message}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

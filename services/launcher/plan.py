@@ -1,0 +1,164 @@
+"""Which processes a local cluster is made of: a pure function of the options.
+
+Invariant: process names are unique and stable, so a restart of the cluster finds the same pid and
+log files; no secret is in any argv.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.common.errors import InvalidRequest
+
+TrainerCommand = Callable[[int, int, list[str]], list[str]]
+"""(ranks, master port, arguments of services.trainer) -> argv."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A base model: the name SDK users pass, and the directory or hub id it is loaded from."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `tinsmith up` was asked for.
+
+    Attributes:
+        trainer_ranks: data-parallel ranks of each base model's trainer.
+        samplers: sampler replicas of each base model.
+        cores: CPU cores to share out.
+    """
+
+    models: tuple[Model, ...]
+    data_dir: Path
+    port: int = 8000
+    grpc_port: int = 8001
+    gateways: int = 1
+    trainer_ranks: int = 1
+    zero_stage: int = 0
+    samplers: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    cores: int = 2
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process to keep running.
+
+    Attributes:
+        name: of its log file, and of its pid file unless it starts several processes.
+        argv: command line.
+        env: variables added to the environment.
+        stop_order: processes with a lower number are stopped first.
+        grace: seconds between SIGTERM and SIGKILL.
+        announces: (kind, id) under which it appears in the registry when it is ready.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    stop_order: int = 0
+    grace: float = 30.0
+    announces: tuple[str, str] | None = None
+
+
+def parse_model(text: str) -> Model:
+    """ "NAME=PATH_OR_HUB_ID"; a path is made absolute.
+
+    Raises:
+        InvalidRequest: another form, or a path where nothing is.
+    """
+    name, separator, source = text.partition("=")
+    if not (name and separator and source):
+        raise InvalidRequest(f"--model {text!r} is not NAME=PATH_OR_HUB_ID, for example my/model=./model-dir")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return Model(name, str(path.resolve()))
+    if source.startswith(("/", ".", "~")) or source.count("/") > 1:
+        raise InvalidRequest(f"--model {text!r}: there is no directory {path}")
+    return Model(name, source)
+
+
+def check(options: Options) -> None:
+    """Refuses options that no cluster can have.
+
+    Raises:
+        InvalidRequest: with a sentence that says what to change.
+    """
+    if not options.models:
+        raise InvalidRequest("name at least one model, for example --model my/model=./model-dir")
+    names = [model.name for model in options.models]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequest(f"--model {name} is given twice; every base model needs a name of its own")
+    for flag, value in (
+        ("--gateways", options.gateways),
+        ("--trainer-ranks", options.trainer_ranks),
+        ("--samplers", options.samplers),
+    ):
+        if value < 1:
+            raise InvalidRequest(f"{flag} must be 1 or more, not {value}")
+    if options.port == options.grpc_port:
+        raise InvalidRequest("--port and --grpc-port must differ")
+
+
+def processes(options: Options, master_ports: list[int], launch_trainer: TrainerCommand) -> list[Process]:
+    """All processes but Redis.
+
+    Args:
+        master_ports: a free port per model, for the rendezvous of its trainer's ranks.
+        launch_trainer: services.trainer.launch.launch_command.
+    """
+    threads = str(max(1, options.cores // (len(options.models) * (options.trainer_ranks + options.samplers))))
+    planned = [_gateway(options, index) for index in range(options.gateways)]
+    for number, model in enumerate(options.models):
+        planned.append(_trainer(options, number, model, master_ports[number], threads, launch_trainer))
+        for replica in range(options.samplers):
+            planned.append(_sampler(options, number * options.samplers + replica, model, threads))
+    return planned
+
+
+def _gateway(options: Options, index: int) -> Process:
+    name = f"gateway-{index}"
+    argv = (
+        *(sys.executable, "-m", "services.gateway", "--id", name, "--host", "127.0.0.1"),
+        *("--port", str(options.port), "--grpc-port", str(options.grpc_port)),
+        *("--data-dir", str(options.data_dir)),
+    )
+    return Process(name, argv, announces=("gateway", name))
+
+
+def _trainer(
+    options: Options, number: int, model: Model, master_port: int, threads: str, launch: TrainerCommand
+) -> Process:
+    first = number * options.trainer_ranks
+    name = f"trainer-{first}"
+    arguments = [
+        *("--id", name, "--first-process-index", str(first)),
+        *("--zero-stage", str(options.zero_stage)),
+        *_common(options, model),
+    ]
+    argv = launch(options.trainer_ranks, master_port, arguments)
+    # The launcher stops its ranks one after the other.
+    grace = 60.0 + 30.0 * options.trainer_ranks
+    return Process(name, tuple(argv), {"OMP_NUM_THREADS": threads}, 1, grace, ("trainer", name))
+
+
+def _sampler(options: Options, index: int, model: Model, threads: str) -> Process:
+    name = f"sampler-{index}"
+    argv = (sys.executable, "-m", "services.sampler", "--id", name, *_common(options, model))
+    return Process(name, argv, {"OMP_NUM_THREADS": threads}, 1, 75.0, ("sampler", name))
+
+
+def _common(options: Options, model: Model) -> tuple[str, ...]:
+    return (
+        *("--model", f"{model.name}={model.source}", "--data-dir", str(options.data_dir)),
+        *("--device", options.device, "--dtype", options.dtype),
+    )

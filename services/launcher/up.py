@@ -1,0 +1,177 @@
+"""`tinsmith up`: one cluster on this machine, from an empty directory to a clean end.
+
+Invariant: one cluster per data directory (a lock file), and when `up` has returned, however it
+ended, no process of the cluster is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from services.common import redis_client, registry
+from services.common.errors import Unavailable
+from services.common.paths import DataDir
+from services.common.process import wait_for_signal
+from services.launcher import plan, redis_server
+from services.launcher.progress import Progress
+from services.launcher.supervisor import Supervisor
+from services.trainer.launch import launch_command
+
+REDIS_START_S = 20.0
+_POLL_S = 0.3
+
+
+def up(options: plan.Options, redis_url: str | None, verbose: bool) -> int:
+    """Runs a cluster until SIGINT, SIGTERM or SIGHUP; the exit status.
+
+    Raises:
+        Unavailable: the directory or a port is in use, or a process cannot be started.
+    """
+    data = DataDir(options.data_dir)
+    for directory in (data.run, data.logs):
+        directory.mkdir(parents=True, exist_ok=True)
+    with _lock(data.root):
+        for port in (options.port, options.grpc_port):
+            _check_port(port)
+        key = api_key(data.api_key)
+        for old in data.logs.glob("*.log"):
+            old.replace(old.with_suffix(".log.1"))
+        return asyncio.run(_run(options, data, key, redis_url, verbose))
+
+
+async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | None, verbose: bool) -> int:
+    stop = asyncio.create_task(wait_for_signal(), name="signals")
+    supervisor = Supervisor(data.logs, dict(os.environ) | {"PYTHONUNBUFFERED": "1"})
+    progress = Progress(data.logs, verbose)
+    url_file = redis_url_file(data)
+    try:
+        url = redis_url or await _start_redis(supervisor, data)
+        _write_secret(url_file, url)
+        supervisor.add_environment(TINSMITH_REDIS_URL=url)
+        client = redis_client.connect(url)
+        await _wait_for_redis(client, supervisor)
+        ports = [free_port() for _ in options.models]
+        for process in plan.processes(options, ports, launch_command):
+            await supervisor.start(process)
+        ready = asyncio.create_task(_until_ready(client, supervisor, progress), name="ready")
+        await asyncio.wait({ready, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+            progress.ready(f"http://127.0.0.1:{options.port}", f"127.0.0.1:{options.grpc_port}", key)
+            await _watch(supervisor, progress, stop)
+        ready.cancel()
+        await client.aclose()
+        return 0
+    finally:
+        progress.note("stopping: finishing what was accepted")
+        await supervisor.stop()
+        url_file.unlink(missing_ok=True)
+        (data.run / "redis-0.pid").unlink(missing_ok=True)
+        progress.note("stopped")
+
+
+async def _start_redis(supervisor: Supervisor, data: DataDir) -> str:
+    process, url = redis_server.prepare(data.redis, free_port())
+    supervisor.on_spawn(process.name, lambda pid: (data.run / "redis-0.pid").write_text(f"{pid}\n"))
+    await supervisor.start(process)
+    return url
+
+
+async def _wait_for_redis(client: redis.asyncio.Redis, supervisor: Supervisor) -> None:
+    deadline = time.monotonic() + REDIS_START_S
+    while True:
+        try:
+            await client.ping()
+            return
+        except RedisError as error:
+            supervisor.raise_failure()
+            if time.monotonic() > deadline:
+                raise Unavailable(f"Redis does not answer: {error}") from error
+            await asyncio.sleep(0.1)
+
+
+async def _until_ready(client: redis.asyncio.Redis, supervisor: Supervisor, progress: Progress) -> None:
+    """Returns when every process has announced itself since this start."""
+    waiting = {
+        running.process.announces: name
+        for name, running in supervisor.running.items()
+        if running.process.announces is not None
+    }
+    started = time.time()
+    known = {record.incarnation for kind in registry.KINDS for record in await registry.live(client, kind)}
+    while waiting:
+        supervisor.raise_failure()
+        for kind in registry.KINDS:
+            for record in await registry.live(client, kind):
+                name = waiting.get((kind, record.id))
+                # A record that a killed predecessor left behind is not this process.
+                if name is not None and record.incarnation not in known:
+                    del waiting[(kind, record.id)]
+                    supervisor.running[name].was_ready = True
+                    progress.note(f"{name} is ready after {time.time() - started:.0f} s")
+        progress.waiting(list(waiting.values()))
+        await asyncio.sleep(_POLL_S)
+
+
+async def _watch(supervisor: Supervisor, progress: Progress, stop: asyncio.Task[object]) -> None:
+    while not stop.done():
+        supervisor.raise_failure()
+        progress.follow()
+        await asyncio.wait({stop}, timeout=_POLL_S)
+
+
+def redis_url_file(data: DataDir) -> Path:
+    """File that tells `tinsmith status` where the running cluster's Redis is; readable by the owner only."""
+    return data.run / "redis_url"
+
+
+def api_key(path: Path) -> str:
+    """The cluster's first API key, made when there is none."""
+    if not path.exists():
+        _write_secret(path, f"tml-{secrets.token_urlsafe(32)}\n")
+    return path.read_text().split()[0]
+
+
+def _write_secret(path: Path, text: str) -> None:
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(text)
+
+
+@contextlib.contextmanager
+def _lock(root: Path) -> Iterator[None]:
+    with (root / "run" / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Unavailable(
+                f"a cluster already runs on {root}; stop it or choose another --data-dir"
+            ) from error
+        yield
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise Unavailable(f"port {port} is in use; choose others with --port and --grpc-port") from error
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

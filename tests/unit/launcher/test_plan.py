@@ -1,0 +1,78 @@
+"""Which processes a local cluster is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.launcher import plan
+
+
+def launch(ranks: int, port: int, args: list[str]) -> list[str]:
+    return ["launch", str(ranks), str(port), *args]
+
+
+def options(tmp_path: Path, **changes: object) -> plan.Options:
+    models = (plan.Model("org/one", "/models/one"), plan.Model("org/two", "/models/two"))
+    return plan.Options(**{"models": models, "data_dir": tmp_path, "cores": 8, **changes})  # type: ignore[arg-type]
+
+
+def test_every_model_gets_a_trainer_and_its_samplers(tmp_path: Path) -> None:
+    planned = plan.processes(options(tmp_path, samplers=2, trainer_ranks=2, gateways=2), [1, 2], launch)
+    assert [process.name for process in planned] == [
+        *("gateway-0", "gateway-1"),
+        *("trainer-0", "sampler-0", "sampler-1"),
+        *("trainer-2", "sampler-2", "sampler-3"),
+    ]
+    second_trainer = planned[5]
+    assert second_trainer.argv[:3] == ("launch", "2", "2")
+    assert "--first-process-index" in second_trainer.argv
+    assert "org/two=/models/two" in second_trainer.argv
+
+
+def test_cores_are_shared_out_between_what_computes(tmp_path: Path) -> None:
+    planned = plan.processes(options(tmp_path, samplers=1, trainer_ranks=1), [1, 2], launch)
+    threads = {process.name: process.env.get("OMP_NUM_THREADS") for process in planned}
+    assert threads["trainer-0"] == threads["sampler-0"] == "2"
+    crowded = plan.processes(options(tmp_path, samplers=4, trainer_ranks=4), [1, 2], launch)
+    assert crowded[-1].env["OMP_NUM_THREADS"] == "1"
+
+
+def test_gateways_stop_before_what_they_send_work_to(tmp_path: Path) -> None:
+    order = {
+        process.name: process.stop_order for process in plan.processes(options(tmp_path), [1, 2], launch)
+    }
+    assert order["gateway-0"] < order["trainer-0"] == order["sampler-0"]
+
+
+def test_a_directory_becomes_absolute_and_a_hub_id_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert plan.parse_model("a/b=here") == plan.Model("a/b", str(tmp_path / "here"))
+    assert plan.parse_model("a/b=Qwen/Qwen3-8B") == plan.Model("a/b", "Qwen/Qwen3-8B")
+
+
+@pytest.mark.parametrize("text", ["no-separator", "=x", "a=", "a=/no/such/dir", "a=./missing"])
+def test_a_model_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="--model"):
+        plan.parse_model(text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"models": ()},
+        {"gateways": 0},
+        {"samplers": 0},
+        {"trainer_ranks": -1},
+        {"port": 9, "grpc_port": 9},
+        {"models": (plan.Model("a/b", "x"), plan.Model("a/b", "y"))},
+    ],
+)
+def test_options_that_no_cluster_can_have_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest):
+        plan.check(options(tmp_path, **changes))
