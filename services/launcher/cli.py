@@ -81,7 +81,7 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         choices=(0, 1, 2, 3),
-        help="ZeRO stage of the frozen base: 3 shards its weights over the ranks, else each has all (default: 0)",
+        help="ZeRO stage of the frozen base: 3 shards it over the ranks, else each has it all (default: 0)",
     )
     up.add_argument(
         "--samplers", type=int, default=1, metavar="N", help="vLLM replicas of each model (default: 1)"
@@ -103,7 +103,7 @@ def _add_up(up: argparse.ArgumentParser) -> None:
     )
     up.add_argument(
         "--redis-url",
-        help="use this Redis, not the embedded one; a URL with a password is better given as TINSMITH_REDIS_URL",
+        help="use this Redis, not the embedded one; give a URL with a password as TINSMITH_REDIS_URL",
     )
     up.add_argument("-v", "--verbose", action="store_true", help="print all logs, not only warnings")
 

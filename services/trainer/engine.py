@@ -1,0 +1,398 @@
+"""What one rank of a trainer world computes: passes over many tenants' data, optimizer steps, state.
+
+Unless it says otherwise a method is called on every rank, with equal arguments, from one thread at a time.
+
+Invariants: an operation that fails leaves no gradient behind and touches no other operation, and all ranks
+agree on which operations failed. A model's gradient is the sum of its operations in seq_id order, each the
+sum of its own micro-batches in order, however the passes were composed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.common.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
+from services.common.loss_schema import check_datum, check_loss
+from services.trainer.base_model import BaseModel
+from services.trainer.collate import (
+    TARGETS,
+    Collated,
+    collate,
+    host_array,
+    host_values,
+    idle_batch,
+    metric_values,
+)
+from services.trainer.exchange import any_rank, gather_bytes
+from services.trainer.lora import Adapter, LoraPair, LoraRouter, Segment, select_targets
+from services.trainer.losses import LOSS_SUM, LOSSES
+from services.trainer.microbatch import deal
+from services.trainer.optimizer import AdapterOptimizer
+from services.trainer.plan import (
+    AdamSpec,
+    Failure,
+    HostArray,
+    LoraSpec,
+    ModelState,
+    Pass,
+    PassOp,
+    Row,
+    RowResult,
+)
+from services.trainer.tenant import Tenant
+
+logger = logging.getLogger(__name__)
+
+Pairs = Mapping[str, LoraPair]
+
+
+class _RankReport(msgspec.Struct):
+    results: list[RowResult]
+    failures: dict[int, Failure]
+
+
+class Engine:
+    """One rank of the world.
+
+    Attributes:
+        vocab_size: token ids are below this.
+        context_length: most tokens of a datum.
+        arch: the base model's architecture class name.
+    """
+
+    def __init__(
+        self, *, model_path: str, device: str, dtype: str, zero_stage: int, rank: int, world_size: int
+    ) -> None:
+        """Loads the base model, joining the launcher's process group first unless that was done.
+
+        Args:
+            model_path: local directory or hub id.
+            device: "cpu" or "cuda".
+            dtype: element type of the base, "float32" or "bfloat16"; adapters are always float32.
+            zero_stage: 0..3; 1 and 2 equal 0 for a frozen base.
+        """
+        self._router = LoraRouter()
+        self._base = BaseModel(
+            model_path,
+            device=device,
+            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype],
+            zero_stage=zero_stage,
+            router=self._router,
+        )
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise ValueError(
+                f"rank {rank} of {world_size} was asked for, but this process is rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}"
+            )
+        self._rank, self._world_size = rank, world_size
+        self._device = self._base.device
+        self._tenants: dict[str, Tenant] = {}
+        self.vocab_size = self._base.vocab_size
+        self.context_length = self._base.context_length
+        self.arch = self._base.arch
+
+    def create_model(self, model_id: str, lora: LoraSpec) -> None:
+        """Makes a fresh adapter: equal on all ranks and any world size; it changes nothing until trained.
+
+        Raises:
+            InvalidRequest: the base model has nothing of what the adapter should train.
+        """
+        if model_id in self._tenants:
+            raise Internal(f"model {model_id} exists on this trainer already")
+        targets = select_targets(self._base.linears, lora)
+        adapter = Adapter(lora, targets, model_id, self._device)
+        self._tenants[model_id] = Tenant(adapter, AdapterOptimizer(adapter.flat))
+
+    def drop_model(self, model_id: str) -> None:
+        """Frees a model's memory. Nothing happens if there is no such model."""
+        self._tenants.pop(model_id, None)
+
+    def clear_gradient(self, model_id: str) -> None:
+        """Forgets what was accumulated since the model's last step."""
+        self._tenant(model_id).clear_gradient()
+
+    def run_pass(self, work: Pass) -> list[RowResult]:
+        """Runs the rows and adds to the gradients of their models.
+
+        Micro-batches are dealt to the ranks. An operation may come in parts, over several passes. If any
+        part of it fails, all of its rows, in this pass and later ones, have a `failure`, and no gradient of
+        it is left. Under ZeRO-3 an exception inside a forward or backward pass is raised instead: the ranks
+        are out of step, and the world must be restarted.
+
+        Returns:
+            On rank 0 one result per row, ordered by operation and index; elsewhere nothing.
+        """
+        failures = self._refuse(work)
+        for number, op in enumerate(work.ops):
+            if not op.forward_only and number not in failures:
+                self._tenants[op.model_id].begin(op.seq_id)
+        results, failed_here = self._run_rounds(work, failures)
+        self._agree_on_failures(work, failures, failed_here)
+        for op in work.ops:
+            if op.model_id in self._tenants:
+                self._tenants[op.model_id].close_before(op.seq_id)
+        return self._collect(work, results, failures)
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        """Sums the model's gradient over the ranks, clips it, applies AdamW and clears the gradient.
+
+        Returns:
+            grad_norm (before clipping), learning_rate, update_norm; and "skipped" = 1 when there was no
+            gradient, in which case nothing changed.
+
+        Raises:
+            InvalidRequest: the gradient is not finite; it was dropped and nothing else changed.
+        """
+        tenant = self._tenant(model_id)
+        if not tenant.has_gradient:
+            tenant.clear_gradient()
+            return {"skipped": 1.0, "grad_norm": 0.0, "learning_rate": adam.learning_rate, "update_norm": 0.0}
+        gradient = tenant.take_gradient()
+        if self._world_size > 1:
+            dist.all_reduce(gradient)
+        try:
+            return tenant.optimizer.step(gradient, adam)
+        except FloatingPointError as error:
+            raise InvalidRequest(
+                f"{error}: the step was not applied and the gradient was dropped; check weights, advantages "
+                "and logprobs, or lower the learning rate",
+                "non_finite_gradient",
+            ) from None
+
+    def state(self, model_id: str, *, optimizer: bool = True) -> ModelState:
+        """A copy of the model's state; any rank may call it alone. A pending gradient is not part of it.
+
+        Args:
+            optimizer: include the moments.
+        """
+        tenant = self._tenant(model_id)
+        step, moments = tenant.optimizer.export()
+        return ModelState(
+            lora=tenant.adapter.spec,
+            adapter=_named(tenant.adapter, tenant.adapter.flat),
+            optimizer={
+                f"{name}.{moment}": array
+                for moment, flat in (moments.items() if optimizer else ())
+                for name, array in _named(tenant.adapter, flat).items()
+            },
+            step=step,
+        )
+
+    def load_state(self, model_id: str, state: ModelState, optimizer: bool) -> None:
+        """Replaces the adapter, and the optimizer state or else starts that afresh. Clears the gradient.
+
+        Raises:
+            InvalidRequest: the state is of an adapter of another shape; nothing changed.
+        """
+        tenant = self._tenant(model_id)
+        adapter = tenant.adapter
+        flat = _flattened(adapter, state.adapter)
+        moments = {}
+        if optimizer and state.step:
+            for moment in ("exp_avg", "exp_avg_sq"):
+                named = {name: state.optimizer.get(f"{name}.{moment}") for name in adapter.layout}
+                moments[moment] = _flattened(adapter, named)
+        tenant.clear_gradient()
+        adapter.flat.copy_(flat)
+        tenant.optimizer.restore(state.step if optimizer else 0, moments)
+
+    def _tenant(self, model_id: str) -> Tenant:
+        if model_id not in self._tenants:
+            raise ModelNotResident(f"model {model_id} is not on this trainer")
+        return self._tenants[model_id]
+
+    def _refuse(self, work: Pass) -> dict[int, Failure]:
+        """Operations that cannot run, found from the plan alone and so on all ranks alike."""
+        failures: dict[int, Failure] = {}
+        for number, op in enumerate(work.ops):
+            try:
+                earlier = self._tenant(op.model_id).failure(op.seq_id)
+                if earlier is not None:
+                    failures[number] = earlier
+                check_loss(op.loss_fn, op.loss_config)
+            except TinsmithError as error:
+                failures[number] = _failure(error)
+        for row in (row for batch in work.micro_batches for row in batch.rows if row.op not in failures):
+            try:
+                check_datum(
+                    work.ops[row.op].loss_fn,
+                    HostArray("int32", (row.length,), row.tokens),
+                    row.loss_inputs,
+                    vocab_size=self.vocab_size,
+                    context_length=self.context_length,
+                    where=f"data[{row.index}]",
+                )
+            except TinsmithError as error:
+                failures[row.op] = _failure(error)
+        return failures
+
+    def _run_rounds(
+        self, work: Pass, failures: Mapping[int, Failure]
+    ) -> tuple[list[RowResult], dict[int, Failure]]:
+        """Runs this rank's micro-batches; its results, and the operations that failed while running."""
+        kept = ([row for row in batch.rows if row.op not in failures] for batch in work.micro_batches)
+        batches = [sorted(rows, key=lambda row: (row.op, row.index)) for rows in kept if rows]
+        dealt = deal(len(batches), self._world_size, self._first_rank(work, len(batches)))
+        differentiable = [any(not work.ops[row.op].forward_only for row in rows) for rows in batches]
+        pairs: dict[int, Pairs] = {}
+        results: list[RowResult] = []
+        failed: dict[int, Failure] = {}
+        for turn in range(max(map(len, dealt))):
+            mine = dealt[self._rank][turn : turn + 1]
+            if self._base.collective:
+                grad = any(differentiable[batch] for rank in dealt for batch in rank[turn : turn + 1])
+                results += self._run_batch(work.ops, batches[mine[0]] if mine else [], grad, pairs)
+            elif mine:
+                rows = [row for row in batches[mine[0]] if row.op not in failed]
+                try:
+                    results += self._run_batch(work.ops, rows, differentiable[mine[0]], pairs) if rows else []
+                except Exception as error:
+                    logger.exception("a micro-batch of %d rows failed", len(rows))
+                    failure = _failure(_explained(error, rows))
+                    failed.update({row.op: failure for row in rows})
+        return results, failed
+
+    def _first_rank(self, work: Pass, batches: int) -> int:
+        """Where dealing starts. A model that has the pass for itself goes on where its last pass ended."""
+        models = {op.model_id for op in work.ops} & self._tenants.keys()
+        if len(models) != 1:
+            return 0
+        tenant = self._tenants[models.pop()]
+        first = tenant.batches
+        tenant.batches += batches
+        return first
+
+    def _run_batch(
+        self, ops: Sequence[PassOp], rows: Sequence[Row], grad: bool, pairs: dict[int, Pairs]
+    ) -> list[RowResult]:
+        """One physical batch forward and, with `grad`, backward. `pairs` keeps the leaves of this pass."""
+        batch = collate(rows, self._device) if rows else idle_batch(self._device)
+        segments = self._segments(ops, rows, pairs)
+        with torch.set_grad_enabled(grad), self._router.route(segments):
+            logprobs = self._base.logprobs(batch.tokens, batch.positions, batch.targets)
+            # A rank without rows to learn from still goes through the backward pass of a collective.
+            losses, parts = [(logprobs * 0).sum()] if grad and self._base.collective else [], []
+            for number, row in enumerate(rows):
+                op = ops[row.op]
+                loss, metrics = LOSSES[op.loss_fn].compute(
+                    _row_logprobs(logprobs, batch, number, row), batch.inputs[number], op.loss_config
+                )
+                parts.append({LOSS_SUM: loss, **metrics})
+                if not op.forward_only:
+                    losses.append(loss)
+            if grad:
+                self._base.backward(torch.stack(losses).sum())
+        return _row_results(rows, logprobs.detach(), batch, parts)
+
+    def _segments(self, ops: Sequence[PassOp], rows: Sequence[Row], pairs: dict[int, Pairs]) -> list[Segment]:
+        grouped: dict[int, list[Row]] = {}
+        for row in rows:
+            grouped.setdefault(row.op, []).append(row)
+        for number in grouped.keys() - pairs.keys():
+            op = ops[number]
+            pairs[number] = self._tenants[op.model_id].pairs(None if op.forward_only else op.seq_id)
+        return [
+            Segment(len(group), sum(row.length for row in group), pairs[number])
+            for number, group in grouped.items()
+        ]
+
+    def _agree_on_failures(
+        self, work: Pass, failures: dict[int, Failure], failed_here: Mapping[int, Failure]
+    ) -> None:
+        """Adds to `failures` what failed on any rank, and drops the gradients of all failed operations."""
+        failed = any_rank([number in failed_here for number in range(len(work.ops))], self._device)
+        elsewhere = Failure("server", "internal", "another rank of the trainer failed on this operation")
+        for number, (op, has_failed) in enumerate(zip(work.ops, failed, strict=True)):
+            if has_failed:
+                failures[number] = failed_here.get(number, elsewhere)
+            if number in failures and op.model_id in self._tenants:
+                self._tenants[op.model_id].fail(op.seq_id, failures[number])
+
+    def _collect(
+        self, work: Pass, results: list[RowResult], failures: Mapping[int, Failure]
+    ) -> list[RowResult]:
+        report = msgspec.msgpack.encode(_RankReport(results, dict(failures)))
+        reports = [
+            msgspec.msgpack.decode(data, type=_RankReport) for data in gather_bytes(report, self._device)
+        ]
+        if not reports:
+            return []
+        collected = [result for rank in reports for result in rank.results if result.op not in failures]
+        collected += [
+            RowResult(row.op, row.index, failure=failures[row.op])
+            for batch in work.micro_batches
+            for row in batch.rows
+            if row.op in failures
+        ]
+        return sorted(collected, key=lambda result: (result.op, result.index))
+
+
+def _row_logprobs(logprobs: Tensor, batch: Collated, number: int, row: Row) -> Tensor:
+    """A row's log-probabilities in the shape of its targets."""
+    start, stop = batch.spans[number]
+    shape = row.loss_inputs[TARGETS].shape
+    return logprobs[start:stop, 0] if len(shape) == 1 else logprobs[start:stop, : shape[1]]
+
+
+def _row_results(
+    rows: Sequence[Row], logprobs: Tensor, batch: Collated, parts: Sequence[Mapping[str, Tensor]]
+) -> list[RowResult]:
+    on_host = logprobs.cpu()
+    return [
+        RowResult(
+            row.op,
+            row.index,
+            {"logprobs": host_array(_row_logprobs(on_host, batch, number, row).numpy())},
+            metrics,
+        )
+        for number, (row, metrics) in enumerate(zip(rows, metric_values(parts), strict=True))
+    ]
+
+
+def _named(adapter: Adapter, flat: Tensor) -> dict[str, HostArray]:
+    """Host copies of a flat tensor's matrices by name."""
+    views = adapter.views(flat.detach().cpu())
+    return {name: host_array(view.numpy()) for name, view in views.items()}
+
+
+def _flattened(adapter: Adapter, named: Mapping[str, HostArray | None]) -> Tensor:
+    """Named matrices as one flat host tensor in the adapter's layout."""
+    if named.keys() != adapter.layout.keys():
+        raise InvalidRequest(
+            "the saved state adapts other modules than this model; create the model from the state instead",
+            "state_mismatch",
+        )
+    flat = torch.empty(adapter.flat.numel(), dtype=torch.float32)
+    for name, view in adapter.views(flat).items():
+        array = named[name]
+        if array is None or array.dtype != "float32" or array.shape != tuple(view.shape):
+            found = "nothing" if array is None else f"{array.dtype} of shape {list(array.shape)}"
+            raise InvalidRequest(
+                f"the saved state has {found} for {name} where this model has float32 of shape "
+                f"{list(view.shape)}; create the model from the state instead",
+                "state_mismatch",
+            )
+        view.numpy()[...] = host_values(array)
+    return flat
+
+
+def _failure(error: TinsmithError) -> Failure:
+    return Failure(error.category, error.code, error.message)
+
+
+def _explained(error: Exception, rows: Sequence[Row]) -> TinsmithError:
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        longest = max(row.length for row in rows)
+        return Internal(
+            f"out of device memory on a micro-batch of {len(rows)} x {longest} tokens; start the trainer "
+            "with a smaller --micro-batch-tokens, or send shorter data",
+            "out_of_memory",
+        )
+    return Internal(f"{type(error).__name__}: {error}")

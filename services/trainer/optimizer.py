@@ -1,0 +1,70 @@
+"""AdamW over one adapter's flat tensor, with every setting given anew for each step.
+
+Invariant: a step depends only on the masters, the moments, the step count and the step's own gradient and
+settings; `export` and `restore` carry moments and count bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.trainer.plan import AdamSpec
+
+
+class AdapterOptimizer:
+    """torch.optim.AdamW (decoupled weight decay) of one flat float32 tensor."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._adam = torch.optim.AdamW([flat])
+
+    @property
+    def steps(self) -> int:
+        """Steps taken."""
+        state = self._adam.state.get(self._flat)
+        return int(state["step"].item()) if state else 0
+
+    def step(self, gradient: Tensor, adam: AdamSpec) -> dict[str, float]:
+        """Clips `gradient` (flat, changed in place) to the global norm and applies it.
+
+        Returns:
+            grad_norm (global L2 norm before clipping), learning_rate, update_norm (L2 norm of the change).
+
+        Raises:
+            FloatingPointError: the gradient is not finite; nothing was applied.
+        """
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        if not norm < float("inf"):
+            raise FloatingPointError(f"gradient norm is {norm}")
+        if adam.grad_clip_norm > 0:
+            gradient.mul_(min(1.0, adam.grad_clip_norm / (norm + 1e-6)))
+        self._adam.param_groups[0].update(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+        )
+        before = self._flat.clone()
+        self._flat.grad = gradient
+        self._adam.step()
+        self._flat.grad = None
+        change = torch.linalg.vector_norm(self._flat - before, dtype=torch.float64)
+        return {"grad_norm": norm, "learning_rate": adam.learning_rate, "update_norm": float(change)}
+
+    def export(self) -> tuple[int, dict[str, Tensor]]:
+        """Step count and the flat moments ("exp_avg", "exp_avg_sq"); no moments before the first step."""
+        state = self._adam.state.get(self._flat)
+        if not state:
+            return 0, {}
+        return self.steps, {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+    def restore(self, steps: int, moments: dict[str, Tensor]) -> None:
+        """Takes over what `export` gave."""
+        self._adam.state.clear()
+        if steps:
+            self._adam.state[self._flat] = {
+                "step": torch.tensor(float(steps)),
+                "exp_avg": moments["exp_avg"].to(self._flat).clone(),
+                "exp_avg_sq": moments["exp_avg_sq"].to(self._flat).clone(),
+            }

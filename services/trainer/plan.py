@@ -1,0 +1,113 @@
+"""What a trainer world is told to do and what it answers: plain data, no torch.
+
+Everything here is a `msgspec.Struct`, so that rank 0 can broadcast it to the other ranks as msgpack
+bytes. Invariant: a plan holds all that a rank needs; nothing in it refers to state of one process.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class HostArray(msgspec.Struct, frozen=True):
+    """A dense row-major array in host memory: little-endian bytes, dtype name, shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class LoraSpec(msgspec.Struct, frozen=True):
+    """Shape and initial values of an adapter. `seed` None: derived from the model's id."""
+
+    rank: int
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class AdamSpec(msgspec.Struct, frozen=True):
+    """Parameters of one AdamW step. `grad_clip_norm` is the largest global L2 norm; 0 = no clipping."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One datum to run."""
+
+    model_id: str
+    op: int
+    """Index into `Pass.ops`."""
+    index: int
+    """Position of the datum within its operation."""
+    tokens: bytes
+    """int32 little-endian, shape [N]."""
+    loss_inputs: dict[str, HostArray]
+
+    @property
+    def length(self) -> int:
+        """N, tokens."""
+        return len(self.tokens) // 4
+
+
+class PassOp(msgspec.Struct, frozen=True):
+    """One forward or forward_backward operation that a pass runs."""
+
+    model_id: str
+    seq_id: int
+    loss_fn: str
+    loss_config: dict[str, float] = {}
+    forward_only: bool = False
+
+
+class MicroBatch(msgspec.Struct, frozen=True):
+    """One physical batch. Its rows may belong to several operations and models."""
+
+    rows: list[Row]
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """One round of work over the world: every rank gets the same Pass."""
+
+    ops: list[PassOp]
+    micro_batches: list[MicroBatch]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why an operation failed, in the terms of `services.common.errors`."""
+
+    category: str
+    code: str
+    message: str
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """What one row came to. With `failure`, its whole operation failed and left no gradient behind."""
+
+    op: int
+    index: int
+    outputs: dict[str, HostArray] = {}
+    """By name; "logprobs" is float32 in the shape of target_tokens."""
+    metrics: dict[str, float] = {}
+    """This row's part of the operation's metrics; `losses.combine_metrics` joins the parts."""
+    failure: Failure | None = None
+
+
+class ModelState(msgspec.Struct, frozen=True):
+    """All that makes up a model between two steps, float32 on the host.
+
+    `adapter` holds `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank]; `optimizer` holds
+    `<name>.exp_avg` and `<name>.exp_avg_sq` of each, and nothing before the first step; `step` counts the
+    optimizer steps taken.
+    """
+
+    lora: LoraSpec
+    adapter: dict[str, HostArray]
+    optimizer: dict[str, HostArray]
+    step: int

@@ -1,0 +1,122 @@
+"""One rank of a world that plays the scenario of test_engine_world; started by DeepSpeed's launcher.
+
+Arguments: model directory, ZeRO stage, output directory. Writes rank<r>.msgpack.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from services.common.errors import InvalidRequest
+from services.trainer.base_model import init_distributed
+from services.trainer.engine import Engine
+from services.trainer.plan import AdamSpec, LoraSpec, ModelState, Pass, RowResult
+from tests.component.engine_data import ADAM, VOCAB, ce_row, is_row, op, trained_looking, with_input, work
+
+LORAS = {"a": LoraSpec(8, 1), "b": LoraSpec(3, 2, train_mlp=False, train_unembed=False), "c": LoraSpec(4)}
+ROWS_A = [ce_row(1, 20), ce_row(2, 7), ce_row(3, 12, columns=2)]
+ROWS_B = [is_row(4, 30), is_row(5, 9)]
+ROWS_C = [ce_row(6, 11)]
+
+
+class Report(msgspec.Struct):
+    passes: list[list[RowResult]] = []
+    steps: dict[str, dict[str, float]] = {}
+    states: dict[str, ModelState] = {}
+    initial: dict[str, ModelState] = {}
+    non_finite: str = ""
+    weights: int = 0
+    weights_here: int = 0
+
+
+def scenario(engine: Engine) -> Report:
+    report = Report()
+
+    def run(work: Pass) -> None:
+        report.passes.append(engine.run_pass(work))
+
+    def step(model_id: str, adam: AdamSpec = ADAM) -> None:
+        report.steps[f"{model_id}{len(report.passes)}"] = engine.optim_step(model_id, adam)
+
+    for number, (model_id, lora) in enumerate(LORAS.items()):
+        engine.create_model(model_id, lora)
+        report.initial[model_id] = trained_looking(engine.state(model_id), number)
+        engine.load_state(model_id, report.initial[model_id], optimizer=False)
+
+    # Three batches: two ranks have uneven work. Losses, ranks, targets and forward-only are mixed.
+    placed = [
+        (op("a"), ROWS_A),
+        (op("b", 1, "importance_sampling"), ROWS_B),
+        (op("c", forward_only=True), ROWS_C),
+    ]
+    run(work(*placed, cut=[[(0, 0), (1, 0)], [(0, 1), (2, 0)], [(0, 2), (1, 1)]]))
+    for model_id in LORAS:
+        step(model_id)
+
+    # A pass without gradients, one of whose operations is refused.
+    beyond = with_input(ce_row(1, 5), "target_tokens", np.full(5, VOCAB))
+    run(work((op("a", 3, forward_only=True), ROWS_A), (op("b", 3), [ROWS_C[0], beyond])))
+
+    # An operation in two passes, next to a model whose gradient overflows.
+    bad = with_input(is_row(7, 8), "logprobs", np.full(8, -1e30, np.float32))
+    first = (op("a", 4), ROWS_A)
+    run(work(first, (op("c", 4, "importance_sampling"), [bad]), cut=[[(0, 1), (1, 0)], [(0, 0)]]))
+    run(work(first, cut=[[(0, 2)]]))
+    step("a")
+    try:
+        step("c")
+    except InvalidRequest as error:
+        report.non_finite = error.code
+
+    _replay(engine, report)
+    for model_id in (*LORAS, "r0", "r1"):
+        report.states[model_id] = engine.state(model_id)
+    parameters = list(engine._base._scorer.parameters())
+    report.weights = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+    report.weights_here = sum(p.numel() for p in parameters)
+    return report
+
+
+def _replay(engine: Engine, report: Report) -> None:
+    """The same operations twice, each time alone but in other passes."""
+    one = (op("", 1), [ce_row(seed, 9 + seed) for seed in range(3)])
+    two = (op("", 2), [ce_row(seed, 5 + seed) for seed in range(2)])
+    compositions = [
+        [work(one, two, cut=[[(0, 0)], [(0, 1)], [(0, 2)], [(1, 0)], [(1, 1)]])],
+        [
+            work(one, cut=[[(0, 0)]]),
+            work(one, two, cut=[[(0, 1)], [(0, 2)], [(1, 0)]]),
+            work(two, cut=[[(0, 1)]]),
+        ],
+    ]
+    for number, passes in enumerate(compositions):
+        model_id = f"r{number}"
+        engine.create_model(model_id, LORAS["a"])
+        for each in passes:
+            ops = [msgspec.structs.replace(item, model_id=model_id) for item in each.ops]
+            engine.run_pass(msgspec.structs.replace(each, ops=ops))
+        engine.optim_step(model_id, ADAM)
+
+
+def main() -> None:
+    directory, stage, out = sys.argv[1:4]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init_distributed("cpu")
+    engine = Engine(
+        model_path=directory,
+        device="cpu",
+        dtype="float32",
+        zero_stage=int(stage),
+        rank=rank,
+        world_size=world_size,
+    )
+    (Path(out) / f"rank{rank}.msgpack").write_bytes(msgspec.msgpack.encode(scenario(engine)))
+
+
+if __name__ == "__main__":
+    main()

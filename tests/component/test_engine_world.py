@@ -1,0 +1,123 @@
+"""Worlds of one and two ranks, ZeRO 0 and 3, started by DeepSpeed's launcher, against plain PyTorch."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from services.launcher.tiny_model import make_tiny_model
+from tests.component.engine_data import ADAM, VOCAB
+from tests.component.engine_reference import ReferenceModel, values
+from tests.component.engine_world import ROWS_A, ROWS_B, ROWS_C, Report
+
+pytestmark = pytest.mark.heavy
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("engine_world.py")
+WORLDS = {"1 rank": (1, 0), "2 ranks": (2, 0), "2 ranks ZeRO-3": (2, 3)}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # An untied head, so that ZeRO-3 shards it apart from the embedding; test_engine has the tied one.
+    path = tmp_path_factory.mktemp("tiny")
+    return make_tiny_model(path, vocab=VOCAB, layers=2, tie_embeddings=False)
+
+
+def play(directory: Path, ranks: int, stage: int, out: Path) -> list[Report]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    command = [
+        *(sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--no_local_rank"),
+        *("--master_addr=127.0.0.1", f"--master_port={port}"),
+        *(str(SCRIPT), str(directory), str(stage), str(out)),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = [out / f"rank{rank}.msgpack" for rank in range(ranks)]
+    return [msgspec.msgpack.decode(file.read_bytes(), type=Report) for file in files]
+
+
+@pytest.fixture(scope="module")
+def played(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
+    return {
+        name: play(directory, ranks, stage, tmp_path_factory.mktemp("world"))
+        for name, (ranks, stage) in WORLDS.items()
+    }
+
+
+@pytest.fixture(params=WORLDS)
+def reports(played: dict[str, list[Report]], request: pytest.FixtureRequest) -> list[Report]:
+    return played[request.param]
+
+
+def test_training_equals_a_plain_pytorch_loop(reports: list[Report], directory: Path) -> None:
+    report = reports[0]
+    a = ReferenceModel(directory, report.initial["a"].adapter)
+    b = ReferenceModel(directory, report.initial["b"].adapter)
+    c = ReferenceModel(directory, report.initial["c"].adapter)
+    rows = [(a, row) for row in ROWS_A] + [(b, row) for row in ROWS_B] + [(c, row) for row in ROWS_C]
+    order = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
+    assert [(result.op, result.index) for result in report.passes[0]] == order
+    for (model, row), result in zip(rows, report.passes[0], strict=True):
+        expected = model.logprobs(row).detach().numpy()
+        np.testing.assert_allclose(values(result.outputs["logprobs"]), expected, rtol=0, atol=1e-5)
+
+    assert report.steps["a1"]["grad_norm"] == pytest.approx(a.step(ROWS_A, "cross_entropy", ADAM), rel=1e-4)
+    norm = b.step(ROWS_B, "importance_sampling", ADAM)
+    assert report.steps["b1"]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert report.steps["c1"]["skipped"] == 1
+    for row, result in zip(ROWS_A, report.passes[1][:3], strict=True):
+        expected = a.logprobs(row).detach().numpy()
+        np.testing.assert_allclose(values(result.outputs["logprobs"]), expected, rtol=0, atol=1e-5)
+    assert report.steps["a4"]["grad_norm"] == pytest.approx(a.step(ROWS_A, "cross_entropy", ADAM), rel=1e-4)
+    a.assert_same_adapter(report.states["a"].adapter)
+    b.assert_same_adapter(report.states["b"].adapter)
+
+
+def test_a_refused_operation_and_an_overflowing_gradient_harm_nobody(reports: list[Report]) -> None:
+    report = reports[0]
+    refused = [result.failure for result in report.passes[1][3:]]
+    assert [failure.code if failure else "" for failure in refused] == ["token_out_of_range"] * 2
+    assert report.non_finite == "non_finite_gradient"
+    assert report.states["c"].adapter == report.initial["c"].adapter
+    assert all(np.isfinite(values(array)).all() for array in report.states["a"].adapter.values())
+
+
+def test_all_ranks_hold_the_same_state_bit_for_bit(reports: list[Report]) -> None:
+    for other in reports[1:]:
+        assert other.states == reports[0].states
+        assert other.steps == reports[0].steps
+        assert all(not results for results in other.passes)
+
+
+def test_a_model_alone_replays_bit_for_bit_however_its_passes_are_cut(reports: list[Report]) -> None:
+    states = reports[0].states
+    assert states["r0"] == states["r1"]
+
+
+def test_the_number_of_ranks_and_the_zero_stage_change_nothing(played: dict[str, list[Report]]) -> None:
+    alone = played["1 rank"][0]
+    for name in ("2 ranks", "2 ranks ZeRO-3"):
+        for model_id, state in played[name][0].states.items():
+            for key, array in state.adapter.items():
+                expected = values(alone.states[model_id].adapter[key])
+                np.testing.assert_allclose(values(array), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_zero_3_holds_a_share_of_the_weights_on_each_rank(played: dict[str, list[Report]]) -> None:
+    for report in played["2 ranks ZeRO-3"]:
+        assert report.weights_here < 0.1 * report.weights
+    assert played["2 ranks"][0].weights_here == played["2 ranks"][0].weights
