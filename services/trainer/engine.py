@@ -222,6 +222,7 @@ class Engine:
             try:
                 check_datum(
                     work.ops[row.op].loss_fn,
+                    work.ops[row.op].loss_config,
                     HostArray("int32", (row.length,), row.tokens),
                     row.loss_inputs,
                     vocab_size=self.vocab_size,

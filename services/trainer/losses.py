@@ -2,6 +2,10 @@
 
 Every loss is a token SUM. Invariant: a position whose weight or advantage is zero contributes exactly
 zero to the loss and to every gradient, whatever stands there, so masked positions may hold garbage.
+(gspo's sequence ratio is the one thing that such a position can enter: it has a mask of its own.)
+
+In formulas lp is `logprobs`, q and A are the inputs "logprobs" and "advantages", r = exp(lp - q), sg stops
+the gradient, and lo and hi are the clip thresholds, absolute bounds of a ratio.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from services.common.loss_schema import CLIP_HIGH, CLIP_LOW, SEQUENCE_RATIO_MASK, settings
 
 LOSS_SUM = "loss:sum"
 
@@ -24,20 +30,36 @@ class Loss:
     """A loss function.
 
     Attributes:
-        compute: (logprobs float32 [N] or [N, K], inputs of `common.loss_schema` on the same device, settings)
-            -> (scalar loss, parts of the metrics as 0-d tensors).
+        name: its key in `LOSSES` and `common.loss_schema.LOSS_SCHEMAS`.
+        function: like `compute`, but takes all settings.
         combine: joins the parts of all rows of an operation, in row order, into metrics
             named "name:reduction".
     """
 
-    compute: LossFunction
+    name: str
+    function: LossFunction
     combine: Callable[[Sequence[Mapping[str, float]]], dict[str, float]]
+
+    def compute(
+        self, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+    ) -> tuple[Tensor, RowMetrics]:
+        """The loss of one datum.
+
+        Args:
+            logprobs: float32 [N] or [N, K].
+            inputs: those of `common.loss_schema`, on the same device.
+            config: the request's settings; what it lacks has its default.
+
+        Returns:
+            The scalar loss, and this datum's parts of the metrics as 0-d tensors.
+        """
+        return self.function(logprobs, inputs, settings(self.name, config))
 
 
 def cross_entropy(
     logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
 ) -> tuple[Tensor, RowMetrics]:
-    """-sum(weights * logprobs). Weights may be fractional or negative; [N, K] has K targets a position."""
+    """-sum(weights * lp). Weights may be fractional or negative; [N, K] has K targets a position."""
     weights = inputs["weights"]
     return -_masked(weights, weights * logprobs).sum(), {}
 
@@ -45,11 +67,62 @@ def cross_entropy(
 def importance_sampling(
     logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
 ) -> tuple[Tensor, RowMetrics]:
-    """-sum(exp(logprobs - q) * advantages), q = inputs["logprobs"]."""
+    """-sum(r * A)."""
+    log_ratio = _log_ratio(logprobs, inputs)
+    loss = -(log_ratio.exp() * inputs["advantages"]).sum()
+    return loss, _policy_metrics(logprobs, inputs)
+
+
+def ppo(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> tuple[Tensor, RowMetrics]:
+    """-sum(min(r * A, clamp(r, lo, hi) * A))."""
+    loss, clipped = _clipped_surrogate(_log_ratio(logprobs, inputs), inputs, config)
+    return loss, {**_policy_metrics(logprobs, inputs), "clipped_tokens": clipped.sum()}
+
+
+def cispo(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> tuple[Tensor, RowMetrics]:
+    """-sum(sg(clamp(r, lo, hi)) * lp * A): a clipped token keeps its gradient, with a bounded weight."""
     advantages = inputs["advantages"]
-    log_ratio = _masked(advantages, logprobs - inputs["logprobs"])
-    loss = -_masked(advantages, log_ratio.exp() * advantages).sum()
-    return loss, _ratio_metrics(logprobs.detach(), inputs)
+    ratio = _log_ratio(logprobs.detach(), inputs).exp()
+    low, high = _clip_range(ratio, inputs, config)
+    loss = -(ratio.clamp(low, high) * _masked(advantages, logprobs) * advantages).sum()
+    clipped = ((ratio < low) | (ratio > high)) & (advantages != 0)
+    return loss, {**_policy_metrics(logprobs, inputs), "clipped_tokens": clipped.sum()}
+
+
+def dro(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> tuple[Tensor, RowMetrics]:
+    """-sum(lp * A - beta / 2 * (lp - q)^2), over the positions with an advantage."""
+    advantages = inputs["advantages"]
+    penalty = 0.5 * config["beta"] * _log_ratio(logprobs, inputs).square()
+    loss = -(_masked(advantages, logprobs) * advantages - penalty).sum()
+    return loss, _policy_metrics(logprobs, inputs)
+
+
+def gspo(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> tuple[Tensor, RowMetrics]:
+    """-sum(min(r * A, clamp(r, lo, hi) * A)) with r = s * exp(lp - sg(lp)).
+
+    s = exp(mean of sg(lp) - q where the mask is not 0) is the datum's sequence ratio: all tokens share its
+    value, and each has the gradient of its own log-probability.
+    """
+    mask = inputs[SEQUENCE_RATIO_MASK]
+    fixed = logprobs.detach()
+    # Without a masked position there is no advantage either (`loss_schema`), and any ratio will do.
+    sequence = _masked(mask, fixed - inputs["logprobs"]).sum() / (mask != 0).sum().clamp(min=1)
+    log_ratio = _masked(inputs["advantages"], sequence + (logprobs - fixed))
+    loss, clipped = _clipped_surrogate(log_ratio, inputs, config)
+    metrics = _policy_metrics(logprobs, inputs)
+    return loss, {
+        **metrics,
+        "importance_ratio": _masked(metrics["sampled_tokens"], metrics["sampled_tokens"] * sequence.exp()),
+        "clipped_tokens": clipped.sum(),
+    }
 
 
 def _masked(selector: Tensor, values: Tensor) -> Tensor:
@@ -57,25 +130,68 @@ def _masked(selector: Tensor, values: Tensor) -> Tensor:
     return torch.where(selector != 0, values, torch.zeros_like(values))
 
 
-def _ratio_metrics(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> RowMetrics:
+def _log_ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """log r where there is an advantage, else 0."""
+    return _masked(inputs["advantages"], logprobs - inputs["logprobs"])
+
+
+def _clip_range(
+    like: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> tuple[Tensor, Tensor]:
+    """The lower and the upper threshold of every position: the datum's own, else the setting."""
+    low, high = (
+        inputs[key] if key in inputs else torch.full_like(like, config[key]) for key in (CLIP_LOW, CLIP_HIGH)
+    )
+    return low, high
+
+
+def _clipped_surrogate(
+    log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> tuple[Tensor, Tensor]:
+    """-sum(min(ratio * A, clamp(ratio, lo, hi) * A)), and where the clamped term is the smaller one."""
+    advantages = inputs["advantages"]
+    ratio = log_ratio.detach().exp()
+    bound = ratio.clamp(*_clip_range(ratio, inputs, config))
+    clipped = bound * advantages < ratio * advantages
+    # A clipped token has no gradient. Its ratio, which may have overflowed, stays out of the graph, where
+    # zero times its infinite derivative would be NaN.
+    unclipped = torch.where(clipped, torch.zeros_like(log_ratio), log_ratio).exp()
+    return -(torch.where(clipped, bound, unclipped) * advantages).sum(), clipped
+
+
+def _policy_metrics(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> RowMetrics:
+    """Sums over the sampled tokens, of r and of the k1 and k2 estimates of KL(sampler || learner)."""
     # By the SDK's convention a position that was not sampled has logprob 0 and advantage 0.
     sampled = (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
-    log_ratio = torch.where(sampled, logprobs - inputs["logprobs"], torch.zeros_like(logprobs))
-    ratio = torch.where(sampled, log_ratio.exp(), torch.zeros_like(logprobs))
-    return {"tokens": sampled.sum(), "ratio": ratio.sum(), "kl": -log_ratio.sum()}
+    log_ratio = _masked(sampled, logprobs.detach() - inputs["logprobs"])
+    return {
+        "sampled_tokens": sampled.sum(),
+        "importance_ratio": _masked(sampled, log_ratio.exp()).sum(),
+        "kl_k1": -log_ratio.sum(),
+        "kl_k2": 0.5 * log_ratio.square().sum(),
+    }
 
 
-def _combine_sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+_MEANS = {
+    "importance_ratio": "importance_ratio:mean",
+    "kl_k1": "kl_k1:mean",
+    "kl_k2": "kl_k2:mean",
+    "clipped_tokens": "clipped_fraction:mean",
+}
+
+
+def _combine_loss(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {LOSS_SUM: _total(parts, LOSS_SUM)}
 
 
 def _combine_policy(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Adds the sampled tokens' mean importance ratio and their mean k1 estimate of KL(sampler || learner)."""
-    tokens = _total(parts, "tokens")
-    metrics = _combine_sums(parts)
+    """Adds sums, which stay exact when the SDK joins its chunks, and means over the sampled tokens."""
+    names = [name for name in parts[0] if name != LOSS_SUM]
+    totals = {name: _total(parts, name) for name in names}
+    metrics = _combine_loss(parts) | {f"{name}:sum": total for name, total in totals.items()}
+    tokens = totals["sampled_tokens"]
     if tokens:
-        metrics["importance_ratio:mean"] = _total(parts, "ratio") / tokens
-        metrics["kl_k1:mean"] = _total(parts, "kl") / tokens
+        metrics |= {_MEANS[name]: total / tokens for name, total in totals.items() if name in _MEANS}
     return metrics
 
 
@@ -85,8 +201,15 @@ def _total(parts: Sequence[Mapping[str, float]], key: str) -> float:
 
 
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, _combine_sums),
-    "importance_sampling": Loss(importance_sampling, _combine_policy),
+    loss.name: loss
+    for loss in (
+        Loss("cross_entropy", cross_entropy, _combine_loss),
+        Loss("importance_sampling", importance_sampling, _combine_policy),
+        Loss("ppo", ppo, _combine_policy),
+        Loss("cispo", cispo, _combine_policy),
+        Loss("dro", dro, _combine_policy),
+        Loss("gspo", gspo, _combine_policy),
+    )
 }
 
 

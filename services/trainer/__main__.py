@@ -1,0 +1,68 @@
+"""One rank of a trainer world. Rank 0 serves gRPC; the others follow its commands."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+
+import uvloop
+
+from services.common import logs, process
+from services.common.paths import DataDir
+from services.trainer import config
+from services.trainer.config import Place, TrainerConfig
+from services.trainer.server import load, serve
+from services.trainer.world import EngineThread, follow
+
+log = logging.getLogger("services.trainer")
+
+_DISMISSAL_S = 45
+_EXIT_S = 5.0
+
+
+def main() -> int:
+    """Runs this rank; the exit status."""
+    settings = config.parse(sys.argv[1:])
+    place = Place.from_environment()
+    name = f"trainer-{settings.first_process_index + place.rank}"
+    logs.configure(name)
+    process.setup_process(name, DataDir(settings.data_dir).run)
+    if place.rank == 0:
+        return uvloop.run(serve(settings, place))
+    return _follow(settings, place)
+
+
+def _follow(settings: TrainerConfig, place: Place) -> int:
+    """Ranks other than 0. Signals go to all ranks of a terminal or container; rank 0 answers them."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # Rank 0 dismisses this rank when it has drained; should it not, the alarm ends the process.
+        signal.signal(number, lambda *_: signal.alarm(_DISMISSAL_S))
+
+    def work() -> None:
+        engine, channel = load(settings, place)
+        log.info("following rank 0")
+        follow(engine, channel)
+
+    done = EngineThread().submit(work)
+    try:
+        done.result()
+    except BaseException:
+        log.critical("rank %d cannot go on", place.rank, exc_info=True)
+        return 1
+    log.info("dismissed")
+    return 0
+
+
+def exit_process(status: int) -> None:
+    """Ends the process even when a thread is stuck in a collective."""
+    watchdog = threading.Timer(_EXIT_S, lambda: os._exit(status))
+    watchdog.daemon = True
+    watchdog.start()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    exit_process(main())

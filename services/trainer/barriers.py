@@ -1,0 +1,123 @@
+"""What each kind of barrier operation does: create, step, save, load, publish, unload.
+
+Invariant: when a barrier raises, the model is as it was (a creation leaves no model behind). Files are
+read and written in threads beside the engine, so one tenant's disk never stops another's training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from services.common.errors import Internal, InvalidRequest, TinsmithError
+from services.trainer import convert
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.commands import CreateModel, DropModel, LoadState, OptimStep
+from services.trainer.convert import Create, Load, Publish, Save, Step, Unload
+from services.trainer.models import Model, Operation, OperationResult, Rejected
+from services.trainer.publisher import Publisher
+from services.trainer.world import World
+
+Release = Callable[[], None]
+"""Tells that the operation has taken effect and the model's next one may run; its result follows."""
+
+
+class Barriers:
+    """Executes one barrier operation at a time per model.
+
+    Args:
+        changed: told the id of a model whose state is new and should become durable.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        checkpoints: CheckpointStore,
+        publisher: Publisher,
+        changed: Callable[[str], None],
+    ) -> None:
+        self._world = world
+        self._checkpoints = checkpoints
+        self._publisher = publisher
+        self._changed = changed
+
+    async def run(self, model: Model, operation: Operation, release: Release) -> OperationResult:
+        """The result of an operation.
+
+        Raises:
+            TinsmithError, OSError: the operation failed.
+        """
+        work, seq_id = operation.work, operation.seq_id
+        if isinstance(work, Rejected) and model.lora is None:
+            model.broken = work.error
+        match work:
+            case Rejected():
+                raise work.error
+            case Create():
+                return await self._create(model, seq_id, work)
+            case Step():
+                return await self._step(model, seq_id, work)
+            case Save():
+                return await self._save(model, seq_id, work)
+            case Load():
+                return await self._load(model, seq_id, work)
+            case Publish():
+                return await self._publish(model, seq_id, work, release)
+            case Unload():
+                await self._world.call(DropModel(model.model_id))
+                model.lora = None
+                return convert.unloaded()
+            case _:
+                raise TypeError(f"{type(work).__name__} is not a barrier")
+
+    async def _create(self, model: Model, seq_id: int, work: Create) -> OperationResult:
+        if model.lora is not None:
+            raise InvalidRequest(f"model {model.model_id} exists already")
+        lora, saved, optimizer = work.lora, None, False
+        try:
+            if work.from_state is not None:
+                load, optimizer = work.from_state, work.from_state.optimizer
+                found = await asyncio.to_thread(
+                    self._checkpoints.load, load.source_model_id, load.checkpoint_id
+                )
+                lora, saved = found.meta.lora, found.state
+            assert lora is not None
+            await self._world.call(CreateModel(model.model_id, seq_id, lora, saved, optimizer))
+        except (TinsmithError, OSError) as error:
+            model.broken = error if isinstance(error, TinsmithError) else Internal(str(error))
+            raise
+        model.lora = lora
+        self._changed(model.model_id)
+        return convert.created(lora)
+
+    async def _step(self, model: Model, seq_id: int, work: Step) -> OperationResult:
+        try:
+            metrics = await self._world.call(OptimStep(model.model_id, seq_id, work.adam))
+        except Internal as error:
+            # Weights may be half changed. A restart brings the model back from its durable snapshot.
+            raise RuntimeError(f"optim_step {model.model_id}:{seq_id}: {error}") from error
+        self._changed(model.model_id)
+        return convert.stepped(metrics)
+
+    async def _save(self, model: Model, seq_id: int, work: Save) -> OperationResult:
+        _, state = await self._world.state(model.model_id)
+        size = await asyncio.to_thread(
+            self._checkpoints.save, model.model_id, seq_id, work.checkpoint_id, work.overwrite, state
+        )
+        return convert.saved(model.model_id, work, size)
+
+    async def _load(self, model: Model, seq_id: int, work: Load) -> OperationResult:
+        found = await asyncio.to_thread(self._checkpoints.load, work.source_model_id, work.checkpoint_id)
+        await self._world.call(LoadState(model.model_id, seq_id, found.state, work.optimizer))
+        self._changed(model.model_id)
+        return convert.loaded(work)
+
+    async def _publish(self, model: Model, seq_id: int, work: Publish, release: Release) -> OperationResult:
+        _, state = await self._world.state(model.model_id, optimizer=False)
+        model.publishing = True
+        release()
+        try:
+            published = await self._publisher.publish(model.model_id, seq_id, state.lora, state.adapter)
+        finally:
+            model.publishing = False
+        return convert.published(model.model_id, seq_id, work, published.wire_bytes, published.receivers)

@@ -1,0 +1,254 @@
+"""The trainer's end of the weight wire: keeps the group of live samplers and sends snapshots to it.
+
+Invariant: every step has a deadline, and a member that fails one is left out for a while, so that one
+sampler that hangs does not slow every publish down. Sends of one base model happen one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc.aio
+import redis.asyncio
+import torch
+from redis.exceptions import RedisError
+from torch import Tensor
+
+from services.common import keys, registry, rpc, tensors, weights
+from services.common.registry import ServiceRecord
+from services.trainer.convert import lora_to_pb
+from services.trainer.plan import HostArray, LoraSpec
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+JOIN_TIMEOUT_S = 20.0
+SEND_TIMEOUT_S = 60.0
+_ANSWER_S = 5.0
+LEFT_OUT_S = 60.0
+_JOIN_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One sampler replica; a restarted one is another member."""
+
+    record: ServiceRecord
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.record.id, self.record.incarnation
+
+    def __str__(self) -> str:
+        return self.record.id
+
+
+@dataclass(frozen=True)
+class _Group:
+    members: tuple[_Member, ...]
+    handle: weights.WeightGroup
+
+
+class Broadcaster:
+    """Sends packed adapters of one base model to its samplers.
+
+    Args:
+        device: where the group's buffers live, "cpu" or "cuda:n".
+        dtype: element type on the wire.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, redis_url: str, base_model: str, device: str, dtype: torch.dtype
+    ) -> None:
+        self._redis = client
+        self._redis_url = redis_url
+        self._base_model = base_model
+        self._device = device
+        self._dtype = dtype
+        self._lock = asyncio.Lock()
+        self._group: _Group | None = None
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._left_out: dict[tuple[str, str], float] = {}
+        # One thread for the group; a second so that a send stuck until its deadline does not block a join.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="weights")
+
+    async def send(
+        self, model_id: str, version: int, lora: LoraSpec, adapter: Mapping[str, HostArray]
+    ) -> tuple[int, int]:
+        """Broadcasts a snapshot. Returns (bytes of tensors sent, sampler workers that have it).
+
+        Never fails for a sampler's sake; what does not arrive is logged.
+        """
+        async with self._lock:
+            try:
+                group = await self._current_group()
+            except RedisError as error:
+                log.warning("no broadcast of %s at %d, Redis does not answer: %s", model_id, version, error)
+                return 0, 0
+            if group is None:
+                return 0, 0
+            buffer, specs, checksum = await self._in_thread(lambda: self._pack(adapter))
+            request = sampler_pb2.ReceiveSnapshotRequest(
+                epoch=group.handle.epoch,
+                snapshot=sampler_pb2.Snapshot(model_id=model_id, version=version),
+                lora=lora_to_pb(lora),
+                tensors=[
+                    sampler_pb2.TensorSpec(
+                        name=spec.name, dtype=tensors.dtype_to_pb(spec.dtype), shape=spec.shape
+                    )
+                    for spec in specs
+                ],
+                crc32=checksum,
+                timeout_seconds=SEND_TIMEOUT_S,
+            )
+            have_it = await self._transfer(group, buffer, request)
+            return buffer.numel(), sum(member.record.world_size for member in have_it)
+
+    async def close(self) -> None:
+        """Leaves the group and closes the channels."""
+        self._leave()
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _pack(self, adapter: Mapping[str, HostArray]) -> tuple[Tensor, list[weights.TensorSpec], int]:
+        packable = {
+            name: torch.frombuffer(bytearray(array.data), dtype=torch.float32)
+            .view(array.shape)
+            .to(self._dtype)
+            for name, array in adapter.items()
+        }
+        buffer, specs = weights.pack(packable)
+        return buffer, specs, weights.crc32(buffer)
+
+    async def _current_group(self) -> _Group | None:
+        """The group of all live samplers, made anew when they changed; None when there are none."""
+        now = time.monotonic()
+        self._left_out = {key: until for key, until in self._left_out.items() if until > now}
+        members = tuple(
+            _Member(record)
+            for record in await registry.live(self._redis, "sampler")
+            if record.base_model == self._base_model
+            and record.state == "ready"
+            and (record.id, record.incarnation) not in self._left_out
+        )
+        if self._group is not None and [m.key for m in self._group.members] == [m.key for m in members]:
+            return self._group
+        self._leave()
+        for _ in range(_JOIN_ATTEMPTS):
+            if not members:
+                return None
+            self._group, members = await self._join(members)
+            if self._group is not None:
+                return self._group
+        return None
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.handle.abort()
+            self._group = None
+
+    async def _join(self, members: Sequence[_Member]) -> tuple[_Group | None, tuple[_Member, ...]]:
+        """Makes a new group. When it does not come together: None, and the members worth another try."""
+        epoch = await self._redis.incr(keys.weight_epoch(self._base_model))
+        world_size = 1 + sum(member.record.world_size for member in members)
+        calls: list[Awaitable[Any]] = []
+        first_rank = 1
+        for member in members:
+            request = sampler_pb2.JoinGroupRequest(
+                epoch=epoch, first_rank=first_rank, world_size=world_size, timeout_seconds=JOIN_TIMEOUT_S
+            )
+            calls.append(self._stub(member).JoinGroup(request, timeout=JOIN_TIMEOUT_S + _ANSWER_S))
+            first_rank += member.record.world_size
+        own = self._in_thread(
+            lambda: weights.join(
+                self._base_model, epoch, 0, world_size, self._device, self._redis_url, JOIN_TIMEOUT_S
+            )
+        )
+        handle, *answers = await asyncio.gather(own, *calls, return_exceptions=True)
+        if isinstance(handle, weights.WeightGroup) and not any(isinstance(a, BaseException) for a in answers):
+            log.info("weight group %d of %s: %s", epoch, self._base_model, ", ".join(map(str, members)))
+            return _Group(tuple(members), handle), tuple(members)
+        if isinstance(handle, weights.WeightGroup):
+            handle.abort()
+        else:
+            log.warning("could not join weight group %d: %s", epoch, handle)
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, BaseException):
+                log.warning("sampler %s did not join weight group %d: %s", member, epoch, _described(answer))
+        silent = [member for member, answer in zip(members, answers, strict=True) if _is_silence(answer)]
+        # A member that answered only waited for the silent one in vain.
+        at_fault = silent or [
+            m for m, a in zip(members, answers, strict=True) if isinstance(a, BaseException)
+        ]
+        self._leave_out(at_fault)
+        # When no member failed, this end did: there is nothing better to try.
+        return None, tuple(member for member in members if member not in at_fault) if at_fault else ()
+
+    def _leave_out(self, members: Sequence[_Member]) -> None:
+        until = time.monotonic() + LEFT_OUT_S
+        self._left_out.update({member.key: until for member in members})
+
+    async def _transfer(
+        self, group: _Group, buffer: Tensor, request: sampler_pb2.ReceiveSnapshotRequest
+    ) -> list[_Member]:
+        """Sends the buffer; the members that confirmed it. A group that failed is given up."""
+        own = asyncio.ensure_future(
+            self._in_thread(lambda: group.handle.broadcast(buffer, timeout=SEND_TIMEOUT_S))
+        )
+        calls = [
+            asyncio.ensure_future(
+                _answer(self._stub(member).ReceiveSnapshot(request, timeout=SEND_TIMEOUT_S + _ANSWER_S))
+            )
+            for member in group.members
+        ]
+        _, unfinished = await asyncio.wait([own, *calls], return_when=asyncio.FIRST_EXCEPTION)
+        first_failed = [m for m, c in zip(group.members, calls, strict=True) if c.done() and c.exception()]
+        if unfinished:
+            # The others would wait for the one that failed until their deadline.
+            self._leave()
+        sent, *answers = await asyncio.gather(own, *calls, return_exceptions=True)
+        have_it = []
+        for member, answer in zip(group.members, answers, strict=True):
+            if isinstance(answer, BaseException):
+                log.warning("sampler %s did not receive a snapshot: %s", member, _described(answer))
+            else:
+                have_it.append(member)
+        if len(have_it) < len(group.members) or isinstance(sent, BaseException):
+            log.warning("weight group %d is given up (own end: %s)", group.handle.epoch, sent)
+            self._leave_out(first_failed)
+            self._leave()
+        return have_it
+
+    def _stub(self, member: _Member) -> Any:
+        address = member.record.address
+        if address not in self._channels:
+            self._channels[address] = rpc.channel(address)
+        return sampler_pb2_grpc.SamplerServiceStub(self._channels[address])
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    return await call
+
+
+def _is_silence(answer: object) -> bool:
+    """Whether a call failed without a word from the other side."""
+    if not isinstance(answer, grpc.aio.AioRpcError):
+        return isinstance(answer, BaseException)
+    return rpc.CODE_METADATA not in dict(answer.trailing_metadata() or ())
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {error}"

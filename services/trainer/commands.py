@@ -1,0 +1,83 @@
+"""What rank 0 tells the ranks of a trainer world to do.
+
+Invariant: a command holds all that a rank needs to carry it out (msgpack, never pickle), so ranks share
+neither files nor memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from services.trainer.engine import Engine
+from services.trainer.plan import AdamSpec, LoraSpec, ModelState, Pass
+
+
+class CreateModel(msgspec.Struct, frozen=True, tag=True):
+    """A fresh adapter, or one with saved values."""
+
+    model_id: str
+    seq_id: int
+    lora: LoraSpec
+    saved: ModelState | None = None
+    optimizer: bool = False
+
+
+class DropModel(msgspec.Struct, frozen=True, tag=True):
+    model_id: str
+
+
+class RunPass(msgspec.Struct, frozen=True, tag=True):
+    plan: Pass
+
+
+class OptimStep(msgspec.Struct, frozen=True, tag=True):
+    model_id: str
+    seq_id: int
+    adam: AdamSpec
+
+
+class LoadState(msgspec.Struct, frozen=True, tag=True):
+    model_id: str
+    seq_id: int
+    saved: ModelState
+    optimizer: bool
+
+
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """Nothing; keeps ranks that wait for a command from running into their deadline."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """The other ranks end."""
+
+
+Command = CreateModel | DropModel | RunPass | OptimStep | LoadState | Tick | Shutdown
+
+
+def apply(engine: Engine, command: Command) -> Any:
+    """Carries a command out on this rank and returns what the engine answers."""
+    match command:
+        case CreateModel():
+            return _create(engine, command)
+        case DropModel():
+            return engine.drop_model(command.model_id)
+        case RunPass():
+            return engine.run_pass(command.plan)
+        case OptimStep():
+            return engine.optim_step(command.model_id, command.adam)
+        case LoadState():
+            return engine.load_state(command.model_id, command.saved, command.optimizer)
+        case Tick() | Shutdown():
+            return None
+
+
+def _create(engine: Engine, command: CreateModel) -> None:
+    engine.create_model(command.model_id, command.lora)
+    if command.saved is not None:
+        try:
+            engine.load_state(command.model_id, command.saved, command.optimizer)
+        except Exception:
+            engine.drop_model(command.model_id)
+            raise

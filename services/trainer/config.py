@@ -1,0 +1,118 @@
+"""Settings of a trainer process: flags, each with an environment fallback TINSMITH_<FLAG>.
+
+Invariant: everything a rank needs to know is decided here once and passed on as plain values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Settings common to all ranks of a world.
+
+    Attributes:
+        id: name of the trainer in the registry.
+        first_process_index: rank r writes the pid file trainer-<first_process_index + r>.
+        base_model: name SDK users pass; `model_path` is its directory or hub id.
+        zero_stage: ZeRO stage of the frozen base, 0..3.
+        device: "cpu" or "cuda".
+        dtype: element type of the base, "float32" or "bfloat16".
+        micro_batch_tokens: padded tokens of one physical batch.
+        redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password.
+    """
+
+    id: str
+    first_process_index: int
+    base_model: str
+    model_path: str
+    zero_stage: int
+    device: str
+    dtype: str
+    host: str
+    port: int
+    advertise_host: str
+    data_dir: Path
+    micro_batch_tokens: int
+    redis_url: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in its world; the launcher says so in the environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Place:
+        return cls(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
+
+
+def parse(argv: list[str]) -> TrainerConfig:
+    """Reads flags and environment; exits with a usage message when they do not make sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m services.trainer",
+        description="One rank of a trainer world. Start a world with services.trainer.launch.launch_command.",
+    )
+
+    from_environment: list[str] = []
+
+    def flag(name: str, default: str | None, help_text: str, **options: Any) -> None:
+        value = os.environ.get("TINSMITH_" + name.upper().replace("-", "_"))
+        if value is not None:
+            # Passed as a flag, so that it is checked like one; a flag given later wins.
+            from_environment.extend((f"--{name}", value))
+        parser.add_argument(f"--{name}", default=default, required=default is None, help=help_text, **options)
+
+    flag("id", "trainer-0", "name of this trainer in the registry")
+    flag("first-process-index", "0", "rank r is called trainer-<this + r>", type=int)
+    flag("model", None, "NAME=PATH_OR_HUB_ID of the base model")
+    flag("zero-stage", "0", "ZeRO stage of the frozen base", type=int, choices=(0, 1, 2, 3))
+    flag("device", "auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    flag("dtype", "auto", "auto = bfloat16 on CUDA, float32 on CPU", choices=("auto", "float32", "bfloat16"))
+    flag("host", "127.0.0.1", "address to serve gRPC on")
+    flag("port", "0", "port to serve gRPC on; 0 takes a free one", type=int)
+    flag("advertise-host", "127.0.0.1", "host name under which gateways reach this trainer")
+    flag("data-dir", None, "directory shared with gateways and samplers", type=Path)
+    flag("micro-batch-tokens", "8192", "padded tokens of one physical batch", type=int)
+    args = parser.parse_args([*from_environment, *argv])
+
+    name, separator, path = args.model.partition("=")
+    if not (name and separator and path):
+        parser.error(f"--model {args.model!r} is not NAME=PATH_OR_HUB_ID")
+    if args.micro_batch_tokens < 1:
+        parser.error("--micro-batch-tokens must be at least 1")
+    redis_url = os.environ.get("TINSMITH_REDIS_URL", "")
+    if not redis_url:
+        parser.error("TINSMITH_REDIS_URL is not set")
+    device = _resolve_device(args.device)
+    return TrainerConfig(
+        id=args.id,
+        first_process_index=args.first_process_index,
+        base_model=name,
+        model_path=path,
+        zero_stage=args.zero_stage,
+        device=device,
+        dtype=("bfloat16" if device == "cuda" else "float32") if args.dtype == "auto" else args.dtype,
+        host=args.host,
+        port=args.port,
+        advertise_host=args.advertise_host,
+        data_dir=args.data_dir.resolve(),
+        micro_batch_tokens=args.micro_batch_tokens,
+        redis_url=redis_url,
+    )
+
+
+def _resolve_device(wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,246 @@
+"""Between the protobuf Operation and what the trainer works with.
+
+Invariant: work that comes out of `from_pb` can be cut into units and sent to every rank; what else is wrong
+with its data the engine finds, on all ranks alike, before it computes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.common import ids, tensors
+from services.common.errors import InvalidRequest
+from services.trainer.losses import combine_metrics
+from services.trainer.microbatch import split_operation
+from services.trainer.plan import AdamSpec, HostArray, LoraSpec, RowResult
+from services.trainer.scheduler import Unit
+from tinsmith.v1 import operation_pb2, types_pb2
+
+
+@dataclass(frozen=True)
+class Target:
+    """What operations are for.
+
+    Attributes:
+        base_model: registered name of the base model.
+        unit_tokens: padded tokens of one unit of work.
+    """
+
+    base_model: str
+    unit_tokens: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Replace adapter (and optimizer state) by saved ones."""
+
+    source_model_id: str
+    checkpoint_id: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class Create:
+    """Make an adapter; exactly one of the two is set."""
+
+    lora: LoraSpec | None
+    from_state: Load | None
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One training example. `tokens`: int32 little-endian bytes."""
+
+    tokens: bytes
+    loss_inputs: dict[str, HostArray]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """forward or forward_backward. `units` is the work, cut for the scheduler."""
+
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_config: dict[str, float]
+    forward_only: bool
+    units: tuple[Unit, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    adam: AdamSpec
+
+
+@dataclass(frozen=True)
+class Save:
+    checkpoint_id: str
+    overwrite: bool
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Snapshot for the samplers."""
+
+    checkpoint_id: str
+    sampling_session_id: str
+
+
+@dataclass(frozen=True)
+class Unload:
+    pass
+
+
+Work = Create | Forward | Step | Save | Load | Publish | Unload
+
+
+def from_pb(operation: operation_pb2.Operation, target: Target) -> Work:
+    """The work of an operation.
+
+    Raises:
+        InvalidRequest: the operation is malformed or does not fit the base model.
+    """
+    match operation.WhichOneof("kind"):
+        case "create_model":
+            return _create(operation.create_model, target)
+        case "forward_backward":
+            return _forward(operation.forward_backward, target)
+        case "optim_step":
+            return Step(_adam(operation.optim_step.adam))
+        case "save_state":
+            return Save(operation.save_state.checkpoint_id, operation.save_state.overwrite)
+        case "load_state":
+            return _load(operation.load_state)
+        case "save_for_sampler":
+            save = operation.save_for_sampler
+            return Publish(save.checkpoint_id, save.sampling_session_id)
+        case "unload_model":
+            return Unload()
+        case kind:
+            raise InvalidRequest(f"operation kind {kind!r} is not executed by a trainer")
+
+
+def _create(create: operation_pb2.CreateModel, target: Target) -> Create:
+    if create.base_model != target.base_model:
+        raise InvalidRequest(
+            f"base model {create.base_model!r} is not served here; this trainer has {target.base_model!r}",
+            "unknown_base_model",
+        )
+    if create.HasField("lora") == create.HasField("from_state"):
+        raise InvalidRequest("set exactly one of lora and from_state")
+    if create.HasField("from_state"):
+        return Create(None, _load(create.from_state))
+    lora = create.lora
+    seed = lora.seed if lora.HasField("seed") else None
+    return Create(LoraSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed), None)
+
+
+def _load(load: operation_pb2.LoadState) -> Load:
+    return Load(load.source_model_id, load.checkpoint_id, load.optimizer)
+
+
+def _adam(adam: types_pb2.AdamParams) -> AdamSpec:
+    return AdamSpec(
+        adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm
+    )
+
+
+def _forward(request: operation_pb2.ForwardBackward, target: Target) -> Forward:
+    if not request.data:
+        raise InvalidRequest("data is empty; give at least one datum", "empty_data")
+    data, lengths, trailing = [], [], set()
+    for index, pb in enumerate(request.data):
+        tokens = tensors.from_pb(pb.tokens, f"data[{index}]: tokens")
+        if tokens.dtype != "int32" or len(tokens.shape) != 1 or not tokens.numel:
+            raise InvalidRequest(f"data[{index}]: tokens must be int32 of shape [N] with N of at least 1")
+        inputs = {
+            key: tensors.from_pb(value, f"data[{index}]: {key}")
+            for key, value in sorted(pb.loss_inputs.items())
+        }
+        if "target_tokens" in inputs:
+            trailing.add(inputs["target_tokens"].shape[1:])
+        lengths.append(tokens.numel)
+        arrays = {key: HostArray(value.dtype, value.shape, value.data) for key, value in inputs.items()}
+        data.append(Datum(tokens.data, arrays))
+    if len(trailing) > 1:
+        raise InvalidRequest(
+            "target_tokens must have the same number of targets per position in all datums of a request; "
+            "send datums of another number in another request",
+            "wrong_shape",
+        )
+    units = tuple(
+        Unit(tuple(indices), max(lengths[i] for i in indices))
+        for indices in split_operation(lengths, target.unit_tokens)
+    )
+    return Forward(tuple(data), request.loss_fn, dict(request.loss_config), request.forward_only, units)
+
+
+def lora_to_pb(lora: LoraSpec) -> types_pb2.LoraConfig:
+    """The protobuf of an adapter's shape."""
+    return types_pb2.LoraConfig(
+        rank=lora.rank,
+        seed=lora.seed,
+        train_attn=lora.train_attn,
+        train_mlp=lora.train_mlp,
+        train_unembed=lora.train_unembed,
+    )
+
+
+def created(lora: LoraSpec) -> operation_pb2.OperationResult:
+    return operation_pb2.OperationResult(create_model=operation_pb2.CreateModelResult(lora=lora_to_pb(lora)))
+
+
+def forwarded(work: Forward, rows: Sequence[RowResult]) -> operation_pb2.OperationResult:
+    """The result of a forward or forward_backward whose rows are given in request order."""
+    metrics = combine_metrics(work.loss_fn, [row.metrics for row in rows])
+    outputs = {name: _batched([row.outputs[name] for row in rows]) for name in rows[0].outputs}
+    return operation_pb2.OperationResult(
+        forward_backward=operation_pb2.ForwardBackwardResult(outputs=outputs, metrics=metrics)
+    )
+
+
+def _batched(arrays: Sequence[HostArray]) -> types_pb2.BatchedTensor:
+    offsets = [0]
+    for array in arrays:
+        offsets.append(offsets[-1] + len(array.data))
+    return types_pb2.BatchedTensor(
+        dtype=tensors.dtype_to_pb(arrays[0].dtype),
+        data=b"".join(array.data for array in arrays),
+        offsets=offsets,
+        trailing_shape=arrays[0].shape[1:],
+    )
+
+
+def stepped(metrics: Mapping[str, float]) -> operation_pb2.OperationResult:
+    return operation_pb2.OperationResult(optim_step=operation_pb2.OptimStepResult(metrics=dict(metrics)))
+
+
+def saved(model_id: str, work: Save, size_bytes: int) -> operation_pb2.OperationResult:
+    path = ids.tinker_path(model_id, work.checkpoint_id)
+    return operation_pb2.OperationResult(
+        save_state=operation_pb2.SaveStateResult(path=path, size_bytes=size_bytes)
+    )
+
+
+def loaded(work: Load) -> operation_pb2.OperationResult:
+    path = ids.tinker_path(work.source_model_id, work.checkpoint_id)
+    return operation_pb2.OperationResult(load_state=operation_pb2.LoadStateResult(path=path))
+
+
+def published(
+    model_id: str, seq_id: int, work: Publish, wire_bytes: int, receivers: int
+) -> operation_pb2.OperationResult:
+    path = ids.tinker_path(model_id, work.checkpoint_id) if work.checkpoint_id else ""
+    return operation_pb2.OperationResult(
+        save_for_sampler=operation_pb2.SaveForSamplerResult(
+            path=path,
+            sampling_session_id=work.sampling_session_id,
+            version=seq_id,
+            wire_bytes=wire_bytes,
+            receivers=receivers,
+        )
+    )
+
+
+def unloaded() -> operation_pb2.OperationResult:
+    return operation_pb2.OperationResult(unload_model=operation_pb2.UnloadModelResult())

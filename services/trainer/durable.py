@@ -1,0 +1,171 @@
+"""Durable training snapshots: what a model comes back from after its trainer died.
+
+Invariants: a snapshot is taken only where no gradient is pending, so the snapshot and the journal after
+its seq_id are the whole model; the pointer in Redis names only a snapshot that is complete on disk; and
+the one it names is deleted only after it names a newer one. Writing never holds the model up: states that
+come and go while a snapshot is being written are skipped, the newest is written next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from services.common.errors import DataLoss
+from services.common.paths import DataDir
+from services.trainer.checkpoints import SavedState, read_state, state_files
+from services.trainer.storage import publish_directory
+
+log = logging.getLogger(__name__)
+
+_RESULTS = "results.msgpack"
+_CONCURRENT_WRITES = 2
+
+
+class Pointers(Protocol):
+    """The part of the journal that holds pointers to durable snapshots."""
+
+    async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool: ...
+
+    async def durable(self, model_id: str) -> tuple[int, str] | None: ...
+
+
+@dataclass(frozen=True)
+class DurableSnapshot:
+    """A model at a point without pending gradient.
+
+    Attributes:
+        results: seq_id -> serialized OperationResult of the last operations. The journal is trimmed up to
+            the snapshot, so a result that no gateway has stored yet lives on here.
+    """
+
+    saved: SavedState
+    results: Mapping[int, bytes]
+
+    @property
+    def model_id(self) -> str:
+        return self.saved.meta.model_id
+
+    @property
+    def seq_id(self) -> int:
+        return self.saved.meta.seq_id
+
+
+class DurableStore:
+    """Writes and reads durable snapshots.
+
+    Args:
+        take: gives a model's newest snapshot; None when the model is gone.
+        epoch_of: highest fencing epoch seen for a model.
+        on_durable: told (model_id, seq_id) once a snapshot is durable.
+    """
+
+    def __init__(
+        self,
+        data: DataDir,
+        pointers: Pointers,
+        take: Callable[[str], Awaitable[DurableSnapshot | None]],
+        epoch_of: Callable[[str], int],
+        on_durable: Callable[[str, int], None],
+    ) -> None:
+        self._data = data
+        self._pointers = pointers
+        self._take = take
+        self._epoch_of = epoch_of
+        self._on_durable = on_durable
+        self._changed: set[str] = set()
+        self._writers: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(_CONCURRENT_WRITES)
+
+    def changed(self, model_id: str) -> None:
+        """The model has a new state that is to be made durable soon."""
+        self._changed.add(model_id)
+        if model_id not in self._writers:
+            self._writers[model_id] = asyncio.create_task(
+                self._write_all(model_id), name=f"durable {model_id}"
+            )
+
+    async def settle(self, model_id: str) -> None:
+        """Returns when nothing of this model is being written."""
+        writer = self._writers.get(model_id)
+        if writer is not None:
+            await asyncio.wait([writer])
+
+    async def drain(self) -> None:
+        """Returns when nothing is being written."""
+        if self._writers:
+            await asyncio.wait(list(self._writers.values()))
+
+    async def exists(self, model_id: str) -> bool:
+        """Whether the model has a durable snapshot."""
+        return await self._pointers.durable(model_id) is not None
+
+    async def read(self, model_id: str) -> DurableSnapshot | None:
+        """The model's durable snapshot; None when it has none.
+
+        Raises:
+            DataLoss: there should be one, but its files are missing or damaged.
+        """
+        pointer = await self._pointers.durable(model_id)
+        if pointer is None:
+            return None
+        _, location = pointer
+        return await asyncio.to_thread(_read, self._data.state(model_id) / Path(location).name)
+
+    async def _write_all(self, model_id: str) -> None:
+        try:
+            while model_id in self._changed:
+                self._changed.discard(model_id)
+                try:
+                    async with self._slots:
+                        snapshot = await self._take(model_id)
+                        if snapshot is not None:
+                            await self._write(snapshot)
+                except Exception:
+                    # The journal keeps what the snapshot would have covered; the next one makes up for it.
+                    log.exception("no durable snapshot of %s was written", model_id)
+        finally:
+            del self._writers[model_id]
+
+    async def _write(self, snapshot: DurableSnapshot) -> None:
+        model_id, seq_id = snapshot.model_id, snapshot.seq_id
+        location = str(seq_id)
+        parent = self._data.state(model_id)
+        await asyncio.to_thread(_write_files, parent / location, snapshot)
+        if not await self._pointers.mark_durable(model_id, self._epoch_of(model_id), seq_id, location):
+            log.warning(
+                "durable snapshot of %s at %d was not marked: another gateway leads it", model_id, seq_id
+            )
+            return
+        self._on_durable(model_id, seq_id)
+        await asyncio.to_thread(_delete_others, parent, location)
+
+
+def _write_files(target: Path, snapshot: DurableSnapshot) -> None:
+    files = state_files(snapshot.saved)
+    results = msgspec.msgpack.encode(snapshot.results)
+    files[_RESULTS] = lambda path: path.write_bytes(results)
+    publish_directory(target, files, replace=True)
+
+
+def _read(directory: Path) -> DurableSnapshot:
+    saved = read_state(directory)
+    if saved is None:
+        raise DataLoss(
+            f"the durable snapshot of model {directory.parent.name} at {directory.name} is missing"
+        )
+    results = msgspec.msgpack.decode((directory / _RESULTS).read_bytes(), type=dict[int, bytes])
+    return DurableSnapshot(saved, results)
+
+
+def _delete_others(parent: Path, keep: str) -> None:
+    for path in parent.iterdir():
+        if path.name != keep:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,108 @@
+"""Brings models back from their durable snapshots, and takes those snapshots.
+
+Invariant: a restored model is exactly what its snapshot says, results of its last operations included; and
+a snapshot is taken only once every operation it covers has its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from services.common.errors import ModelNotResident, SnapshotNotFound
+from services.common.paths import DataDir
+from services.trainer.checkpoints import Meta, SavedState
+from services.trainer.commands import CreateModel
+from services.trainer.durable import DurableSnapshot, DurableStore, Pointers
+from services.trainer.models import Model, OperationResult
+from services.trainer.sequencer import Sequence
+from services.trainer.world import World
+
+log = logging.getLogger(__name__)
+
+
+class Residency:
+    """Which models are here.
+
+    Args:
+        models: the trainer's models by id; restored ones are added.
+    """
+
+    def __init__(
+        self, world: World, models: dict[str, Model], base_model: str, data: DataDir, pointers: Pointers
+    ) -> None:
+        self._world = world
+        self._models = models
+        self._base_model = base_model
+        self._restoring: dict[str, asyncio.Task[int]] = {}
+        self.durable = DurableStore(data, pointers, self._take, self._epoch_of, self._note_durable)
+
+    async def restore(self, model_id: str, epoch: int) -> int:
+        """Brings a model back unless it is here. Returns the operation of its durable snapshot.
+
+        Raises:
+            SnapshotNotFound: it has none.
+            StaleEpoch: another gateway leads the model.
+            DataLoss: the snapshot is damaged.
+        """
+        task = self._restoring.get(model_id)
+        if task is None:
+            task = asyncio.create_task(self._restore(model_id), name=f"restore {model_id}")
+            self._restoring[model_id] = task
+            task.add_done_callback(lambda _: self._restoring.pop(model_id, None))
+        seq_id = await asyncio.shield(task)
+        if model_id in self._models:
+            self._models[model_id].sequence.fence(epoch)
+        return seq_id
+
+    async def _restore(self, model_id: str) -> int:
+        # A snapshot still being written would move the pointer under the replay.
+        await self.durable.settle(model_id)
+        model = self._models.get(model_id)
+        if model is not None:
+            if model.durable_seq < 0:
+                raise SnapshotNotFound(f"model {model_id} has no durable snapshot yet")
+            return model.durable_seq
+        snapshot = await self.durable.read(model_id)
+        if snapshot is None:
+            raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
+        seq_id, lora = snapshot.seq_id, snapshot.saved.meta.lora
+        await self._world.call(CreateModel(model_id, seq_id, lora, snapshot.saved.state, optimizer=True))
+        model = Model(model_id, Sequence(applied=seq_id), lora, durable_seq=seq_id)
+        model.sequence.restore_results(
+            {number: OperationResult.FromString(result) for number, result in snapshot.results.items()}
+        )
+        self._models[model_id] = model
+        log.info("restored %s at operation %d", model_id, seq_id)
+        return seq_id
+
+    async def _take(self, model_id: str) -> DurableSnapshot | None:
+        model = self._models.get(model_id)
+        if model is None:
+            return None
+        try:
+            seq_id, state = await self._world.state(model_id)
+        except ModelNotResident:
+            return None
+        # The journal will be trimmed up to this operation, so nothing before it may still lack a result.
+        unfinished = model.unfinished(up_to=seq_id)
+        if unfinished:
+            await asyncio.wait(unfinished)
+        if self._models.get(model_id) is not model or model.unfinished(up_to=seq_id):
+            return None
+        results = {
+            number: result.SerializeToString()
+            for number, result in model.sequence.results.items()
+            if number <= seq_id
+        }
+        meta = Meta(self._base_model, model_id, seq_id, state.step, state.lora)
+        return DurableSnapshot(SavedState(meta, state), results)
+
+    def _epoch_of(self, model_id: str) -> int:
+        model = self._models.get(model_id)
+        return model.sequence.epoch if model is not None else 0
+
+    def _note_durable(self, model_id: str, seq_id: int) -> None:
+        model = self._models.get(model_id)
+        if model is not None:
+            model.durable_seq = seq_id

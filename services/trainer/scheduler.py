@@ -1,0 +1,192 @@
+"""Decides what the trainer world does next.
+
+Invariants: an operation's work is cut into units that depend on that operation alone, and two units
+of one model never share a physical batch, so a model that runs alone sees the same batches on every
+replay. Nothing of a model runs before a barrier ahead of it. No model waits for more than one pass
+and one barrier of every other model. Pure: plain data in, a decision out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Datums of one operation that stay together in one physical batch.
+
+    Attributes:
+        datums: their indices in the operation.
+        longest: tokens of the longest.
+    """
+
+    datums: tuple[int, ...]
+    longest: int
+
+
+@dataclass
+class QueuedOp:
+    """One operation as the scheduler sees it.
+
+    Attributes:
+        seq_id: position in the model's order.
+        units: work of a forward or forward_backward; None = a barrier, which runs by itself.
+        next_unit: units before this one were handed out.
+    """
+
+    seq_id: int
+    units: tuple[Unit, ...] | None
+    next_unit: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one pass.
+
+    Attributes:
+        micro_batches: physical batches a pass may have.
+        micro_batch_tokens: padded tokens (rows x longest) up to which units of different models share a
+            batch. A unit that is larger by itself has a batch of its own.
+    """
+
+    micro_batches: int
+    micro_batch_tokens: int
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """What the last decisions were, for fairness.
+
+    Attributes:
+        last_model: the next pass starts with the model after this one.
+        had_barrier: models that ran a barrier since the last pass.
+    """
+
+    last_model: str = ""
+    had_barrier: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class UnitRef:
+    """One unit of one model's operation."""
+
+    model_id: str
+    seq_id: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class RunBarrier:
+    """Execute the operation at the head of a model's queue by itself."""
+
+    model_id: str
+    seq_id: int
+
+
+@dataclass(frozen=True)
+class RunPass:
+    """Run these units, one list per physical batch."""
+
+    micro_batches: tuple[tuple[UnitRef, ...], ...]
+
+
+Decision = RunBarrier | RunPass
+
+
+def plan_next(
+    queues: Mapping[str, Iterable[QueuedOp]], limits: Limits, cursor: Cursor
+) -> tuple[Decision | None, Cursor]:
+    """The next decision and the cursor to pass in next time. None: there is nothing to do.
+
+    Args:
+        queues: per model its operations in order; leave out a model that must wait. Not modified.
+    """
+    heads = {model: head for model, queue in queues.items() if (head := _head(queue)) is not None}
+    barriers = [model for model, head in heads.items() if head.units is None]
+    passes = [model for model, head in heads.items() if head.units is not None]
+    fresh = [model for model in barriers if model not in cursor.had_barrier]
+    if not fresh and not passes and barriers:
+        fresh, cursor = barriers, Cursor(cursor.last_model)
+    if fresh:
+        model = fresh[0]
+        served = Cursor(cursor.last_model, cursor.had_barrier | {model})
+        return RunBarrier(model, heads[model].seq_id), served
+    if passes:
+        return _plan_pass(queues, _rotated(passes, cursor.last_model), limits)
+    return None, cursor
+
+
+def _head(queue: Iterable[QueuedOp]) -> QueuedOp | None:
+    """First operation that still has something to hand out."""
+    for op in queue:
+        if op.units is None or op.next_unit < len(op.units):
+            return op
+    return None
+
+
+def _rotated(models: list[str], last: str) -> list[str]:
+    """The models in a fixed order, starting after `last`."""
+    ordered = sorted(models)
+    return [model for model in ordered if model > last] + [model for model in ordered if model <= last]
+
+
+@dataclass
+class _Batch:
+    """A physical batch that is being filled."""
+
+    units: list[UnitRef] = field(default_factory=list)
+    models: set[str] = field(default_factory=set)
+    rows: int = 0
+    longest: int = 0
+
+    def fits(self, model: str, unit: Unit, limits: Limits) -> bool:
+        rows, longest = self.rows + len(unit.datums), max(self.longest, unit.longest)
+        return model not in self.models and rows * longest <= limits.micro_batch_tokens
+
+    def add(self, ref: UnitRef, unit: Unit) -> None:
+        self.units.append(ref)
+        self.models.add(ref.model_id)
+        self.rows += len(unit.datums)
+        self.longest = max(self.longest, unit.longest)
+
+
+def _plan_pass(
+    queues: Mapping[str, Iterable[QueuedOp]], order: list[str], limits: Limits
+) -> tuple[RunPass, Cursor]:
+    """Fills the pass with one unit per model in turn, until nothing more fits."""
+    pending = {model: list(_units_to_barrier(model, queues[model], limits.micro_batches)) for model in order}
+    batches: list[_Batch] = []
+    served: set[str] = set()
+    progress = True
+    while progress:
+        progress = False
+        for model, units in pending.items():
+            if not units:
+                continue
+            ref, unit = units[0]
+            batch = next((batch for batch in batches if batch.fits(model, unit, limits)), None)
+            if batch is None and len(batches) < limits.micro_batches:
+                batch = _Batch()
+                batches.append(batch)
+            if batch is not None:
+                batch.add(ref, unit)
+                units.pop(0)
+                served.add(model)
+                progress = True
+    # The first model that found no room starts the next pass.
+    before_skipped = next((i - 1 for i, model in enumerate(order) if model not in served), 0)
+    return RunPass(tuple(tuple(batch.units) for batch in batches)), Cursor(order[before_skipped])
+
+
+def _units_to_barrier(model: str, queue: Iterable[QueuedOp], most: int) -> Iterable[tuple[UnitRef, Unit]]:
+    """A model's next units in order, up to its next barrier, at most as many as a pass has batches."""
+    count = 0
+    for op in queue:
+        if op.units is None:
+            return
+        for index in range(op.next_unit, len(op.units)):
+            if count == most:
+                return
+            count += 1
+            yield UnitRef(model, op.seq_id, index), op.units[index]

@@ -1,0 +1,191 @@
+"""Rank 0: puts the parts of the trainer together, serves them, and takes them down in order.
+
+Invariant: the trainer is announced only once it can execute operations, and no longer from the moment it
+drains. When the world fails the process exits with an error, for its supervisor to start it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from signal import Signals
+from typing import Any
+
+import redis.asyncio
+import torch
+
+from services.common import process, redis_client, rpc
+from services.common.errors import Unavailable
+from services.common.journal import Journal
+from services.common.paths import DataDir
+from services.common.registry import Announcer, ServiceRecord
+from services.trainer.barriers import Barriers
+from services.trainer.broadcast import Broadcaster
+from services.trainer.checkpoints import CheckpointStore
+from services.trainer.commands import Shutdown
+from services.trainer.config import Place, TrainerConfig
+from services.trainer.convert import Target
+from services.trainer.engine import Engine
+from services.trainer.executor import Executor
+from services.trainer.models import Model
+from services.trainer.publisher import Publisher
+from services.trainer.residency import Residency
+from services.trainer.scheduler import Limits
+from services.trainer.service import TrainerServicer
+from services.trainer.world import COLLECTIVE_TIMEOUT, Channel, EngineThread, World
+from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MAX_LORA_RANK = 256
+_COMMAND_TIMEOUT_S = 900.0
+# Together less than the 30 s after which the DeepSpeed launcher kills a rank.
+_DRAIN_S = 10.0
+_DURABLE_S = 8.0
+_SHUTDOWN_S = 5.0
+
+
+async def serve(config: TrainerConfig, place: Place) -> int:
+    """Serves until a signal comes or the world fails; the exit status."""
+    stop = asyncio.create_task(process.wait_for_signal(), name="signals")
+    thread = EngineThread()
+    loading = asyncio.wrap_future(thread.submit(lambda: load(config, place)))
+    starting: list[asyncio.Future[Any]] = [stop, loading]
+    await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        log.info("stopped while loading")
+        return 0
+    engine, channel = loading.result()
+    client = redis_client.connect(config.redis_url)
+    try:
+        return await _Server(
+            config, place, World(thread, engine, channel, _COMMAND_TIMEOUT_S), engine, client
+        ).run(stop)
+    finally:
+        await client.aclose()
+
+
+def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel]:
+    """Loads this rank's part of the base model and joins the world. Blocking, minutes for large models."""
+    log.info(
+        "loading %s from %s (%s, %s, ZeRO stage %d, rank %d of %d)",
+        config.base_model,
+        config.model_path,
+        config.device,
+        config.dtype,
+        config.zero_stage,
+        place.rank,
+        place.world_size,
+    )
+    engine = Engine(
+        model_path=config.model_path,
+        device=config.device,
+        dtype=config.dtype,
+        zero_stage=config.zero_stage,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    return engine, Channel(place.rank, place.world_size, COLLECTIVE_TIMEOUT)
+
+
+class _Server:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        place: Place,
+        world: World,
+        engine: Engine,
+        client: redis.asyncio.Redis,
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._world = world
+        self._engine = engine
+        self._client = client
+        data = DataDir(config.data_dir)
+        models: dict[str, Model] = {}
+        self._residency = Residency(world, models, config.base_model, data, Journal(client))
+        self._broadcaster = Broadcaster(
+            client,
+            config.redis_url,
+            config.base_model,
+            "cpu" if config.device == "cpu" else f"cuda:{place.local_rank}",
+            getattr(torch, config.dtype),
+        )
+        barriers = Barriers(
+            world,
+            CheckpointStore(data, config.base_model),
+            Publisher(data, config.base_model, self._broadcaster),
+            self._residency.durable.changed,
+        )
+        self._executor = Executor(
+            world,
+            models,
+            barriers,
+            Target(config.base_model, config.micro_batch_tokens),
+            Limits(place.world_size, config.micro_batch_tokens),
+        )
+        self._servicer = TrainerServicer(
+            self._executor, self._residency, models, place.world_size, config.zero_stage
+        )
+
+    async def run(self, stop: asyncio.Task[Signals]) -> int:
+        """Serves until `stop` is done or the world fails."""
+        name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+        server = await rpc.serve(
+            [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._servicer, name)],
+            f"{self._config.host}:{self._config.port}",
+        )
+        announcer = Announcer(self._client, self._record(server.port))
+        await announcer.start()
+        log.info("serving %s on port %d", self._config.base_model, server.port)
+        executing = asyncio.create_task(self._executor.run(), name="executor")
+        failures = [
+            executing,
+            *(asyncio.create_task(c) for c in (self._world.watch(), self._world.keep_alive())),
+        ]
+        waiting: list[asyncio.Task[Any]] = [stop, *failures]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        failed = next((task for task in failures if task.done()), None)
+        if failed is not None:
+            log.critical("the trainer world failed", exc_info=failed.exception())
+        with suppress(Exception):
+            await announcer.stop()
+        self._executor.stop()
+        if failed is None:
+            await self._drain(executing)
+        for task in failures:
+            task.cancel()
+        self._executor.abandon(Unavailable("the trainer is stopping; the operation runs after its restart"))
+        await server.drain(1.0)
+        await self._broadcaster.close()
+        return 0 if failed is None else 1
+
+    async def _drain(self, executing: asyncio.Task[None]) -> None:
+        log.info("draining")
+        done, _ = await asyncio.wait([executing], timeout=_DRAIN_S)
+        if not done:
+            log.warning("an operation did not finish while draining; it runs again after the restart")
+            executing.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._residency.durable.drain(), _DURABLE_S)
+        with suppress(Exception):
+            await asyncio.wait_for(self._world.call(Shutdown()), _SHUTDOWN_S)
+        log.info("stopped")
+
+    def _record(self, port: int) -> ServiceRecord:
+        return ServiceRecord(
+            kind="trainer",
+            id=self._config.id,
+            address=f"{self._config.advertise_host}:{port}",
+            base_model=self._config.base_model,
+            model_path=self._config.model_path,
+            arch=self._engine.arch,
+            vocab_size=self._engine.vocab_size,
+            context_length=self._engine.context_length,
+            device=self._config.device,
+            dtype=self._config.dtype,
+            world_size=self._place.world_size,
+            max_lora_rank=MAX_LORA_RANK,
+        )

@@ -1,0 +1,85 @@
+"""TrainerService over gRPC: protobuf in and out, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+
+from services.common import ids
+from services.common.errors import InvalidRequest, ModelNotResident
+from services.trainer.executor import Executor
+from services.trainer.models import Model, OperationResult
+from services.trainer.residency import Residency
+from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """See trainer.proto."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        residency: Residency,
+        models: dict[str, Model],
+        world_size: int,
+        zero_stage: int,
+    ) -> None:
+        self._executor = executor
+        self._residency = residency
+        self._models = models
+        self._world_size = world_size
+        self._zero_stage = zero_stage
+        self._creations: dict[str, asyncio.Future[bool]] = {}
+
+    async def Execute(
+        self, request: trainer_pb2.ExecuteRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.ExecuteResponse:
+        operation = request.operation
+        _check_model_id(operation.model_id)
+        await self._arrive(operation.model_id, operation.HasField("create_model"))
+        found = self._executor.submit(operation, request.after_seq_id, request.epoch)
+        # The operation goes on when this call is cancelled: the caller may come back for its result.
+        result = found if isinstance(found, OperationResult) else await asyncio.shield(found)
+        return trainer_pb2.ExecuteResponse(result=result)
+
+    async def _arrive(self, model_id: str, creates: bool) -> None:
+        """Makes sure that no model is created which exists, and that no operation overtakes its creation."""
+        check = self._creations.get(model_id)
+        if check is None and creates and model_id not in self._models:
+            check = asyncio.ensure_future(self._residency.durable.exists(model_id))
+            self._creations[model_id] = check
+            check.add_done_callback(lambda _: self._creations.pop(model_id, None))
+        if check is not None and await asyncio.shield(check) and creates:
+            raise ModelNotResident(f"model {model_id} exists; restore it")
+
+    async def Restore(
+        self, request: trainer_pb2.RestoreRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.RestoreResponse:
+        _check_model_id(request.model_id)
+        return trainer_pb2.RestoreResponse(
+            seq_id=await self._residency.restore(request.model_id, request.epoch)
+        )
+
+    async def GetTrainerStatus(
+        self, request: trainer_pb2.GetTrainerStatusRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.GetTrainerStatusResponse:
+        models = [
+            trainer_pb2.ResidentModel(
+                model_id=model.model_id,
+                applied_seq_id=model.sequence.applied,
+                durable_seq_id=model.durable_seq,
+                queued=len(model.sequence.unfinished),
+                lora_rank=model.lora.rank,
+            )
+            for model in self._models.values()
+            if model.lora is not None
+        ]
+        return trainer_pb2.GetTrainerStatusResponse(
+            models=models, world_size=self._world_size, zero_stage=self._zero_stage
+        )
+
+
+def _check_model_id(model_id: str) -> None:
+    if not ids.is_model_id(model_id):
+        raise InvalidRequest(f"{model_id[:200]!r} is not a model id")

