@@ -1,0 +1,44 @@
+"""`python -m services.sampler`: one sampler replica as a process.
+
+Invariant: no process of it outlives it. The engine's processes are spawned and start by importing
+`child.py`, which ties them to their parent; so even SIGKILL leaves none behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+
+from services.common import logs, process
+from services.common.errors import TinsmithError
+from services.common.paths import DataDir
+from services.sampler import config
+
+
+def main() -> int:
+    """Runs until a signal (exit code 0) or until the engine ends (exit code 1)."""
+    try:
+        settings = config.parse()
+    except TinsmithError as error:
+        print(f"sampler: {error}", file=sys.stderr)
+        return 2
+    logs.configure(settings.id)
+    process.setup_process(settings.id, DataDir(settings.data_dir).run)
+    os.environ.update(config.engine_environment(settings))
+    # A spawned process begins with the main module of the one that started it, but multiprocessing
+    # passes over a package's __main__: name it the module to begin with.
+    sys.modules["__main__"].__spec__ = importlib.util.find_spec("services.sampler.child")
+    # While the model loads there is nothing to drain: end at once, through the exit handlers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+    # Imports vLLM, which reads its environment at import.
+    from services.sampler import replica
+
+    return asyncio.run(replica.run(settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

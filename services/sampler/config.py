@@ -1,0 +1,133 @@
+"""Settings of a sampler process: the command line, with an environment variable behind each flag.
+
+Invariant: secrets come from the environment only (the Redis URL may hold a password).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from services.common.errors import InvalidRequest
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
+GIB = 1 << 30
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """One sampler replica.
+
+    Attributes:
+        id: name of the process, stable over restarts.
+        base_model: name SDK users pass.
+        model_path: directory or hub id of weights and tokenizer.
+        device: "auto" takes what the installed vLLM runs on.
+        dtype: "auto" is float32 on CPU and the model's own on CUDA.
+        host, port, advertise_host: where gRPC listens (0 = a free port), and the name others use.
+        data_dir: shared directory with the snapshots.
+        redis_url: of the cluster's Redis.
+        max_loras: adapters in one engine step; more wait for the next step.
+        max_lora_rank: largest adapter rank.
+        snapshot_cache_gib: host memory for snapshots that may be sampled from without a reload.
+        kv_cache_gib: memory for keys and values; 0 = from the model on CPU, from
+            gpu_memory_utilization on CUDA.
+        gpu_memory_utilization: fraction of the GPU's memory for this engine.
+        tensor_parallel_size: workers (and GPUs) of this replica.
+        max_sequences: most sequences running or waiting; more are refused.
+        drain_seconds: how long running requests may take after SIGTERM.
+    """
+
+    id: str
+    base_model: str
+    model_path: str
+    data_dir: Path
+    redis_url: str
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = "127.0.0.1"
+    max_loras: int = 8
+    max_lora_rank: int = 64
+    snapshot_cache_gib: float = 4.0
+    kv_cache_gib: float = 0.0
+    gpu_memory_utilization: float = 0.4
+    tensor_parallel_size: int = 1
+    max_sequences: int = 2048
+    drain_seconds: float = 60.0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.sampler",
+        description="Serves one base model and any number of its adapters with vLLM.",
+        epilog=f"Every flag can be given as TINSMITH_<FLAG>. Redis: {REDIS_URL_VARIABLE}.",
+    )
+
+    def flag(name: str, help_text: str, default: object = None, **kwargs: object) -> None:
+        variable = "TINSMITH_" + name.lstrip("-").replace("-", "_").upper()
+        value = os.environ.get(variable, default)
+        parser.add_argument(name, default=value, required=value is None, help=help_text, **kwargs)  # type: ignore[arg-type]
+
+    flag("--id", "name of this process, for example sampler-0")
+    flag("--model", "NAME=PATH: name SDK users pass, and directory or hub id", metavar="NAME=PATH")
+    flag("--data-dir", "directory shared with gateway and trainer", type=Path)
+    flag("--device", "where to run (default auto)", "auto", choices=("auto", "cpu", "cuda"))
+    flag("--dtype", "default auto: float32 on CPU", "auto", choices=("auto", "float32", "bfloat16"))
+    flag("--host", "address to listen on", "127.0.0.1")
+    flag("--port", "port to listen on, 0 = a free one", 0, type=int)
+    flag("--advertise-host", "name under which others reach this host", "127.0.0.1")
+    flag("--max-loras", "adapters in one engine step", 8, type=int)
+    flag("--max-lora-rank", f"largest adapter rank: one of {LORA_RANKS}", 64, type=int)
+    flag("--snapshot-cache-gib", "host memory for adapter snapshots", 4.0, type=float)
+    flag("--kv-cache-gib", "memory for keys and values; 0 = choose", 0.0, type=float)
+    flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
+    flag("--tensor-parallel-size", "GPUs of this replica", 1, type=int)
+    flag("--max-sequences", "most sequences running or waiting", 2048, type=int)
+    flag("--drain-seconds", "time for running requests after SIGTERM", 60.0, type=float)
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> SamplerConfig:
+    """Settings from the command line and the environment.
+
+    Raises:
+        SystemExit: a flag is missing or wrong (argparse).
+        InvalidRequest: a value that argparse cannot judge is wrong.
+    """
+    args = vars(_parser().parse_args(argv))
+    name, separator, path = cast(str, args.pop("model")).partition("=")
+    if not (name and separator and path):
+        raise InvalidRequest("--model must be NAME=PATH, for example Qwen/Qwen3-4B=/models/qwen3-4b")
+    if args["max_lora_rank"] not in LORA_RANKS:
+        raise InvalidRequest(f"--max-lora-rank is {args['max_lora_rank']}; use one of {LORA_RANKS}")
+    redis_url = os.environ.get(REDIS_URL_VARIABLE)
+    if not redis_url:
+        raise InvalidRequest(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")
+    return SamplerConfig(base_model=name, model_path=path, redis_url=redis_url, **args)
+
+
+def engine_environment(config: SamplerConfig) -> dict[str, str]:
+    """Environment that must stand before vLLM is imported, here and in its processes."""
+    environment = {
+        # A forked child would inherit gRPC's threads.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The LoRA correction in vllm_fixes.py is for this model runner.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        REDIS_URL_VARIABLE: config.redis_url,
+    }
+    if config.tensor_parallel_size == 1:
+        # On CPU the engine core then runs the model itself instead of in one more process. The
+        # core is a process of its own either way.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return environment

@@ -1,0 +1,154 @@
+"""The sampler's protobuf edge: messages to dataclasses and back."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import msgspec
+
+from services.common import errors, tensors
+from services.common.errors import InvalidRequest
+from services.common.tensors import HostTensor
+from services.sampler.sampling import (
+    SampleJob,
+    SampleOutput,
+    SamplingParams,
+    Sequence,
+    SnapshotKey,
+    StopReason,
+    TopkLogprobs,
+)
+from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+
+_STOP_REASONS: dict[StopReason, operation_pb2.StopReason.ValueType] = {
+    "stop": operation_pb2.STOP_REASON_STOP,
+    "length": operation_pb2.STOP_REASON_LENGTH,
+}
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """Name, dtype and shape of one tensor of a packed buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IncomingSnapshot:
+    """A snapshot about to be broadcast."""
+
+    epoch: int
+    key: SnapshotKey
+    rank: int
+    specs: tuple[TensorSpec, ...]
+    crc32: int
+    timeout: float
+
+
+def snapshot_from_pb(pb: sampler_pb2.Snapshot) -> SnapshotKey | None:
+    """None = the base model."""
+    return SnapshotKey(pb.model_id, pb.version) if pb.model_id else None
+
+
+def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
+    """
+    Raises:
+        InvalidRequest: the prompt is no int32 vector, or the stop condition is not set.
+    """
+    prompt = tensors.from_pb(pb.prompt, "prompt")
+    if prompt.dtype != "int32" or len(prompt.shape) != 1:
+        raise InvalidRequest(
+            f"prompt must be an int32 vector, but is {prompt.dtype} {list(prompt.shape)}", "bad_dtype"
+        )
+    return SampleJob(
+        request_id=pb.request_id,
+        snapshot=snapshot_from_pb(pb.snapshot),
+        prompt=_int32(prompt.data),
+        num_samples=pb.num_samples,
+        params=_params_from_pb(pb.params),
+        prompt_logprobs=pb.prompt_logprobs,
+        topk_prompt_logprobs=pb.topk_prompt_logprobs,
+    )
+
+
+def _params_from_pb(pb: operation_pb2.SamplingParams) -> SamplingParams:
+    kind = pb.stop.WhichOneof("kind")
+    if pb.HasField("stop") and kind is None:
+        raise InvalidRequest("stop is set but says nothing; set model_eos, never, strings or tokens")
+    return SamplingParams(
+        max_tokens=pb.max_tokens if pb.HasField("max_tokens") else None,
+        seed=pb.seed if pb.HasField("seed") else None,
+        ignore_eos=kind == "never",
+        stop_strings=tuple(pb.stop.strings.values) if kind == "strings" else (),
+        stop_token_ids=tuple(pb.stop.tokens.ids) if kind == "tokens" else (),
+        temperature=pb.temperature,
+        top_k=pb.top_k,
+        top_p=pb.top_p,
+    )
+
+
+def incoming_from_pb(pb: sampler_pb2.ReceiveSnapshotRequest) -> IncomingSnapshot:
+    """
+    Raises:
+        InvalidRequest: no model id, no tensors, an unknown dtype or no timeout.
+    """
+    key = snapshot_from_pb(pb.snapshot)
+    if key is None or not pb.tensors:
+        raise InvalidRequest("snapshot.model_id and tensors must be set")
+    if pb.timeout_seconds <= 0:
+        raise InvalidRequest("timeout_seconds must be above 0")
+    specs = tuple(TensorSpec(t.name, tensors.dtype_from_pb(t.dtype), tuple(t.shape)) for t in pb.tensors)
+    return IncomingSnapshot(pb.epoch, key, pb.lora.rank, specs, pb.crc32, pb.timeout_seconds)
+
+
+def output_to_pb(output: SampleOutput) -> sampler_pb2.SampleResponse:
+    """A successful answer."""
+    result = operation_pb2.SampleResult(
+        sequences=[_sequence_to_pb(sequence) for sequence in output.sequences],
+        prompt_cache_hit_tokens=output.cached_prompt_tokens,
+    )
+    if output.prompt_logprobs is not None:
+        scores = output.prompt_logprobs
+        result.prompt_logprobs.CopyFrom(_float32_to_pb(scores, (len(scores),)))
+    if output.topk_prompt_logprobs is not None:
+        result.topk_prompt_logprobs.CopyFrom(_topk_to_pb(output.topk_prompt_logprobs))
+    return sampler_pb2.SampleResponse(result=result)
+
+
+def error_to_pb(error: BaseException) -> sampler_pb2.SampleResponse:
+    """A failure of the request itself."""
+    return sampler_pb2.SampleResponse(error=errors.to_pb(error))
+
+
+def snapshot_to_pb(key: SnapshotKey) -> sampler_pb2.Snapshot:
+    return sampler_pb2.Snapshot(model_id=key.model_id, version=key.version)
+
+
+def _sequence_to_pb(sequence: Sequence) -> operation_pb2.SampledSequence:
+    length = len(sequence.tokens)
+    return operation_pb2.SampledSequence(
+        stop_reason=_STOP_REASONS[sequence.stop_reason],
+        tokens=_int32_to_pb(sequence.tokens, (length,)),
+        logprobs=_float32_to_pb(sequence.logprobs, (length,)),
+    )
+
+
+def _topk_to_pb(topk: TopkLogprobs) -> operation_pb2.TopkLogprobs:
+    shape = (len(topk.token_ids) // topk.k, topk.k)
+    return operation_pb2.TopkLogprobs(
+        token_ids=_int32_to_pb(topk.token_ids, shape), logprobs=_float32_to_pb(topk.logprobs, shape)
+    )
+
+
+def _int32(data: bytes) -> list[int]:
+    return array("i", data).tolist()
+
+
+def _int32_to_pb(values: list[int], shape: tuple[int, ...]) -> types_pb2.Tensor:
+    return tensors.to_pb(HostTensor("int32", shape, array("i", values).tobytes()))
+
+
+def _float32_to_pb(values: list[float], shape: tuple[int, ...]) -> types_pb2.Tensor:
+    return tensors.to_pb(HostTensor("float32", shape, array("f", values).tobytes()))

@@ -1,0 +1,312 @@
+"""The vLLM engine behind plain dataclasses: the only file that touches vLLM's front-end API.
+
+Invariant: a Sequence that leaves here has a log-probability for every token and a stop reason that
+vLLM gave; anything else is an error. One asyncio loop uses an Engine; the model runs in another
+process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+from typing import Any
+
+from vllm import SamplingParams as VllmParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.common import errors
+from services.common.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
+from services.sampler.config import GIB, SamplerConfig
+from services.sampler.sampling import (
+    Adapter,
+    Limits,
+    SampleJob,
+    SampleOutput,
+    Sequence,
+    StopReason,
+    prompt_scores,
+    sequence_seed,
+    tokens_left,
+)
+
+log = logging.getLogger(__name__)
+
+# What train_attn, train_mlp and train_unembed adapt.
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+_STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length"}
+# Residency decides what is resident; vLLM's own cache must never evict by itself.
+_UNLIMITED_ADAPTERS = 1_000_000
+_RPC_TIMEOUT_S = 60.0
+_POLL_S = 0.002
+_POLL_MAX_S = 0.05
+
+
+class Engine:
+    """One running vLLM engine."""
+
+    def __init__(self, config: SamplerConfig) -> None:
+        """Starts the engine's processes and loads the model; blocks until it stands.
+
+        Must be called on the main thread: the engine core asks the kernel to end with the thread
+        that started it.
+
+        Raises:
+            InvalidRequest: the configuration asks for a device that this vLLM does not have.
+        """
+        device = str(current_platform.device_type)
+        if config.device not in ("auto", device):
+            raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
+        if device == "cpu":
+            # Nothing of the model is compiled there; compiling the sampler's helpers only costs start-up.
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        self._config = config
+        self._llm = AsyncLLM.from_engine_args(_engine_args(config, device))
+        model = self._llm.model_config
+        self.device = device
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.arch = str(model.architectures[0])
+        self.workers = config.tensor_parallel_size
+        self.limits = Limits(int(model.get_vocab_size()), int(model.max_model_len), config.max_sequences)
+        self.first_adapter_id = config.max_loras + 1
+        """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
+        self._request_numbers = itertools.count()
+
+    async def prepare(self) -> None:
+        """Corrects the workers and runs one request, so that the first user does not wait for it."""
+        await self._call_workers("tinsmith_setup")
+        params = VllmParams(max_tokens=2, temperature=1.0, logprobs=0, prompt_logprobs=0, detokenize=False)
+        prompt = tokens_input(prompt_token_ids=[0] * min(16, self.limits.context_length - 2))
+        async for _ in self._llm.generate(prompt, params, "warm-up"):
+            pass
+
+    @property
+    def dead(self) -> bool:
+        """The engine's process is gone; only a restart of this one helps."""
+        return bool(self._llm.errored)
+
+    def shutdown(self, seconds: float) -> None:
+        """Ends the engine's processes, killing them after `seconds`."""
+        self._llm.shutdown(timeout=seconds)
+
+    async def sample(self, job: SampleJob, adapter: Adapter | None) -> SampleOutput:
+        """Generates. Cancelling the caller aborts the request in the engine.
+
+        Raises:
+            InvalidRequest: vLLM refused the request.
+            Unavailable: the engine died.
+            Internal: vLLM ended a sequence for another reason than stop or length, or gave no
+                log-probability.
+        """
+        tasks = [
+            asyncio.create_task(self._generate(job, index, adapter), name=f"{job.request_id}-{index}")
+            for index in range(job.num_samples)
+        ]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        scores, topk = _prompt_scores(job, outputs[0])
+        return SampleOutput(
+            [_sequence(output) for output in outputs], outputs[0].num_cached_tokens or 0, scores, topk
+        )
+
+    async def _generate(self, job: SampleJob, index: int, adapter: Adapter | None) -> RequestOutput:
+        lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
+        # The engine's own number keeps ids unique when a gateway sends one request twice.
+        request_id = f"{job.request_id}-{index}-{next(self._request_numbers)}"
+        prompt = tokens_input(prompt_token_ids=job.prompt)
+        last: RequestOutput | None = None
+        try:
+            async for output in self._llm.generate(
+                prompt, _vllm_params(job, index, self.limits), request_id, lora_request=lora
+            ):
+                last = output
+        except EngineDeadError as error:
+            raise Unavailable("the engine ended; the sampler is restarting, try again") from error
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+        if last is None or not last.finished:
+            raise Internal("the engine ended the request without a result")
+        return last
+
+    async def join_group(self, epoch: int, first_rank: int, world_size: int, seconds: float) -> None:
+        """Makes all workers members of weight group `epoch`.
+
+        Raises:
+            DeadlineExceeded: a member did not come.
+        """
+        arguments = (epoch, first_rank, world_size, self._config.base_model, seconds)
+        await self._run_job("tinsmith_join", arguments, seconds)
+
+    async def leave_group(self) -> None:
+        """Gives the weight group up."""
+        await self._call_workers("tinsmith_leave")
+
+    async def receive_adapter(
+        self, adapter_id: int, epoch: int, rank: int, specs: list[list[Any]], crc32: int, seconds: float
+    ) -> int:
+        """Receives an adapter over the weight group; returns its bytes in memory on one worker.
+
+        Args:
+            specs: [name, dtype, shape] of each tensor of the packed buffer.
+
+        Raises:
+            DataLoss, DeadlineExceeded, InvalidRequest.
+        """
+        arguments = (epoch, adapter_id, rank, specs, crc32, seconds)
+        return await self._run_job("tinsmith_receive", arguments, seconds)
+
+    async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int:
+        """Loads an adapter from a PEFT directory; returns its bytes in memory on one worker."""
+        return await self._run_job("tinsmith_load", (adapter_id, directory), seconds)
+
+    async def drop_adapters(self, adapter_ids: list[int]) -> None:
+        """Frees adapters that no request uses."""
+        await self._call_workers("tinsmith_drop", adapter_ids)
+
+    async def _run_job(self, method: str, arguments: tuple[Any, ...], seconds: float) -> int:
+        """Starts a job on every worker and waits for all of them, a little longer than `seconds`."""
+        job = f"{method}-{next(self._request_numbers)}"
+        try:
+            async with asyncio.timeout(seconds + _RPC_TIMEOUT_S):
+                await self._call_workers(method, job, *arguments)
+                outcomes = await self._poll(job)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{method} did not finish in {seconds:.0f} s") from error
+        for outcome in outcomes:
+            if outcome[0] == "error":
+                raise errors.by_code(*outcome[1:])
+        return max(outcome[1] for outcome in outcomes)
+
+    async def _poll(self, job: str) -> list[list[Any]]:
+        pause = _POLL_S
+        while True:
+            outcomes = await self._call_workers("tinsmith_poll", job)
+            if all(outcome is not None for outcome in outcomes):
+                return outcomes
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _POLL_MAX_S)
+
+    async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        if self.dead:
+            raise Unavailable("the engine ended; the sampler is restarting, try again")
+        try:
+            return list(await self._llm.collective_rpc(method, timeout=_RPC_TIMEOUT_S, args=arguments))
+        except EngineDeadError as error:
+            raise Unavailable("the engine ended; the sampler is restarting, try again") from error
+
+
+def _engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
+    on_cpu = device == "cpu"
+    arguments: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": "float32" if config.dtype == "auto" and on_cpu else config.dtype,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": _kv_cache_bytes(config, on_cpu),
+        "enforce_eager": on_cpu,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "raw_logprobs",
+        "max_logprobs": -1,
+        # Requests without a seed differ between replicas and after a restart.
+        "seed": secrets.randbits(31),
+        "enable_lora": True,
+        "max_loras": config.max_loras,
+        "max_lora_rank": config.max_lora_rank,
+        "max_cpu_loras": _UNLIMITED_ADAPTERS,
+        "lora_target_modules": LORA_TARGETS,
+        "worker_extension_cls": "services.sampler.worker_extension.WorkerExtension",
+        "disable_log_stats": True,
+        # A supervisor that signals every process must not cut off what is being drained.
+        "shutdown_timeout": int(config.drain_seconds),
+    }
+    if on_cpu:
+        arguments["max_num_batched_tokens"] = 2048
+        if config.tensor_parallel_size == 1:
+            arguments["distributed_executor_backend"] = "uni"
+    return AsyncEngineArgs(**arguments)
+
+
+def _kv_cache_bytes(config: SamplerConfig, on_cpu: bool) -> int | None:
+    """Bytes for keys and values; None = vLLM measures what the GPU has left."""
+    if config.kv_cache_gib > 0:
+        return int(config.kv_cache_gib * GIB)
+    if not on_cpu:
+        return None
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(config.model_path).get_text_config()
+    head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    item = 2 if config.dtype == "bfloat16" else 4
+    sequence = 2 * model.num_hidden_layers * heads * head * item * model.max_position_embeddings
+    # Room for two full contexts, and for a prefix cache worth the name on tiny models.
+    return max(GIB, 2 * sequence)
+
+
+def _vllm_params(job: SampleJob, index: int, limits: Limits) -> VllmParams:
+    params = job.params
+    scored = index == 0 and (job.prompt_logprobs or job.topk_prompt_logprobs > 0)
+    return VllmParams(
+        max_tokens=tokens_left(job, limits),
+        seed=sequence_seed(params.seed, index),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        ignore_eos=params.ignore_eos,
+        stop=list(params.stop_strings),
+        stop_token_ids=list(params.stop_token_ids),
+        include_stop_str_in_output=True,
+        # Text is only made to find stop strings, which may name special tokens.
+        detokenize=bool(params.stop_strings),
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        logprobs=0,
+        prompt_logprobs=job.topk_prompt_logprobs if scored else None,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sequence(output: RequestOutput) -> Sequence:
+    completion = output.outputs[0]
+    reason = _STOP_REASONS.get(completion.finish_reason)
+    if reason is None:
+        raise Internal(f"the engine ended a sequence with {completion.finish_reason!r}; try again")
+    tokens = list(completion.token_ids)
+    flat = completion.logprobs
+    if not isinstance(flat, FlatLogprobs) or len(flat) != len(tokens):
+        raise Internal(f"the engine gave log-probabilities for not all of {len(tokens)} tokens")
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
+    if [flat.token_ids[start] for start in flat.start_indices] != tokens:
+        raise Internal("the engine gave log-probabilities of other tokens than it sampled")
+    return Sequence(reason, tokens, logprobs)
+
+
+def _prompt_scores(job: SampleJob, output: RequestOutput) -> tuple[list[float] | None, Any]:
+    k = job.topk_prompt_logprobs
+    if not (job.prompt_logprobs or k):
+        return None, None
+    flat = output.prompt_logprobs
+    if not isinstance(flat, FlatLogprobs) or len(flat) != len(job.prompt):
+        raise Internal(f"the engine did not score all of {len(job.prompt)} prompt tokens")
+    cells = list(zip(flat.token_ids, flat.logprobs, strict=True))
+    rows = [cells[s:e] for s, e in zip(flat.start_indices, flat.end_indices, strict=True)][1:]
+    if any(len(row) != k + 1 or row[0][0] != token for row, token in zip(rows, job.prompt[1:], strict=True)):
+        raise Internal("the engine scored other tokens than the prompt's")
+    return prompt_scores(rows, k, job.prompt_logprobs)

@@ -1,0 +1,96 @@
+"""Puts one replica together and sees it through its life: start, announce, serve, drain, stop.
+
+Invariant: it is announced only after a request went through the engine, and when the engine ends
+the process ends too, with a non-zero exit code, so that its supervisor starts a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+
+from services.common import process, redis_client, registry, rpc
+from services.common.paths import DataDir
+from services.sampler.config import GIB, SamplerConfig
+from services.sampler.engine import Engine
+from services.sampler.residency import Residency
+from services.sampler.service import SamplerService
+from services.sampler.snapshots import Snapshots
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_LIVENESS_S = 0.5
+_ENGINE_SHUTDOWN_S = 10.0
+
+
+async def run(config: SamplerConfig) -> int:
+    """Serves until a signal or the engine's end; returns the process's exit code.
+
+    Must be called on the main thread (see Engine).
+    """
+    started = time.monotonic()
+    engine = Engine(config)
+    try:
+        await engine.prepare()
+        log.info("engine ready after %.1f s", time.monotonic() - started)
+        return await _serve(config, engine)
+    finally:
+        engine.shutdown(_ENGINE_SHUTDOWN_S)
+
+
+async def _serve(config: SamplerConfig, engine: Engine) -> int:
+    residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id)
+    service = SamplerService(engine, Snapshots(engine, DataDir(config.data_dir), residency))
+    name = sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name
+    add = sampler_pb2_grpc.add_SamplerServiceServicer_to_server
+    server = await rpc.serve([(add, service, name)], f"{config.host}:{config.port}")
+    client = redis_client.connect(config.redis_url)
+    announcer = registry.Announcer(client, _record(config, engine, server.port))
+    await announcer.start()
+    log.info("serving %s at %s", config.base_model, announcer.record.address)
+
+    signalled = asyncio.create_task(process.wait_for_signal(), name="signal")
+    died = asyncio.create_task(_until_dead(engine), name="liveness")
+    try:
+        await asyncio.wait({signalled, died}, return_when=asyncio.FIRST_COMPLETED)
+        if died.done():
+            log.error("the engine ended; this process ends too, to be started again")
+            await announcer.stop()
+            return 1
+        log.info("draining for up to %.0f s", config.drain_seconds)
+        service.draining = True
+        await announcer.update(msgspec.structs.replace(announcer.record, state="draining"))
+        await server.drain(config.drain_seconds)
+        await announcer.stop()
+        return 0
+    finally:
+        for task in (signalled, died):
+            task.cancel()
+        await client.aclose()
+
+
+def _record(config: SamplerConfig, engine: Engine, port: int) -> registry.ServiceRecord:
+    return registry.ServiceRecord(
+        kind="sampler",
+        id=config.id,
+        address=f"{config.advertise_host}:{port}",
+        base_model=config.base_model,
+        model_path=config.model_path,
+        arch=engine.arch,
+        vocab_size=engine.limits.vocab_size,
+        context_length=engine.limits.context_length,
+        device=engine.device,
+        dtype=engine.dtype,
+        world_size=engine.workers,
+        max_lora_rank=config.max_lora_rank,
+    )
+
+
+async def _until_dead(engine: Engine) -> None:
+    # vLLM has no event to wait for.
+    while not engine.dead:  # noqa: ASYNC110
+        await asyncio.sleep(_LIVENESS_S)

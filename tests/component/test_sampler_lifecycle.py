@@ -1,0 +1,127 @@
+"""A sampler process ends as it should, whatever ends it, and leaves no process behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import torch
+
+from services.common import registry, rpc
+from services.common.redis_client import connect
+from tests.component.sampler_process import (
+    MODEL_ID,
+    floats,
+    ints,
+    launch,
+    make_adapter,
+    make_model,
+    redis_server,
+    request,
+    wait_ready,
+    write_snapshot,
+)
+from tests.reference import Reference
+from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc
+
+pytestmark = pytest.mark.heavy
+
+NEVER = operation_pb2.StopCondition(never={})
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Embedding and output head of their own, unlike the model of test_sampler.py."""
+    return make_model(tmp_path_factory.mktemp("model") / "untied", tied=False)
+
+
+async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(
+    tmp_path: Path, model_dir: Path, redis_url: str
+) -> None:
+    sampler = launch(tmp_path, model_dir, redis_url)
+    snapshot = write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 1), make_adapter(1, 8), 8)
+    await asyncio.to_thread(wait_ready, sampler)
+    family = sampler.family()
+    async with rpc.channel(sampler.address) as channel, rpc.channel(sampler.address) as late:
+        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        running = stub.Sample(request([5, 6, 7], 1, n=16, max_tokens=400, stop=NEVER), timeout=60)
+        while not (await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest())).running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        # To the whole process group, as Ctrl-C in a terminal does.
+        os.killpg(sampler.process.pid, signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await sampler_pb2_grpc.SamplerServiceStub(late).Sample(request([1]), timeout=10)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        result = (await running).result
+    judge = Reference(model_dir, snapshot)
+    for sequence in result.sequences:
+        tokens = ints(sequence.tokens)
+        assert (len(tokens), sequence.stop_reason) == (400, operation_pb2.STOP_REASON_LENGTH)
+    expected = judge.sequence_logprobs([5, 6, 7, *tokens])[2:]
+    torch.testing.assert_close(floats(sequence.logprobs), expected, atol=1e-4, rtol=0)
+    assert await asyncio.to_thread(sampler.process.wait, 30) == 0, sampler.log.read_text()[-3000:]
+    assert gone(family)
+    assert not (sampler.data_dir.run / "sampler-0.pid").exists()
+    client = connect(redis_url)
+    assert await registry.live(client, "sampler") == []
+    await client.aclose()
+
+
+async def test_when_the_engine_dies_requests_fail_as_retryable_and_the_process_ends(
+    tmp_path: Path, model_dir: Path, redis_url: str
+) -> None:
+    sampler = await asyncio.to_thread(wait_ready, launch(tmp_path, model_dir, redis_url))
+    family = sampler.family()
+    async with rpc.channel(sampler.address) as channel:
+        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        running = stub.Sample(request([5, 6, 7], n=4, max_tokens=500, stop=NEVER), timeout=60)
+        while not (await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest())).running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for process in family:
+            process.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await running
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert await asyncio.to_thread(sampler.process.wait, 30) == 1
+    assert gone(family)
+
+
+def test_sigkill_at_any_time_leaves_no_engine_behind(tmp_path: Path, model_dir: Path, redis_url: str) -> None:
+    sampler = launch(tmp_path, model_dir, redis_url)
+    deadline = time.monotonic() + 60
+    while not (family := engines(sampler.process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert family, "no engine process was started"
+    # Still loading: the engine has only just begun to import.
+    time.sleep(1.0)
+    os.kill(sampler.process.pid, signal.SIGKILL)
+    sampler.process.wait(10)
+    assert gone(family)
+
+
+def engines(pid: int) -> list[psutil.Process]:
+    """Child processes that the engine spawned."""
+    return [
+        process
+        for process in psutil.Process(pid).children(recursive=True)
+        if any("spawn_main" in part for part in process.cmdline())
+    ]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """All have ended, or do within some seconds."""
+    return not psutil.wait_procs(processes, timeout=15)[1]
