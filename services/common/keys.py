@@ -16,7 +16,9 @@ WORK_CHANNEL = f"{PREFIX}:work"
 
 # Sets and indexes that span slots.
 PENDING_MODELS = f"{PREFIX}:pending-models"
-"""Set of model ids that may have undispatched operations."""
+"""Sorted set of model ids that may have unfinished operations, by time of the last acceptance (s)."""
+SAMPLE_GATEWAYS = f"{PREFIX}:sample-gateways"
+"""Set of gateway ids that may have unfinished samples."""
 
 
 def session(session_id: str) -> str:
@@ -59,9 +61,19 @@ def journal_order(model_id: str) -> str:
     return f"{PREFIX}:model:{{{model_id}}}:journal-order"
 
 
-def journal_bytes(model_id: str) -> str:
-    """Bytes of payload in the journal."""
-    return f"{PREFIX}:model:{{{model_id}}}:journal-bytes"
+def journal_pending(model_id: str) -> str:
+    """Sorted set of the journal's seq_ids whose results are not published."""
+    return f"{PREFIX}:model:{{{model_id}}}:journal-pending"
+
+
+def journal_meta(model_id: str) -> str:
+    """Hash of what is known of the journal as a whole: durable, location, floor, closed, sizes."""
+    return f"{PREFIX}:model:{{{model_id}}}:journal-meta"
+
+
+def queue_state(model_id: str) -> str:
+    """Why a model's operations wait; absent when they run."""
+    return f"{PREFIX}:model:{{{model_id}}}:queue-state"
 
 
 def lease(model_id: str) -> str:
@@ -72,11 +84,6 @@ def lease(model_id: str) -> str:
 def epoch(model_id: str) -> str:
     """Fencing epoch of the dispatch lease; grows with every change of holder."""
     return f"{PREFIX}:model:{{{model_id}}}:epoch"
-
-
-def durable(model_id: str) -> str:
-    """Pointer to the newest durable training snapshot."""
-    return f"{PREFIX}:model:{{{model_id}}}:durable"
 
 
 def future(object_id: str, seq_id: int) -> str:

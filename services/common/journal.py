@@ -1,0 +1,391 @@
+"""The journal: every accepted operation and sample, and the futures of their results.
+
+Invariants. What `accept` acknowledged is in Redis together with its future until its result is
+published; a future is resolved exactly once; only the holder of the model's current fencing epoch
+resolves it; an operation leaves the journal only when its result is published and a durable
+snapshot covers it, or when repeating it would change nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import redis.asyncio
+
+from services.common import errors, ids, keys
+from services.common.errors import Conflict, InvalidRequest, Overloaded
+from services.common.scripts import Script
+from tinsmith.v1 import operation_pb2
+
+RESULT_TTL_S = 24 * 3600
+_ANNOUNCE_AGAIN_S = 10.0
+IDLE_AFTER_S = 60.0
+"""A model without work stays listed this long; longer than any acceptance can take, so that none is lost."""
+
+_MAX_SEQ_ID = 2**53 - 1
+_READ_ENTRIES = 512
+
+
+@dataclass(frozen=True)
+class JournalLimits:
+    """Bounds of one model's journal.
+
+    Attributes:
+        pending_bytes: payload of operations whose results are not published.
+        journal_bytes: payload of all operations kept for a replay.
+        entries: operations kept, used-up seq_ids included.
+        ahead: how far a seq_id may be beyond the highest one so far.
+        gateway_samples: unfinished samples of one gateway.
+    """
+
+    pending_bytes: int = 1 << 30
+    journal_bytes: int = 4 << 30
+    entries: int = 65_536
+    ahead: int = 16_384
+    gateway_samples: int = 16_384
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One journaled seq_id. `size` is its payload's bytes; 0 = used up, nothing is to run."""
+
+    seq_id: int
+    size: int
+    pending: bool
+
+
+@dataclass(frozen=True)
+class JournalIndex:
+    """A model's journal without its payloads.
+
+    Attributes:
+        durable: seq_id of the newest durable snapshot; -1 = none.
+        floor: every seq_id up to this one that is not journaled counts as used up; -1 = none.
+        closed: serialized OperationResult that every operation gets because the model can run none;
+            empty = the model is open.
+        base_model: name of the base model; empty when the creation is not accepted yet.
+        pending: operations without a result.
+        lowest_pending: lowest seq_id of those; -1 = none.
+        entries: after the asked-for seq_id, in order, perhaps not all.
+    """
+
+    durable: int
+    floor: int
+    closed: bytes
+    base_model: str
+    pending: int
+    lowest_pending: int
+    entries: tuple[Entry, ...]
+
+
+class Published(IntEnum):
+    """What became of a result."""
+
+    STALE_EPOCH = -1
+    NOT_PENDING = 0
+    PUBLISHED = 1
+
+
+class Journal:
+    """Journals of all models, and the requests of all sampling sessions, in one Redis."""
+
+    def __init__(self, client: redis.asyncio.Redis, limits: JournalLimits | None = None) -> None:
+        self._redis = client
+        self._limits = limits or JournalLimits()
+        self._announced: dict[str, float] = {}
+        self._accept = Script(client, "accept")
+        self._index = Script(client, "index")
+        self._publish = Script(client, "publish")
+        self._mark_durable = Script(client, "mark_durable")
+        self._skip = Script(client, "skip")
+        self._forget_idle = Script(client, "forget_idle")
+        self._admit_sample = Script(client, "admit_sample")
+        self._accept_sample = Script(client, "accept_sample")
+        self._claim_sample = Script(client, "claim_sample")
+        self._publish_sample = Script(client, "publish_sample")
+        self._note_waiting = Script(client, "note_waiting")
+
+    async def accept(self, operation: operation_pb2.Operation, owner: str) -> str:
+        """Journals an operation and creates its future; the request id. One round trip.
+
+        The same operation again gives the same id. A `refused` operation's future fails at once, as
+        does that of any operation of a model that was not created or is unloaded. A seq_id that was
+        used up and forgotten (its result expired, or its gap was skipped) also gives a failed future.
+
+        Raises:
+            Conflict: seq_id was used for another operation.
+            InvalidRequest: seq_id is out of range.
+            Overloaded: the model's journal is full.
+        """
+        model_id, seq_id = operation.model_id, operation.seq_id
+        if not 0 <= seq_id <= _MAX_SEQ_ID:
+            raise InvalidRequest(f"seq_id must be 0 to {_MAX_SEQ_ID}, not {seq_id}")
+        payload = operation.SerializeToString(deterministic=True)
+        request_id = ids.request_id(model_id, seq_id)
+        kind = operation.WhichOneof("kind")
+        used = errors.to_pb(
+            Conflict(
+                f"seq_id {seq_id} of model {model_id} was used up before: its result expired, or it "
+                "came after the service had stopped waiting for it; go on with the next seq_id",
+                "seq_id_used",
+            )
+        )
+        await self._announce(model_id)
+        outcome = await self._accept(
+            [
+                keys.future(model_id, seq_id),
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+                keys.lease(model_id),
+            ],
+            seq_id,
+            payload,
+            hashlib.sha256(payload).digest(),
+            owner,
+            error_result(operation.refused) if kind == "refused" else b"",
+            operation.create_model.base_model if kind == "create_model" else "",
+            error_result(used),
+            RESULT_TTL_S,
+            model_id,
+            request_id,
+            keys.WORK_CHANNEL,
+            keys.DONE_CHANNEL,
+            self._limits.pending_bytes,
+            self._limits.journal_bytes,
+            self._limits.entries,
+            self._limits.ahead,
+        )
+        self._check_accepted(outcome, model_id, seq_id)
+        return request_id
+
+    def _check_accepted(self, outcome: bytes, model_id: str, seq_id: int) -> None:
+        if outcome == b"conflict":
+            raise Conflict(
+                f"seq_id {seq_id} of model {model_id} was used for another request; use the next one"
+            )
+        if outcome == b"ahead":
+            raise InvalidRequest(
+                f"seq_id {seq_id} is more than {self._limits.ahead} ahead of the requests so far; "
+                "number requests 1, 2, 3 ... without gaps"
+            )
+        if outcome == b"busy":
+            raise Overloaded(
+                f"more than {self._limits.pending_bytes} bytes of model {model_id} wait to run; "
+                "send this again later"
+            )
+        if outcome == b"full":
+            raise Overloaded(
+                f"model {model_id} has too many operations since its last optim_step; "
+                "send an optim_step, then this"
+            )
+
+    async def _announce(self, model_id: str) -> None:
+        """Lists the model as one with work, before the work is there and at most every few seconds."""
+        now = time.monotonic()
+        if now - self._announced.get(model_id, -_ANNOUNCE_AGAIN_S) < _ANNOUNCE_AGAIN_S:
+            return
+        await self._redis.zadd(keys.PENDING_MODELS, {model_id: time.time()})
+        self._announced = {known: at for known, at in self._announced.items() if now - at < _ANNOUNCE_AGAIN_S}
+        self._announced[model_id] = now
+
+    async def models_with_work(self) -> list[tuple[str, float]]:
+        """(model id, time listed) of every model that may have unfinished operations."""
+        found: Any = await self._redis.zrange(keys.PENDING_MODELS, 0, -1, withscores=True)
+        return [(model_id.decode(), at) for model_id, at in found]
+
+    async def forget_idle(self, model_id: str, listed_at: float) -> None:
+        """Takes a model without work off that list, unless it was listed again meanwhile."""
+        if time.time() - listed_at > IDLE_AFTER_S:
+            await self._forget_idle([keys.PENDING_MODELS], model_id, repr(listed_at))
+
+    async def index(self, model_id: str, after_seq: int, entries: int = _READ_ENTRIES) -> JournalIndex:
+        """What the journal holds after a seq_id, without payloads; at most so many entries."""
+        durable, floor, closed, base_model, pending, lowest, flat = await self._index(
+            [
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+            ],
+            after_seq,
+            entries,
+        )
+        found = tuple(Entry(flat[i], flat[i + 1], bool(flat[i + 2])) for i in range(0, len(flat), 3))
+        return JournalIndex(durable, floor, closed, base_model.decode(), pending, lowest, found)
+
+    async def operations(self, model_id: str, seq_ids: list[int]) -> list[operation_pb2.Operation | None]:
+        """The operations of these seq_ids; None where nothing is to run (any more)."""
+        if not seq_ids:
+            return []
+        payloads: Any = await self._redis.hmget(keys.journal(model_id), [str(seq_id) for seq_id in seq_ids])
+        return [operation_pb2.Operation.FromString(raw) if raw else None for raw in payloads]
+
+    async def read(self, model_id: str, after_seq: int, limit_bytes: int) -> list[operation_pb2.Operation]:
+        """Operations with seq_id > after_seq in order, at least one if any, up to about `limit_bytes`.
+
+        There may be gaps; a seq_id that is used up without anything to run is left out.
+        """
+        chosen: list[int] = []
+        total = 0
+        for entry in (await self.index(model_id, after_seq)).entries:
+            if entry.size == 0:
+                continue
+            if chosen and total + entry.size > limit_bytes:
+                break
+            chosen.append(entry.seq_id)
+            total += entry.size
+        return [found for found in await self.operations(model_id, chosen) if found is not None]
+
+    async def publish(
+        self,
+        model_id: str,
+        epoch: int,
+        seq_id: int,
+        result: bytes,
+        *,
+        replay_passes_over: bool = False,
+        closing: bytes = b"",
+    ) -> Published:
+        """Resolves an operation's future if it is pending and the epoch is current.
+
+        Args:
+            result: serialized OperationResult.
+            replay_passes_over: repeating the operation would change nothing, so its payload is dropped.
+            closing: serialized OperationResult of all operations that come after this one.
+        """
+        outcome = await self._publish(
+            [
+                keys.future(model_id, seq_id),
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+                keys.epoch(model_id),
+            ],
+            seq_id,
+            epoch,
+            result,
+            RESULT_TTL_S,
+            int(replay_passes_over),
+            closing,
+            ids.request_id(model_id, seq_id),
+            keys.DONE_CHANNEL,
+        )
+        return Published(outcome)
+
+    async def publish_result(self, model_id: str, epoch: int, seq_id: int, result: bytes) -> bool:
+        """`publish` for an operation that a replay must repeat; whether it was published."""
+        return await self.publish(model_id, epoch, seq_id, result) is Published.PUBLISHED
+
+    async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool:
+        """Points at a durable snapshot and trims the journal up to it; whether the pointer now names it.
+
+        False when the epoch is not current, or a newer snapshot is named already. An operation whose
+        result is not published yet stays journaled until it is.
+        """
+        outcome = await self._mark_durable(
+            [
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+                keys.epoch(model_id),
+            ],
+            seq_id,
+            epoch,
+            location,
+        )
+        return bool(outcome == 1)
+
+    async def durable(self, model_id: str) -> tuple[int, str] | None:
+        """(seq_id, location) of the newest durable snapshot."""
+        seq_id: Any
+        location: Any
+        seq_id, location = await self._redis.hmget(keys.journal_meta(model_id), ["durable", "location"])
+        return None if seq_id is None else (int(seq_id), location.decode())
+
+    async def skip(self, model_id: str, epoch: int, up_to: int) -> bool:
+        """Declares every seq_id up to this one that is not journaled as used up; False on a stale epoch."""
+        reply = await self._skip([keys.journal_meta(model_id), keys.epoch(model_id)], up_to, epoch)
+        return bool(reply == 1)
+
+    async def set_queue_state(self, model_id: str, reason: str) -> None:
+        """Says for the next half minute why a model's operations wait; empty = they run."""
+        if reason:
+            await self._redis.set(keys.queue_state(model_id), reason, ex=30)
+        else:
+            await self._redis.delete(keys.queue_state(model_id))
+
+    async def accept_sample(
+        self, sampling_session_id: str, seq_id: int, request: bytes, gateway_id: str, owner: str = ""
+    ) -> str:
+        """Keeps a sample's request and creates its future; the request id.
+
+        Args:
+            request: serialized sampler_pb2.SampleRequest.
+            gateway_id: gateway that will dispatch it.
+
+        Raises:
+            Conflict: seq_id was used for another sample of the session.
+            Overloaded: too many samples of this gateway wait.
+        """
+        request_id = ids.request_id(sampling_session_id, seq_id)
+        # On the list first: an accepted sample is always found by whoever takes over from this gateway.
+        limit = self._limits.gateway_samples
+        if not await self._admit_sample([keys.gateway_samples(gateway_id)], request_id, limit):
+            raise Overloaded(f"{limit} samples wait on this gateway; send this again later")
+        digest = hashlib.sha256(request).digest()
+        outcome = await self._accept_sample(
+            [keys.future(sampling_session_id, seq_id)], request, digest, gateway_id, owner
+        )
+        if outcome == b"conflict":
+            raise Conflict(
+                f"seq_id {seq_id} of sampling session {sampling_session_id} was used for another request"
+            )
+        return request_id
+
+    async def claim_sample(self, request_id: str, from_gateway: str, to_gateway: str) -> bytes | None:
+        """The request of a pending sample, which the second gateway now dispatches; else None."""
+        object_id, seq_id = ids.parse_request_id(request_id)
+        if from_gateway != to_gateway:
+            await self._redis.sadd(keys.gateway_samples(to_gateway), request_id)
+        found = await self._claim_sample([keys.future(object_id, seq_id)], from_gateway, to_gateway)
+        if found is None:
+            await self._redis.srem(keys.gateway_samples(to_gateway), request_id)
+        if from_gateway != to_gateway:
+            await self._redis.srem(keys.gateway_samples(from_gateway), request_id)
+        return found if found is None else bytes(found)
+
+    async def samples_of(self, gateway_id: str) -> set[str]:
+        """Request ids of the unfinished samples of a gateway."""
+        found: Any = await self._redis.smembers(keys.gateway_samples(gateway_id))
+        return {raw.decode() for raw in found}
+
+    async def note_waiting(self, request_id: str, reason: str) -> None:
+        """Says why a pending sample does not run; empty = it does."""
+        await self._note_waiting([keys.future(*ids.parse_request_id(request_id))], reason)
+
+    async def publish_sample_result(self, request_id: str, result: bytes) -> bool:
+        """Resolves a sample's future with a serialized OperationResult, if it is pending."""
+        gateway = await self._publish_sample(
+            [keys.future(*ids.parse_request_id(request_id))],
+            result,
+            RESULT_TTL_S,
+            request_id,
+            keys.DONE_CHANNEL,
+        )
+        if gateway is None:
+            return False
+        await self._redis.srem(keys.gateway_samples(gateway.decode()), request_id)
+        return True
+
+
+def error_result(error: errors.types_pb2.Error) -> bytes:
+    """A failure as the bytes of an OperationResult."""
+    return operation_pb2.OperationResult(error=error).SerializeToString()

@@ -1,0 +1,54 @@
+-- Accepts one operation of a model: dedupes, journals, creates its future.
+-- KEYS future, journal, order, pending, meta, lease
+-- ARGV seq, payload, digest, owner, refusal ('' = not refused), base model ('' unless a creation),
+--      result of a seq_id that was used before, result ttl (s), model id, request id,
+--      work channel, done channel, max pending bytes, max journal bytes, max entries, max ahead
+local seq = tonumber(ARGV[1])
+local payload, digest, owner, refusal = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local ttl = ARGV[8]
+
+local known = redis.call('HMGET', KEYS[1], 'state', 'digest')
+if known[1] then
+  if known[2] == digest or known[2] == '' then return 'same' end
+  return 'conflict'
+end
+
+local meta = redis.call('HMGET', KEYS[5], 'durable', 'floor', 'closed', 'pending_bytes', 'journal_bytes')
+local settled = math.max(tonumber(meta[1] or -1), tonumber(meta[2] or -1))
+if seq <= settled or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'state', 'done', 'digest', '', 'owner', owner, 'result', ARGV[7])
+  redis.call('EXPIRE', KEYS[1], ttl)
+  return 'same'
+end
+
+local top = redis.call('ZREVRANGE', KEYS[3], 0, 0)[1]
+if seq > math.max(settled, tonumber(top or -1)) + tonumber(ARGV[16]) then return 'ahead' end
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[15]) then return 'full' end
+
+local result = meta[3]
+if not result and refusal ~= '' then
+  result = refusal
+  if seq == 0 then redis.call('HSET', KEYS[5], 'closed', refusal) end
+end
+if result then
+  -- Nothing will run: the future is resolved at once and the seq_id stays behind as used up.
+  redis.call('HSET', KEYS[1], 'state', 'done', 'digest', digest, 'owner', owner, 'result', result)
+  redis.call('EXPIRE', KEYS[1], ttl)
+  redis.call('HSET', KEYS[2], ARGV[1], '')
+  redis.call('PUBLISH', ARGV[12], ARGV[10])
+else
+  local size = #payload
+  local waiting = tonumber(meta[4] or 0)
+  if waiting > 0 and waiting + size > tonumber(ARGV[13]) then return 'busy' end
+  if tonumber(meta[5] or 0) + size > tonumber(ARGV[14]) then return 'full' end
+  redis.call('HSET', KEYS[1], 'state', 'pending', 'digest', digest, 'owner', owner)
+  redis.call('HSET', KEYS[2], ARGV[1], payload)
+  redis.call('ZADD', KEYS[4], seq, ARGV[1])
+  redis.call('HINCRBY', KEYS[5], 'pending_bytes', size)
+  redis.call('HINCRBY', KEYS[5], 'journal_bytes', size)
+  if ARGV[6] ~= '' then redis.call('HSET', KEYS[5], 'base_model', ARGV[6]) end
+end
+redis.call('ZADD', KEYS[3], seq, ARGV[1])
+-- Without a lease holder the accepting gateway itself is about to become one.
+if redis.call('EXISTS', KEYS[6]) == 1 then redis.call('PUBLISH', ARGV[11], ARGV[9]) end
+return 'new'

@@ -1,0 +1,24 @@
+-- Resolves the future of an operation, once, for the holder of the current epoch.
+-- KEYS future, journal, order, pending, meta, epoch
+-- ARGV seq, epoch, result, ttl (s), '1' when a replay may pass the operation over,
+--      result of all later operations ('' = the model stays open), request id, done channel
+-- Returns 1 published, 0 not pending, -1 stale epoch
+if tonumber(redis.call('GET', KEYS[6]) or 0) ~= tonumber(ARGV[2]) then return -1 end
+if redis.call('HGET', KEYS[1], 'state') ~= 'pending' then return 0 end
+
+local size = redis.call('HSTRLEN', KEYS[2], ARGV[1])
+redis.call('HSET', KEYS[1], 'state', 'done', 'result', ARGV[3])
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+redis.call('ZREM', KEYS[4], ARGV[1])
+redis.call('HINCRBY', KEYS[5], 'pending_bytes', -size)
+if tonumber(ARGV[1]) <= tonumber(redis.call('HGET', KEYS[5], 'durable') or -1) then
+  redis.call('HDEL', KEYS[2], ARGV[1])
+  redis.call('ZREM', KEYS[3], ARGV[1])
+  redis.call('HINCRBY', KEYS[5], 'journal_bytes', -size)
+elseif ARGV[5] == '1' then
+  redis.call('HSET', KEYS[2], ARGV[1], '')
+  redis.call('HINCRBY', KEYS[5], 'journal_bytes', -size)
+end
+if ARGV[6] ~= '' then redis.call('HSET', KEYS[5], 'closed', ARGV[6]) end
+redis.call('PUBLISH', ARGV[8], ARGV[7])
+return 1

@@ -1,0 +1,81 @@
+"""Runs one gateway: HTTP and gRPC in one event loop, until a signal asks it to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+
+import uvloop
+from redis.exceptions import RedisError
+
+from services.common import logs, redis_client
+from services.common.errors import Internal, TinsmithError
+from services.common.paths import DataDir
+from services.common.process import setup_process, wait_for_signal
+from services.common.registry import Announcer, ServiceRecord
+from services.gateway.auth import KeyRing
+from services.gateway.config import GatewayConfig, parse
+from services.gateway.grpc import service
+from services.gateway.http.server import HttpServer
+from services.gateway.runtime import Gateway
+
+log = logging.getLogger(__name__)
+
+_GRPC_GRACE_S = 20.0
+
+
+async def run(config: GatewayConfig) -> None:
+    """Serves until SIGTERM, SIGINT or SIGHUP, then answers what it accepted and returns.
+
+    Raises:
+        Unavailable: a port cannot be bound.
+        Internal: the HTTP server stopped by itself.
+    """
+    async with contextlib.AsyncExitStack() as cleanup:
+        client = redis_client.connect(config.redis_url)
+        cleanup.push_async_callback(client.aclose)
+        await client.ping()
+        gateway = Gateway(config.id, client, KeyRing(config.api_keys_file))
+        http = HttpServer(gateway.application, config.host, config.port)
+        cleanup.push_async_callback(gateway.stop)
+        await gateway.start()
+        rpc_server = await service.serve(gateway.application, f"{config.host}:{config.grpc_port}")
+        cleanup.push_async_callback(rpc_server.drain, _GRPC_GRACE_S)
+        serving = http.start()
+        cleanup.push_async_callback(http.drain)
+        record = ServiceRecord(kind="gateway", id=config.id, address=f"{config.host}:{rpc_server.port}")
+        announcer = Announcer(client, record)
+        cleanup.push_async_callback(announcer.stop)
+        await announcer.start()
+        log.info("serving HTTP on %s:%d and gRPC on port %d", config.host, http.port, rpc_server.port)
+        await _until_signal(serving)
+        log.info("draining")
+        # Long polls end at once; the SDK asks again, and another gateway answers.
+        gateway.application.drain()
+
+
+async def _until_signal(serving: asyncio.Task[None]) -> None:
+    stopping = asyncio.create_task(wait_for_signal(), name="signals")
+    try:
+        await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            raise Internal("the HTTP server stopped by itself")
+    finally:
+        stopping.cancel()
+
+
+def main() -> None:
+    config = parse(sys.argv[1:])
+    logs.configure(config.id)
+    setup_process(config.id, DataDir(config.data_dir).run)
+    try:
+        uvloop.run(run(config))
+    except (TinsmithError, RedisError, OSError, ValueError) as error:
+        sys.exit(f"{config.id}: {error}")
+
+
+if __name__ == "__main__":
+    main()

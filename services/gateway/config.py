@@ -1,0 +1,76 @@
+"""Command line of the gateway.
+
+Every flag `--some-flag` may be given as TINSMITH_SOME_FLAG instead. The Redis URL may hold a
+password, so it comes only from TINSMITH_REDIS_URL and never shows in a process list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Settings of one gateway process.
+
+    Attributes:
+        id: name of the process, stable over restarts.
+        host: address that both ports listen on.
+        port: HTTP port; 0 takes a free one.
+        grpc_port: gRPC port; 0 takes a free one.
+        data_dir: directory for the pid file and the default keys file.
+        api_keys_file: one key per line, optionally followed by a space and the owner's name.
+        redis_url: where all state is.
+    """
+
+    id: str
+    host: str
+    port: int
+    grpc_port: int
+    data_dir: Path
+    api_keys_file: Path
+    redis_url: str
+
+
+def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> GatewayConfig:
+    """The configuration; exits with a message when it is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m services.gateway", description=__doc__)
+
+    def add(flag: str, default: str | None, text: str) -> None:
+        variable = "TINSMITH_" + flag.removeprefix("--").replace("-", "_").upper()
+        value = environment.get(variable, default)
+        parser.add_argument(
+            flag, default=value, required=value is None, help=f"{text} (default: {default}; {variable})"
+        )
+
+    add("--id", "gateway-0", "name of this process")
+    add("--host", "127.0.0.1", "address to listen on")
+    add("--port", "8000", "HTTP port, shared with other gateways of this machine")
+    add("--grpc-port", "8001", "gRPC port, shared with other gateways of this machine")
+    add("--data-dir", None, "data directory of the cluster")
+    add("--api-keys-file", "", "file of API keys; empty: DATA_DIR/api_key")
+    options = parser.parse_args(argv)
+    redis_url = environment.get(REDIS_URL_VARIABLE, "")
+    if not redis_url:
+        parser.error(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")
+    ports = {}
+    for name in ("port", "grpc_port"):
+        text = getattr(options, name)
+        if not text.isdigit() or int(text) > 65535:
+            parser.error(f"--{name.replace('_', '-')} must be a port number, not {text!r}")
+        ports[name] = int(text)
+    data_dir = Path(options.data_dir)
+    return GatewayConfig(
+        id=options.id,
+        host=options.host,
+        data_dir=data_dir,
+        api_keys_file=Path(options.api_keys_file) if options.api_keys_file else data_dir / "api_key",
+        redis_url=redis_url,
+        **ports,
+    )

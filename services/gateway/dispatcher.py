@@ -1,0 +1,181 @@
+"""Dispatch of training operations: who sends what, over all models.
+
+Invariant: every model with unfinished operations has, within a lease's lifetime and one sweep, exactly
+one gateway that sends them, whichever gateways live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from services.common import ids, keys
+from services.common.journal import Journal
+from services.gateway.directory import Directory
+from services.gateway.dispatch_plan import DispatchSettings
+from services.gateway.leases import TTL_S, Lease, Leases
+from services.gateway.model_runner import ModelRunner, OnResult
+from services.gateway.stores import SessionStore
+from services.gateway.subscription import Subscription
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 2.0
+_SWEEP_CONCURRENCY = 32
+
+
+class Dispatcher:
+    """Leads models: takes leases, runs a `ModelRunner` under each, gives them back.
+
+    Args:
+        gateway_id: stable over restarts of the gateway.
+        on_result: called with every operation and its result before the future is resolved; may be
+            called again for the same operation.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        journal: Journal,
+        gateway_id: str,
+        on_result: OnResult,
+        settings: DispatchSettings | None = None,
+        lease_ttl: float = TTL_S,
+    ) -> None:
+        self._journal = journal
+        self._on_result = on_result
+        self._settings = settings or DispatchSettings()
+        self._sessions = SessionStore(client)
+        self._leases = Leases(client, gateway_id, lease_ttl)
+        self._trainers = Directory(client, "trainer")
+        self._trainers.listen(self._wake_all)
+        self._subscription = Subscription(client, keys.WORK_CHANNEL, self._wake_led, self._wake_all)
+        self._runners: dict[str, ModelRunner] = {}
+        self._leading: dict[str, asyncio.Task[None]] = {}
+        self._held_elsewhere: dict[str, float] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Starts listening for work. Models left over by other gateways are found by the first sweep."""
+        await self._trainers.start()
+        self._leases.start()
+        self._subscription.start()
+        self._sweeper = asyncio.create_task(self._keep_sweeping(), name="dispatch sweep")
+
+    async def stop(self) -> None:
+        """Stops dispatching and gives all leases back; pending operations stay in the journal."""
+        self._stopping = True
+        tasks = [*self._leading.values(), *([self._sweeper] if self._sweeper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._subscription.stop()
+        await self._leases.stop()
+        await self._trainers.stop()
+
+    def wake(self, model_id: str) -> None:
+        """An operation of this model was accepted: run it, if no other gateway leads the model."""
+        if self._stopping:
+            return
+        runner = self._runners.get(model_id)
+        if runner is not None:
+            runner.wake()
+        elif model_id not in self._leading and self._may_try(model_id):
+            self._lead(model_id, only_with_work=False)
+
+    def _may_try(self, model_id: str) -> bool:
+        """Whether another gateway's lease may have ended."""
+        now = asyncio.get_running_loop().time()
+        until = self._held_elsewhere.get(model_id)
+        if until is not None and until <= now:
+            del self._held_elsewhere[model_id]
+            until = None
+        return until is None
+
+    def _wake_led(self, model_id: str) -> None:
+        runner = self._runners.get(model_id)
+        if runner is not None:
+            runner.wake()
+
+    def _wake_all(self) -> None:
+        for runner in self._runners.values():
+            runner.wake()
+
+    def _lead(self, model_id: str, only_with_work: bool) -> None:
+        task = asyncio.create_task(self._run(model_id, only_with_work), name=f"dispatch {model_id}")
+        self._leading[model_id] = task
+        task.add_done_callback(lambda done: self._ended(model_id, done))
+
+    def _ended(self, model_id: str, task: asyncio.Task[None]) -> None:
+        if self._leading.get(model_id) is task:
+            del self._leading[model_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("dispatch of %s broke off, the next sweep goes on", model_id, exc_info=error)
+
+    async def _run(self, model_id: str, only_with_work: bool) -> None:
+        woken = True
+        while woken:
+            try:
+                lease = await self._leases.acquire(model_id, only_with_work)
+            except (RedisError, OSError) as error:
+                log.warning("could not ask for the lease on %s, the next sweep goes on: %s", model_id, error)
+                return
+            if not isinstance(lease, Lease):
+                if lease is not None:
+                    self._held_elsewhere[model_id] = asyncio.get_running_loop().time() + lease
+                return
+            woken = await self._run_under(lease)
+            # Somebody may have woken the runner just when it had decided to stop.
+            only_with_work = True
+
+    async def _run_under(self, lease: Lease) -> bool:
+        """Runs one model until its runner stops; whether there may be more to do."""
+        runner = ModelRunner(
+            lease, self._journal, self._trainers, self._on_result, self._session_finished, self._settings
+        )
+        self._runners[lease.model_id] = runner
+        try:
+            await runner.run()
+        except (RedisError, OSError) as error:
+            log.warning("dispatch of %s paused, the next sweep goes on: %s", lease.model_id, error)
+            return False
+        finally:
+            lost = lease.lost
+            del self._runners[lease.model_id]
+            await self._leases.release(lease)
+        return runner.woken and not lost
+
+    async def _session_finished(self, model_id: str) -> bool:
+        session = await self._sessions.get(ids.session_of(model_id))
+        return session is not None and session.finished
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            try:
+                await self._sweep()
+            except (RedisError, OSError) as error:
+                log.warning("could not look for models with work, trying again: %s", error)
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _sweep(self) -> None:
+        """Takes over models with work that nobody leads, and forgets those without."""
+        limit = asyncio.Semaphore(_SWEEP_CONCURRENCY)
+
+        async def look(model_id: str, listed_at: float) -> None:
+            async with limit:
+                index = await self._journal.index(model_id, -1, entries=0)
+                if not index.pending:
+                    await self._journal.forget_idle(model_id, listed_at)
+                elif model_id not in self._leading and self._may_try(model_id):
+                    self._lead(model_id, only_with_work=True)
+
+        now = asyncio.get_running_loop().time()
+        self._held_elsewhere = {held: until for held, until in self._held_elsewhere.items() if until > now}
+        models = await self._journal.models_with_work()
+        await asyncio.gather(
+            *(look(model_id, at) for model_id, at in models if model_id not in self._leading)
+        )

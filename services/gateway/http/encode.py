@@ -1,0 +1,119 @@
+"""Results as the tinker SDK reads them.
+
+Invariant: a forward_backward or sample result is the SDK's protobuf; everything else is a JSON
+object without the keys ("error", "type", "status") that the SDK takes for something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.errors import Internal
+from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+
+_STOP_REASONS = {
+    operation_pb2.STOP_REASON_STOP: tinker_pb2.TINKER_STOP_REASON_STOP_UNSPECIFIED,
+    operation_pb2.STOP_REASON_LENGTH: tinker_pb2.TINKER_STOP_REASON_LENGTH,
+}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Body of a finished future and its content type."""
+
+    content_type: str
+    body: bytes
+
+
+def result(model_id: str, data: bytes) -> Reply:
+    """Reply to retrieve_future for a serialized OperationResult. Proportional to its size.
+
+    Args:
+        model_id: the model or sampling session that the request belongs to.
+    """
+    outcome = operation_pb2.OperationResult.FromString(data)
+    try:
+        return _reply(model_id, outcome)
+    except Internal as error:
+        # Final for the client, who could only ask for the same result again.
+        return _json({"error": error.message, "category": error.category})
+
+
+def _reply(model_id: str, outcome: operation_pb2.OperationResult) -> Reply:
+    kind = outcome.WhichOneof("kind")
+    if kind == "forward_backward":
+        return Reply(PROTOBUF, forward_backward(outcome.forward_backward).SerializeToString())
+    if kind == "sample":
+        return Reply(PROTOBUF, sample(outcome.sample).SerializeToString())
+    if kind == "error":
+        return _json({"error": outcome.error.message, "category": _category(outcome.error.category)})
+    if kind == "create_model":
+        return _json({"model_id": model_id})
+    if kind == "optim_step":
+        return _json({"metrics": dict(outcome.optim_step.metrics)})
+    if kind == "save_state":
+        return _json({"path": outcome.save_state.path})
+    if kind == "load_state":
+        return _json({"path": outcome.load_state.path, "model_id": model_id})
+    if kind == "save_for_sampler":
+        saved = outcome.save_for_sampler
+        named = {"path": saved.path} if saved.path else {}
+        return _json(named or {"sampling_session_id": saved.sampling_session_id})
+    raise Internal(f"a result of kind {kind} has no HTTP form")
+
+
+def _json(value: Mapping[str, object]) -> Reply:
+    # json and not msgspec: a metric that is not a number must arrive as NaN, not as null.
+    return Reply(JSON, json.dumps(value).encode())
+
+
+def _category(category: types_pb2.ErrorCategory.ValueType) -> str:
+    return "user" if category == types_pb2.ERROR_CATEGORY_USER else "server"
+
+
+def forward_backward(result: operation_pb2.ForwardBackwardResult) -> tinker_pb2.TinkerForwardBackwardOutput:
+    """One ArrayRecord with every output of the batch."""
+    output = tinker_pb2.TinkerForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    output.metrics.update(result.metrics)
+    record = output.loss_fn_outputs.add(type_tag="ArrayRecord")
+    for name, batched in result.outputs.items():
+        record.num_datums = len(batched.offsets) - 1
+        field = record.fields[name]
+        field.data = batched.data
+        field.offsets = np.asarray(batched.offsets, dtype="<i8").tobytes()
+        # The enums are numbered alike on purpose.
+        field.dtype = tinker_pb2.TinkerDataType.ValueType(batched.dtype)
+        field.trailing_shape.extend(batched.trailing_shape)
+    return output
+
+
+def sample(result: operation_pb2.SampleResult) -> tinker_pb2.TinkerSampleResponse:
+    """The sampled sequences, in the order of the sequence ids that asample returned.
+
+    Raises:
+        Internal: a sequence ended for a reason that the SDK has no word for.
+    """
+    output = tinker_pb2.TinkerSampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    for sequence in result.sequences:
+        reason = _STOP_REASONS.get(sequence.stop_reason)
+        if reason is None:
+            raise Internal(f"a sequence ended with stop reason {sequence.stop_reason}")
+        output.sequences.add(stop_reason=reason, tokens=sequence.tokens.data, logprobs=sequence.logprobs.data)
+    if result.HasField("prompt_logprobs"):
+        output.prompt_logprobs = result.prompt_logprobs.data
+    if result.HasField("topk_prompt_logprobs"):
+        topk = result.topk_prompt_logprobs
+        length, k = topk.token_ids.shape
+        output.topk_prompt_logprobs.CopyFrom(
+            tinker_pb2.TinkerTopkLogprobs(
+                token_ids=topk.token_ids.data, logprobs=topk.logprobs.data, k=k, length=length
+            )
+        )
+    return output

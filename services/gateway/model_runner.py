@@ -1,0 +1,410 @@
+"""Sends one model's journaled operations to its trainer, for as long as this gateway leads the model.
+
+Invariants: all writes carry the lease's epoch; an operation's records are written before its future
+is resolved; whatever goes wrong in between, the operation stays pending in the journal and is sent
+again, by this runner or the next holder of the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+
+import grpc.aio
+from redis.exceptions import RedisError
+
+from services.common import errors
+from services.common.errors import Conflict, DataLoss, Internal, NotFound, SnapshotNotFound, TinsmithError
+from services.common.journal import Journal, JournalIndex, Published, error_result
+from services.common.registry import ServiceRecord
+from services.gateway import dispatch_plan
+from services.gateway.directory import Directory, call_error
+from services.gateway.dispatch_plan import Action, DispatchSettings, Gap, Position, Send
+from services.gateway.leases import Lease
+from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+OnResult = Callable[[operation_pb2.Operation, operation_pb2.OperationResult], Awaitable[None]]
+
+
+_GAP_CHECK_S = 1.0
+_NO_SNAPSHOT = (NotFound, SnapshotNotFound)
+_RECHECK_S = 30.0
+_MOST_FAILED_REPLAYS = 3
+
+
+class ModelRunner:
+    """One model under one lease. `run` returns when the model is idle or the lease is gone."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        journal: Journal,
+        trainers: Directory,
+        on_result: OnResult,
+        session_finished: Callable[[str], Awaitable[bool]],
+        settings: DispatchSettings,
+    ) -> None:
+        self.model_id = lease.model_id
+        self._lease = lease
+        self._journal = journal
+        self._trainers = trainers
+        self._on_result = on_result
+        self._session_finished = session_finished
+        self._settings = settings
+        self._changed = asyncio.Event()
+        self._changed.set()
+        lease.on_lost = self._changed.set
+        self._incarnation: str | None = None
+        self._synchronised = False
+        self._position = Position()
+        self._calls: dict[int, tuple[asyncio.Task[None], int]] = {}
+        self._failure: BaseException | None = None
+        self._failed_calls: Counter[tuple[int, str]] = Counter()
+        self._lost_starts: defaultdict[int, set[str]] = defaultdict(set)
+        self._attempt = 0
+        self._not_before = 0.0
+        self._paused = ""
+        self._gap: tuple[Gap, float] | None = None
+        self._gap_checked = 0.0
+        self._idle_since: float | None = None
+
+    def wake(self) -> None:
+        """There may be something new to do."""
+        self._changed.set()
+
+    @property
+    def woken(self) -> bool:
+        """Whether `wake` was called since the runner last looked."""
+        return self._changed.is_set()
+
+    async def run(self) -> None:
+        """Dispatches until there is nothing to do for a while, or the lease is lost.
+
+        Raises:
+            Exception: an operation's handling failed unexpectedly; it is still in the journal.
+        """
+        try:
+            while not self._lease.lost:
+                self._changed.clear()
+                delay = await self._advance()
+                if self._failure is not None:
+                    raise self._failure
+                if delay is None:
+                    return
+                try:
+                    await asyncio.wait_for(self._changed.wait(), delay)
+                except TimeoutError:
+                    continue
+        finally:
+            await self._cancel_calls()
+
+    async def _advance(self) -> float | None:
+        """Does all that can be done now; seconds until it is worth looking again, or None to stop."""
+        index = await self._journal.index(self.model_id, self._position.cursor)
+        if not index.pending and not self._calls:
+            return await self._idle()
+        self._idle_since = None
+        if index.closed:
+            await self._fail_pending(index.closed)
+            return 0.0
+        trainer = self._trainer(index.base_model)
+        if trainer is None:
+            await self._pause(self._missing_reason(index.base_model))
+            return self._settings.trainer_poll
+        wait = self._not_before - asyncio.get_running_loop().time()
+        if wait > 0:
+            return wait
+        if trainer.incarnation != self._incarnation or not self._synchronised:
+            await self._cancel_calls()
+            self._incarnation = trainer.incarnation
+            self._synchronised = await self._synchronise(trainer)
+            return 0.0
+        return await self._send(index, trainer)
+
+    async def _idle(self) -> float | None:
+        await self._resume()
+        now = asyncio.get_running_loop().time()
+        if self._idle_since is None:
+            self._idle_since = now
+        left = self._idle_since + self._settings.idle_release - now
+        return left if left > 0 else None
+
+    def _trainer(self, base_model: str) -> ServiceRecord | None:
+        """The trainer to use: the one used so far while it is ready, else the first."""
+        ready = [record for record in self._trainers.serving(base_model) if record.state == "ready"]
+        return next((record for record in ready if record.incarnation == self._incarnation), None) or (
+            ready[0] if ready else None
+        )
+
+    def _missing_reason(self, base_model: str) -> str:
+        if self._trainers.serving(base_model) or self._incarnation is not None:
+            return f"the trainer for {base_model} is restarting; the request will go on when it is back"
+        return f"no trainer for {base_model} is running; the request will run when one is"
+
+    async def _synchronise(self, trainer: ServiceRecord) -> bool:
+        """Finds out where the trainer is with this model, after bringing it back if need be."""
+        index = await self._journal.index(self.model_id, -1)
+        if dispatch_plan.starts_at_creation(index):
+            self._position = Position()
+            return True
+        stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
+        request = trainer_pb2.RestoreRequest(model_id=self.model_id, epoch=self._lease.epoch)
+        try:
+            reply = await stub.Restore(request, timeout=self._settings.restore_timeout)
+            applied = int(reply.seq_id)
+        except grpc.aio.AioRpcError as raw:
+            error = call_error(raw)
+            if isinstance(error, _NO_SNAPSHOT) and dispatch_plan.can_replay_from_start(index):
+                applied = -1
+            elif isinstance(error, (*_NO_SNAPSHOT, DataLoss)):
+                await self._declare_lost(index, error)
+                return False
+            else:
+                await self._after_failed_restore(error)
+                return False
+        self._position = dispatch_plan.position_after_restore(applied, index.lowest_pending)
+        log.info("model %s is at %d on %s", self.model_id, applied, trainer.id)
+        return True
+
+    async def _declare_lost(self, index: JournalIndex, error: TinsmithError) -> None:
+        """Nothing holds the model's state any more: all its operations fail, and say so."""
+        log.error("model %s is lost: %s", self.model_id, error.message)
+        lost = Internal(
+            f"the state of model {self.model_id} is lost ({error.message}); create a model from its last "
+            "checkpoint with load_state",
+            "model_lost",
+        )
+        closing = error_result(errors.to_pb(lost))
+        self._note(
+            await self._journal.publish(
+                self.model_id, self._lease.epoch, index.lowest_pending, closing, closing=closing
+            )
+        )
+
+    async def _after_failed_restore(self, error: TinsmithError) -> None:
+        action = dispatch_plan.after_failure(error, 1)
+        if action is Action.GIVE_UP_LEASE:
+            self._lease.lose()
+            return
+        self._delay()
+        await self._pause(f"the trainer cannot bring model {self.model_id} back yet: {error.message}")
+
+    async def _send(self, index: JournalIndex, trainer: ServiceRecord) -> float:
+        bytes_under_way = sum(size for _, size in self._calls.values())
+        step = dispatch_plan.plan(
+            self._position,
+            index.entries,
+            max(index.floor, index.durable),
+            len(self._calls),
+            bytes_under_way,
+            self._settings.window,
+        )
+        operations = await self._journal.operations(self.model_id, [send.seq_id for send in step.sends])
+        if any(operation is None for operation in operations):
+            # A durable snapshot came to cover one of them just now: look again.
+            return 0.0
+        stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
+        for send, operation in zip(step.sends, operations, strict=True):
+            assert operation is not None
+            self._start_call(stub, send, operation, trainer.incarnation)
+        moved = step.position != self._position
+        self._position = step.position
+        if step.sends:
+            await self._resume()
+        if step.gap is None:
+            self._gap = None
+        if self._calls or moved:
+            return _RECHECK_S if self._calls else 0.0
+        if step.gap is not None:
+            return await self._wait_for_gap(step.gap)
+        # Everything is sent and answered, and still something is pending: find out where things are.
+        self._synchronised = False
+        self._delay()
+        return 0.0
+
+    async def _wait_for_gap(self, gap: Gap) -> float:
+        """Waits for missing operations, but not for ever."""
+        now = asyncio.get_running_loop().time()
+        if self._gap is None or self._gap[0].first != gap.first:
+            self._gap = (gap, now)
+        since = self._gap[1]
+        finished = False
+        if now - self._gap_checked >= _GAP_CHECK_S:
+            self._gap_checked = now
+            finished = await self._session_finished(self.model_id)
+        if not finished and now - since < self._settings.gap_timeout:
+            return min(_GAP_CHECK_S, since + self._settings.gap_timeout - now)
+        log.warning("operations %d to %d of %s never came; going on", gap.first, gap.last, self.model_id)
+        if not await self._journal.skip(self.model_id, self._lease.epoch, gap.last):
+            self._lease.lose()
+        return 0.0
+
+    def _start_call(
+        self,
+        stub: trainer_pb2_grpc.TrainerServiceStub,
+        send: Send,
+        operation: operation_pb2.Operation,
+        incarnation: str,
+    ) -> None:
+        call = asyncio.create_task(
+            self._call(stub, send, operation, incarnation), name=f"execute {self.model_id}:{send.seq_id}"
+        )
+        self._calls[send.seq_id] = (call, send.size)
+        call.add_done_callback(lambda done: self._call_ended(send.seq_id, done))
+
+    def _call_ended(self, seq_id: int, call: asyncio.Task[None]) -> None:
+        current = self._calls.get(seq_id)
+        if current is not None and current[0] is call:
+            del self._calls[seq_id]
+        if not call.cancelled() and call.exception() is not None:
+            self._failure = call.exception()
+        self._changed.set()
+
+    async def _call(
+        self,
+        stub: trainer_pb2_grpc.TrainerServiceStub,
+        send: Send,
+        operation: operation_pb2.Operation,
+        incarnation: str,
+    ) -> None:
+        request = trainer_pb2.ExecuteRequest(
+            operation=operation, epoch=self._lease.epoch, after_seq_id=send.after_seq_id
+        )
+        resent = 0
+        while True:
+            try:
+                reply = await stub.Execute(request, timeout=self._settings.execute_timeout)
+            except grpc.aio.AioRpcError as raw:
+                error = call_error(raw)
+                action = self._judge(send, error, incarnation)
+                if action is not Action.RESEND:
+                    await self._act(action, send, operation, error)
+                    return
+                resent += 1
+                await asyncio.sleep(dispatch_plan.backoff(resent))
+                continue
+            self._attempt = 0
+            if reply.result.WhichOneof("kind") is None:
+                raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
+            if not send.replayed:
+                await self._resolve(operation, reply.result)
+            elif reply.result.HasField("error"):
+                await self._replay_failed(send.seq_id, errors.from_pb(reply.result.error))
+            return
+
+    def _judge(self, send: Send, error: TinsmithError, incarnation: str) -> Action:
+        times = 1
+        if isinstance(error, errors.Unavailable):
+            # Only the first call in line can be what brought the trainer down.
+            if send.seq_id == min(self._calls, default=send.seq_id):
+                self._lost_starts[send.seq_id].add(incarnation)
+            times = len(self._lost_starts[send.seq_id])
+        elif isinstance(error, Conflict):
+            self._failed_calls[send.seq_id, error.code] += 1
+            times = self._failed_calls[send.seq_id, error.code]
+        return dispatch_plan.after_failure(error, times)
+
+    async def _act(
+        self, action: Action, send: Send, operation: operation_pb2.Operation, error: TinsmithError
+    ) -> None:
+        if action is Action.GIVE_UP_LEASE:
+            log.info("giving up %s: %s", self.model_id, error.message)
+            self._lease.lose()
+            return
+        failed = operation_pb2.OperationResult(error=errors.to_pb(error))
+        if action is Action.REPORT_LOST_RESULT:
+            if not send.replayed:
+                await self._resolve(operation, failed, ran=True)
+            return
+        self._synchronised = False
+        if action is Action.AWAIT_TRAINER:
+            self._delay()
+            await self._pause(
+                f"the trainer is restarting ({error.message}); the request will go on when it is back"
+            )
+        elif action is Action.FAIL and send.replayed:
+            await self._replay_failed(send.seq_id, error)
+        elif action is Action.FAIL:
+            log.error("operation %d of %s failed: %s", send.seq_id, self.model_id, error.message)
+            await self._resolve(operation, failed)
+
+    async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:
+        """An operation that had taken effect cannot be repeated: without it the model is another one."""
+        self._synchronised = False
+        self._delay()
+        self._failed_calls[seq_id, "replay"] += 1
+        log.error("operation %d of %s could not be replayed: %s", seq_id, self.model_id, error.message)
+        if self._failed_calls[seq_id, "replay"] >= _MOST_FAILED_REPLAYS:
+            index = await self._journal.index(self.model_id, -1, entries=0)
+            await self._declare_lost(index, error)
+
+    async def _resolve(
+        self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult, ran: bool = False
+    ) -> None:
+        """Writes down what an operation came to; tries until it is written or the lease is lost.
+
+        `ran`: it took effect although the result is an error.
+        """
+        passes_over = not ran and dispatch_plan.replay_passes_over(operation, result)
+        attempt = 0
+        while not self._lease.lost:
+            try:
+                await self._on_result(operation, result)
+                self._note(
+                    await self._journal.publish(
+                        self.model_id,
+                        self._lease.epoch,
+                        operation.seq_id,
+                        result.SerializeToString(),
+                        replay_passes_over=passes_over,
+                        closing=dispatch_plan.closing_result(operation, result),
+                    )
+                )
+                self._lost_starts.pop(operation.seq_id, None)
+                return
+            except (RedisError, OSError) as error:
+                attempt += 1
+                log.warning("could not record %s:%d yet: %s", self.model_id, operation.seq_id, error)
+                await asyncio.sleep(dispatch_plan.backoff(attempt))
+
+    async def _fail_pending(self, closing: bytes) -> None:
+        """The model is closed: everything that still waits fails with the reason."""
+        await self._cancel_calls()
+        result = operation_pb2.OperationResult.FromString(closing)
+        index = await self._journal.index(self.model_id, -1)
+        waiting = [entry.seq_id for entry in index.entries if entry.pending]
+        for seq_id in waiting:
+            (operation,) = await self._journal.operations(self.model_id, [seq_id])
+            if operation is not None and not self._lease.lost:
+                await self._resolve(operation, result)
+        if waiting:
+            self._position = Position(cursor=max(self._position.cursor, waiting[-1]))
+
+    def _note(self, outcome: Published) -> None:
+        if outcome is Published.STALE_EPOCH:
+            self._lease.lose()
+
+    def _delay(self) -> None:
+        self._attempt += 1
+        wait = dispatch_plan.backoff(self._attempt, first=0.1)
+        self._not_before = asyncio.get_running_loop().time() + wait
+
+    async def _pause(self, reason: str) -> None:
+        self._paused = reason
+        await self._journal.set_queue_state(self.model_id, reason)
+
+    async def _resume(self) -> None:
+        if self._paused:
+            self._paused = ""
+            await self._journal.set_queue_state(self.model_id, "")
+
+    async def _cancel_calls(self) -> None:
+        calls = [call for call, _ in self._calls.values()]
+        self._calls.clear()
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

@@ -1,0 +1,373 @@
+"""Training: models and the operations that their journals hold.
+
+Invariant: once (model_id, seq_id) of a request is known and the model is the caller's, the
+seq_id is used up: the request is journaled as what it asks for, or as refused. A caller never
+waits for a seq_id that nobody can send again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from services.common import errors, ids
+from services.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, TinsmithError
+from services.common.journal import Journal
+from services.gateway import validation
+from services.gateway.catalog import BaseModel, Catalog
+from services.gateway.limits import THREAD_ABOVE_BYTES, Limits
+from services.gateway.recent import Recent
+from services.gateway.sessions import Sessions
+from services.gateway.stores import (
+    CheckpointRecord,
+    CheckpointStore,
+    ModelRecord,
+    ModelStore,
+    SamplingSessionStore,
+)
+from tinsmith.v1 import operation_pb2, types_pb2
+
+_CACHE_S = 3600.0
+_CACHED = 4096
+_MAX_SEQ_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How long a named checkpoint lives and what is remembered with it."""
+
+    ttl_seconds: int | None = None
+    user_metadata: Mapping[str, str] | None = None
+
+
+class Models:
+    """Accepts training operations. `wake(model_id)` tells the dispatcher that there is work."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        sessions: Sessions,
+        models: ModelStore,
+        checkpoints: CheckpointStore,
+        sampling_sessions: SamplingSessionStore,
+        catalog: Catalog,
+        wake: Callable[[str], None],
+        limits: Limits,
+    ) -> None:
+        self._journal = journal
+        self._sessions = sessions
+        self._models = models
+        self._checkpoints = checkpoints
+        self._sampling_sessions = sampling_sessions
+        self._catalog = catalog
+        self._wake = wake
+        self._limits = limits
+        self._ready: Recent[ModelRecord] = Recent(_CACHE_S, _CACHED)
+
+    async def get(self, owner: str, model_id: str) -> ModelRecord:
+        """A model of the caller.
+
+        Raises:
+            NotFound: no such model.
+            PermissionDenied: somebody else's.
+        """
+        record = self._ready.get(model_id)
+        if record is None:
+            record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
+            if record is None:
+                raise NotFound(f"model {model_id[:100]!r} does not exist; create one first")
+            if record.status == "ready":
+                # From now on nothing in the record changes.
+                self._ready.put(model_id, record)
+        if record.owner != owner:
+            raise PermissionDenied(f"model {model_id} belongs to another API key")
+        return record
+
+    async def base_of(self, record: ModelRecord) -> BaseModel:
+        """Limits of the base model that a model adapts."""
+        return await self._catalog.get(record.base_model)
+
+    async def create(
+        self,
+        owner: str,
+        session_id: str,
+        model_seq_id: int,
+        base_model: str,
+        lora: types_pb2.LoraConfig,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> str:
+        """Creates a fresh adapter; the request id. Nothing is used up when it is refused.
+
+        Raises:
+            InvalidRequest: the base model is not trained here, or the adapter cannot be had.
+            NotFound, PermissionDenied, Gone: the session is not the caller's, or finished.
+            Conflict: model_seq_id was used for another model.
+        """
+        await self._sessions.open(owner, session_id)
+        base = await self._catalog.trainable(base_model)
+        validation.check_lora(lora, base, self._limits)
+        create = operation_pb2.CreateModel(base_model=base_model, lora=lora)
+        return await self._create(owner, session_id, model_seq_id, create, lora, user_metadata)
+
+    async def create_from_state(
+        self,
+        owner: str,
+        session_id: str,
+        model_seq_id: int,
+        path: str,
+        optimizer: bool,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> str:
+        """Creates a model that continues from a saved one; the request id. Raises as `create`, and
+        NotFound when there is no such checkpoint."""
+        await self._sessions.open(owner, session_id)
+        source, checkpoint = await self._training_checkpoint(owner, path)
+        if base_model not in (None, checkpoint.base_model):
+            raise InvalidRequest(
+                f"{path} was trained on {checkpoint.base_model}; leave base_model out or pass that name"
+            )
+        base = await self._catalog.trainable(checkpoint.base_model)
+        lora = _lora_of(checkpoint)
+        validation.check_lora(lora, base, self._limits)
+        state = operation_pb2.LoadState(
+            source_model_id=source, checkpoint_id=checkpoint.checkpoint_id, optimizer=optimizer
+        )
+        create = operation_pb2.CreateModel(base_model=checkpoint.base_model, from_state=state)
+        return await self._create(owner, session_id, model_seq_id, create, lora, user_metadata)
+
+    async def _create(
+        self,
+        owner: str,
+        session_id: str,
+        model_seq_id: int,
+        create: operation_pb2.CreateModel,
+        lora: types_pb2.LoraConfig,
+        user_metadata: Mapping[str, str] | None,
+    ) -> str:
+        validation.check_metadata(user_metadata or {}, self._limits)
+        model_id = ids.model_id(session_id, model_seq_id)
+        record = ModelRecord(
+            model_id=model_id,
+            session_id=session_id,
+            owner=owner,
+            base_model=create.base_model,
+            lora_rank=lora.rank,
+            lora_seed=lora.seed if lora.HasField("seed") else None,
+            train_attn=lora.train_attn,
+            train_mlp=lora.train_mlp,
+            train_unembed=lora.train_unembed,
+            user_metadata=dict(user_metadata or {}),
+            created_at=time.time(),
+            status="creating",
+        )
+        stored = await self._models.create_if_absent(record)
+        if stored != msgspec.structs.replace(record, created_at=stored.created_at, status=stored.status):
+            raise Conflict(f"model {model_id} exists with other settings; use the next model_seq_id")
+        operation = operation_pb2.Operation(model_id=model_id, seq_id=0, create_model=create)
+        return await self._accept(operation, owner)
+
+    async def forward_backward(
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        size: int,
+        build: Callable[[], operation_pb2.ForwardBackward],
+    ) -> str:
+        """Accepts a forward_backward; the request id.
+
+        Args:
+            size: bytes of the request, which decides whether building runs in a thread.
+            build: makes the operation; a TinsmithError it raises refuses the request.
+        """
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            base = await self.base_of(record)
+
+            def make() -> None:
+                built = build()
+                validation.check_forward_backward(built, base, self._limits)
+                operation.forward_backward.CopyFrom(built)
+
+            if size > THREAD_ABOVE_BYTES:
+                await asyncio.to_thread(make)
+            else:
+                make()
+
+        return await self._submit(owner, model_id, seq_id, fill)
+
+    async def optim_step(
+        self, owner: str, model_id: str, seq_id: int, build: Callable[[], types_pb2.AdamParams]
+    ) -> str:
+        """Accepts an AdamW step; the request id."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            adam = build()
+            validation.check_adam(adam)
+            operation.optim_step.adam.CopyFrom(adam)
+
+        return await self._submit(owner, model_id, seq_id, fill)
+
+    async def save_state(
+        self, owner: str, model_id: str, seq_id: int, name: str, overwrite: bool, options: SaveOptions
+    ) -> str:
+        """Accepts saving of adapter and optimizer as tinker://<model_id>/weights/<name>."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            save = operation_pb2.SaveState(
+                checkpoint_id=ids.checkpoint_id("weights", name), overwrite=overwrite
+            )
+            self._set_options(save, options)
+            if not overwrite:
+                await self._refuse_taken(model_id, save.checkpoint_id, seq_id)
+            operation.save_state.CopyFrom(save)
+
+        return await self._submit(owner, model_id, seq_id, fill)
+
+    async def load_state(self, owner: str, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
+        """Accepts loading of a checkpoint into an existing model of the same base and adapter shape."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            source, checkpoint = await self._training_checkpoint(owner, path)
+            if checkpoint.base_model != record.base_model or _lora_shape(checkpoint) != _lora_shape(record):
+                raise InvalidRequest(
+                    f"{path} holds another kind of adapter (rank {checkpoint.lora_rank} on "
+                    f"{checkpoint.base_model}) than model {model_id}; create a model from it instead"
+                )
+            operation.load_state.source_model_id = source
+            operation.load_state.checkpoint_id = checkpoint.checkpoint_id
+            operation.load_state.optimizer = optimizer
+
+        return await self._submit(owner, model_id, seq_id, fill)
+
+    async def save_for_sampler(
+        self, owner: str, model_id: str, seq_id: int, name: str, options: SaveOptions
+    ) -> str:
+        """Accepts a named snapshot, tinker://<model_id>/sampler_weights/<name>."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            save = operation_pb2.SaveForSampler(checkpoint_id=ids.checkpoint_id("sampler_weights", name))
+            self._set_options(save, options)
+            await self._refuse_taken(model_id, save.checkpoint_id, seq_id)
+            operation.save_for_sampler.CopyFrom(save)
+
+        return await self._submit(owner, model_id, seq_id, fill)
+
+    async def save_for_sampling_session(
+        self, owner: str, model_id: str, seq_id: int, sampling_session_seq_id: int
+    ) -> tuple[str, str]:
+        """Accepts a snapshot that a new sampling session answers from; (request id, its session id)."""
+        session = ids.sampling_session_id(ids.session_of(model_id), sampling_session_seq_id)
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            taken = await self._sampling_sessions.get(session)
+            if taken is not None and (taken.model_id, taken.version) != (model_id, seq_id):
+                raise InvalidRequest(
+                    f"sampling session {session} exists; use the next sampling_session_seq_id"
+                )
+            operation.save_for_sampler.sampling_session_id = session
+
+        return await self._submit(owner, model_id, seq_id, fill), session
+
+    async def refuse(self, owner: str, model_id: str, seq_id: int, error: TinsmithError) -> str:
+        """Uses up a seq_id for a request that cannot be understood; the request id of its failure."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            raise error
+
+        return await self._submit(owner, model_id, seq_id, fill)
+
+    async def _submit(
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        fill: Callable[[operation_pb2.Operation, ModelRecord], Awaitable[None]],
+    ) -> str:
+        """Journals what `fill` makes of an operation, or its refusal.
+
+        Raises:
+            NotFound, PermissionDenied, Gone: the model is not the caller's, or its session is finished.
+            InvalidRequest: seq_id is not one that a model has.
+            Conflict: the seq_id was used for another request.
+            Overloaded: the model's journal is full.
+        """
+        record = await self.get(owner, model_id)
+        await self._sessions.open(owner, record.session_id)
+        if not 1 <= seq_id <= _MAX_SEQ_ID:
+            raise InvalidRequest(f"seq_id must be 1 to {_MAX_SEQ_ID}, not {seq_id}")
+        operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id)
+        try:
+            await fill(operation, record)
+        except TinsmithError as error:
+            if error.category != "user":
+                raise
+            operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id, refused=errors.to_pb(error))
+        return await self._accept(operation, owner)
+
+    async def _accept(self, operation: operation_pb2.Operation, owner: str) -> str:
+        request_id = await self._journal.accept(operation, owner)
+        self._wake(operation.model_id)
+        return request_id
+
+    def _set_options(
+        self, save: operation_pb2.SaveState | operation_pb2.SaveForSampler, options: SaveOptions
+    ) -> None:
+        validation.check_ttl(options.ttl_seconds, self._limits)
+        validation.check_metadata(options.user_metadata or {}, self._limits)
+        save.ttl_seconds = options.ttl_seconds or 0
+        save.user_metadata.update(options.user_metadata or {})
+
+    async def _refuse_taken(self, model_id: str, checkpoint_id: str, seq_id: int) -> None:
+        """Refuses a name that an earlier operation saved under. The operation itself, sent again
+        after it ran, is not refused."""
+        taken = await self._checkpoints.get(model_id, checkpoint_id)
+        if taken is not None and taken.version != seq_id:
+            raise InvalidRequest(
+                f"{ids.tinker_path(model_id, checkpoint_id)} exists; choose another name", "checkpoint_exists"
+            )
+
+    async def _training_checkpoint(self, owner: str, path: str) -> tuple[str, CheckpointRecord]:
+        """Model that wrote a training checkpoint, and its record."""
+        source, checkpoint_id = ids.parse_tinker_path(path)
+        if not checkpoint_id.startswith("weights/"):
+            raise InvalidRequest(
+                f"{path} has no training state; save_state writes one, at tinker://<training_run_id>/weights/<name>"
+            )
+        return source, await self.checkpoint(owner, source, checkpoint_id)
+
+    async def checkpoint(self, owner: str, model_id: str, checkpoint_id: str) -> CheckpointRecord:
+        """A checkpoint of one of the caller's models.
+
+        Raises:
+            NotFound: no such model or checkpoint, or it expired.
+            PermissionDenied: somebody else's.
+        """
+        await self.get(owner, model_id)
+        record = await self._checkpoints.get(model_id, checkpoint_id)
+        if record is None:
+            raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist, or it expired")
+        return record
+
+    async def checkpoints(self, owner: str, model_id: str) -> list[CheckpointRecord]:
+        """All checkpoints of one of the caller's models. Raises as `get`."""
+        await self.get(owner, model_id)
+        return await self._checkpoints.list(model_id)
+
+
+def _lora_shape(record: ModelRecord | CheckpointRecord) -> tuple[int, bool, bool, bool]:
+    return (record.lora_rank, record.train_attn, record.train_mlp, record.train_unembed)
+
+
+def _lora_of(record: CheckpointRecord) -> types_pb2.LoraConfig:
+    return types_pb2.LoraConfig(
+        rank=record.lora_rank,
+        train_attn=record.train_attn,
+        train_mlp=record.train_mlp,
+        train_unembed=record.train_unembed,
+    )

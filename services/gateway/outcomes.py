@@ -1,0 +1,98 @@
+"""What the gateway remembers of finished operations: models, checkpoints, sampling sessions.
+
+Invariant: `record` may run any number of times for one operation with the same effect, and it
+runs before the operation's future is resolved, so a client that saw the result finds the object.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from services.common import ids
+from services.gateway.stores import (
+    CheckpointRecord,
+    CheckpointStore,
+    ModelRecord,
+    ModelStore,
+    SamplingSessionRecord,
+    SamplingSessionStore,
+)
+from tinsmith.v1 import operation_pb2
+
+log = logging.getLogger(__name__)
+
+
+class Outcomes:
+    """Writes the records that finished operations give rise to."""
+
+    def __init__(
+        self, models: ModelStore, checkpoints: CheckpointStore, sampling_sessions: SamplingSessionStore
+    ) -> None:
+        self._models = models
+        self._checkpoints = checkpoints
+        self._sampling_sessions = sampling_sessions
+
+    async def record(self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> None:
+        """Records what an operation came to. Most operations leave nothing to record."""
+        kind = operation.WhichOneof("kind")
+        failed = result.WhichOneof("kind") == "error"
+        if kind == "create_model":
+            await self._models.set_status(operation.model_id, "failed" if failed else "ready")
+        if failed or kind not in ("save_state", "save_for_sampler"):
+            return
+        model = await self._models.get(operation.model_id)
+        if model is None:
+            log.error("model %s of a finished %s is not known", operation.model_id, kind)
+            return
+        if kind == "save_state":
+            save = operation.save_state
+            await self._put_checkpoint(model, operation.seq_id, save, result.save_state.size_bytes)
+        elif operation.save_for_sampler.checkpoint_id:
+            sampler = operation.save_for_sampler
+            await self._put_checkpoint(model, operation.seq_id, sampler, result.save_for_sampler.wire_bytes)
+        else:
+            await self._bind(model, operation.seq_id, operation.save_for_sampler.sampling_session_id)
+
+    async def _put_checkpoint(
+        self,
+        model: ModelRecord,
+        seq_id: int,
+        save: operation_pb2.SaveState | operation_pb2.SaveForSampler,
+        size_bytes: int,
+    ) -> None:
+        before = await self._checkpoints.get(model.model_id, save.checkpoint_id)
+        if before is not None and before.version >= seq_id:
+            return
+        now = time.time()
+        await self._checkpoints.put(
+            CheckpointRecord(
+                model_id=model.model_id,
+                checkpoint_id=save.checkpoint_id,
+                kind="training" if save.checkpoint_id.startswith("weights/") else "sampler",
+                version=seq_id,
+                size_bytes=size_bytes,
+                created_at=now,
+                expires_at=now + save.ttl_seconds if save.ttl_seconds else None,
+                user_metadata=dict(save.user_metadata),
+                base_model=model.base_model,
+                lora_rank=model.lora_rank,
+                train_attn=model.train_attn,
+                train_mlp=model.train_mlp,
+                train_unembed=model.train_unembed,
+            )
+        )
+
+    async def _bind(self, model: ModelRecord, version: int, sampling_session_id: str) -> None:
+        record = SamplingSessionRecord(
+            sampling_session_id=sampling_session_id,
+            session_id=ids.session_of(sampling_session_id),
+            owner=model.owner,
+            base_model=model.base_model,
+            model_id=model.model_id,
+            version=version,
+            model_path="",
+        )
+        stored = await self._sampling_sessions.create_if_absent(record)
+        if stored != record:
+            log.error("sampling session %s was taken before its save completed", sampling_session_id)

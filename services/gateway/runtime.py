@@ -1,0 +1,41 @@
+"""One gateway in operation: the application with the dispatchers that carry out what it accepts."""
+
+from __future__ import annotations
+
+import redis.asyncio
+
+from services.common.journal import Journal
+from services.gateway.app import Application, build
+from services.gateway.auth import KeyRing
+from services.gateway.dispatcher import Dispatcher
+from services.gateway.outcomes import Outcomes
+from services.gateway.sample_dispatcher import SampleDispatcher
+from services.gateway.stores import CheckpointStore, ModelStore, SamplingSessionStore
+
+
+class Gateway:
+    """Application, dispatchers and the subscription to results, started and stopped together."""
+
+    application: Application
+
+    def __init__(self, gateway_id: str, client: redis.asyncio.Redis, keys: KeyRing) -> None:
+        """Wires everything up over one Redis. Call within the event loop that will run it."""
+        journal = Journal(client)
+        outcomes = Outcomes(ModelStore(client), CheckpointStore(client), SamplingSessionStore(client))
+        self._dispatcher = Dispatcher(client, journal, gateway_id, outcomes.record)
+        self._sample_dispatcher = SampleDispatcher(client, journal, gateway_id)
+        self.application = build(
+            gateway_id, client, keys, self._dispatcher.wake, self._sample_dispatcher.submit
+        )
+
+    async def start(self) -> None:
+        """Starts listening for results and dispatching."""
+        await self.application.futures.start()
+        await self._dispatcher.start()
+        await self._sample_dispatcher.start()
+
+    async def stop(self) -> None:
+        """Stops dispatching; what is unfinished is taken over by another gateway."""
+        await self._sample_dispatcher.stop()
+        await self._dispatcher.stop()
+        await self.application.futures.stop()

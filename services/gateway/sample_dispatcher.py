@@ -1,0 +1,273 @@
+"""Dispatch of samples to sampler replicas.
+
+Invariants: an accepted sample is on the list of exactly one live gateway, or of a dead one whose list
+a live one takes over, until its result is published; its result is published once. Sampling changes
+nothing, so a sample may run twice, but only when a replica or a gateway was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from services.common import errors, ids, keys
+from services.common.errors import (
+    DeadlineExceeded,
+    Internal,
+    NotFound,
+    Overloaded,
+    TinsmithError,
+    Unavailable,
+)
+from services.common.journal import Journal
+from services.common.registry import TTL_S, ServiceRecord
+from services.gateway import router
+from services.gateway.directory import Directory, call_error
+from services.gateway.dispatch_plan import backoff
+from services.gateway.stores import SamplingSessionStore
+from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_AUDIT_S = 3.0
+_CACHED_SESSIONS = 16_384
+_MOST_LOST = 5
+_MOST_FAILURES = 2
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """Times in seconds.
+
+    Attributes:
+        sample_timeout: deadline of one Sample call.
+        dead_after: how long a gateway must be missing before its samples are taken over.
+        concurrent: samples of this gateway that are with samplers at once.
+    """
+
+    sample_timeout: float = 1800.0
+    dead_after: float = TTL_S / 2
+    concurrent: int = 2048
+
+
+class SampleDispatcher:
+    """Runs this gateway's samples, and those of gateways that died.
+
+    Args:
+        gateway_id: stable over restarts of the gateway; what an earlier start left is taken up by `start`.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        journal: Journal,
+        gateway_id: str,
+        settings: SampleSettings | None = None,
+    ) -> None:
+        self._redis = client
+        self._journal = journal
+        self._gateway_id = gateway_id
+        self._settings = settings or SampleSettings()
+        self._sessions = SamplingSessionStore(client)
+        self._base_models: OrderedDict[str, str] = OrderedDict()
+        self._samplers = Directory(client, "sampler")
+        self._gateways = Directory(client, "gateway")
+        self._samplers.listen(self._replicas_changed)
+        self._changed = asyncio.Event()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(self._settings.concurrent)
+        self._in_flight: Counter[str] = Counter()
+        self._missing_since: dict[str, float] = {}
+        self._auditor: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Starts dispatching; samples that an earlier start of this gateway left are run too."""
+        await self._samplers.start()
+        await self._gateways.start()
+        await self._redis.sadd(keys.SAMPLE_GATEWAYS, self._gateway_id)
+        self._auditor = asyncio.create_task(self._keep_auditing(), name="sample audit")
+
+    async def stop(self) -> None:
+        """Stops dispatching; unfinished samples stay listed, for another gateway or the next start."""
+        tasks = [*self._running.values(), *([self._auditor] if self._auditor else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._samplers.stop()
+        await self._gateways.stop()
+
+    async def submit(self, request_id: str, request: sampler_pb2.SampleRequest) -> None:
+        """Runs a sample that `Journal.accept_sample` accepted for this gateway. Returns at once.
+
+        A sample that is done, or with another gateway, is left alone.
+        """
+        self._start(request_id, self._gateway_id)
+
+    def _start(self, request_id: str, from_gateway: str) -> None:
+        if request_id in self._running:
+            return
+        task = asyncio.create_task(self._run(request_id, from_gateway), name=f"sample {request_id}")
+        self._running[request_id] = task
+        task.add_done_callback(lambda done: self._ended(request_id, done))
+
+    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
+        del self._running[request_id]
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, (RedisError, OSError)):
+            log.warning("sample %s paused, the next audit goes on: %s", request_id, error)
+        else:
+            log.error("sample %s broke off, the next audit goes on", request_id, exc_info=error)
+
+    async def _run(self, request_id: str, from_gateway: str) -> None:
+        payload = await self._journal.claim_sample(request_id, from_gateway, self._gateway_id)
+        if payload is None:
+            return
+        request = sampler_pb2.SampleRequest.FromString(payload)
+        try:
+            base_model = await self._base_model(request_id)
+            async with self._slots:
+                result = await self._sample(request_id, request, base_model)
+        except TinsmithError as error:
+            result = operation_pb2.OperationResult(error=errors.to_pb(error))
+        await self._journal.publish_sample_result(request_id, result.SerializeToString())
+
+    async def _base_model(self, request_id: str) -> str:
+        session_id, _ = ids.parse_request_id(request_id)
+        known = self._base_models.get(session_id)
+        if known is not None:
+            return known
+        record = await self._sessions.get(session_id)
+        if record is None:
+            raise NotFound(f"sampling session {session_id} does not exist; create one first")
+        self._base_models[session_id] = record.base_model
+        if len(self._base_models) > _CACHED_SESSIONS:
+            self._base_models.popitem(last=False)
+        return record.base_model
+
+    async def _sample(
+        self, request_id: str, request: sampler_pb2.SampleRequest, base_model: str
+    ) -> operation_pb2.OperationResult:
+        """Gets the sample from some replica.
+
+        Raises:
+            TinsmithError: no other replica would do better.
+        """
+        key = router.affinity_key(request.snapshot.model_id, request.snapshot.version, request.prompt.data)
+        lost: set[str] = set()
+        avoided: set[str] = set()
+        failures = 0
+        attempt = 0
+        waiting = False
+        while True:
+            self._changed.clear()
+            replica = self._choose(base_model, key, avoided)
+            if replica is None:
+                reason = f"no sampler for {base_model} is running; the request will run when one is"
+                await self._journal.note_waiting(request_id, reason)
+                waiting = True
+                attempt += 1
+                # A lost replica's record may live on for seconds; it may also have been a passing fault.
+                avoided.clear()
+                await self._await_change(backoff(attempt, first=0.2, most=5.0))
+                continue
+            if waiting:
+                await self._journal.note_waiting(request_id, "")
+                waiting = False
+            try:
+                return await self._call(replica, request)
+            except TinsmithError as error:
+                attempt += 1
+                if isinstance(error, Unavailable):
+                    lost.add(replica.incarnation)
+                    avoided.add(replica.incarnation)
+                    if len(lost) >= _MOST_LOST:
+                        raise Internal(f"{len(lost)} samplers stopped while they ran this sample") from error
+                    log.info("sampler %s lost sample %s: %s", replica.id, request_id, error.message)
+                elif not isinstance(error, Overloaded):
+                    failures += 1
+                    if error.category == "user" or failures >= _MOST_FAILURES:
+                        raise
+                await asyncio.sleep(backoff(attempt))
+
+    def _choose(self, base_model: str, key: bytes, avoided: set[str]) -> ServiceRecord | None:
+        ready = {
+            record.incarnation: record
+            for record in self._samplers.serving(base_model)
+            if record.state == "ready" and record.incarnation not in avoided
+        }
+        replicas = [router.Replica(name, self._in_flight[name]) for name in ready]
+        chosen = router.choose(replicas, key)
+        return None if chosen is None else ready[chosen.id]
+
+    async def _call(
+        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
+    ) -> operation_pb2.OperationResult:
+        name, weight = replica.incarnation, request.num_samples
+        self._in_flight[name] += weight
+        try:
+            stub = sampler_pb2_grpc.SamplerServiceStub(self._samplers.channel(replica))
+            reply = await stub.Sample(request, timeout=self._settings.sample_timeout)
+        except grpc.aio.AioRpcError as raw:
+            error = call_error(raw)
+            if isinstance(error, DeadlineExceeded):
+                raise DeadlineExceeded(
+                    f"the sample took longer than {self._settings.sample_timeout:.0f} s; lower max_tokens"
+                ) from raw
+            raise error from raw
+        finally:
+            self._in_flight[name] -= weight
+            if not self._in_flight[name]:
+                del self._in_flight[name]
+        kind = reply.WhichOneof("kind")
+        if kind == "result":
+            return operation_pb2.OperationResult(sample=reply.result)
+        if kind == "error":
+            return operation_pb2.OperationResult(error=reply.error)
+        raise Internal(f"sampler {replica.id} answered with nothing")
+
+    async def _await_change(self, most: float) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), most)
+        except TimeoutError:
+            return
+
+    def _replicas_changed(self) -> None:
+        self._changed.set()
+
+    async def _keep_auditing(self) -> None:
+        while True:
+            try:
+                await self._audit()
+            except (RedisError, OSError) as error:
+                log.warning("could not look for samples left over, trying again: %s", error)
+            await asyncio.sleep(_AUDIT_S)
+
+    async def _audit(self) -> None:
+        """Starts what is on this gateway's list and not running, and takes over the lists of dead ones."""
+        for request_id in await self._journal.samples_of(self._gateway_id):
+            self._start(request_id, self._gateway_id)
+        now = asyncio.get_running_loop().time()
+        live = {record.id for record in self._gateways.all()} | {self._gateway_id}
+        listed: set[Any] = await self._redis.smembers(keys.SAMPLE_GATEWAYS)
+        known = {raw.decode() for raw in listed}
+        self._missing_since = {name: self._missing_since.get(name, now) for name in known - live}
+        for name, since in self._missing_since.items():
+            if now - since >= self._settings.dead_after:
+                await self._take_over(name)
+
+    async def _take_over(self, gateway_id: str) -> None:
+        left = await self._journal.samples_of(gateway_id)
+        if left:
+            log.info("taking over %d samples of gateway %s", len(left), gateway_id)
+        for request_id in left:
+            self._start(request_id, gateway_id)
+        if not left:
+            await self._redis.srem(keys.SAMPLE_GATEWAYS, gateway_id)

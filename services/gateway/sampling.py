@@ -1,0 +1,155 @@
+"""Sampling: sessions that answer from one immutable snapshot, and their requests.
+
+Invariant: what a sampling session answers from is written once, when the session is made, and
+never changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from services.common import ids
+from services.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied
+from services.common.journal import Journal
+from services.gateway import validation
+from services.gateway.catalog import Catalog
+from services.gateway.limits import THREAD_ABOVE_BYTES, Limits
+from services.gateway.models import Models
+from services.gateway.recent import Recent
+from services.gateway.sessions import Sessions
+from services.gateway.stores import SamplingSessionRecord, SamplingSessionStore
+from tinsmith.v1 import sampler_pb2, tinsmith_pb2
+
+_CACHE_S = 3600.0
+_CACHED = 16384
+
+
+class Sampling:
+    """Opens sampling sessions and accepts samples.
+
+    `submit(request_id, request)` hands an accepted sample to this gateway's sample dispatcher.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        sessions: Sessions,
+        models: Models,
+        store: SamplingSessionStore,
+        catalog: Catalog,
+        submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
+        gateway_id: str,
+        limits: Limits,
+    ) -> None:
+        self._journal = journal
+        self._sessions = sessions
+        self._models = models
+        self._store = store
+        self._catalog = catalog
+        self._submit = submit
+        self._gateway_id = gateway_id
+        self._limits = limits
+        self._known: Recent[SamplingSessionRecord] = Recent(_CACHE_S, _CACHED)
+
+    async def open(
+        self, owner: str, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
+    ) -> str:
+        """Opens a sampling session on a base model or on a named snapshot; its id.
+
+        Raises:
+            InvalidRequest: neither is given, they contradict, or the base model is not sampled here.
+            NotFound, PermissionDenied, Gone: session or checkpoint is not there or not the caller's.
+            Conflict: seq_id was used for another sampling session.
+        """
+        await self._sessions.open(owner, session_id)
+        model_id, version = "", 0
+        if model_path:
+            model_id, checkpoint_id = ids.parse_tinker_path(model_path)
+            if not checkpoint_id.startswith("sampler_weights/"):
+                raise InvalidRequest(
+                    f"{model_path} cannot be sampled; save_weights_for_sampler writes what can, at "
+                    "tinker://<training_run_id>/sampler_weights/<name>"
+                )
+            checkpoint = await self._models.checkpoint(owner, model_id, checkpoint_id)
+            if base_model and base_model != checkpoint.base_model:
+                raise InvalidRequest(f"{model_path} adapts {checkpoint.base_model}, not {base_model[:200]}")
+            base_model, version = checkpoint.base_model, checkpoint.version
+        if not base_model:
+            raise InvalidRequest("pass base_model or model_path")
+        await self._catalog.sampleable(base_model)
+        record = SamplingSessionRecord(
+            sampling_session_id=ids.sampling_session_id(session_id, seq_id),
+            session_id=session_id,
+            owner=owner,
+            base_model=base_model,
+            model_id=model_id,
+            version=version,
+            model_path=model_path or "",
+        )
+        stored = await self._store.create_if_absent(record)
+        if stored != record:
+            raise Conflict(
+                f"sampling session {record.sampling_session_id} exists on other weights; use the next seq id"
+            )
+        return record.sampling_session_id
+
+    async def get(self, owner: str, sampling_session_id: str) -> SamplingSessionRecord:
+        """A sampling session of the caller.
+
+        Raises:
+            NotFound: no such session, or the save that makes it has not completed.
+            PermissionDenied: somebody else's.
+        """
+        record = self._known.get(sampling_session_id)
+        if record is None:
+            known = ids.is_sampling_session_id(sampling_session_id)
+            record = await self._store.get(sampling_session_id) if known else None
+            if record is None:
+                raise NotFound(
+                    f"sampling session {sampling_session_id[:100]!r} does not exist; create one first"
+                )
+            self._known.put(sampling_session_id, record)
+        if record.owner != owner:
+            raise PermissionDenied(f"sampling session {sampling_session_id} belongs to another API key")
+        return record
+
+    async def sample(self, owner: str, request: tinsmith_pb2.TinsmithServiceSampleRequest) -> str:
+        """Accepts a sample; the request id.
+
+        Raises:
+            InvalidRequest: the sampler could not run it. Nothing is used up.
+            NotFound, PermissionDenied, Gone: the sampling session cannot be used.
+            Conflict: seq_id was used for another sample of the session.
+            Overloaded: too many samples wait; send the same again later.
+        """
+        record = await self.get(owner, request.sampling_session_id)
+        await self._sessions.open(owner, record.session_id)
+        base = await self._catalog.get(record.base_model)
+        if len(request.prompt.data) > THREAD_ABOVE_BYTES:
+            await asyncio.to_thread(validation.check_sample, request, base, self._limits)
+        else:
+            validation.check_sample(request, base, self._limits)
+        sample = sampler_pb2.SampleRequest(
+            request_id=ids.request_id(record.sampling_session_id, request.seq_id),
+            prompt=request.prompt,
+            num_samples=request.num_samples,
+            params=request.params,
+            prompt_logprobs=request.prompt_logprobs,
+            topk_prompt_logprobs=request.topk_prompt_logprobs,
+        )
+        sample.snapshot.model_id, sample.snapshot.version = record.model_id, record.version
+        request_id = await self._journal.accept_sample(
+            record.sampling_session_id,
+            request.seq_id,
+            sample.SerializeToString(deterministic=True),
+            self._gateway_id,
+            owner,
+        )
+        await self._submit(request_id, sample)
+        return request_id
+
+
+def sequence_ids(request_id: str, num_samples: int) -> list[str]:
+    """Ids of the sequences of a sample, in their order; unique in the session."""
+    return [f"{request_id}:{index}" for index in range(num_samples)]

@@ -1,0 +1,220 @@
+"""Records of sessions, models, sampling sessions and checkpoints in Redis.
+
+Invariant: every record carries its owner; `create...` never replaces a record that is there, so a
+repeated request finds what the first one made.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+import redis.asyncio
+
+from services.common import keys
+
+_IDEMPOTENCY_TTL_S = 24 * 3600
+
+ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A client process. Times are seconds since the epoch."""
+
+    session_id: str
+    owner: str
+    created_at: float
+    last_heartbeat: float
+    tags: list[str] = []
+    user_metadata: dict[str, Any] = {}
+    display_name: str = ""
+    project_id: str = ""
+    sdk_version: str = ""
+    finished: bool = False
+
+
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter in training. `lora_seed` None: not chosen by the client."""
+
+    model_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    lora_rank: int
+    lora_seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    user_metadata: dict[str, str] = {}
+    created_at: float
+    status: ModelStatus = "creating"
+
+
+class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sampling session answers from, for ever. `model_id` empty = the base model itself."""
+
+    sampling_session_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    model_id: str = ""
+    version: int = 0
+    model_path: str = ""
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A named checkpoint. `version` is the seq_id of the save; `expires_at` None = kept."""
+
+    model_id: str
+    checkpoint_id: str
+    kind: Literal["training", "sampler"]
+    version: int
+    size_bytes: int
+    created_at: float
+    expires_at: float | None = None
+    user_metadata: dict[str, str] = {}
+    base_model: str
+    lora_rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class SessionStore:
+    """Sessions: a hash each, with what changes in fields of its own."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+
+    async def create(self, record: SessionRecord, idempotency_key: str | None = None) -> SessionRecord:
+        """Stores a session; what is stored. Repeating the owner's key for a day gives the first one."""
+        # The record goes first: a key never names a session that is not there.
+        await self._redis.hset(
+            keys.session(record.session_id),
+            mapping={
+                "record": msgspec.json.encode(record),
+                "last_heartbeat": repr(record.last_heartbeat),
+                "finished": int(record.finished),
+            },
+        )
+        if idempotency_key:
+            first: Any = await self._redis.set(
+                keys.session_idempotency(record.owner, idempotency_key),
+                record.session_id,
+                nx=True,
+                get=True,
+                ex=_IDEMPOTENCY_TTL_S,
+            )
+            found = await self.get(first.decode()) if first is not None else None
+            if found is not None:
+                await self._redis.delete(keys.session(record.session_id))
+                return found
+        await self._redis.zadd(keys.owner_sessions(record.owner), {record.session_id: record.created_at})
+        return record
+
+    async def get(self, session_id: str) -> SessionRecord | None:
+        """The session as it is now."""
+        raw, heartbeat, finished = await self._redis.hmget(
+            keys.session(session_id), ["record", "last_heartbeat", "finished"]
+        )
+        if raw is None:
+            return None
+        record = msgspec.json.decode(raw, type=SessionRecord)
+        return msgspec.structs.replace(
+            record,
+            last_heartbeat=float(heartbeat) if heartbeat else record.last_heartbeat,
+            finished=finished == b"1",
+        )
+
+    async def touch(self, session_id: str) -> None:
+        """Notes that the client of an existing session is alive now."""
+        await self._redis.hset(keys.session(session_id), "last_heartbeat", repr(time.time()))
+
+    async def finish(self, session_id: str) -> None:
+        """Marks an existing session as over."""
+        await self._redis.hset(keys.session(session_id), "finished", "1")
+
+    async def list_ids(self, owner: str) -> list[str]:
+        """An owner's session ids, newest first."""
+        found: list[Any] = await self._redis.zrevrange(keys.owner_sessions(owner), 0, -1)
+        return [raw.decode() for raw in found]
+
+
+class ModelStore:
+    """Models: a hash each, with the status in a field of its own."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+
+    async def create_if_absent(self, record: ModelRecord) -> ModelRecord:
+        """Stores a model unless its id is taken; what is stored."""
+        name = keys.model(record.model_id)
+        if await self._redis.hsetnx(name, "record", msgspec.json.encode(record)):
+            await self._redis.zadd(keys.owner_models(record.owner), {record.model_id: record.created_at})
+            return record
+        return await self.get(record.model_id) or record
+
+    async def get(self, model_id: str) -> ModelRecord | None:
+        """The model as it is now."""
+        raw: Any
+        status: Any
+        raw, status = await self._redis.hmget(keys.model(model_id), ["record", "status"])
+        if raw is None:
+            return None
+        record = msgspec.json.decode(raw, type=ModelRecord)
+        if status is None:
+            return record
+        return msgspec.structs.replace(record, status=msgspec.convert(status.decode(), ModelStatus))
+
+    async def set_status(self, model_id: str, status: ModelStatus) -> None:
+        """Changes the status of an existing model."""
+        await self._redis.hset(keys.model(model_id), "status", status)
+
+
+class SamplingSessionStore:
+    """Sampling sessions: one immutable record each."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+
+    async def create_if_absent(self, record: SamplingSessionRecord) -> SamplingSessionRecord:
+        """Stores a sampling session unless its id is taken; what is stored."""
+        first: Any = await self._redis.set(
+            keys.sampling_session(record.sampling_session_id), msgspec.json.encode(record), nx=True, get=True
+        )
+        return record if first is None else msgspec.json.decode(first, type=SamplingSessionRecord)
+
+    async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
+        """The sampling session."""
+        raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
+        return None if raw is None else msgspec.json.decode(raw, type=SamplingSessionRecord)
+
+
+class CheckpointStore:
+    """Named checkpoints: one hash per model."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+
+    async def put(self, record: CheckpointRecord) -> None:
+        """Stores a checkpoint, in place of one of the same name."""
+        await self._redis.hset(
+            keys.checkpoints(record.model_id), record.checkpoint_id, msgspec.json.encode(record)
+        )
+
+    async def get(self, model_id: str, checkpoint_id: str) -> CheckpointRecord | None:
+        """The checkpoint, unless it expired."""
+        raw: Any = await self._redis.hget(keys.checkpoints(model_id), checkpoint_id)
+        return None if raw is None else _unexpired(raw)
+
+    async def list(self, model_id: str) -> list[CheckpointRecord]:
+        """A model's checkpoints that have not expired, oldest first."""
+        found: Any = await self._redis.hvals(keys.checkpoints(model_id))
+        records = [record for raw in found if (record := _unexpired(raw)) is not None]
+        return sorted(records, key=lambda record: (record.version, record.checkpoint_id))
+
+
+def _unexpired(raw: bytes) -> CheckpointRecord | None:
+    record = msgspec.json.decode(raw, type=CheckpointRecord)
+    return None if record.expires_at is not None and record.expires_at <= time.time() else record

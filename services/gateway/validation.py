@@ -1,0 +1,172 @@
+"""What is checked before anything is accepted: pure functions over requests and limits.
+
+Invariant: a request that passes here can be run by a trainer or sampler without an error that
+the request itself causes, except for what only the weights or the disk can tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from services.common import loss_schema, tensors
+from services.common.errors import InvalidRequest, TooLarge
+from services.gateway.catalog import BaseModel
+from services.gateway.limits import Limits
+from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
+
+
+def check_lora(lora: types_pb2.LoraConfig, model: BaseModel, limits: Limits) -> None:
+    """Refuses an adapter that the trainers or samplers of the base model cannot hold."""
+    if not 1 <= lora.rank <= limits.lora_rank:
+        raise InvalidRequest(
+            f"lora rank must be 1 to {limits.lora_rank}, not {lora.rank}; "
+            "full fine-tuning (rank 0) is not served"
+        )
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        raise InvalidRequest("at least one of train_attn, train_mlp and train_unembed must be true")
+    for what, flag, largest in (
+        ("trainers", "trainer", model.max_train_rank),
+        ("samplers", "sampler", model.max_sample_rank),
+    ):
+        if largest and lora.rank > largest:
+            raise InvalidRequest(
+                f"lora rank {lora.rank} is more than the {what} of {model.name} take ({largest}); use a "
+                f"smaller rank or have the operator raise --max-lora-rank of the {flag}"
+            )
+
+
+def check_adam(adam: types_pb2.AdamParams) -> None:
+    """Refuses AdamW parameters outside of where AdamW is defined."""
+    rules = (
+        ("learning_rate", adam.learning_rate, adam.learning_rate >= 0, "0 or more"),
+        ("beta1", adam.beta1, 0 <= adam.beta1 < 1, "at least 0 and below 1"),
+        ("beta2", adam.beta2, 0 <= adam.beta2 < 1, "at least 0 and below 1"),
+        ("eps", adam.eps, adam.eps > 0, "above 0"),
+        ("weight_decay", adam.weight_decay, adam.weight_decay >= 0, "0 or more"),
+        ("grad_clip_norm", adam.grad_clip_norm, adam.grad_clip_norm >= 0, "0 (no clipping) or more"),
+    )
+    for name, value, holds, rule in rules:
+        if not (math.isfinite(value) and holds):
+            raise InvalidRequest(f"{name} must be {rule}, not {value}")
+
+
+def check_forward_backward(
+    operation: operation_pb2.ForwardBackward, model: BaseModel, limits: Limits
+) -> None:
+    """Refuses data that the loss cannot be computed from. Proportional to the data: run in a thread."""
+    if not operation.data:
+        raise InvalidRequest("data is empty; send at least one datum")
+    if len(operation.data) > limits.datums:
+        raise InvalidRequest(f"{len(operation.data)} datums in one request; send at most {limits.datums}")
+    if operation.ByteSize() > limits.operation_bytes:
+        raise TooLarge(
+            f"the batch has {operation.ByteSize()} bytes; send at most {limits.operation_bytes} at once"
+        )
+    loss_schema.check_loss(operation.loss_fn, operation.loss_config)
+    for index, datum in enumerate(operation.data):
+        name = f"data[{index}]"
+        loss_schema.check_datum(
+            operation.loss_fn,
+            operation.loss_config,
+            tensors.from_pb(datum.tokens, f"{name}: tokens"),
+            {key: tensors.from_pb(tensor, f"{name}: {key}") for key, tensor in datum.loss_inputs.items()},
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            where=name,
+        )
+
+
+def check_sample(
+    request: tinsmith_pb2.TinsmithServiceSampleRequest, model: BaseModel, limits: Limits
+) -> None:
+    """Refuses a sample request that a sampler of the base model could not run."""
+    if not 0 <= request.seq_id < 2**63:
+        raise InvalidRequest("seq_id must be 0 or more")
+    if not 1 <= request.num_samples <= limits.samples:
+        raise InvalidRequest(f"num_samples must be 1 to {limits.samples}, not {request.num_samples}")
+    if not 0 <= request.topk_prompt_logprobs <= limits.topk_prompt_logprobs:
+        raise InvalidRequest(
+            f"topk_prompt_logprobs must be 0 to {limits.topk_prompt_logprobs}, "
+            f"not {request.topk_prompt_logprobs}"
+        )
+    _check_prompt(request.prompt, model)
+    _check_sampling_params(request.params, model, limits)
+
+
+def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
+    tensor = tensors.from_pb(prompt, "prompt")
+    if tensor.dtype != "int32" or len(tensor.shape) != 1:
+        raise InvalidRequest("prompt must be an int32 tensor of shape [N]")
+    if tensor.numel == 0:
+        raise InvalidRequest("prompt is empty; send at least one token")
+    if tensor.numel >= model.context_length:
+        raise InvalidRequest(
+            f"prompt has {tensor.numel} tokens; {model.name} holds {model.context_length} with at least one "
+            "to generate, so shorten it"
+        )
+    ids = np.frombuffer(tensor.data, dtype="<i4")
+    wrong = (ids < 0) | (ids >= model.vocab_size)
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        raise InvalidRequest(
+            f"prompt token {int(ids[place])} at position {place} is outside the vocabulary of {model.name} "
+            f"(0 to {model.vocab_size - 1})",
+            "token_out_of_range",
+        )
+
+
+def _check_sampling_params(params: operation_pb2.SamplingParams, model: BaseModel, limits: Limits) -> None:
+    if params.HasField("max_tokens") and params.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be 1 or more, not {params.max_tokens}; or leave it out")
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise InvalidRequest(f"temperature must be 0 (greedy) or more, not {params.temperature}")
+    if not (params.top_k == -1 or params.top_k >= 1):
+        raise InvalidRequest(f"top_k must be -1 (all) or 1 or more, not {params.top_k}")
+    if not 0 < params.top_p <= 1:
+        raise InvalidRequest(f"top_p must be above 0 and at most 1, not {params.top_p}")
+    kind = params.stop.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("stop is not set; choose model_eos, never, strings or tokens")
+    values: list[str | int] = []
+    if kind == "strings":
+        values.extend(params.stop.strings.values)
+    elif kind == "tokens":
+        values.extend(params.stop.tokens.ids)
+    else:
+        return
+    if not 1 <= len(values) <= limits.stop_items:
+        raise InvalidRequest(f"stop must name 1 to {limits.stop_items} strings or tokens, not {len(values)}")
+    for value in values:
+        if isinstance(value, str) and not 1 <= len(value) <= limits.stop_string_chars:
+            raise InvalidRequest(f"a stop string must have 1 to {limits.stop_string_chars} characters")
+        if isinstance(value, int) and not 0 <= value < model.vocab_size:
+            raise InvalidRequest(
+                f"stop token {value} is outside the vocabulary of {model.name} (0 to {model.vocab_size - 1})",
+                "token_out_of_range",
+            )
+
+
+def check_ttl(ttl_seconds: int | None, limits: Limits) -> None:
+    """Refuses a lifetime that checkpoints cannot have. None = for ever."""
+    if ttl_seconds is not None and not limits.min_ttl_seconds <= ttl_seconds <= limits.max_ttl_seconds:
+        raise InvalidRequest(
+            f"ttl_seconds must be {limits.min_ttl_seconds} to {limits.max_ttl_seconds}, not {ttl_seconds}; "
+            "leave it out to keep the checkpoint for ever"
+        )
+
+
+def check_metadata(metadata: Mapping[str, str], limits: Limits) -> None:
+    """Refuses metadata larger than what may be kept with an object."""
+    if len(msgspec.json.encode(metadata)) > limits.metadata_bytes:
+        raise InvalidRequest(f"user_metadata is larger than {limits.metadata_bytes} bytes; keep less in it")
+
+
+def check_labels(limits: Limits, **labels: str) -> None:
+    """Refuses a name or tag that is too long."""
+    for name, value in labels.items():
+        if len(value) > limits.tag_chars:
+            raise InvalidRequest(f"{name} has {len(value)} characters; use at most {limits.tag_chars}")

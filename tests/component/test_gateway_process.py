@@ -1,0 +1,89 @@
+"""The gateway as a process: shared ports, draining, and what it says when it cannot start."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+KEY = "tml-alice"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def start(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    (tmp_path / "api_key").write_text(f"{KEY}\n")
+    processes: list[subprocess.Popen] = []
+
+    def run(name: str, port: int, grpc_port: int, **environment: str) -> subprocess.Popen:
+        command = [
+            *(sys.executable, "-m", "services.gateway", "--id", name, "--port", str(port)),
+            *("--grpc-port", str(grpc_port), "--data-dir", str(tmp_path)),
+        ]
+        variables = {**os.environ, "TINSMITH_REDIS_URL": redis_url, **environment}
+        processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        time.sleep(0.05)
+
+
+def healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/api/v1/healthz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def create_session(port: int) -> int:
+    url = f"http://127.0.0.1:{port}/api/v1/create_session"
+    body = {"tags": [], "sdk_version": "0.38.0"}
+    return httpx.post(url, json=body, headers={"x-api-key": KEY}, timeout=10).status_code
+
+
+def test_two_gateways_share_their_ports_and_either_may_go(start: Callable, tmp_path: Path) -> None:
+    port, grpc_port = free_port(), free_port()
+    first, second = start("gateway-0", port, grpc_port), start("gateway-1", port, grpc_port)
+    pid_files = [tmp_path / "run" / f"gateway-{index}.pid" for index in (0, 1)]
+    wait_until(lambda: all(path.exists() for path in pid_files) and healthy(port))
+    assert [int(path.read_text()) for path in pid_files] == [first.pid, second.pid]
+    assert {create_session(port) for _ in range(10)} == {200}
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(30) == 0
+    assert not pid_files[0].exists()
+    wait_until(lambda: healthy(port))
+    assert {create_session(port) for _ in range(10)} == {200}
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(30) == 0
+
+
+def test_a_gateway_without_keys_file_or_redis_says_so_and_fails(start: Callable, tmp_path: Path) -> None:
+    missing = start("gateway-0", free_port(), free_port(), TINSMITH_API_KEYS_FILE=str(tmp_path / "none"))
+    _, stderr = missing.communicate(timeout=60)
+    assert missing.returncode != 0
+    assert "none" in stderr.splitlines()[-1]
+    nowhere = f"redis://127.0.0.1:{free_port()}/0"
+    alone = start("gateway-0", free_port(), free_port(), TINSMITH_REDIS_URL=nowhere)
+    _, stderr = alone.communicate(timeout=60)
+    assert alone.returncode != 0
+    assert "Traceback" not in stderr

@@ -1,0 +1,145 @@
+"""Both edges over the real application layer and a real Redis, without trainer or sampler processes.
+
+A test answers operations itself, through the journal, in the trainer's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import redis.asyncio
+
+from services.common import ids, keys, redis_client
+from services.common.journal import Journal
+from services.common.registry import Announcer, ServiceRecord
+from services.gateway.app import Application, build
+from services.gateway.auth import KeyRing
+from services.gateway.grpc import service
+from services.gateway.http.server import HttpServer
+from services.gateway.limits import Limits
+from services.gateway.outcomes import Outcomes
+from services.gateway.stores import CheckpointStore, ModelStore, SamplingSessionStore
+from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+
+ALICE, BOB = "tml-alice", "tml-bob"
+BASE = "org/tiny"
+VOCAB, CONTEXT = 100, 64
+LORA = types_pb2.LoraConfig(rank=4, train_attn=True, train_mlp=True, train_unembed=True)
+EPOCH = 1
+
+
+@dataclass
+class Edges:
+    """Where the edges listen, and what stands behind them."""
+
+    base_url: str
+    grpc_address: str
+    app: Application
+    redis: redis.asyncio.Redis
+    journal: Journal
+    outcomes: Outcomes
+
+    def http(self, key: str = ALICE) -> httpx.AsyncClient:
+        """A client that authenticates with the key."""
+        return httpx.AsyncClient(base_url=f"{self.base_url}/api/v1/", headers={"x-api-key": key}, timeout=20)
+
+    async def operation(self, model_id: str, seq_id: int) -> operation_pb2.Operation | None:
+        """What the journal holds under a seq_id."""
+        return (await self.journal.operations(model_id, [seq_id]))[0]
+
+    async def answer(self, model_id: str, seq_id: int, **result: Any) -> None:
+        """Publishes an operation's result as the dispatcher does."""
+        operation = await self.operation(model_id, seq_id)
+        assert operation is not None
+        outcome = operation_pb2.OperationResult(**result)
+        await self.outcomes.record(operation, outcome)
+        await self.redis.set(keys.epoch(model_id), EPOCH)
+        assert await self.journal.publish_result(model_id, EPOCH, seq_id, outcome.SerializeToString())
+
+    async def sample(self, request_id: str, gateway_id: str = "gateway-0") -> sampler_pb2.SampleRequest:
+        """What a sampler would be asked."""
+        raw = await self.journal.claim_sample(request_id, gateway_id, gateway_id)
+        assert raw is not None
+        return sampler_pb2.SampleRequest.FromString(raw)
+
+    async def answer_sample(self, request_id: str, result: operation_pb2.SampleResult) -> None:
+        """Publishes a sample's result as the sample dispatcher does."""
+        outcome = operation_pb2.OperationResult(sample=result)
+        assert await self.journal.publish_sample_result(request_id, outcome.SerializeToString())
+
+
+@asynccontextmanager
+async def running(redis_url: str, directory: Path, limits: Limits | None = None) -> AsyncIterator[Edges]:
+    """Both edges on free ports, with one base model announced."""
+    (directory / "keys").write_text(f"{ALICE} alice\n{BOB} bob\n")
+    client = redis_client.connect(redis_url)
+    await client.flushall()
+    fields: dict[str, Any] = {
+        "base_model": BASE,
+        "model_path": str(directory),
+        "arch": "Qwen3ForCausalLM",
+        "vocab_size": VOCAB,
+        "context_length": CONTEXT,
+        "address": "127.0.0.1:1",
+    }
+    announcers = [
+        Announcer(client, ServiceRecord(kind="trainer", id="trainer-0", **fields)),
+        Announcer(client, ServiceRecord(kind="sampler", id="sampler-0", max_lora_rank=64, **fields)),
+    ]
+    for announcer in announcers:
+        await announcer.start()
+
+    async def leave(request_id: str, request: sampler_pb2.SampleRequest) -> None:
+        """Nothing is dispatched: samples and operations stay where the test finds them."""
+
+    app = build("gateway-0", client, KeyRing(directory / "keys"), lambda _: None, leave, limits)
+    await app.futures.start()
+    http = HttpServer(app, "127.0.0.1", 0)
+    http.start()
+    rpc_server = await service.serve(app, "127.0.0.1:0")
+    outcomes = Outcomes(ModelStore(client), CheckpointStore(client), SamplingSessionStore(client))
+    try:
+        yield Edges(
+            f"http://127.0.0.1:{http.port}",
+            f"127.0.0.1:{rpc_server.port}",
+            app,
+            client,
+            Journal(client),
+            outcomes,
+        )
+    finally:
+        app.drain()
+        await rpc_server.drain(1)
+        await http.drain()
+        await app.futures.stop()
+        for announcer in announcers:
+            await announcer.stop()
+        await client.aclose()
+
+
+async def new_session(client: httpx.AsyncClient) -> str:
+    response = await client.post("create_session", json={"tags": [], "sdk_version": "0.38.0"})
+    assert response.status_code == 200, response.text
+    return response.json()["session_id"]
+
+
+async def new_model(edges: Edges, client: httpx.AsyncClient, session_id: str | None = None) -> str:
+    """A model that is ready."""
+    session_id = session_id or await new_session(client)
+    body = {
+        "session_id": session_id,
+        "model_seq_id": 0,
+        "base_model": BASE,
+        "lora_config": {"rank": 4},
+        "user_metadata": {"run": "one"},
+    }
+    response = await client.post("create_model", json=body)
+    assert response.status_code == 200, response.text
+    model_id = ids.model_id(session_id, 0)
+    await edges.answer(model_id, 0, create_model=operation_pb2.CreateModelResult(lora=LORA))
+    return model_id
