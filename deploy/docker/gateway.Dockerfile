@@ -1,0 +1,31 @@
+# The gateway: the HTTP and gRPC edges. It has no torch.
+#   docker build -f deploy/docker/gateway.Dockerfile -t tinsmith-gateway:0.1.0 .
+ARG BASE_IMAGE=python:3.11-slim
+
+FROM ${BASE_IMAGE} AS build
+WORKDIR /src
+COPY deploy/docker/requirements/gateway.txt requirements.txt
+RUN python -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r requirements.txt
+COPY requirements/cpu.lock constraints.txt
+COPY proto proto
+RUN python -m venv /opt/protoc \
+    && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
+    && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. proto/tinsmith/v1/*.proto
+
+FROM ${BASE_IMAGE}
+RUN groupadd --gid 10001 tinsmith \
+    && useradd --uid 10001 --gid 10001 --create-home tinsmith
+COPY --from=build /opt/venv /opt/venv
+WORKDIR /app
+COPY --from=build /src/tinsmith tinsmith
+COPY services/__init__.py services/
+COPY services/common services/common
+COPY services/gateway services/gateway
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONPATH=/app \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+EXPOSE 8000 8001
+ENTRYPOINT ["python", "-m", "services.gateway"]

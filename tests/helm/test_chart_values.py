@@ -1,0 +1,99 @@
+"""Which values the chart takes and which it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from rendered import CHART, refusal, render
+
+MODEL = {"name": "a/b", "path": "a/b"}
+# Values that exist only where a user writes them.
+NOT_IN_VALUES_YAML = {"global", "models[].id", "models[].trainer", "models[].sampler"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"gatway": {}},
+        {"gateway": {"replica": 3}},
+        {"gateway": {"service": {"port": 80}}},
+        {"trainer": {"gpus": 1}},
+        {"sampler": {"resources": {"limit": {}}}},
+        {"models": [MODEL | {"replicas": 2}]},
+        {"models": [MODEL | {"sampler": {"replica": 2}}]},
+        {"redis": {"password": "in plain sight"}},
+    ],
+    ids=json.dumps,
+)
+def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> None:
+    assert "Additional property" in refusal(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"models": []},
+        {"models": [{"name": "a/b"}]},
+        {"models": [MODEL | {"name": "a=b"}]},
+        {"models": [MODEL | {"id": "Not_A_Label"}]},
+        {"device": "gpu"},
+        {"dtype": "float16"},
+        {"gateway": {"replicas": 0}},
+        {"trainer": {"zeroStage": 4}},
+        {"trainer": {"ranks": "two"}},
+        {"sampler": {"gpuMemoryUtilization": 1.5}},
+        {"sampler": {"maxLoraRank": 24}},
+        {"data": {"accessMode": "ReadOnlyMany"}},
+        {"data": {"size": "lots"}},
+        {"image": {"pullPolicy": "Sometimes"}},
+    ],
+    ids=json.dumps,
+)
+def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any]) -> None:
+    assert "don't meet the specifications of the schema" in refusal(values)
+
+
+def test_a_chart_that_contains_this_one_may_have_global_values() -> None:
+    assert render({"global": {"anything": 1}})
+
+
+def keys_of_schema(schema: dict[str, Any], root: dict[str, Any], prefix: str = "") -> set[str]:
+    """Dotted names of all values the schema knows."""
+    if "$ref" in schema:
+        return keys_of_schema(root["definitions"][schema["$ref"].rsplit("/", 1)[1]], root, prefix)
+    found: set[str] = set()
+    if schema.get("type") == "array":
+        return keys_of_schema(schema["items"], root, f"{prefix[:-1]}[].") if prefix == "models." else found
+    for key, child in schema.get("properties", {}).items():
+        found.add(prefix + key)
+        if prefix + key not in NOT_IN_VALUES_YAML:
+            found |= keys_of_schema(child, root, f"{prefix}{key}.")
+    return found
+
+
+def keys_of_values(values: Any, known: set[str], prefix: str = "") -> set[str]:
+    """Dotted names of all values in values.yaml that are values of the chart's own."""
+    found: set[str] = set()
+    for key, child in values.items():
+        if prefix + key in known:
+            found.add(prefix + key)
+        children = child if isinstance(child, list) else [child]
+        for one in children:
+            if isinstance(one, dict):
+                found |= keys_of_values(one, known, f"{prefix}{key}{'[]' if child is children else ''}.")
+    return found
+
+
+def test_values_yaml_shows_every_value_that_the_schema_knows() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = keys_of_schema(schema, schema)
+    # Kubernetes' own words are not the chart's.
+    known = {name for name in known if ".resources." not in name}
+    shown = keys_of_values(yaml.safe_load((CHART / "values.yaml").read_text()), known)
+    assert known - shown - NOT_IN_VALUES_YAML == set()
+    text = (CHART / "values.yaml").read_text()
+    for name in NOT_IN_VALUES_YAML - {"global"}:
+        assert f"#   {name.removeprefix('models[].')} " in text

