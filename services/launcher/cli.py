@@ -124,7 +124,7 @@ def _add_tiny(tiny: argparse.ArgumentParser) -> None:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from services.launcher import plan
+    from services.launcher import machine, plan
     from services.launcher.up import up
 
     if not args.model:
@@ -143,9 +143,10 @@ def _up(args: argparse.Namespace) -> int:
         trainer_ranks=args.trainer_ranks,
         zero_stage=args.zero_stage,
         samplers=args.samplers,
-        device=args.device,
+        device=machine.choose_device(args.device),
         dtype=args.dtype,
-        cores=len(os.sched_getaffinity(0)),
+        cores=machine.cores(),
+        gpus=machine.gpus(),
     )
     plan.check(options)
     return up(options, args.redis_url or os.environ.get("TINSMITH_REDIS_URL"), args.verbose)

@@ -7,14 +7,15 @@ log files; no secret is in any argv.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import InvalidRequest
+from services.launcher.placement import Place, places
 
-TrainerCommand = Callable[[int, int, list[str]], list[str]]
-"""(ranks, master port, arguments of services.trainer) -> argv."""
+TrainerCommand = Callable[[int, int, list[str], Sequence[str]], list[str]]
+"""(ranks, master port, arguments of services.trainer, GPUs) -> argv."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Options:
     Attributes:
         trainer_ranks: data-parallel ranks of each base model's trainer.
         samplers: sampler replicas of each base model.
-        cores: CPU cores to share out.
+        device: "cpu" or "cuda".
+        cores: CPUs to share out.
+        gpus: GPUs to share out on "cuda".
     """
 
     models: tuple[Model, ...]
@@ -43,9 +46,10 @@ class Options:
     trainer_ranks: int = 1
     zero_stage: int = 0
     samplers: int = 1
-    device: str = "auto"
+    device: str = "cpu"
     dtype: str = "auto"
-    cores: int = 2
+    cores: tuple[int, ...] = (0, 1)
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Process:
         stop_order: processes with a lower number are stopped first.
         grace: seconds between SIGTERM and SIGKILL.
         announces: (kind, id) under which it appears in the registry when it is ready.
+        cores: CPUs it is bound to; empty = any.
     """
 
     name: str
@@ -67,6 +72,7 @@ class Process:
     stop_order: int = 0
     grace: float = 30.0
     announces: tuple[str, str] | None = None
+    cores: tuple[int, ...] = ()
 
 
 def parse_model(text: str) -> Model:
@@ -107,6 +113,13 @@ def check(options: Options) -> None:
             raise InvalidRequest(f"{flag} must be 1 or more, not {value}")
     if options.port == options.grpc_port:
         raise InvalidRequest("--port and --grpc-port must differ")
+    for flag, value in (("--port", options.port), ("--grpc-port", options.grpc_port)):
+        if not 1 <= value <= 65535:
+            raise InvalidRequest(f"{flag} must be a port number from 1 to 65535, not {value}")
+    if options.device == "cuda" and options.trainer_ranks > len(options.gpus):
+        raise InvalidRequest(
+            f"--trainer-ranks {options.trainer_ranks} needs as many GPUs, and here are {len(options.gpus)}"
+        )
 
 
 def processes(options: Options, master_ports: list[int], launch_trainer: TrainerCommand) -> list[Process]:
@@ -116,12 +129,17 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
         master_ports: a free port per model, for the rendezvous of its trainer's ranks.
         launch_trainer: services.trainer.launch.launch_command.
     """
-    threads = str(max(1, options.cores // (len(options.models) * (options.trainer_ranks + options.samplers))))
+    gpus = options.gpus if options.device == "cuda" else ()
+    count = len(options.models)
+    ranks = [options.trainer_ranks] * count + [1] * (count * options.samplers)
+    placed = places(ranks, options.cores, gpus)
     planned = [_gateway(options, index) for index in range(options.gateways)]
     for number, model in enumerate(options.models):
-        planned.append(_trainer(options, number, model, master_ports[number], threads, launch_trainer))
+        port = master_ports[number]
+        planned.append(_trainer(options, number, model, port, placed[number], launch_trainer))
         for replica in range(options.samplers):
-            planned.append(_sampler(options, number * options.samplers + replica, model, threads))
+            index = number * options.samplers + replica
+            planned.append(_sampler(options, index, model, placed[count + index]))
     return planned
 
 
@@ -136,7 +154,7 @@ def _gateway(options: Options, index: int) -> Process:
 
 
 def _trainer(
-    options: Options, number: int, model: Model, master_port: int, threads: str, launch: TrainerCommand
+    options: Options, number: int, model: Model, master_port: int, place: Place, launch: TrainerCommand
 ) -> Process:
     first = number * options.trainer_ranks
     name = f"trainer-{first}"
@@ -145,16 +163,25 @@ def _trainer(
         *("--zero-stage", str(options.zero_stage)),
         *_common(options, model),
     ]
-    argv = launch(options.trainer_ranks, master_port, arguments)
+    argv = launch(options.trainer_ranks, master_port, arguments, place.gpus)
     # The launcher stops its ranks one after the other.
     grace = 60.0 + 30.0 * options.trainer_ranks
-    return Process(name, tuple(argv), {"OMP_NUM_THREADS": threads}, 1, grace, ("trainer", name))
+    return Process(name, tuple(argv), _environment(place), 1, grace, ("trainer", name), place.cores)
 
 
-def _sampler(options: Options, index: int, model: Model, threads: str) -> Process:
+def _sampler(options: Options, index: int, model: Model, place: Place) -> Process:
     name = f"sampler-{index}"
-    argv = (sys.executable, "-m", "services.sampler", "--id", name, *_common(options, model))
-    return Process(name, argv, {"OMP_NUM_THREADS": threads}, 1, 75.0, ("sampler", name))
+    argv = [sys.executable, "-m", "services.sampler", "--id", name, *_common(options, model)]
+    if place.gpus:
+        argv += ["--gpu-memory-utilization", str(place.gpu_memory)]
+    return Process(name, tuple(argv), _environment(place), 1, 75.0, ("sampler", name), place.cores)
+
+
+def _environment(place: Place) -> dict[str, str]:
+    environment = {"OMP_NUM_THREADS": str(place.threads)}
+    if place.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    return environment
 
 
 def _common(options: Options, model: Model) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from redis.exceptions import RedisError
 
 from services.common import redis_client, registry, rpc
 from services.common.paths import DataDir
+from services.launcher import machine
 from services.launcher.up import redis_url_file
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
@@ -45,22 +47,16 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
 def _processes(data: DataDir) -> list[dict[str, Any]]:
     found = []
     for path in sorted(data.run.glob("*.pid")):
-        text = path.read_text().strip()
-        entry: dict[str, Any] = {
-            "name": path.stem,
-            "pid": int(text) if text.isdigit() else None,
-            "alive": False,
-        }
-        try:
-            process = psutil.Process(int(text))
-            with process.oneshot():
+        entry: dict[str, Any] = {"name": path.stem, "pid": path.read_text().strip(), "alive": False}
+        process = machine.alive(path)
+        if process is not None:
+            with contextlib.suppress(psutil.Error), process.oneshot():
                 entry |= {
-                    "alive": process.status() != psutil.STATUS_ZOMBIE,
+                    "alive": True,
+                    "pid": process.pid,
                     "uptime_seconds": round(time.time() - process.create_time()),
                     "memory_mib": process.memory_info().rss >> 20,
                 }
-        except (psutil.Error, ValueError):
-            pass
         found.append(entry)
     return found
 

@@ -26,6 +26,7 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 STABLE_AFTER_S = 60.0
 STARTS_BEFORE_GIVING_UP = 3
+_TAIL_LINES = 12
 
 
 def restart_delay(quick_deaths: int) -> float:
@@ -99,6 +100,12 @@ class Supervisor:
             group = [r for r in self.running.values() if r.process.stop_order == order]
             await asyncio.gather(*(_terminate(running) for running in group))
 
+    def kill(self) -> None:
+        """Ends everything at once; a `stop` in progress then returns."""
+        for running in self.running.values():
+            if running.child is not None:
+                _signal_group(running.child, signal.SIGKILL)
+
     async def _keep(self, running: Running) -> None:
         while True:
             assert running.child is not None
@@ -109,7 +116,7 @@ class Supervisor:
             if not running.was_ready and running.quick_deaths >= STARTS_BEFORE_GIVING_UP:
                 raise Unavailable(
                     f"{name} ended {running.quick_deaths} times before it was ready (last status {code}); "
-                    f"see {self.log_path(name)}"
+                    f"the end of {self.log_path(name)}:\n{self._log_tail(name)}"
                 )
             delay = restart_delay(running.quick_deaths)
             log.warning("%s ended with status %s, restarting in %.1f s", name, code, delay)
@@ -130,15 +137,25 @@ class Supervisor:
                 env={**self._env, **process.env},
                 # A group of its own: Ctrl-C reaches only the supervisor, which stops in order.
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+                preexec_fn=lambda: _prepare_child(process.cores),
             )
         running.started_at = time.monotonic()
         if process.name in self._spawn_hooks:
             self._spawn_hooks[process.name](running.child.pid)
 
+    def _log_tail(self, name: str) -> str:
+        lines = self.log_path(name).read_text(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:])
+
     def log_path(self, name: str) -> Path:
         """Where a process's output goes."""
         return self._log_dir / f"{name}.log"
+
+
+def _prepare_child(cores: tuple[int, ...]) -> None:
+    die_with_parent(signal.SIGTERM)
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 async def _terminate(running: Running) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +22,14 @@ from services.common import redis_client, registry
 from services.common.errors import Unavailable
 from services.common.paths import DataDir
 from services.common.process import wait_for_signal
-from services.launcher import plan, redis_server
+from services.launcher import machine, plan, redis_server
 from services.launcher.progress import Progress
 from services.launcher.supervisor import Supervisor
 from services.trainer.launch import launch_command
 
 REDIS_START_S = 20.0
 _POLL_S = 0.3
+_PREVIOUS_RUN_S = 120.0
 
 
 def up(options: plan.Options, redis_url: str | None, verbose: bool) -> int:
@@ -42,8 +42,10 @@ def up(options: plan.Options, redis_url: str | None, verbose: bool) -> int:
     for directory in (data.run, data.logs):
         directory.mkdir(parents=True, exist_ok=True)
     with _lock(data.root):
+        _wait_for_previous_run(data)
         for port in (options.port, options.grpc_port):
-            _check_port(port)
+            if machine.port_in_use(port):
+                raise Unavailable(f"port {port} is in use; choose others with --port and --grpc-port")
         key = api_key(data.api_key)
         for old in data.logs.glob("*.log"):
             old.replace(old.with_suffix(".log.1"))
@@ -61,7 +63,9 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
         supervisor.add_environment(TINSMITH_REDIS_URL=url)
         client = redis_client.connect(url)
         await _wait_for_redis(client, supervisor)
-        ports = [free_port() for _ in options.models]
+        for running in supervisor.running.values():
+            running.was_ready = True
+        ports = [machine.free_port() for _ in options.models]
         for process in plan.processes(options, ports, launch_command):
             await supervisor.start(process)
         ready = asyncio.create_task(_until_ready(client, supervisor, progress), name="ready")
@@ -74,15 +78,25 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
         await client.aclose()
         return 0
     finally:
-        progress.note("stopping: finishing what was accepted")
-        await supervisor.stop()
+        progress.note("stopping: finishing what was accepted (Ctrl-C again to stop at once)")
+        await _stop(supervisor)
         url_file.unlink(missing_ok=True)
         (data.run / "redis-0.pid").unlink(missing_ok=True)
         progress.note("stopped")
 
 
+async def _stop(supervisor: Supervisor) -> None:
+    stopped = asyncio.create_task(supervisor.stop(), name="stop")
+    asked_again = asyncio.create_task(wait_for_signal(), name="signals")
+    await asyncio.wait({stopped, asked_again}, return_when=asyncio.FIRST_COMPLETED)
+    if not stopped.done():
+        supervisor.kill()
+    asked_again.cancel()
+    await stopped
+
+
 async def _start_redis(supervisor: Supervisor, data: DataDir) -> str:
-    process, url = redis_server.prepare(data.redis, free_port())
+    process, url = redis_server.prepare(data.redis, machine.free_port())
     supervisor.on_spawn(process.name, lambda pid: (data.run / "redis-0.pid").write_text(f"{pid}\n"))
     await supervisor.start(process)
     return url
@@ -161,17 +175,18 @@ def _lock(root: Path) -> Iterator[None]:
         yield
 
 
-def _check_port(port: int) -> None:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise Unavailable(f"port {port} is in use; choose others with --port and --grpc-port") from error
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def _wait_for_previous_run(data: DataDir) -> None:
+    """Waits for the processes of an `up` that was killed: told so by the kernel, they are draining."""
+    deadline = time.monotonic() + _PREVIOUS_RUN_S
+    told = False
+    while names := machine.running(data.run):
+        if not told:
+            print(f"waiting for the previous run to end: {', '.join(names)}", flush=True)
+            told = True
+        if time.monotonic() > deadline:
+            raise Unavailable(
+                f"{', '.join(names)} of a previous run do not end; their pids are in {data.run}"
+            )
+        time.sleep(_POLL_S)
+    for path in data.run.glob("*.pid"):
+        path.unlink(missing_ok=True)

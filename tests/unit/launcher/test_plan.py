@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,13 @@ from services.common.errors import InvalidRequest
 from services.launcher import plan
 
 
-def launch(ranks: int, port: int, args: list[str]) -> list[str]:
-    return ["launch", str(ranks), str(port), *args]
+def launch(ranks: int, port: int, args: list[str], gpus: Sequence[str]) -> list[str]:
+    return ["launch", str(ranks), str(port), *args, *gpus]
 
 
 def options(tmp_path: Path, **changes: object) -> plan.Options:
     models = (plan.Model("org/one", "/models/one"), plan.Model("org/two", "/models/two"))
-    return plan.Options(**{"models": models, "data_dir": tmp_path, "cores": 8, **changes})  # type: ignore[arg-type]
+    return plan.Options(**{"models": models, "data_dir": tmp_path, "cores": tuple(range(8)), **changes})  # type: ignore[arg-type]
 
 
 def test_every_model_gets_a_trainer_and_its_samplers(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Programs that use Tinsmith the way its users do: through the unmodified `tinker` SDK."""

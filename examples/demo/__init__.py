@@ -1,0 +1,1 @@
+"""`python -m examples.demo`: a cluster, a fine-tune, a checkpoint and some reinforcement learning."""

@@ -1,0 +1,184 @@
+"""One real cluster for all tests of this folder, started by `tinsmith up` and driven by the tinker SDK."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import tinker
+
+BASE_MODEL = "tinsmith/tiny"
+VOCAB = 512
+CONTEXT = 512
+
+
+@dataclass
+class Cluster:
+    """A running `tinsmith up`."""
+
+    process: subprocess.Popen[bytes]
+    data_dir: Path
+    model_dir: Path
+    port: int
+    grpc_port: int
+    log: Path
+    clients: list[tinker.ServiceClient] = field(default_factory=list)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def api_key(self) -> str:
+        return (self.data_dir / "api_key").read_text().split()[0]
+
+    def service_client(self, api_key: str | None = None) -> tinker.ServiceClient:
+        """A new SDK session."""
+        client = tinker.ServiceClient(base_url=self.base_url, api_key=api_key or self.api_key)
+        self.clients.append(client)
+        return client
+
+    def pid(self, name: str) -> int:
+        return int((self.data_dir / "run" / f"{name}.pid").read_text())
+
+    def snapshot(self, model_id: str, version: int | None = None) -> Path:
+        """Directory of a model's snapshot, the newest unless a version is given."""
+        root = self.data_dir / "snapshots" / model_id
+        newest = max(int(path.name) for path in root.iterdir() if path.name.isdigit())
+        return root / str(version if version is not None else newest)
+
+    def kill_and_wait(self, name: str, timeout: float = 180) -> None:
+        """SIGKILLs a process and waits until the supervisor has it running and ready again."""
+        before = self.pid(name)
+        os.kill(before, signal.SIGKILL)
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if self._back(name, before):
+                return
+            time.sleep(0.5)
+        raise AssertionError(f"{name} did not come back in {timeout:.0f} s; log:\n{self.tail()}")
+
+    def _back(self, name: str, before: int) -> bool:
+        try:
+            return self.pid(name) != before and name in self.ready()
+        except (OSError, ValueError):
+            return False
+
+    def ready(self) -> set[str]:
+        """Names of the services that have announced themselves."""
+        output = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "services.launcher.cli",
+                "status",
+                "--data-dir",
+                str(self.data_dir),
+                "--json",
+            ],
+            capture_output=True,
+            timeout=60,
+        ).stdout
+        return {service["id"] for service in json.loads(output or b"{}").get("services", [])}
+
+    def tail(self, lines: int = 60) -> str:
+        logs = [self.log, *sorted((self.data_dir / "logs").glob("*.log"))]
+        return "\n".join(
+            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+            for path in logs
+            if path.exists()
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def start_cluster(directory: Path, model_dir: Path, *options: str, timeout: float = 300) -> Cluster:
+    """Starts `tinsmith up` and returns when it serves.
+
+    Raises:
+        AssertionError: it did not come up; the message holds the logs' ends.
+    """
+    port, grpc_port = free_port(), free_port()
+    data_dir = directory / "data"
+    log = directory / "up.log"
+    command = [
+        *(sys.executable, "-m", "services.launcher.cli", "up", "--model", f"{BASE_MODEL}={model_dir}"),
+        *("--port", str(port), "--grpc-port", str(grpc_port), "--data-dir", str(data_dir)),
+        *("--device", "cpu", "--dtype", "float32", *options),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    cluster = Cluster(process, data_dir, model_dir, port, grpc_port, log)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and process.poll() is None:
+        if "TINKER_BASE_URL" in log.read_text(errors="replace") and serves(cluster):
+            return cluster
+        time.sleep(0.5)
+    report = cluster.tail()
+    process.kill()
+    raise AssertionError(f"the cluster did not come up in {timeout:.0f} s:\n{report}")
+
+
+def serves(cluster: Cluster) -> bool:
+    try:
+        with urllib.request.urlopen(f"{cluster.base_url}/api/v1/healthz", timeout=5) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+def stop_cluster(cluster: Cluster, signal_number: int = signal.SIGINT) -> list[psutil.Process]:
+    """Stops `tinsmith up` with a signal; returns processes of the cluster that are still alive."""
+    family = psutil.Process(cluster.process.pid).children(recursive=True)
+    cluster.process.send_signal(signal_number)
+    cluster.process.wait(timeout=90)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    return alive
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from services.launcher.tiny_model import make_tiny_model
+
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(
+        directory, vocab=VOCAB, hidden=64, layers=2, heads=2, kv_heads=1, intermediate=128, context=CONTEXT
+    )
+    return directory
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Cluster]:
+    running = start_cluster(tmp_path_factory.mktemp("cluster"), model_dir, "--gateways", "2")
+    yield running
+    for client in running.clients:
+        client.close("success")
+    left = stop_cluster(running)
+    assert left == [], f"processes left behind: {left}"
+    assert running.process.returncode == 0
+
+
+@pytest.fixture
+def service(cluster: Cluster) -> tinker.ServiceClient:
+    return cluster.service_client()
+
+
+@pytest.fixture
+def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    """A fresh model, rank 8, seed 7."""
+    return service.create_lora_training_client(BASE_MODEL, rank=8, seed=7).result()

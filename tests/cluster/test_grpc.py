@@ -1,0 +1,140 @@
+"""The public gRPC service does what the SDK does, on the same cluster with the same keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from tests.cluster import batches
+from tests.cluster.conftest import BASE_MODEL, Cluster
+from tests.reference import Reference
+from tinsmith.v1 import operation_pb2, tinsmith_pb2, tinsmith_pb2_grpc, types_pb2
+
+
+@pytest.fixture
+def stub(cluster: Cluster) -> Iterator[tinsmith_pb2_grpc.TinsmithServiceStub]:
+    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
+        yield tinsmith_pb2_grpc.TinsmithServiceStub(channel)
+
+
+@pytest.fixture
+def metadata(cluster: Cluster) -> tuple[tuple[str, str], ...]:
+    return (("x-api-key", cluster.api_key),)
+
+
+def tensor(values: list[float] | list[int], dtype: str) -> types_pb2.Tensor:
+    kinds = {
+        "int32": types_pb2.DATA_TYPE_INT32,
+        "int64": types_pb2.DATA_TYPE_INT64,
+        "float32": types_pb2.DATA_TYPE_FLOAT32,
+    }
+    return types_pb2.Tensor(dtype=kinds[dtype], shape=[len(values)], data=np.array(values, dtype).tobytes())
+
+
+def finish(
+    stub: tinsmith_pb2_grpc.TinsmithServiceStub, request_id: str, metadata: tuple[tuple[str, str], ...]
+) -> operation_pb2.OperationResult:
+    for _ in range(10):
+        reply = stub.GetResult(
+            tinsmith_pb2.GetResultRequest(request_id=request_id, timeout_seconds=20),
+            metadata=metadata,
+            timeout=40,
+        )
+        if reply.HasField("result"):
+            assert reply.result.WhichOneof("kind") != "error", reply.result.error
+            return reply.result
+    raise AssertionError(f"{request_id} never resolved")
+
+
+def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
+    cluster: Cluster, stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    models = stub.ListModels(tinsmith_pb2.ListModelsRequest(), metadata=metadata, timeout=10).models
+    assert [(m.name, m.trainable, m.sampleable) for m in models] == [(BASE_MODEL, True, True)]
+    session = stub.CreateSession(
+        tinsmith_pb2.CreateSessionRequest(), metadata=metadata, timeout=10
+    ).session_id
+    lora = types_pb2.LoraConfig(rank=4, seed=3, train_attn=True, train_mlp=True, train_unembed=False)
+    created = stub.CreateModel(
+        tinsmith_pb2.CreateModelRequest(session_id=session, model_seq_id=0, base_model=BASE_MODEL, lora=lora),
+        metadata=metadata,
+        timeout=10,
+    )
+    assert finish(stub, created.request_id, metadata).create_model.lora.rank == 4
+
+    sequence = batches.tokens(4, 21)
+    datum = types_pb2.Datum(
+        tokens=tensor(sequence[:-1], "int32"),
+        loss_inputs={
+            "target_tokens": tensor(sequence[1:], "int64"),
+            "weights": tensor([1.0] * 20, "float32"),
+        },
+    )
+    work = operation_pb2.ForwardBackward(data=[datum], loss_fn="cross_entropy")
+    losses = []
+    for step in range(3):
+        sent = stub.ForwardBackward(
+            tinsmith_pb2.ForwardBackwardRequest(
+                model_id=created.model_id, seq_id=2 * step + 1, forward_backward=work
+            ),
+            metadata=metadata,
+            timeout=10,
+        )
+        stepped = stub.OptimStep(
+            tinsmith_pb2.OptimStepRequest(
+                model_id=created.model_id,
+                seq_id=2 * step + 2,
+                adam=types_pb2.AdamParams(learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8),
+            ),
+            metadata=metadata,
+            timeout=10,
+        )
+        result = finish(stub, sent.request_id, metadata).forward_backward
+        losses.append(result.metrics["loss:sum"])
+        assert len(result.outputs["logprobs"].data) == 20 * 4
+        finish(stub, stepped.request_id, metadata)
+    assert losses[2] < losses[1] < losses[0]
+
+    saved = stub.SaveForSampler(
+        tinsmith_pb2.SaveForSamplerRequest(model_id=created.model_id, seq_id=7, sampling_session_seq_id=0),
+        metadata=metadata,
+        timeout=10,
+    )
+    assert finish(stub, saved.request_id, metadata).save_for_sampler.version == 7
+    request = tinsmith_pb2.TinsmithServiceSampleRequest(
+        sampling_session_id=saved.sampling_session_id,
+        seq_id=0,
+        prompt=tensor(sequence[:5], "int32"),
+        num_samples=1,
+        params=operation_pb2.SamplingParams(
+            max_tokens=6,
+            temperature=0.0,
+            top_k=-1,
+            top_p=1.0,
+            stop=operation_pb2.StopCondition(never=operation_pb2.StopCondition.Never()),
+        ),
+    )
+    sampled = stub.Sample(request, metadata=metadata, timeout=10)
+    result = finish(stub, sampled.request_id, metadata).sample
+    tokens = np.frombuffer(result.sequences[0].tokens.data, np.int32).tolist()
+    reference = Reference(cluster.model_dir, cluster.snapshot(created.model_id))
+    assert tokens == reference.greedy(sequence[:5], 6)
+
+
+def test_a_call_without_a_key_is_unauthenticated(stub: tinsmith_pb2_grpc.TinsmithServiceStub) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ListModels(tinsmith_pb2.ListModelsRequest(), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+
+
+def test_an_unknown_model_is_not_found(
+    stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.OptimStep(
+            tinsmith_pb2.OptimStepRequest(model_id="nobody:train:0", seq_id=1), metadata=metadata, timeout=10
+        )
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]

@@ -1,0 +1,57 @@
+"""A process that dies is restarted, and clients go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import tinker
+from tinker import types
+
+from tests.cluster import batches
+from tests.cluster.conftest import BASE_MODEL, Cluster
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+GREEDY = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
+PROMPT = types.ModelInput.from_ints(batches.tokens(0, 10))
+
+
+def train(client: tinker.TrainingClient, seeds: range) -> list[float]:
+    losses = []
+    for seed in seeds:
+        future = client.forward_backward([batches.cross_entropy(seed % 2, 20)], "cross_entropy")
+        step = client.optim_step(ADAM)
+        losses.append(future.result().metrics["loss:sum"])
+        step.result()
+    return losses
+
+
+def test_a_killed_gateway_is_not_noticed(cluster: Cluster, training: tinker.TrainingClient) -> None:
+    undisturbed = train(training, range(2))
+    cluster.kill_and_wait("gateway-1")
+    assert train(training, range(2, 4))[0] < undisturbed[0]
+
+
+def test_training_goes_on_bit_for_bit_after_the_trainer_was_killed(
+    cluster: Cluster, service: tinker.ServiceClient
+) -> None:
+    undisturbed = train(service.create_lora_training_client(BASE_MODEL, rank=8, seed=11).result(), range(6))
+    client = service.create_lora_training_client(BASE_MODEL, rank=8, seed=11).result()
+    losses = train(client, range(3))
+    pending = client.forward_backward([batches.cross_entropy(1, 20)], "cross_entropy")
+    pending.result()
+    cluster.kill_and_wait("trainer-0")
+    client.optim_step(ADAM).result()
+    losses += [pending.result().metrics["loss:sum"], *train(client, range(4, 6))]
+    assert losses == undisturbed
+
+
+def test_a_sampling_client_answers_the_same_after_the_sampler_was_killed(
+    cluster: Cluster, training: tinker.TrainingClient
+) -> None:
+    train(training, range(2))
+    client = training.save_weights_and_get_sampling_client().result()
+    before = client.sample(PROMPT, 1, GREEDY).result().sequences[0]
+    cluster.kill_and_wait("sampler-0")
+    after = client.sample(PROMPT, 1, GREEDY).result().sequences[0]
+    assert after.tokens == before.tokens
+    train(training, range(2))
+    newer = training.save_weights_and_get_sampling_client().result()
+    assert newer.sample(PROMPT, 1, GREEDY).result().sequences[0].stop_reason == "length"

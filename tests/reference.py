@@ -1,0 +1,52 @@
+"""The independent judge of numbers: transformers + PEFT in float32, one sequence at a time.
+
+Shares no code with the trainer or the sampler: adapters are read from their PEFT directories by
+the PEFT library, losses are written out, the optimizer is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+
+class Reference:
+    """A base model, with an adapter when a PEFT directory is given."""
+
+    def __init__(self, model_dir: Path, adapter_dir: Path | None = None) -> None:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        if adapter_dir is not None:
+            model = PeftModel.from_pretrained(model, adapter_dir, is_trainable=True)
+        self.model = model.eval()
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The adapter's matrices by the names their file has."""
+        return {
+            name.replace(".default", ""): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and "lora_" in name
+        }
+
+    def distribution(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities of every next token, float32 [N, vocab]."""
+        return self.model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)
+
+    def logprobs(self, tokens: Sequence[int], targets: Sequence[int]) -> torch.Tensor:
+        """Log-probability of each target at its position, float32 [N]."""
+        return self.distribution(tokens).gather(1, torch.tensor(list(targets)).unsqueeze(1)).squeeze(1)
+
+    def sequence_logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Log-probability of each token after the first given those before it, float32 [N - 1]."""
+        return self.logprobs(tokens[:-1], tokens[1:]).detach()
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The most likely continuation, `count` tokens, end-of-sequence ignored."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.distribution(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
