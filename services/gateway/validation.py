@@ -105,8 +105,8 @@ def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
         raise InvalidRequest("prompt is empty; send at least one token")
     if tensor.numel >= model.context_length:
         raise InvalidRequest(
-            f"prompt has {tensor.numel} tokens; {model.name} holds {model.context_length} with at least one "
-            "to generate, so shorten it"
+            f"prompt has {tensor.numel} tokens; {model.name} has a context length of {model.context_length}, "
+            "with at least one token to generate, so shorten it"
         )
     ids = np.frombuffer(tensor.data, dtype="<i4")
     wrong = (ids < 0) | (ids >= model.vocab_size)

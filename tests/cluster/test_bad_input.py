@@ -104,7 +104,7 @@ def test_a_wrong_batch_fails_its_own_future_and_training_goes_on(
     before = training.forward(good, "cross_entropy").result().metrics["loss:sum"]
     with pytest.raises(tinker.RequestFailedError, match=hint) as caught:
         training.forward_backward([wrong], loss).result()  # type: ignore[arg-type]
-    assert caught.value.category == tinker.RequestErrorCategory.User
+    assert caught.value.category == types.RequestErrorCategory.User
     metrics = training.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics
     assert metrics is not None and metrics["skipped"] == 1
     assert training.forward(good, "cross_entropy").result().metrics["loss:sum"] == before
@@ -144,7 +144,7 @@ def test_an_optimizer_field_out_of_range_is_refused(
 ) -> None:
     with pytest.raises(tinker.RequestFailedError) as caught:
         training.optim_step(adam).result()
-    assert caught.value.category == tinker.RequestErrorCategory.User
+    assert caught.value.category == types.RequestErrorCategory.User
 
 
 def test_a_base_model_that_is_not_served_is_refused_with_the_ones_that_are(

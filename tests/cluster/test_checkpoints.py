@@ -64,7 +64,7 @@ def test_a_name_that_exists_is_refused_unless_overwritten(training: tinker.Train
     training.save_state("twice").result()
     with pytest.raises(tinker.RequestFailedError, match="exists") as caught:
         training.save_state("twice").result()
-    assert caught.value.category == tinker.RequestErrorCategory.User
+    assert caught.value.category == types.RequestErrorCategory.User
     training.save_state("twice", overwrite=True).result()
 
 
