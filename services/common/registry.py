@@ -38,6 +38,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         context_length: most tokens of a sequence.
         world_size: ranks of a trainer, tensor-parallel workers of a sampler.
         max_lora_rank: largest adapter rank it accepts; 0 = no limit of its own.
+        gpus: UUID of the GPU of each member of the weight group; empty on CPU.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     world_size: int = 1
     max_lora_rank: int = 0
+    gpus: tuple[str, ...] = ()
 
 
 class Announcer:

@@ -170,7 +170,7 @@ class Dispatcher:
                 index = await self._journal.index(model_id, -1, entries=0)
                 if not index.pending:
                     await self._journal.forget_idle(model_id, listed_at)
-                elif model_id not in self._leading and self._may_try(model_id):
+                elif model_id not in self._leading:
                     self._lead(model_id, only_with_work=True)
 
         now = asyncio.get_running_loop().time()

@@ -58,6 +58,7 @@ class ModelRunner:
         self._changed = asyncio.Event()
         self._changed.set()
         lease.on_lost = self._changed.set
+        self._base_model = ""
         self._incarnation: str | None = None
         self._synchronised = False
         self._position = Position()
@@ -111,9 +112,10 @@ class ModelRunner:
         if index.closed:
             await self._fail_pending(index.closed)
             return 0.0
-        trainer = self._trainer(index.base_model)
+        self._base_model = index.base_model
+        trainer = self._trainer()
         if trainer is None:
-            await self._pause(self._missing_reason(index.base_model))
+            await self._pause(self._missing_reason())
             return self._settings.trainer_poll
         wait = self._not_before - asyncio.get_running_loop().time()
         if wait > 0:
@@ -133,14 +135,15 @@ class ModelRunner:
         left = self._idle_since + self._settings.idle_release - now
         return left if left > 0 else None
 
-    def _trainer(self, base_model: str) -> ServiceRecord | None:
+    def _trainer(self) -> ServiceRecord | None:
         """The trainer to use: the one used so far while it is ready, else the first."""
-        ready = [record for record in self._trainers.serving(base_model) if record.state == "ready"]
+        ready = [record for record in self._trainers.serving(self._base_model) if record.state == "ready"]
         return next((record for record in ready if record.incarnation == self._incarnation), None) or (
             ready[0] if ready else None
         )
 
-    def _missing_reason(self, base_model: str) -> str:
+    def _missing_reason(self) -> str:
+        base_model = self._base_model
         if self._trainers.serving(base_model) or self._incarnation is not None:
             return f"the trainer for {base_model} is restarting; the request will go on when it is back"
         return f"no trainer for {base_model} is running; the request will run when one is"
@@ -190,8 +193,9 @@ class ModelRunner:
         if action is Action.GIVE_UP_LEASE:
             self._lease.lose()
             return
+        log.warning("model %s is not back yet: %s", self.model_id, error.message)
         self._delay()
-        await self._pause(f"the trainer cannot bring model {self.model_id} back yet: {error.message}")
+        await self._pause(self._missing_reason())
 
     async def _send(self, index: JournalIndex, trainer: ServiceRecord) -> float:
         bytes_under_way = sum(size for _, size in self._calls.values())
@@ -323,9 +327,7 @@ class ModelRunner:
         self._synchronised = False
         if action is Action.AWAIT_TRAINER:
             self._delay()
-            await self._pause(
-                f"the trainer is restarting ({error.message}); the request will go on when it is back"
-            )
+            await self._pause(self._missing_reason())
         elif action is Action.FAIL and send.replayed:
             await self._replay_failed(send.seq_id, error)
         elif action is Action.FAIL:

@@ -159,19 +159,18 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
+    # transformers imports DeepSpeed, which would otherwise warn that there is no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from transformers.utils import logging
+
     from services.launcher.tiny_model import make_tiny_model
 
-    make_tiny_model(
-        args.directory,
-        vocab=args.vocab,
-        hidden=args.hidden,
-        layers=args.layers,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        intermediate=args.intermediate,
-        context=args.context,
-        seed=args.seed,
-    )
+    logging.disable_progress_bar()
+    sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "intermediate", "context", "seed")
+    try:
+        make_tiny_model(args.directory, **{name: getattr(args, name) for name in sizes})
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
     print(f"wrote a model to {args.directory}; serve it with: tinsmith up --model my/tiny={args.directory}")
     return 0
 

@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-_NOTEWORTHY = re.compile(r"\b(WARNING|ERROR|CRITICAL|Traceback)\b|^\w*Error\b")
+# Errors of any kind, but only our own warnings: the libraries warn about what is meant to be so.
+_NOTEWORTHY = re.compile(r"\b(ERROR|CRITICAL|Traceback)\b|^\d\d:\d\d:\d\d WARNING|^[\w.]*Error\b")
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 

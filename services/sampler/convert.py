@@ -10,6 +10,7 @@ import msgspec
 from services.common import errors, tensors
 from services.common.errors import InvalidRequest
 from services.common.tensors import HostTensor
+from services.common.weights.medium import Medium
 from services.sampler.sampling import (
     SampleJob,
     SampleOutput,
@@ -152,3 +153,16 @@ def _int32_to_pb(values: list[int], shape: tuple[int, ...]) -> types_pb2.Tensor:
 
 def _float32_to_pb(values: list[float], shape: tuple[int, ...]) -> types_pb2.Tensor:
     return tensors.to_pb(HostTensor("float32", shape, array("f", values).tobytes()))
+
+
+def medium_from_pb(medium: int) -> Medium:
+    """The medium of a weight group.
+
+    Raises:
+        InvalidRequest: it is not set.
+    """
+    if medium == sampler_pb2.WEIGHT_MEDIUM_GLOO:
+        return "gloo"
+    if medium == sampler_pb2.WEIGHT_MEDIUM_NCCL:
+        return "nccl"
+    raise InvalidRequest("medium is not set; choose WEIGHT_MEDIUM_GLOO or WEIGHT_MEDIUM_NCCL")

@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common import errors
 from services.common.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
+from services.common.weights.medium import Medium
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.sampling import (
     Adapter,
@@ -79,13 +80,14 @@ class Engine:
         self.arch = str(model.architectures[0])
         self.workers = config.tensor_parallel_size
         self.limits = Limits(int(model.get_vocab_size()), int(model.max_model_len), config.max_sequences)
+        self.gpus: tuple[str, ...] = ()
         self.first_adapter_id = config.max_loras + 1
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
         self._request_numbers = itertools.count()
 
     async def prepare(self) -> None:
         """Corrects the workers and runs one request, so that the first user does not wait for it."""
-        await self._call_workers("tinsmith_setup")
+        self.gpus = tuple(gpu for gpu in await self._call_workers("tinsmith_setup") if gpu)
         params = VllmParams(max_tokens=2, temperature=1.0, logprobs=0, prompt_logprobs=0, detokenize=False)
         prompt = tokens_input(prompt_token_ids=[0] * min(16, self.limits.context_length - 2))
         async for _ in self._llm.generate(prompt, params, "warm-up"):
@@ -144,13 +146,15 @@ class Engine:
             raise Internal("the engine ended the request without a result")
         return last
 
-    async def join_group(self, epoch: int, first_rank: int, world_size: int, seconds: float) -> None:
+    async def join_group(
+        self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float
+    ) -> None:
         """Makes all workers members of weight group `epoch`.
 
         Raises:
             DeadlineExceeded: a member did not come.
         """
-        arguments = (epoch, first_rank, world_size, self._config.base_model, seconds)
+        arguments = (epoch, first_rank, world_size, medium, self._config.base_model, seconds)
         await self._run_job("tinsmith_join", arguments, seconds)
 
     async def leave_group(self) -> None:

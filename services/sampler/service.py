@@ -67,7 +67,11 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         if request.epoch < 1 or request.first_rank < 1 or request.timeout_seconds <= 0:
             raise InvalidRequest("epoch, first_rank and timeout_seconds must be above 0")
         await self._snapshots.join_group(
-            request.epoch, request.first_rank, request.world_size, request.timeout_seconds
+            request.epoch,
+            request.first_rank,
+            request.world_size,
+            convert.medium_from_pb(request.medium),
+            request.timeout_seconds,
         )
         return sampler_pb2.JoinGroupResponse()
 

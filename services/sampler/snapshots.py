@@ -14,6 +14,7 @@ from typing import Protocol
 
 from services.common.errors import InvalidRequest, SnapshotNotFound, TinsmithError
 from services.common.paths import DataDir
+from services.common.weights.medium import Medium
 from services.sampler.convert import IncomingSnapshot
 from services.sampler.residency import Residency
 from services.sampler.sampling import SnapshotKey
@@ -33,7 +34,9 @@ class NotInGroup(TinsmithError):
 class AdapterEngine(Protocol):
     """What this needs of an engine."""
 
-    async def join_group(self, epoch: int, first_rank: int, world_size: int, seconds: float) -> None: ...
+    async def join_group(
+        self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float
+    ) -> None: ...
 
     async def leave_group(self) -> None: ...
 
@@ -103,12 +106,14 @@ class Snapshots:
         await self._note(key, adapter_id, nbytes)
         log.info("loaded snapshot %s from the store (%d bytes)", key, nbytes)
 
-    async def join_group(self, epoch: int, first_rank: int, world_size: int, seconds: float) -> None:
+    async def join_group(
+        self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float
+    ) -> None:
         """Makes the workers members of weight group `epoch`, leaving the present one."""
         self.group_epoch = 0
-        await self._engine.join_group(epoch, first_rank, world_size, seconds)
+        await self._engine.join_group(epoch, first_rank, world_size, medium, seconds)
         self.group_epoch = epoch
-        log.info("joined weight group %d as rank %d of %d", epoch, first_rank, world_size)
+        log.info("joined weight group %d (%s) as rank %d of %d", epoch, medium, first_rank, world_size)
 
     async def receive(self, incoming: IncomingSnapshot) -> None:
         """Receives a snapshot over the weight group; it can be used once this returns.

@@ -28,6 +28,7 @@ from vllm.lora.peft_helper import PEFTHelper
 
 from services.common import weights
 from services.common.errors import DataLoss, DeadlineExceeded, Internal, InvalidRequest, TinsmithError
+from services.common.weights.medium import Medium
 from services.sampler import vllm_fixes
 from services.sampler.config import REDIS_URL_VARIABLE
 
@@ -96,18 +97,28 @@ class WorkerExtension:
     device: torch.device
     model_runner: Any
 
-    def tinsmith_setup(self) -> None:
-        """Applies the corrections. Called once, before the first request."""
+    def tinsmith_setup(self) -> str:
+        """Applies the corrections. Called once, before the first request. Returns the GPU's UUID."""
         self.tinsmith_state = _State()
         vllm_fixes.apply(self.model_runner)
+        if self.device.type != "cuda":
+            return ""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def tinsmith_join(
-        self, job: str, epoch: int, first_rank: int, world_size: int, base_model: str, timeout: float
+        self,
+        job: str,
+        epoch: int,
+        first_rank: int,
+        world_size: int,
+        medium: Medium,
+        base_model: str,
+        timeout: float,
     ) -> None:
         """Starts joining weight group `epoch`, leaving the present one."""
         self.tinsmith_leave()
         rank = first_rank + self.rank
-        device = str(self.device) if self.device.type == "cuda" else "cpu"
+        device = str(self.device) if medium == "nccl" else "cpu"
 
         def work() -> weights.WeightGroup:
             url = os.environ[REDIS_URL_VARIABLE]

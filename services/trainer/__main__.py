@@ -15,7 +15,8 @@ from services.common.paths import DataDir
 from services.trainer import config
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.server import load, serve
-from services.trainer.world import EngineThread, follow
+from services.trainer.threads import WorkerThread
+from services.trainer.world import follow
 
 log = logging.getLogger("services.trainer")
 
@@ -46,7 +47,7 @@ def _follow(settings: TrainerConfig, place: Place) -> int:
         log.info("following rank 0")
         follow(engine, channel)
 
-    done = EngineThread().submit(work)
+    done = WorkerThread("engine").submit(work)
     try:
         done.result()
     except BaseException:

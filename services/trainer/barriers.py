@@ -7,9 +7,9 @@ read and written in threads beside the engine, so one tenant's disk never stops 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from services.common.errors import Internal, InvalidRequest, TinsmithError
+from services.common.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.trainer import convert
 from services.trainer.checkpoints import CheckpointStore
 from services.trainer.commands import CreateModel, DropModel, LoadState, OptimStep
@@ -27,6 +27,7 @@ class Barriers:
 
     Args:
         changed: told the id of a model whose state is new and should become durable.
+        exists: whether a model has a durable snapshot.
     """
 
     def __init__(
@@ -35,16 +36,19 @@ class Barriers:
         checkpoints: CheckpointStore,
         publisher: Publisher,
         changed: Callable[[str], None],
+        exists: Callable[[str], Awaitable[bool]],
     ) -> None:
         self._world = world
         self._checkpoints = checkpoints
         self._publisher = publisher
         self._changed = changed
+        self._exists = exists
 
     async def run(self, model: Model, operation: Operation, release: Release) -> OperationResult:
         """The result of an operation.
 
         Raises:
+            ModelNotResident: it is to be restored before it can be created.
             TinsmithError, OSError: the operation failed.
         """
         work, seq_id = operation.work, operation.seq_id
@@ -73,6 +77,9 @@ class Barriers:
     async def _create(self, model: Model, seq_id: int, work: Create) -> OperationResult:
         if model.lora is not None:
             raise InvalidRequest(f"model {model.model_id} exists already")
+        if await self._exists(model.model_id):
+            # Made afresh it would lack everything up to its snapshot, which the journal no longer has.
+            raise ModelNotResident(f"model {model.model_id} exists; restore it")
         lora, saved, optimizer = work.lora, None, False
         try:
             if work.from_state is not None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,8 +21,10 @@ from torch import Tensor
 
 from services.common import keys, registry, rpc, tensors, weights
 from services.common.registry import ServiceRecord
+from services.common.weights.medium import Medium, choose_medium
 from services.trainer.convert import lora_to_pb
 from services.trainer.plan import HostArray, LoraSpec
+from services.trainer.threads import WorkerThread
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 20.0
-SEND_TIMEOUT_S = 60.0
+SEND_TIMEOUT_S = 10.0
+SLOWEST_BYTES_PER_S = 20e6
 _ANSWER_S = 5.0
 LEFT_OUT_S = 60.0
 _JOIN_ATTEMPTS = 3
+_MEDIA: dict[Medium, sampler_pb2.WeightMedium.ValueType] = {
+    "gloo": sampler_pb2.WEIGHT_MEDIUM_GLOO,
+    "nccl": sampler_pb2.WEIGHT_MEDIUM_NCCL,
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,11 @@ class _Member:
     def key(self) -> tuple[str, str]:
         return self.record.id, self.record.incarnation
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """GPU of each worker, "" for one on a CPU."""
+        return self.record.gpus or ("",) * self.record.world_size
+
     def __str__(self) -> str:
         return self.record.id
 
@@ -55,13 +66,14 @@ class _Member:
 class _Group:
     members: tuple[_Member, ...]
     handle: weights.WeightGroup
+    thread: WorkerThread
 
 
 class Broadcaster:
     """Sends packed adapters of one base model to its samplers.
 
     Args:
-        device: where the group's buffers live, "cpu" or "cuda:n".
+        device: of the trainer's rank 0, "cpu" or "cuda:n".
         dtype: element type on the wire.
     """
 
@@ -72,13 +84,12 @@ class Broadcaster:
         self._redis_url = redis_url
         self._base_model = base_model
         self._device = device
+        self._gpu = _gpu_uuid(device)
         self._dtype = dtype
         self._lock = asyncio.Lock()
         self._group: _Group | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._left_out: dict[tuple[str, str], float] = {}
-        # One thread for the group; a second so that a send stuck until its deadline does not block a join.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="weights")
 
     async def send(
         self, model_id: str, version: int, lora: LoraSpec, adapter: Mapping[str, HostArray]
@@ -95,7 +106,7 @@ class Broadcaster:
                 return 0, 0
             if group is None:
                 return 0, 0
-            buffer, specs, checksum = await self._in_thread(lambda: self._pack(adapter))
+            buffer, specs, checksum = await asyncio.to_thread(self._pack, adapter)
             request = sampler_pb2.ReceiveSnapshotRequest(
                 epoch=group.handle.epoch,
                 snapshot=sampler_pb2.Snapshot(model_id=model_id, version=version),
@@ -107,7 +118,7 @@ class Broadcaster:
                     for spec in specs
                 ],
                 crc32=checksum,
-                timeout_seconds=SEND_TIMEOUT_S,
+                timeout_seconds=SEND_TIMEOUT_S + buffer.numel() / SLOWEST_BYTES_PER_S,
             )
             have_it = await self._transfer(group, buffer, request)
             return buffer.numel(), sum(member.record.world_size for member in have_it)
@@ -116,7 +127,6 @@ class Broadcaster:
         """Leaves the group and closes the channels."""
         self._leave()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _pack(self, adapter: Mapping[str, HostArray]) -> tuple[Tensor, list[weights.TensorSpec], int]:
         packable = {
@@ -153,29 +163,41 @@ class Broadcaster:
     def _leave(self) -> None:
         if self._group is not None:
             self._group.handle.abort()
+            self._group.thread.close()
             self._group = None
 
     async def _join(self, members: Sequence[_Member]) -> tuple[_Group | None, tuple[_Member, ...]]:
         """Makes a new group. When it does not come together: None, and the members worth another try."""
         epoch = await self._redis.incr(keys.weight_epoch(self._base_model))
         world_size = 1 + sum(member.record.world_size for member in members)
+        medium = choose_medium([self._gpu, *(gpu for member in members for gpu in member.gpus)])
+        device = self._device if medium == "nccl" else "cpu"
         calls: list[Awaitable[Any]] = []
         first_rank = 1
         for member in members:
             request = sampler_pb2.JoinGroupRequest(
-                epoch=epoch, first_rank=first_rank, world_size=world_size, timeout_seconds=JOIN_TIMEOUT_S
+                epoch=epoch,
+                first_rank=first_rank,
+                world_size=world_size,
+                timeout_seconds=JOIN_TIMEOUT_S,
+                medium=_MEDIA[medium],
             )
             calls.append(self._stub(member).JoinGroup(request, timeout=JOIN_TIMEOUT_S + _ANSWER_S))
             first_rank += member.record.world_size
-        own = self._in_thread(
-            lambda: weights.join(
-                self._base_model, epoch, 0, world_size, self._device, self._redis_url, JOIN_TIMEOUT_S
+        # A thread for each group: one that is stuck until its deadline must not hold up the next.
+        thread = WorkerThread(f"weights-{epoch}")
+        own = asyncio.wrap_future(
+            thread.submit(
+                lambda: weights.join(
+                    self._base_model, epoch, 0, world_size, device, self._redis_url, JOIN_TIMEOUT_S
+                )
             )
         )
         handle, *answers = await asyncio.gather(own, *calls, return_exceptions=True)
         if isinstance(handle, weights.WeightGroup) and not any(isinstance(a, BaseException) for a in answers):
-            log.info("weight group %d of %s: %s", epoch, self._base_model, ", ".join(map(str, members)))
-            return _Group(tuple(members), handle), tuple(members)
+            log.info("weight group %d (%s): %s", epoch, medium, ", ".join(map(str, members)))
+            return _Group(tuple(members), handle, thread), tuple(members)
+        thread.close()
         if isinstance(handle, weights.WeightGroup):
             handle.abort()
         else:
@@ -200,29 +222,32 @@ class Broadcaster:
         self, group: _Group, buffer: Tensor, request: sampler_pb2.ReceiveSnapshotRequest
     ) -> list[_Member]:
         """Sends the buffer; the members that confirmed it. A group that failed is given up."""
-        own = asyncio.ensure_future(
-            self._in_thread(lambda: group.handle.broadcast(buffer, timeout=SEND_TIMEOUT_S))
-        )
+        limit = request.timeout_seconds
+        own = asyncio.wrap_future(group.thread.submit(lambda: group.handle.broadcast(buffer, timeout=limit)))
         calls = [
             asyncio.ensure_future(
-                _answer(self._stub(member).ReceiveSnapshot(request, timeout=SEND_TIMEOUT_S + _ANSWER_S))
+                _answer(self._stub(member).ReceiveSnapshot(request, timeout=limit + _ANSWER_S))
             )
             for member in group.members
         ]
         _, unfinished = await asyncio.wait([own, *calls], return_when=asyncio.FIRST_EXCEPTION)
         first_failed = [m for m, c in zip(group.members, calls, strict=True) if c.done() and c.exception()]
         if unfinished:
-            # The others would wait for the one that failed until their deadline.
-            self._leave()
-        sent, *answers = await asyncio.gather(own, *calls, return_exceptions=True)
+            # The others may wait in vain for the one that failed; who has the snapshot says so soon.
+            await asyncio.wait(unfinished, timeout=_ANSWER_S)
         have_it = []
-        for member, answer in zip(group.members, answers, strict=True):
-            if isinstance(answer, BaseException):
-                log.warning("sampler %s did not receive a snapshot: %s", member, _described(answer))
+        for member, call in zip(group.members, calls, strict=True):
+            if not call.done():
+                call.cancel()
+                log.warning("sampler %s did not receive a snapshot: it waits for another", member)
+            elif (error := call.exception()) is not None:
+                log.warning("sampler %s did not receive a snapshot: %s", member, _described(error))
             else:
                 have_it.append(member)
-        if len(have_it) < len(group.members) or isinstance(sent, BaseException):
-            log.warning("weight group %d is given up (own end: %s)", group.handle.epoch, sent)
+        if len(have_it) < len(group.members) or not own.done() or own.exception() is not None:
+            log.warning("weight group %d is given up", group.handle.epoch)
+            # The own end may be stuck until its deadline; nobody waits for it.
+            own.add_done_callback(lambda future: future.cancelled() or future.exception())
             self._leave_out(first_failed)
             self._leave()
         return have_it
@@ -233,8 +258,9 @@ class Broadcaster:
             self._channels[address] = rpc.channel(address)
         return sampler_pb2_grpc.SamplerServiceStub(self._channels[address])
 
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+def _gpu_uuid(device: str) -> str:
+    return "" if device == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 async def _answer(call: Awaitable[T]) -> T:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _RESULTS = "results.msgpack"
 _CONCURRENT_WRITES = 2
+_REST = 4.0
+"""A model's writer rests this many times as long as it wrote: training comes first."""
 
 
 class Pointers(Protocol):
@@ -83,6 +87,7 @@ class DurableStore:
         self._changed: set[str] = set()
         self._writers: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_CONCURRENT_WRITES)
+        self._hurry = asyncio.Event()
 
     def changed(self, model_id: str) -> None:
         """The model has a new state that is to be made durable soon."""
@@ -99,7 +104,8 @@ class DurableStore:
             await asyncio.wait([writer])
 
     async def drain(self) -> None:
-        """Returns when nothing is being written."""
+        """Returns when nothing is left to write. From now on writers do not rest."""
+        self._hurry.set()
         if self._writers:
             await asyncio.wait(list(self._writers.values()))
 
@@ -123,6 +129,7 @@ class DurableStore:
         try:
             while model_id in self._changed:
                 self._changed.discard(model_id)
+                started = time.monotonic()
                 try:
                     async with self._slots:
                         snapshot = await self._take(model_id)
@@ -131,6 +138,8 @@ class DurableStore:
                 except Exception:
                     # The journal keeps what the snapshot would have covered; the next one makes up for it.
                     log.exception("no durable snapshot of %s was written", model_id)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), _REST * (time.monotonic() - started))
         finally:
             del self._writers[model_id]
 

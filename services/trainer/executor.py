@@ -161,6 +161,9 @@ class Executor:
 
         try:
             result = await self._barriers.run(model, operation, release)
+        except ModelNotResident as error:
+            self.evict(model, error)
+            return
         except (TinsmithError, OSError) as error:
             log.warning("operation %s:%d failed: %s", model.model_id, operation.seq_id, error)
             result = OperationResult(error=error_to_pb(error))

@@ -33,7 +33,8 @@ from services.trainer.publisher import Publisher
 from services.trainer.residency import Residency
 from services.trainer.scheduler import Limits
 from services.trainer.service import TrainerServicer
-from services.trainer.world import COLLECTIVE_TIMEOUT, Channel, EngineThread, World
+from services.trainer.threads import WorkerThread
+from services.trainer.world import COLLECTIVE_TIMEOUT, Channel, World
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ _SHUTDOWN_S = 5.0
 async def serve(config: TrainerConfig, place: Place) -> int:
     """Serves until a signal comes or the world fails; the exit status."""
     stop = asyncio.create_task(process.wait_for_signal(), name="signals")
-    thread = EngineThread()
+    thread = WorkerThread("engine")
     loading = asyncio.wrap_future(thread.submit(lambda: load(config, place)))
     starting: list[asyncio.Future[Any]] = [stop, loading]
     await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
@@ -118,6 +119,7 @@ class _Server:
             CheckpointStore(data, config.base_model),
             Publisher(data, config.base_model, self._broadcaster),
             self._residency.durable.changed,
+            self._residency.durable.exists,
         )
         self._executor = Executor(
             world,

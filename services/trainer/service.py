@@ -7,7 +7,7 @@ import asyncio
 import grpc.aio
 
 from services.common import ids
-from services.common.errors import InvalidRequest, ModelNotResident
+from services.common.errors import InvalidRequest
 from services.trainer.executor import Executor
 from services.trainer.models import Model, OperationResult
 from services.trainer.residency import Residency
@@ -30,28 +30,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._models = models
         self._world_size = world_size
         self._zero_stage = zero_stage
-        self._creations: dict[str, asyncio.Future[bool]] = {}
 
     async def Execute(
         self, request: trainer_pb2.ExecuteRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.ExecuteResponse:
         operation = request.operation
         _check_model_id(operation.model_id)
-        await self._arrive(operation.model_id, operation.HasField("create_model"))
         found = self._executor.submit(operation, request.after_seq_id, request.epoch)
         # The operation goes on when this call is cancelled: the caller may come back for its result.
         result = found if isinstance(found, OperationResult) else await asyncio.shield(found)
         return trainer_pb2.ExecuteResponse(result=result)
-
-    async def _arrive(self, model_id: str, creates: bool) -> None:
-        """Makes sure that no model is created which exists, and that no operation overtakes its creation."""
-        check = self._creations.get(model_id)
-        if check is None and creates and model_id not in self._models:
-            check = asyncio.ensure_future(self._residency.durable.exists(model_id))
-            self._creations[model_id] = check
-            check.add_done_callback(lambda _: self._creations.pop(model_id, None))
-        if check is not None and await asyncio.shield(check) and creates:
-            raise ModelNotResident(f"model {model_id} exists; restore it")
 
     async def Restore(
         self, request: trainer_pb2.RestoreRequest, context: grpc.aio.ServicerContext

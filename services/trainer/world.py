@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,6 +23,7 @@ from services.common.errors import Internal, TinsmithError
 from services.trainer.commands import Command, CreateModel, LoadState, OptimStep, Shutdown, Tick, apply
 from services.trainer.engine import Engine
 from services.trainer.plan import ModelState
+from services.trainer.threads import WorkerThread
 
 log = logging.getLogger(__name__)
 
@@ -118,34 +116,6 @@ def follow(engine: Engine, channel: Channel) -> None:
             return
 
 
-class EngineThread:
-    """The one thread of a process that touches the engine.
-
-    It is a daemon: a collective that never returns must not keep the process from exiting.
-    """
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
-
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Queues a call."""
-        future: Future[T] = Future()
-        self._work.put((function, future))
-        return future
-
-    def _run(self) -> None:
-        while True:
-            function, future = self._work.get()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-            del function, future
-
-
 class World:
     """Rank 0's handle on the world, for its event loop.
 
@@ -153,7 +123,7 @@ class World:
         timeout: seconds one command may take in all; beyond it the world is given up.
     """
 
-    def __init__(self, thread: EngineThread, engine: Engine, channel: Channel, timeout: float) -> None:
+    def __init__(self, thread: WorkerThread, engine: Engine, channel: Channel, timeout: float) -> None:
         self._thread = thread
         self._engine = engine
         self._channel = channel

@@ -1,4 +1,4 @@
-"""A member of the weight wire that keeps what it receives: the receiving half of a sampler, without an engine."""
+"""A member of the weight wire that keeps what it receives: the receiving half of a sampler."""
 
 from __future__ import annotations
 

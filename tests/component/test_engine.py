@@ -14,7 +14,8 @@ import torch.distributed as dist
 from services.common.errors import InvalidRequest, ModelNotResident
 from services.launcher.tiny_model import make_tiny_model
 from services.trainer.engine import Engine
-from services.trainer.plan import HostArray, LoraSpec, ModelState, RowResult
+from services.trainer.losses import LOSSES
+from services.trainer.plan import HostArray, LoraSpec, ModelState, Row, RowResult
 from tests.component.engine_data import (
     ADAM,
     LORA,
@@ -201,6 +202,43 @@ def test_tenants_in_one_batch_train_as_if_alone(engine: Engine) -> None:
         step = engine.optim_step(model_id, NO_CLIP)
         assert step == pytest.approx(expected_step, rel=1e-4)
         np.testing.assert_allclose(flat(engine.state(model_id)), expected_weights, rtol=1e-4, atol=1e-5)
+
+
+def test_every_loss_in_one_pass_trains_as_if_alone(engine: Engine) -> None:
+    sampled = (np.arange(30) >= 10).astype(np.float32)
+    clipped = with_input(is_row(4, 14), "clip_low_threshold", np.full(14, 0.9, np.float32))
+    tenants: dict[str, tuple[dict[str, float], list[Row]]] = {
+        "cross_entropy": ({}, [ce_row(1, 20), ce_row(2, 7)]),
+        "importance_sampling": ({}, [is_row(2, 25)]),
+        "ppo": ({"clip_high_threshold": 1.1}, [is_row(3, 21), clipped]),
+        "cispo": ({"clip_high_threshold": 1.2}, [is_row(5, 18)]),
+        "dro": ({"beta": 0.5}, [is_row(6, 23)]),
+        "gspo": ({}, [with_input(is_row(7, 30), "sequence_ratio_mask", sampled)]),
+    }
+    assert tenants.keys() == LOSSES.keys()
+    placed = [
+        (msgspec.structs.replace(op(name, 1, name), loss_config=config), rows)
+        for name, (config, rows) in tenants.items()
+    ]
+    alone: list[tuple[list[dict[str, float]], dict[str, float], np.ndarray]] = []
+    for operation, rows in placed:
+        start = flat(trained_model(engine, operation.model_id))
+        metrics = [result.metrics for result in engine.run_pass(work((operation, rows)))]
+        step = engine.optim_step(operation.model_id, NO_CLIP)
+        alone.append((metrics, step, flat(engine.state(operation.model_id))))
+        assert np.abs(alone[-1][2] - start).max() > 1e-4
+        engine.drop_model(operation.model_id)
+
+    for name in tenants:
+        trained_model(engine, name)
+    cut = [[(2, 1), (0, 0), (5, 0), (1, 0)], [(3, 0), (0, 1), (4, 0), (2, 0)]]
+    results = engine.run_pass(work(*placed, cut=cut))
+    for number, (operation, _) in enumerate(placed):
+        metrics, step, weights = alone[number]
+        mine = [result.metrics for result in results if result.op == number]
+        assert mine == [pytest.approx(expected, rel=1e-4, abs=1e-5) for expected in metrics]
+        assert engine.optim_step(operation.model_id, NO_CLIP) == pytest.approx(step, rel=1e-4)
+        np.testing.assert_allclose(flat(engine.state(operation.model_id)), weights, rtol=1e-4, atol=1e-5)
 
 
 def test_micro_batches_do_not_change_the_result(engine: Engine) -> None:

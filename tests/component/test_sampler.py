@@ -36,6 +36,8 @@ from tests.component.sampler_process import (
 from tests.reference import Reference
 from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, types_pb2
 
+GLOO = sampler_pb2.WEIGHT_MEDIUM_GLOO
+
 pytestmark = pytest.mark.heavy
 
 STOP, LENGTH = operation_pb2.STOP_REASON_STOP, operation_pb2.STOP_REASON_LENGTH
@@ -319,7 +321,9 @@ async def join(stub, sampler: Sampler, epoch: int) -> weights.WeightGroup:
         mine = asyncio.get_running_loop().run_in_executor(
             pool, weights.join, BASE_MODEL, epoch, 0, 2, "cpu", sampler.redis_url, 30
         )
-        wanted = sampler_pb2.JoinGroupRequest(epoch=epoch, first_rank=1, world_size=2, timeout_seconds=30)
+        wanted = sampler_pb2.JoinGroupRequest(
+            epoch=epoch, first_rank=1, world_size=2, timeout_seconds=30, medium=GLOO
+        )
         await stub.JoinGroup(wanted, timeout=40)
         return await mine
 
@@ -389,7 +393,7 @@ async def test_a_damaged_broadcast_is_refused_and_ends_the_group(stub, sampler: 
 async def test_a_group_that_never_comes_together_is_given_up_and_a_new_one_works(
     stub, sampler: Sampler, tmp_path: Path
 ) -> None:
-    absent = sampler_pb2.JoinGroupRequest(epoch=3, first_rank=1, world_size=2, timeout_seconds=1)
+    absent = sampler_pb2.JoinGroupRequest(epoch=3, first_rank=1, world_size=2, timeout_seconds=1, medium=GLOO)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.JoinGroup(absent, timeout=30)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

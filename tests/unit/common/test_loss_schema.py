@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.loss_schema import check_datum, check_loss
+from services.common.loss_schema import LOSS_SCHEMAS, check_datum, check_loss, settings
 from services.common.tensors import HostTensor
 
 CODES = {"int32": "i", "int64": "q", "float32": "f"}
@@ -19,16 +19,22 @@ def tensor(dtype: str, values: list[float], *shape: int) -> HostTensor:
 
 
 def check(
-    loss_fn: str = "cross_entropy", tokens: HostTensor | None = None, **inputs: HostTensor | None
+    loss_fn: str = "cross_entropy",
+    tokens: HostTensor | None = None,
+    config: dict[str, float] | None = None,
+    **inputs: HostTensor | None,
 ) -> None:
     defaults = {"target_tokens": tensor("int64", [2, 3, 4])}
     if loss_fn == "cross_entropy":
         defaults["weights"] = tensor("float32", [1, 0, -0.5])
     else:
         defaults |= {"logprobs": tensor("float32", [0, -1, -2]), "advantages": tensor("float32", [0, 1, -1])}
+    if loss_fn == "gspo":
+        defaults["sequence_ratio_mask"] = tensor("float32", [0, 1, 1])
     merged = {name: value for name, value in {**defaults, **inputs}.items() if value is not None}
     check_datum(
         loss_fn,
+        config or {},
         tokens or tensor("int32", [1, 2, 3]),
         merged,
         vocab_size=10,
@@ -37,9 +43,9 @@ def check(
     )
 
 
-@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling"])
+@pytest.mark.parametrize("loss_fn", LOSS_SCHEMAS)
 def test_good_data_passes(loss_fn: str) -> None:
-    check_loss(loss_fn, {})
+    check_loss(loss_fn, {"beta": 0.0} if loss_fn == "dro" else {})
     check(loss_fn)
 
 
@@ -82,6 +88,71 @@ def test_weights_are_refused_where_advantages_decide() -> None:
         check("importance_sampling", weights=tensor("float32", [1, 1, 1]))
 
 
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
+def test_clip_thresholds_of_the_tokens_are_optional(loss_fn: str) -> None:
+    low, high = tensor("float32", [0, 0.5, 0.9]), tensor("float32", [4, 5, 6])
+    check(loss_fn, clip_low_threshold=low)
+    check(loss_fn, clip_high_threshold=high)
+    check(loss_fn, clip_low_threshold=low, clip_high_threshold=high)
+
+
+def test_a_threshold_that_equals_the_setting_in_float32_is_not_above_it() -> None:
+    config = {"clip_low_threshold": 0.7, "clip_high_threshold": 0.7}
+    check("ppo", config=config, clip_low_threshold=tensor("float32", [0.7] * 3))
+    check("ppo", config=config, clip_high_threshold=tensor("float32", [0.7] * 3))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "change", "message"),
+    [
+        ("ppo", {"logprobs": None}, "lacks logprobs; ppo needs it"),
+        ("ppo", {"sequence_ratio_mask": tensor("float32", [1, 1, 1])}, "which ppo does not use"),
+        ("dro", {"clip_low_threshold": tensor("float32", [0, 0, 0])}, "which dro does not use"),
+        (
+            "ppo",
+            {"clip_low_threshold": tensor("float32", [0.1, -0.1, 0])},
+            r"threshold\[1\] is -0.1.*0 or more",
+        ),
+        ("ppo", {"clip_high_threshold": tensor("float32", [2, 2])}, "has 2 positions"),
+        ("ppo", {"clip_high_threshold": tensor("int64", [2, 2, 2])}, "must be float32, got int64"),
+        ("ppo", {"clip_high_threshold": tensor("float32", [2, 2, float("inf")])}, r"threshold\[2\] is inf"),
+        (
+            "cispo",
+            {
+                "clip_low_threshold": tensor("float32", [0, 0, 1.5]),
+                "clip_high_threshold": tensor("float32", [1, 1, 1.25]),
+            },
+            "at position 2 clip_low_threshold 1.5 is above clip_high_threshold 1.25",
+        ),
+        (
+            "ppo",
+            {"clip_high_threshold": tensor("float32", [2, 0.5, 2])},
+            r"at position 1 clip_low_threshold 0.8\d* is above clip_high_threshold 0.5",
+        ),
+        ("gspo", {"sequence_ratio_mask": None}, "lacks sequence_ratio_mask; gspo needs it"),
+        ("gspo", {"sequence_ratio_mask": tensor("float32", [0, 0, 0])}, "0 everywhere.*set it to 1"),
+    ],
+)
+def test_bad_data_of_a_policy_loss_is_refused(
+    loss_fn: str, change: dict[str, HostTensor | None], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as error:
+        check(loss_fn, **change)  # type: ignore[arg-type]
+    assert error.value.message.startswith("data[3]: ")
+
+
+def test_thresholds_of_the_tokens_are_held_against_the_settings_of_the_request() -> None:
+    thresholds = tensor("float32", [1.5] * 3)
+    check("ppo", config={"clip_high_threshold": 2.0}, clip_low_threshold=thresholds)
+    with pytest.raises(InvalidRequest, match="is above"):
+        check("ppo", clip_low_threshold=thresholds)
+
+
+def test_a_datum_without_advantages_needs_no_sequence_ratio() -> None:
+    zeros = tensor("float32", [0, 0, 0])
+    check("gspo", sequence_ratio_mask=zeros, advantages=zeros)
+
+
 def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match="use one of cross_entropy"):
         check_loss("crossentropy", {})
@@ -90,6 +161,48 @@ def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="'beta' is unknown; cross_entropy takes no settings"):
         check_loss("cross_entropy", {"beta": 0.1})
+
+
+@pytest.mark.parametrize("loss_fn", ["stable_reinforce", "custom"])
+def test_a_loss_that_cannot_be_served_is_refused_with_those_to_use(loss_fn: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"'{loss_fn}' is not served.*use.* importance_sampling, ppo"):
+        check_loss(loss_fn, {"kl_coeff": 0.01})
+
+
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"clip_low_threshold": -0.1}, "'clip_low_threshold' must be a finite number, 0 or more"),
+        ({"clip_high_threshold": float("nan")}, "finite"),
+        ({"clip_high_threshold": float("inf")}, "finite"),
+        ({"clip_high_threshold": 1e39}, "in float32"),
+        ({"clip_low_threshold": 1.5, "clip_high_threshold": 1.25}, "1.5 is above clip_high_threshold 1.25"),
+        ({"clip_low_threshold": 5.0}, "5.0 is above clip_high_threshold"),
+        ({"epsilon": 0.2}, "'epsilon' is unknown; .* takes clip_high_threshold, clip_low_threshold"),
+        ({"beta": 0.2}, "'beta' is unknown"),
+    ],
+)
+def test_settings_out_of_range_are_refused(loss_fn: str, config: dict[str, float], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        check_loss(loss_fn, config)
+
+
+def test_dro_needs_its_beta() -> None:
+    with pytest.raises(InvalidRequest, match=r"lacks beta; dro has no default.*\{'beta': 0.05\}"):
+        check_loss("dro", {})
+    with pytest.raises(InvalidRequest, match="0 or more"):
+        check_loss("dro", {"beta": -1.0})
+
+
+def test_settings_that_are_not_given_have_their_defaults() -> None:
+    assert settings("ppo", {}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert settings("cispo", {}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    assert settings("gspo", {"clip_high_threshold": 2.0}) == {
+        "clip_low_threshold": 0.8,
+        "clip_high_threshold": 2.0,
+    }
+    assert settings("dro", {"beta": 0.5}) == {"beta": 0.5}
 
 
 def test_the_schema_needs_no_torch() -> None:

@@ -31,7 +31,9 @@ class Engine:
         self.dropped: list[int] = []
         self.left = 0
 
-    async def join_group(self, epoch: int, first_rank: int, world_size: int, seconds: float) -> None:
+    async def join_group(
+        self, epoch: int, first_rank: int, world_size: int, medium: str, seconds: float
+    ) -> None:
         await self._transfer()
 
     async def leave_group(self) -> None:
@@ -127,7 +129,7 @@ async def test_a_load_that_failed_is_tried_again_by_the_next_request(
 
 
 async def test_a_received_snapshot_needs_no_load(engine: Engine, snapshots: Snapshots) -> None:
-    await snapshots.join_group(1, 1, 2, 5)
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
     await snapshots.receive(INCOMING)
     assert await use(snapshots) == 100
     assert engine.loads == []
@@ -136,7 +138,7 @@ async def test_a_received_snapshot_needs_no_load(engine: Engine, snapshots: Snap
 async def test_a_damaged_transfer_leaves_the_group_and_keeps_nothing(
     engine: Engine, snapshots: Snapshots
 ) -> None:
-    await snapshots.join_group(1, 1, 2, 5)
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
     engine.failure = DataLoss("checksum")
     with pytest.raises(DataLoss):
         await snapshots.receive(INCOMING)
@@ -146,7 +148,7 @@ async def test_a_damaged_transfer_leaves_the_group_and_keeps_nothing(
 
 
 async def test_a_cancelled_transfer_leaves_the_group(engine: Engine, snapshots: Snapshots) -> None:
-    await snapshots.join_group(1, 1, 2, 5)
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
     engine.gate.clear()
     task = asyncio.create_task(snapshots.receive(INCOMING))
     await asyncio.sleep(0.01)
@@ -158,7 +160,7 @@ async def test_a_cancelled_transfer_leaves_the_group(engine: Engine, snapshots: 
 
 
 async def test_transfers_run_one_after_another(engine: Engine, snapshots: Snapshots) -> None:
-    await snapshots.join_group(1, 1, 2, 5)
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
     engine.gate.clear()
     tasks = [asyncio.create_task(snapshots.receive(INCOMING)) for _ in range(2)]
     await asyncio.sleep(0.01)
@@ -172,7 +174,7 @@ async def test_transfers_run_one_after_another(engine: Engine, snapshots: Snapsh
 async def test_a_transfer_of_another_group_is_refused_before_anything_waits(
     engine: Engine, snapshots: Snapshots
 ) -> None:
-    await snapshots.join_group(2, 1, 2, 5)
+    await snapshots.join_group(2, 1, 2, "gloo", 5)
     with pytest.raises(NotInGroup, match="join again"):
         await snapshots.receive(INCOMING)
     assert (engine.receives, snapshots.group_epoch) == ([], 2)
