@@ -2,15 +2,13 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PY := .venv/bin/python
-DEVICE ?= cpu
-export DEVICE
 
 .PHONY: help setup proto demo up test test-unit test-component test-cluster test-helm lint format bench baseline clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## make .venv with everything pinned (DEVICE=cpu|cuda)
+setup: ## make .venv with everything pinned (DEVICE=cpu|cuda, default: as before, else cpu)
 	@./scripts/setup.sh
 
 proto: ## generate the package tinsmith.v1 from proto/
@@ -54,7 +52,7 @@ bench: setup ## exactness and speed against bare PyTorch and bare vLLM, kept in 
 	@$(PY) -m bench
 
 baseline: setup ## accept the present contract as what `make lint` must not break
-	@.venv/bin/buf build proto -o proto/baseline.binpb
+	@.venv/bin/buf build proto --exclude-source-info -o proto/baseline.binpb
 
 clean: ## remove what was generated, except .venv
 	rm -rf tinsmith build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

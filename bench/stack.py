@@ -6,7 +6,6 @@ with the same number of threads each; absolute figures are in its details.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-BASE_MODEL = "bench/qwen3-21m"
+BASE_MODEL = "bench/qwen3-23m"
 RANK = 16
 SEED = 0
 
@@ -112,8 +111,3 @@ def alternate(repetitions: int, *sides: Callable[[int], float]) -> list[list[flo
         for side, kept in zip(sides, results, strict=True):
             kept.append(side(repetition))
     return results
-
-
-def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Median of the ratios of what was measured next to each other."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))

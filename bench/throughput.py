@@ -18,7 +18,6 @@ from .stack import (
     Row,
     Stack,
     alternate,
-    median_ratio,
     next_token_datum,
     random_tokens,
     seconds,
@@ -49,7 +48,10 @@ def training(stack: Stack) -> Row:
 
 
 def sampling(stack: Stack, log_dir: Path) -> list[Row]:
-    """The base model and an adapter, through the API against `LLM.generate` on the same prompts."""
+    """The base model and an adapter, through the API against `LLM.generate` on the same prompts.
+
+    Both engines run eagerly, in float32, and return the log-probability of every token.
+    """
     model = stack.new_model()
     rng = np.random.default_rng(3)
     train(model, [next_token_datum(random_tokens(rng, stack.vocab, 1, 64)[0])], 1e-3)
@@ -95,13 +97,16 @@ def _sample(client: tinker.SamplingClient, prompts: list[list[int]], max_tokens:
 
 
 def _row(name: str, ours: list[float], bare: list[float], tokens: int) -> Row:
+    ratios = [theirs / mine for theirs, mine in zip(bare, ours, strict=True)]
     return Row(
         name,
-        median_ratio(bare, ours),
+        statistics.median(ratios),
         "x tokens/s",
         details={
             "ours_tokens_per_s": round(tokens / statistics.median(ours), 1),
             "bare_tokens_per_s": round(tokens / statistics.median(bare), 1),
+            "lowest_ratio": round(min(ratios), 2),
+            "highest_ratio": round(max(ratios), 2),
             "repetitions": len(ours),
         },
     )

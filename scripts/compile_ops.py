@@ -1,7 +1,6 @@
 """Compiles DeepSpeed's CPU collectives into PyTorch's extension cache, as the first trainer would.
 
-    python scripts/compile_ops.py           compiles
-    python scripts/compile_ops.py --check   exits 0 when the compiled library is there
+With --check it compiles nothing, and exits 0 when the compiled library is there.
 """
 
 from __future__ import annotations

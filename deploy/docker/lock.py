@@ -5,8 +5,8 @@
     python deploy/docker/lock.py --cuda     trainer-cuda.txt, sampler-cuda.txt (needs uv and PyPI)
 
 The CPU lists are what each service's extra in pyproject.toml reaches through the metadata of the
-packages installed in this environment, at the versions of requirements/cpu.lock. The CUDA lists are
-resolved by uv, holding the packages both share at the versions of requirements/cpu.lock.
+packages installed in this environment, at the versions of requirements/cpu.lock. The CUDA lists are what
+uv resolves each extra to, at the versions of requirements/gpu.lock.
 
 Invariant: an image holds what its service needs and nothing of the other services.
 """
@@ -39,20 +39,6 @@ NOT_ON_CPU = {"torchvision", "torchaudio", "torchcodec", "triton"}
 # the lock was made in, and needs nothing itself.
 OLDEST_PYTHON = "3.11.0"
 OLDER_PYTHON_ONLY = {"async-timeout": "5.0.1"}
-# Where a CUDA list must agree with the tested CPU lock.
-SHARED = [
-    *("torch", "deepspeed", "transformers", "accelerate", "safetensors", "tokenizers", "huggingface-hub"),
-    *(
-        "numpy",
-        "grpcio",
-        "grpcio-health-checking",
-        "grpcio-reflection",
-        "protobuf",
-        "msgspec",
-        "redis",
-        "uvloop",
-    ),
-]
 
 
 def project() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
@@ -116,40 +102,21 @@ def _applies(requirement: Requirement, extras: frozenset[str]) -> bool:
     return any(requirement.marker.evaluate({**environment, "extra": extra}) for extra in ("", *extras))
 
 
-def all_pins() -> dict[str, str]:
-    """{canonical name: version}: the lock, and what pyproject.toml pins itself."""
-    # A build tool of every environment, which is why the lock leaves it out.
-    pins = {"setuptools": metadata.version("setuptools")}
-    common, extras = project()
-    for requirement in [*common, *(one for group in extras.values() for one in group)]:
-        for clause in requirement.specifier:
-            if clause.operator == "==":
-                pins[canonicalize_name(requirement.name)] = clause.version
-    return pins | read_pins(ROOT / "requirements" / "cpu.lock")
-
-
 def cpu_list(service: str) -> str:
     """Text of the CPU list of one service."""
-    packages = closure(service_requirements(service), all_pins())
+    packages = closure(service_requirements(service), read_pins(ROOT / "requirements" / "cpu.lock"))
     lines = [f"{name}=={version}" for name, version in sorted(packages.items())]
     return "\n".join(["# Written by deploy/docker/lock.py.", *lines, ""])
 
 
-def write_cuda_list(service: str, path: Path) -> None:
-    """Resolves the CUDA list of one service with uv."""
-    requirements = service_requirements(service)
-    pins = all_pins()
-    constraints = path.with_suffix(".constraints")
-    constraints.write_text("".join(f"{name}=={pins[name]}\n" for name in SHARED))
-    roots = "\n".join(str(requirement) for requirement in requirements)
+def cuda_list(service: str) -> str:
+    """Text of the CUDA list of one service, resolved by uv."""
+    roots = "\n".join(str(requirement) for requirement in service_requirements(service))
     command = ["uv", "pip", "compile", "--python-version", "3.11"]
-    command += ["--python-platform", "x86_64-manylinux_2_28", "--no-header", "--no-annotate"]
-    command += ["--constraints", str(constraints), "-"]
-    try:
-        done = subprocess.run(command, input=roots, text=True, check=True, stdout=subprocess.PIPE)
-    finally:
-        constraints.unlink()
-    path.write_text(f"# Written by deploy/docker/lock.py --cuda.\n{done.stdout}")
+    command += ["--python-platform", "x86_64-unknown-linux-gnu", "--no-header", "--no-annotate"]
+    command += ["--constraints", str(ROOT / "requirements" / "gpu.lock"), "-"]
+    done = subprocess.run(command, input=roots, text=True, check=True, stdout=subprocess.PIPE)
+    return f"# Written by deploy/docker/lock.py --cuda.\n{done.stdout}"
 
 
 def main() -> int:
@@ -162,7 +129,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.cuda:
         for service, name in CUDA_SERVICES.items():
-            write_cuda_list(service, LISTS / name)
+            (LISTS / name).write_text(cuda_list(service))
         return 0
     stale = []
     for service, name in CPU_SERVICES.items():

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 console = Console(highlight=False)
+if not console.is_terminal:
+    console.width = 110
 
 
 def heading(text: str) -> None:
@@ -20,7 +22,7 @@ def heading(text: str) -> None:
 
 def line(text: str) -> None:
     """Plain text."""
-    console.print(escape(text))
+    console.print(escape(text), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -63,7 +65,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Cells side by side."""
     shown = Table(show_lines=True)
     for column in columns:
-        shown.add_column(column)
+        shown.add_column(column, overflow="fold")
     for row in rows:
         shown.add_row(*(escape(cell) for cell in row))
     console.print(shown)

@@ -33,8 +33,8 @@ LESSONS = (
 EXAM = (
     "What is the capital of Italy?",
     "What is the opposite of big?",
-    "Which animal meows?",
-    "How many wheels has a bicycle?",
+    "What is the opposite of day?",
+    "What is the capital of Spain?",
 )
 BATCH = 8
 STEPS = 14

@@ -79,7 +79,8 @@ class Futures:
                 if view.state != "pending" or left <= 0:
                     return view
                 try:
-                    await asyncio.wait_for(changed.wait(), left)
+                    async with asyncio.timeout(left):
+                        await changed.wait()
                 except TimeoutError:
                     return await self._look(request_id)
         finally:

@@ -8,6 +8,7 @@ again, by this runner or the next holder of the lease.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
@@ -96,10 +97,9 @@ class ModelRunner:
                     raise self._failure
                 if delay is None:
                     return
-                try:
-                    await asyncio.wait_for(self._changed.wait(), delay)
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay):
+                        await self._changed.wait()
         finally:
             await self._cancel_calls()
 
@@ -117,10 +117,11 @@ class ModelRunner:
         if trainer is None:
             await self._pause(self._missing_reason())
             return self._settings.trainer_poll
+        restarted = trainer.incarnation != self._incarnation
         wait = self._not_before - asyncio.get_running_loop().time()
-        if wait > 0:
+        if wait > 0 and not restarted:
             return wait
-        if trainer.incarnation != self._incarnation or not self._synchronised:
+        if restarted or not self._synchronised:
             await self._cancel_calls()
             self._incarnation = trainer.incarnation
             self._synchronised = await self._synchronise(trainer)
@@ -324,7 +325,7 @@ class ModelRunner:
             if not send.replayed:
                 await self._resolve(operation, failed, ran=True)
             return
-        self._synchronised = False
+        # The runner ends all calls when it synchronises, this one too: that is asked for last.
         if action is Action.AWAIT_TRAINER:
             self._delay()
             await self._pause(self._missing_reason())
@@ -333,16 +334,17 @@ class ModelRunner:
         elif action is Action.FAIL:
             log.error("operation %d of %s failed: %s", send.seq_id, self.model_id, error.message)
             await self._resolve(operation, failed)
+        self._synchronised = False
 
     async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:
         """An operation that had taken effect cannot be repeated: without it the model is another one."""
-        self._synchronised = False
         self._delay()
         self._failed_calls[seq_id, "replay"] += 1
         log.error("operation %d of %s could not be replayed: %s", seq_id, self.model_id, error.message)
         if self._failed_calls[seq_id, "replay"] >= _MOST_FAILED_REPLAYS:
             index = await self._journal.index(self.model_id, -1, entries=0)
             await self._declare_lost(index, error)
+        self._synchronised = False
 
     async def _resolve(
         self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult, ran: bool = False

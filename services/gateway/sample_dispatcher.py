@@ -8,6 +8,7 @@ nothing, so a sample may run twice, but only when a replica or a gateway was los
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -234,10 +235,9 @@ class SampleDispatcher:
         raise Internal(f"sampler {replica.id} answered with nothing")
 
     async def _await_change(self, most: float) -> None:
-        try:
-            await asyncio.wait_for(self._changed.wait(), most)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most):
+                await self._changed.wait()
 
     def _replicas_changed(self) -> None:
         self._changed.set()

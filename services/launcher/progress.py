@@ -6,6 +6,7 @@ On a terminal one line says what is being waited for; elsewhere only changes are
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 # Errors of any kind, but only our own warnings: the libraries warn about what is meant to be so.
 _NOTEWORTHY = re.compile(r"\b(ERROR|CRITICAL|Traceback)\b|^\d\d:\d\d:\d\d WARNING|^[\w.]*Error\b")
+_CLEAR = "\r\033[K"
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -30,19 +32,14 @@ class Progress:
 
     def note(self, text: str) -> None:
         """One line that stays."""
-        self._clear()
-        print(text, flush=True)
+        self._write(f"{_CLEAR if self._tty else ''}{text}\n")
 
     def waiting(self, names: list[str]) -> None:
         """Shows who is still loading."""
         self.follow()
         if self._tty and names:
             seconds = time.monotonic() - self._started
-            print(
-                f"\r\033[K{next(self._spinner)} {seconds:3.0f} s  loading {', '.join(names)}",
-                end="",
-                flush=True,
-            )
+            self._write(f"{_CLEAR}{next(self._spinner)} {seconds:3.0f} s  loading {', '.join(names)}")
 
     def ready(self, base_url: str, grpc_address: str, api_key: str) -> None:
         """Says how to use the cluster."""
@@ -71,6 +68,11 @@ class Progress:
         self._offsets[path] = self._offsets.get(path, 0) + len(data)
         return data.decode(errors="replace").splitlines()
 
-    def _clear(self) -> None:
-        if self._tty:
-            print("\r\033[K", end="")
+    def _write(self, text: str) -> None:
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except OSError:
+            # The terminal was closed; the cluster must still be stopped in order.
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+            self._tty = False

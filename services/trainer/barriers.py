@@ -27,7 +27,7 @@ class Barriers:
 
     Args:
         changed: told the id of a model whose state is new and should become durable.
-        exists: whether a model has a durable snapshot.
+        durable: operation in a model's durable snapshot, None when it has none.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class Barriers:
         checkpoints: CheckpointStore,
         publisher: Publisher,
         changed: Callable[[str], None],
-        exists: Callable[[str], Awaitable[bool]],
+        durable: Callable[[str], Awaitable[int | None]],
     ) -> None:
         self._world = world
         self._checkpoints = checkpoints
         self._publisher = publisher
         self._changed = changed
-        self._exists = exists
+        self._durable = durable
 
     async def run(self, model: Model, operation: Operation, release: Release) -> OperationResult:
         """The result of an operation.
@@ -77,7 +77,7 @@ class Barriers:
     async def _create(self, model: Model, seq_id: int, work: Create) -> OperationResult:
         if model.lora is not None:
             raise InvalidRequest(f"model {model.model_id} exists already")
-        if await self._exists(model.model_id):
+        if await self._durable(model.model_id) is not None:
             # Made afresh it would lack everything up to its snapshot, which the journal no longer has.
             raise ModelNotResident(f"model {model.model_id} exists; restore it")
         lora, saved, optimizer = work.lora, None, False
@@ -103,7 +103,9 @@ class Barriers:
         except Internal as error:
             # Weights may be half changed. A restart brings the model back from its durable snapshot.
             raise RuntimeError(f"optim_step {model.model_id}:{seq_id}: {error}") from error
-        self._changed(model.model_id)
+        finally:
+            # A step that was refused has dropped the gradient: that too is to be kept.
+            self._changed(model.model_id)
         return convert.stepped(metrics)
 
     async def _save(self, model: Model, seq_id: int, work: Save) -> OperationResult:

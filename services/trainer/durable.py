@@ -109,9 +109,10 @@ class DurableStore:
         if self._writers:
             await asyncio.wait(list(self._writers.values()))
 
-    async def exists(self, model_id: str) -> bool:
-        """Whether the model has a durable snapshot."""
-        return await self._pointers.durable(model_id) is not None
+    async def pointer(self, model_id: str) -> int | None:
+        """Operation in the model's durable snapshot; None when it has none."""
+        found = await self._pointers.durable(model_id)
+        return None if found is None else found[0]
 
     async def read(self, model_id: str) -> DurableSnapshot | None:
         """The model's durable snapshot; None when it has none.

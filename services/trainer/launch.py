@@ -23,9 +23,7 @@ def launch_command(ranks: int, master_port: int, args: list[str], gpus: Sequence
     OMP_NUM_THREADS is set to an equal share of the cores unless the environment sets it. `gpus` names
     the GPU of each rank; without it a CUDA_VISIBLE_DEVICES in the environment chooses them.
     """
-    world = base64.urlsafe_b64encode(
-        json.dumps({"localhost": list(gpus) or _devices(ranks)}).encode()
-    ).decode()
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": _devices(ranks, gpus)}).encode()).decode()
     return [
         sys.executable,
         "-m",
@@ -41,16 +39,14 @@ def launch_command(ranks: int, master_port: int, args: list[str], gpus: Sequence
     ]
 
 
-def _devices(ranks: int) -> list[int | str]:
+def _devices(ranks: int, gpus: Sequence[str]) -> list[int] | list[str]:
     """Device of each rank; the launcher would otherwise ignore CUDA_VISIBLE_DEVICES."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    visible = list(gpus) or [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not visible:
         return list(range(ranks))
     if len(visible) < ranks:
-        raise ValueError(
-            f"CUDA_VISIBLE_DEVICES names {len(visible)} devices; {ranks} trainer ranks need {ranks}"
-        )
-    return list(visible[:ranks])
+        raise ValueError(f"{ranks} trainer ranks need {ranks} GPUs, and {', '.join(visible)} are given")
+    return visible[:ranks]
 
 
 def main() -> None:

@@ -96,9 +96,10 @@ def cispo(
 def dro(
     logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
 ) -> tuple[Tensor, RowMetrics]:
-    """-sum(lp * A - beta / 2 * (lp - q)^2), over the positions with an advantage."""
+    """-sum(lp * A - beta / 2 * (lp - q)^2), over the sampled positions: a sampled token whose advantage is
+    zero keeps its penalty."""
     advantages = inputs["advantages"]
-    penalty = 0.5 * config["beta"] * _log_ratio(logprobs, inputs).square()
+    penalty = 0.5 * config["beta"] * _masked(_sampled(inputs), logprobs - inputs["logprobs"]).square()
     loss = -(_masked(advantages, logprobs) * advantages - penalty).sum()
     return loss, _policy_metrics(logprobs, inputs)
 
@@ -123,6 +124,11 @@ def gspo(
         "importance_ratio": _masked(metrics["sampled_tokens"], metrics["sampled_tokens"] * sequence.exp()),
         "clipped_tokens": clipped.sum(),
     }
+
+
+def _sampled(inputs: Mapping[str, Tensor]) -> Tensor:
+    """bool [N]. By the SDK's convention a position that was not sampled has logprob 0 and advantage 0."""
+    return (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
 
 
 def _masked(selector: Tensor, values: Tensor) -> Tensor:
@@ -161,8 +167,7 @@ def _clipped_surrogate(
 
 def _policy_metrics(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> RowMetrics:
     """Sums over the sampled tokens, of r and of the k1 and k2 estimates of KL(sampler || learner)."""
-    # By the SDK's convention a position that was not sampled has logprob 0 and advantage 0.
-    sampled = (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
+    sampled = _sampled(inputs)
     log_ratio = _masked(sampled, logprobs.detach() - inputs["logprobs"])
     return {
         "sampled_tokens": sampled.sum(),

@@ -60,9 +60,10 @@ class Residency:
         await self.durable.settle(model_id)
         model = self._models.get(model_id)
         if model is not None:
-            if model.durable_seq < 0:
+            pointer = await self.durable.pointer(model_id)
+            if pointer is None:
                 raise SnapshotNotFound(f"model {model_id} has no durable snapshot yet")
-            return model.durable_seq
+            return pointer
         snapshot = await self.durable.read(model_id)
         if snapshot is None:
             raise SnapshotNotFound(f"model {model_id} has no durable snapshot")

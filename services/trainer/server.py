@@ -119,7 +119,7 @@ class _Server:
             CheckpointStore(data, config.base_model),
             Publisher(data, config.base_model, self._broadcaster),
             self._residency.durable.changed,
-            self._residency.durable.exists,
+            self._residency.durable.pointer,
         )
         self._executor = Executor(
             world,

@@ -181,7 +181,12 @@ class World:
         try:
             self._channel.send(command)
             answer = execute(self._engine, self._channel, command)
-        except (TinsmithError, WorldFailure):
+        except TinsmithError:
+            if isinstance(command, OptimStep):
+                # Refused, and the gradient dropped: what came before is settled.
+                self._changed_by[command.model_id] = command.seq_id
+            raise
+        except WorldFailure:
             raise
         except Exception as error:
             raise WorldFailure(f"{type(command).__name__}: {type(error).__name__}: {error}") from error

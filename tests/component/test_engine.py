@@ -180,7 +180,7 @@ def test_tenants_in_one_batch_train_as_if_alone(engine: Engine) -> None:
         "c": (LoraSpec(16, 3, train_attn=False), op("c", 1), [ce_row(4, 5, columns=2)]),
         "d": (LoraSpec(4, 4), op("d", 1, forward_only=True), [ce_row(5, 11)]),
     }
-    alone = {}
+    alone: dict[str, tuple[list[np.ndarray], dict[str, float], np.ndarray]] = {}
     for model_id, (lora, operation, rows) in tenants.items():
         trained_model(engine, model_id, lora, seed=len(alone))
         results = engine.run_pass(work((operation, rows)))

@@ -191,6 +191,26 @@ def test_a_model_that_could_not_be_created_answers_every_operation(world: Traine
     assert "not created" in model.step().error.message
 
 
+def test_a_gradient_that_is_not_finite_is_dropped_and_its_refusal_kept(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(18)
+    model.create()
+    before = model.forward(data)
+    huge = forward_backward(data)
+    for datum in huge.data:
+        weights = np.full(datum.loss_inputs["weights"].shape[0], 3e38, "<f4")
+        datum.loss_inputs["weights"].data = weights.tobytes()
+    model.run(forward_backward=huge)
+    refused = model.step()
+    assert (refused.error.code, refused.error.category) == (
+        "non_finite_gradient",
+        types_pb2.ERROR_CATEGORY_USER,
+    )
+    world.wait_durable(model.model_id, 3)
+    assert model.step().optim_step.metrics["skipped"] == 1
+    for a, b in zip(before, model.forward(data), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def save(name: str, overwrite: bool = False) -> operation_pb2.SaveState:
     return operation_pb2.SaveState(checkpoint_id=f"weights/{name}", overwrite=overwrite)
 

@@ -77,3 +77,24 @@ def test_a_model_of_another_form_is_refused(text: str) -> None:
 def test_options_that_no_cluster_can_have_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         plan.check(options(tmp_path, **changes))
+
+
+def test_trainers_and_samplers_get_the_gpus_in_turn(tmp_path: Path) -> None:
+    planned = plan.processes(
+        options(tmp_path, device="cuda", gpus=("0", "1", "2", "3"), trainer_ranks=1), [1, 2], launch
+    )
+    visible = {process.name: process.env.get("CUDA_VISIBLE_DEVICES") for process in planned}
+    assert visible == {
+        "gateway-0": None,
+        "trainer-0": "0",
+        "sampler-0": "2",
+        "trainer-1": "1",
+        "sampler-1": "3",
+    }
+    assert planned[1].argv[-1] == "0"
+    assert planned[2].argv[-2:] == ("--gpu-memory-utilization", "0.9")
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="--trainer-ranks 2"):
+        plan.check(options(tmp_path, device="cuda", gpus=("0",), trainer_ranks=2))

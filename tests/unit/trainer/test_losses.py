@@ -72,7 +72,9 @@ def reference(name: str, lp: torch.Tensor, inputs: dict[str, torch.Tensor], **co
     if name == "importance_sampling":
         return -(ratio * advantages).sum()
     if name == "dro":
-        return -(mine * advantages - config["beta"] / 2 * (mine - q[counts]) ** 2).sum()
+        sampled = counts | (inputs["logprobs"] != 0)
+        distance = ((lp - q)[sampled] ** 2).sum()
+        return config["beta"] / 2 * distance - (mine * advantages).sum()
     low, high = (
         inputs[f"clip_{side}_threshold"][counts].double()
         if f"clip_{side}_threshold" in inputs
@@ -135,7 +137,7 @@ def assert_same_as_reference(
     leaf = lp.double().requires_grad_()
     expected = reference(name, leaf, inputs, **config)
     (expected_gradient,) = torch.autograd.grad(expected, leaf)
-    assert loss == pytest.approx(float(expected), rel=1e-5, abs=1e-5)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-5, abs=1e-5)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
     return gradient
 
@@ -162,13 +164,17 @@ def test_the_defaults_clip_where_the_contract_says(name: str) -> None:
 @pytest.mark.parametrize("given", [("low", "high"), ("low",), ("high",)])
 @pytest.mark.parametrize("name", CLIPPED_LOSSES)
 def test_thresholds_of_a_token_override_the_setting(name: str, given: tuple[str, ...]) -> None:
-    lp, inputs = episode(name)
-    without, _ = loss_and_gradient(name, lp, CLIP, **inputs)
     per_token = {"low": torch.linspace(0.7, 1.0, 40), "high": torch.linspace(1.0, 1.6, 40).flip(0)}
-    for side in given:
-        inputs[f"clip_{side}_threshold"] = per_token[side]
-    assert_same_as_reference(name, lp, inputs, CLIP, **CLIP)
-    assert loss_and_gradient(name, lp, CLIP, **inputs)[0] != without
+    changes = 0
+    # Away from the sampler in both directions, so that gspo's one ratio comes to either bound.
+    for shift in (-0.1, 0.1):
+        lp, inputs = episode(name)
+        without, _ = loss_and_gradient(name, lp + shift, CLIP, **inputs)
+        for side in given:
+            inputs[f"clip_{side}_threshold"] = per_token[side]
+        assert_same_as_reference(name, lp + shift, inputs, CLIP, **CLIP)
+        changes += loss_and_gradient(name, lp + shift, CLIP, **inputs)[0] != without
+    assert changes
 
 
 @pytest.mark.parametrize(
@@ -188,13 +194,14 @@ def test_ppo_stops_learning_beyond_the_bound_that_the_advantage_pushes_to(
     ratio: float, advantage: float, loss: float, learns: bool
 ) -> None:
     q = torch.tensor([-1.0])
-    # The nearest float32 to a power of two's logarithm gives that power exactly.
-    lp = q + torch.tensor([ratio]).log() if ratio != 1.5 else q + torch.tensor([1.5]).log()
+    lp = q + torch.tensor([ratio]).log()
     inputs = {"logprobs": q, "advantages": torch.tensor([advantage])}
     exact = float(torch.exp(lp - q))
-    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5}
-    if ratio in (0.5, 1.5):
-        config["clip_low_threshold" if ratio == 0.5 else "clip_high_threshold"] = exact
+    # A ratio that is meant to be on a bound is on it to the bit.
+    config = {
+        "clip_low_threshold": exact if ratio == 0.5 else 0.5,
+        "clip_high_threshold": exact if ratio == 1.5 else 1.5,
+    }
     result, gradient = loss_and_gradient("ppo", lp, config, **inputs)
     assert result == pytest.approx(loss)
     assert float(gradient) == (pytest.approx(-exact * advantage) if learns else 0.0)
@@ -233,7 +240,6 @@ def test_a_logprob_that_is_not_a_number_and_counts_does_not_pass_for_a_zero_grad
     lp[30] = math.nan
     loss, gradient = loss_and_gradient(name, lp, settings_of(name), **inputs)
     assert math.isnan(loss)
-    # cispo's gradient is the weight alone.
     assert not gradient.isfinite().all()
 
 
@@ -245,14 +251,22 @@ def test_garbage_without_an_advantage_changes_no_bit_of_loss_and_gradient(name: 
     lp = lp.clone()
     lp[:10] = garbage
     inputs["logprobs"] = inputs["logprobs"].clone()
-    inputs["logprobs"][5:10] = -1e30
+    if name != "dro":  # where a logprob marks a position as sampled, which counts
+        inputs["logprobs"][5:10] = -1e30
     loss, gradient = loss_and_gradient(name, lp, settings_of(name), **inputs)
     assert loss == clean[0]
     assert torch.equal(gradient, clean[1])
     assert gradient[:10].tolist() == [0.0] * 10
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_dro_holds_a_sampled_token_without_advantage_to_its_logprob() -> None:
+    lp, q = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, 0.0])
+    loss, gradient = loss_and_gradient("dro", lp, {"beta": 0.4}, logprobs=q, advantages=torch.zeros(3))
+    assert loss == pytest.approx(0.5 * 0.4 * 0.5**2)
+    assert gradient.tolist() == pytest.approx([0.4 * 0.5, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "dro"])
 def test_a_datum_without_any_advantage_contributes_exactly_nothing(name: str) -> None:
     lp, inputs = episode(name)
     inputs["advantages"] = torch.zeros(40)
@@ -330,6 +344,21 @@ def test_positions_that_were_not_sampled_do_not_count_in_the_metrics() -> None:
         "kl_k1": 0,
         "kl_k2": 0,
     }
+
+
+def test_a_token_without_an_advantage_is_never_a_clipped_one() -> None:
+    lp, inputs = episode("cispo")
+    inputs["advantages"][10:] = 0.0
+    for low, high in ((2.0, 3.0), (0.1, 0.2)):
+        config = {"clip_low_threshold": low, "clip_high_threshold": high}
+        _, parts = LOSSES["cispo"].compute(lp, inputs, config)
+        assert float(parts["clipped_tokens"]) == 0.0
+
+
+def test_a_sequence_without_a_ratio_counts_as_on_policy_in_the_metrics() -> None:
+    lp, inputs = episode("gspo")
+    empty = {**inputs, "advantages": torch.zeros(40), "sequence_ratio_mask": torch.zeros(40)}
+    assert metric_parts("gspo", lp, empty)["importance_ratio"] == 30.0
 
 
 def test_without_a_sampled_token_there_are_no_means() -> None:

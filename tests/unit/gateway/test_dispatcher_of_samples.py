@@ -1,0 +1,183 @@
+"""Dispatch of samples, against scripted samplers and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import redis.asyncio
+from scripted_services import BASE, ScriptedSampler, serving
+
+from services.common import ids, registry
+from services.common.errors import SnapshotNotFound
+from services.common.journal import Journal
+from services.gateway import sample_dispatcher as module
+from services.gateway.futures import Futures
+from services.gateway.sample_dispatcher import SampleDispatcher, SampleSettings
+from services.gateway.stores import SamplingSessionRecord, SamplingSessionStore
+from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+
+SESSION = ids.sampling_session_id("s", 0)
+
+
+class Gateway:
+    """The sampling half of a gateway."""
+
+    def __init__(self, client: redis.asyncio.Redis, name: str) -> None:
+        self.name = name
+        self.journal = Journal(client)
+        self.futures = Futures(client)
+        self.dispatcher = SampleDispatcher(client, self.journal, name, SampleSettings(dead_after=0.2))
+
+    async def sample(self, seq_id: int, prompt: bytes = b"") -> str:
+        request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, seq_id), num_samples=1)
+        request.prompt.data = prompt
+        payload = request.SerializeToString()
+        request_id = await self.journal.accept_sample(SESSION, seq_id, payload, self.name)
+        await self.dispatcher.submit(request_id, request)
+        return request_id
+
+    async def result(self, request_id: str, within: float = 10) -> operation_pb2.OperationResult:
+        view = await self.futures.wait(request_id, within)
+        assert view.state == "done", f"{request_id} is {view.state}: {view.queue_state_reason}"
+        return operation_pb2.OperationResult.FromString(view.result or b"")
+
+    async def tokens(self, request_id: str) -> bytes:
+        result = await self.result(request_id)
+        assert result.HasField("sample"), result
+        return result.sample.sequences[0].tokens.data
+
+
+GatewayFactory = Callable[..., Awaitable[Gateway]]
+
+
+@asynccontextmanager
+async def started(client: redis.asyncio.Redis, name: str) -> AsyncIterator[Gateway]:
+    """A live, announced gateway."""
+    record = registry.ServiceRecord(kind="gateway", id=name, address="127.0.0.1:1")
+    announcer = registry.Announcer(client, record)
+    await announcer.start()
+    gateway = Gateway(client, name)
+    await gateway.futures.start()
+    await gateway.dispatcher.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.dispatcher.stop()
+        await gateway.futures.stop()
+        await announcer.stop()
+
+
+@pytest.fixture
+async def gateway_on(
+    redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[GatewayFactory]:
+    """Starts gateways, and stops them after the test."""
+    monkeypatch.setattr(module, "_AUDIT_S", 0.1)
+    await SamplingSessionStore(redis_client).create_if_absent(
+        SamplingSessionRecord(sampling_session_id=SESSION, session_id="s", owner="ann", base_model=BASE)
+    )
+    async with AsyncExitStack() as running:
+
+        async def start(name: str = "gateway-0") -> Gateway:
+            return await running.enter_async_context(started(redis_client, name))
+
+        yield start
+
+
+async def test_a_sample_is_answered_and_a_repeated_one_runs_once(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+        sampler.gate.clear()
+        request_id = await gateway.sample(0)
+        await sampler.arrived.wait()
+        assert await gateway.sample(0) == request_id
+        other = await gateway_on("gateway-1")
+        await other.sample(0)
+        await asyncio.sleep(0.1)
+        sampler.gate.set()
+        assert await gateway.tokens(request_id) == b"a"
+        await gateway.sample(0)
+        await asyncio.sleep(0.3)
+        assert sampler.served == [request_id]
+        assert await gateway.journal.samples_of("gateway-0") == set()
+        assert await gateway.journal.samples_of("gateway-1") == set()
+
+
+async def test_the_samples_of_a_dead_replica_are_run_by_another(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    dying, living = ScriptedSampler("dying"), ScriptedSampler("living")
+    dying.gate.clear()
+    async with serving(redis_client, dying, "sampler-0") as first:
+        gateway = await gateway_on()
+        requests = [await gateway.sample(seq_id) for seq_id in range(5)]
+        await dying.arrived.wait()
+        async with serving(redis_client, living, "sampler-1"):
+            await first.kill()
+            assert [await gateway.tokens(name) for name in requests] == [b"living"] * 5
+    assert sorted(living.served) == requests
+
+
+async def test_without_a_sampler_samples_wait_and_say_why(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    gateway = await gateway_on()
+    request_id = await gateway.sample(0)
+    view = await gateway.futures.wait(request_id, 0.3)
+    assert (view.state, view.queue_state) == ("pending", "paused_capacity")
+    assert view.queue_state_reason is not None
+    assert BASE in view.queue_state_reason
+    async with serving(redis_client, ScriptedSampler("a"), "sampler-0"):
+        assert await gateway.tokens(request_id) == b"a"
+
+
+async def test_a_stopped_gateway_leaves_its_samples_to_its_next_start(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    async with started(redis_client, "gateway-0") as stopping:
+        request_id = await stopping.sample(0)
+    async with serving(redis_client, ScriptedSampler("a"), "sampler-0"):
+        again = await gateway_on("gateway-0")
+        assert await again.tokens(request_id) == b"a"
+
+
+async def test_a_dead_gateways_samples_are_taken_over(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    async with serving(redis_client, ScriptedSampler("a"), "sampler-0") as sampler:
+        other = await gateway_on("gateway-1")
+        await sampler.kill()
+        async with started(redis_client, "gateway-0") as dying:
+            requests = [await dying.sample(seq_id) for seq_id in range(3)]
+    async with serving(redis_client, ScriptedSampler("b"), "sampler-0"):
+        assert [await other.tokens(name) for name in requests] == [b"b"] * 3
+    assert await other.journal.samples_of("gateway-0") == set()
+
+
+async def test_a_failure_caused_by_the_request_is_the_result(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+    sampler.answer = _refuse
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+        error = (await gateway.result(await gateway.sample(0))).error
+        assert (error.category, error.message) == (types_pb2.ERROR_CATEGORY_USER, "too long")
+        sampler.answer = _not_found
+        error = (await gateway.result(await gateway.sample(1))).error
+        assert error.code == "snapshot_not_found"
+
+
+def _refuse(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+    error = types_pb2.Error(category=types_pb2.ERROR_CATEGORY_USER, code="too_long", message="too long")
+    return sampler_pb2.SampleResponse(error=error)
+
+
+def _not_found(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+    raise SnapshotNotFound("snapshot 3 of s:train:0 is not stored")

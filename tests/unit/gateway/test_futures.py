@@ -1,0 +1,102 @@
+"""Waiting for results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from services.common import ids
+from services.common.errors import InvalidRequest
+from services.common.journal import Journal
+from services.gateway.futures import Futures
+
+SESSION = ids.sampling_session_id("s", 0)
+
+
+@pytest.fixture
+async def futures(redis_client: redis.asyncio.Redis) -> AsyncIterator[Futures]:
+    found = Futures(redis_client)
+    await found.start()
+    yield found
+    await found.stop()
+
+
+async def sample(client: redis.asyncio.Redis, seq_id: int) -> str:
+    return await Journal(client).accept_sample(SESSION, seq_id, b"request", "gateway-0", owner="ann")
+
+
+async def test_a_waiter_is_woken_by_the_result_and_can_fetch_it_again(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await Journal(redis_client).publish_sample_result(request_id, b"result")
+    async with asyncio.timeout(1):
+        view = await waiting
+    assert (view.state, view.result, view.owner) == ("done", b"result", "ann")
+    assert await futures.wait(request_id, 10) == view
+
+
+async def test_a_wait_that_runs_out_says_pending(redis_client: redis.asyncio.Redis, futures: Futures) -> None:
+    request_id = await sample(redis_client, 1)
+    view = await futures.wait(request_id, 0.05)
+    assert (view.state, view.result, view.queue_state) == ("pending", None, "active")
+    await Journal(redis_client).note_waiting(request_id, "no sampler")
+    view = await futures.wait(request_id, 0)
+    assert (view.queue_state, view.queue_state_reason) == ("paused_capacity", "no sampler")
+
+
+async def test_an_unknown_request_is_known_to_be_unknown(futures: Futures) -> None:
+    assert (await futures.wait(ids.request_id(SESSION, 5), 10)).state == "unknown"
+    with pytest.raises(InvalidRequest):
+        await futures.wait("nonsense", 10)
+
+
+async def test_thousands_wait_over_one_subscription(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    count = 3000
+    requests = await asyncio.gather(*(sample(redis_client, seq_id) for seq_id in range(count)))
+    waits = [asyncio.create_task(futures.wait(request_id, 30)) for request_id in requests]
+    await asyncio.sleep(0.3)
+    clients = await redis_client.info("clients")
+    assert clients["pubsub_clients"] == 1 if "pubsub_clients" in clients else True
+    journal = Journal(redis_client)
+    for start in range(0, count, 200):
+        batch = requests[start : start + 200]
+        await asyncio.gather(*(journal.publish_sample_result(name, name.encode()) for name in batch))
+    views = await asyncio.gather(*waits)
+    assert [view.result for view in views] == [name.encode() for name in requests]
+    assert not futures._waiters
+
+
+async def test_waiters_survive_the_loss_of_the_subscription(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 30))
+    await asyncio.sleep(0.1)
+    assert await redis_client.execute_command("CLIENT", "KILL", "TYPE", "pubsub") == 1
+    # Published while nobody listens.
+    await Journal(redis_client).publish_sample_result(request_id, b"result")
+    async with asyncio.timeout(10):
+        assert (await waiting).result == b"result"
+
+
+async def test_a_cancelled_waiter_leaves_nothing_behind(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 30))
+    other = asyncio.create_task(futures.wait(request_id, 30))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await Journal(redis_client).publish_sample_result(request_id, b"result")
+    assert (await other).result == b"result"
+    assert waiting.cancelled()
+    assert not futures._waiters

@@ -1,0 +1,40 @@
+"""Which cores and GPUs each computing process gets."""
+
+from __future__ import annotations
+
+from services.launcher.placement import places
+
+
+def test_processes_with_enough_cores_are_bound_to_cores_of_their_own() -> None:
+    trainer, sampler = places([2, 1], tuple(range(6)), ())
+    assert (trainer.threads, trainer.cores) == (2, (0, 1, 2, 3))
+    assert (sampler.threads, sampler.cores) == (2, (4, 5))
+
+
+def test_with_one_core_each_the_kernel_chooses_and_nothing_spins() -> None:
+    assert [(place.threads, place.cores) for place in places([1, 1], (0, 1), ())] == [(1, ()), (1, ())]
+
+
+def test_with_fewer_cores_than_processes_each_still_has_a_thread() -> None:
+    assert {place.threads for place in places([2, 1, 1], (0, 1), ())} == {1}
+
+
+def test_each_process_gets_a_gpu_of_its_own_while_there_are_some() -> None:
+    trainer, sampler = places([2, 1], range(16), ("0", "1", "2"))
+    assert trainer.gpus == ("0", "1")
+    assert sampler.gpus == ("2",)
+    assert sampler.gpu_memory == 0.9
+    assert trainer.cores == ()
+
+
+def test_one_gpu_is_shared_and_the_sampler_leaves_room() -> None:
+    trainer, sampler = places([1, 1], (0, 1), ("GPU-a",))
+    assert trainer.gpus == sampler.gpus == ("GPU-a",)
+    assert sampler.gpu_memory == 0.4
+    crowded = places([1, 1, 1, 1], (0, 1), ("0",))
+    assert sum(place.gpu_memory for place in crowded[1:]) < 0.7
+
+
+def test_the_ranks_of_a_process_never_share_a_gpu() -> None:
+    for place in places([3, 3, 1], range(4), ("0", "1", "2", "3")):
+        assert len(set(place.gpus)) == len(place.gpus)

@@ -1,0 +1,100 @@
+"""The tinsmith command, as far as it gets without a cluster."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import Unavailable
+from services.launcher import cli, plan, up
+from services.launcher.progress import Progress
+
+
+def test_up_without_a_model_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up"]) == 2
+    assert "tinsmith up --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--model", "nonsense"], "NAME=PATH_OR_HUB_ID"),
+        (["--model", "a/b=/no/such/place"], "no directory"),
+        (["--model", "a/b=org/model", "--samplers", "0"], "--samplers"),
+        (["--model", "a/b=org/model", "--port", "70000"], "--port"),
+    ],
+)
+def test_up_says_what_to_change(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["up", "--data-dir", str(tmp_path), *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_sizes_that_make_no_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", "tiny", str(tmp_path / "tiny"), "--vocab", "3"]) == 2
+    assert "vocab" in capsys.readouterr().err
+
+
+def test_status_of_a_directory_where_nothing_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINSMITH_REDIS_URL", raising=False)
+    assert cli.main(["status", "--data-dir", str(tmp_path), "--json"]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["processes"] == []
+    assert "no cluster runs" in report["error"]
+
+
+def test_the_api_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    file = tmp_path / "api_key"
+    key = up.api_key(file)
+    assert key.startswith("tml-")
+    assert len(key) > 40
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert up.api_key(file) == key
+
+
+def test_a_second_cluster_on_a_directory_is_refused(tmp_path: Path) -> None:
+    options = plan.Options((plan.Model("a/b", "org/model"),), tmp_path)
+    (tmp_path / "run").mkdir()
+    with up._lock(tmp_path), pytest.raises(Unavailable, match="already runs"):
+        up.up(options, None, False)
+
+
+def test_a_serving_cluster_shows_errors_and_its_own_warnings_but_no_chatter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "gateway-0.log"
+    progress = Progress(tmp_path, verbose=False)
+    log.write_text("12:00:00 WARNING [gateway-0] while starting\n")
+    progress.follow()
+    progress.ready("http://127.0.0.1:1", "127.0.0.1:2", "tml-key")
+    capsys.readouterr()
+    with log.open("a") as file:
+        file.write("12:00:01 WARNING [gateway-0] ours\n(EngineCore) WARNING 11-21 theirs\n")
+        file.write("12:00:02 INFO    [gateway-0] quiet\nValueError: loud\nERROR half a li")
+    progress.follow()
+    shown = capsys.readouterr().out
+    assert "ours" in shown
+    assert "ValueError: loud" in shown
+    assert not any(word in shown for word in ("theirs", "quiet", "half", "while starting"))
+
+
+def test_a_terminal_that_was_closed_does_not_keep_the_cluster_from_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    progress = Progress(tmp_path, verbose=False)
+    progress.note("stopping")
+    progress.note("stopped")

@@ -1,0 +1,134 @@
+"""Training state on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import DataLoss, InvalidRequest, NotFound
+from services.common.paths import DataDir
+from services.trainer.checkpoints import CheckpointStore, read_state
+from services.trainer.plan import ModelState
+from services.trainer.publisher import read_snapshot, write_snapshot
+from services.trainer.storage import publish_directory
+
+MODEL = "s:train:0"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(DataDir(tmp_path), "org/base")
+
+
+def test_what_is_loaded_is_what_was_saved(store: CheckpointStore, model_state: ModelState) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    loaded = store.load(MODEL, "weights/a")
+    assert loaded.state == model_state
+    assert (loaded.meta.seq_id, loaded.meta.base_model) == (5, "org/base")
+
+
+def test_files_are_safetensors_and_json_only(
+    store: CheckpointStore, model_state: ModelState, tmp_path: Path
+) -> None:
+    size = store.save(MODEL, 5, "weights/a", False, model_state)
+    directory = DataDir(tmp_path).checkpoint(MODEL, "weights/a")
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == ["adapter.safetensors", "meta.json", "optimizer.safetensors"]
+    assert size == sum(path.stat().st_size for path in directory.iterdir())
+    assert [path.name for path in directory.parent.iterdir()] == ["a"]
+
+
+def test_a_repeat_of_the_same_operation_changes_nothing(
+    store: CheckpointStore, model_state: ModelState
+) -> None:
+    size = store.save(MODEL, 5, "weights/a", False, model_state)
+    other = ModelState(model_state.lora, {}, {}, 0)
+    assert store.save(MODEL, 5, "weights/a", False, other) == size
+    assert store.load(MODEL, "weights/a").state == model_state
+
+
+def test_a_replay_does_not_undo_a_later_overwrite(store: CheckpointStore, model_state: ModelState) -> None:
+    later = ModelState(model_state.lora, model_state.adapter, {}, 0)
+    store.save(MODEL, 9, "weights/a", True, later)
+    store.save(MODEL, 5, "weights/a", True, model_state)
+    assert store.load(MODEL, "weights/a").state == later
+
+
+def test_a_taken_name_needs_overwrite(store: CheckpointStore, model_state: ModelState) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    with pytest.raises(InvalidRequest, match="overwrite"):
+        store.save(MODEL, 6, "weights/a", False, model_state)
+    later = ModelState(model_state.lora, model_state.adapter, {}, 0)
+    store.save(MODEL, 7, "weights/a", True, later)
+    assert store.load(MODEL, "weights/a").state == later
+
+
+def test_a_missing_checkpoint_is_the_users_error(store: CheckpointStore) -> None:
+    with pytest.raises(NotFound, match=r"tinker://s:train:0/weights/none"):
+        store.load(MODEL, "weights/none")
+
+
+def test_a_checkpoint_of_another_base_model_is_refused(
+    store: CheckpointStore, model_state: ModelState, tmp_path: Path
+) -> None:
+    CheckpointStore(DataDir(tmp_path), "org/other").save(MODEL, 1, "weights/a", False, model_state)
+    with pytest.raises(InvalidRequest, match="org/other"):
+        store.load(MODEL, "weights/a")
+
+
+@pytest.mark.parametrize("name", ["adapter.safetensors", "optimizer.safetensors", "meta.json"])
+def test_damage_is_noticed(
+    store: CheckpointStore, model_state: ModelState, tmp_path: Path, name: str
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    path = DataDir(tmp_path).checkpoint(MODEL, "weights/a") / name
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataLoss):
+        store.load(MODEL, "weights/a")
+
+
+def test_an_incomplete_directory_is_not_a_state(
+    store: CheckpointStore, model_state: ModelState, tmp_path: Path
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    directory = DataDir(tmp_path).checkpoint(MODEL, "weights/a")
+    (directory / "optimizer.safetensors").unlink()
+    with pytest.raises(DataLoss):
+        read_state(directory)
+    assert read_state(tmp_path / "nothing") is None
+
+
+def test_a_failed_publish_leaves_the_old_directory_and_no_litter(tmp_path: Path) -> None:
+    target = tmp_path / "here"
+    publish_directory(target, {"a": lambda path: path.write_text("old")}, replace=False)
+
+    def fail(path: Path) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        publish_directory(target, {"a": lambda path: path.write_text("new"), "b": fail}, replace=True)
+    assert (target / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
+    target = tmp_path / "here"
+    publish_directory(target, {"a": lambda path: path.write_text("old")}, replace=False)
+    with pytest.raises(FileExistsError):
+        publish_directory(target, {"b": lambda path: path.write_text("new")}, replace=False)
+    publish_directory(target, {"b": lambda path: path.write_text("new")}, replace=True)
+    assert [path.name for path in target.iterdir()] == ["b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_a_snapshot_is_written_once_in_peft_format(tmp_path: Path, model_state: ModelState) -> None:
+    target = tmp_path / "7"
+    assert read_snapshot(target) is None
+    write_snapshot(target, "org/base", model_state.lora, model_state.adapter)
+    assert read_snapshot(target) == model_state.adapter
+    config = json.loads((target / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 32, ["lm_head"])
+    with pytest.raises(FileExistsError):
+        write_snapshot(target, "org/base", model_state.lora, model_state.adapter)
