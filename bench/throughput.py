@@ -27,7 +27,7 @@ from .stack import (
 LEARNING_RATE = 1e-4
 TRAIN_ROWS, TRAIN_TOKENS = 16, 128
 SAMPLE_ROWS, PROMPT_TOKENS, NEW_TOKENS = 32, 64, 64
-REPETITIONS = 7
+TRAIN_REPETITIONS, SAMPLE_REPETITIONS = 7, 5
 
 
 def training(stack: Stack) -> Row:
@@ -40,7 +40,7 @@ def training(stack: Stack) -> Row:
         train(model, data, LEARNING_RATE)
         loop.step(batch)
     ours, bare = alternate(
-        REPETITIONS,
+        TRAIN_REPETITIONS,
         lambda _: seconds(lambda: train(model, data, LEARNING_RATE)),
         lambda _: seconds(lambda: loop.step(batch)),
     )
@@ -76,11 +76,11 @@ def _compare(
 ) -> tuple[list[float], list[float]]:
     # New prompts every time, so that neither side finds them in its prefix cache.
     rng = np.random.default_rng(4)
-    prompts = [random_tokens(rng, stack.vocab, SAMPLE_ROWS, PROMPT_TOKENS) for _ in range(REPETITIONS + 1)]
+    prompts = [random_tokens(rng, stack.vocab, SAMPLE_ROWS, PROMPT_TOKENS) for _ in range(SAMPLE_REPETITIONS + 1)]
     bare.generate(prompts[-1], 8, adapter)
     _sample(client, prompts[-1], 8)
     ours, theirs = alternate(
-        REPETITIONS,
+        SAMPLE_REPETITIONS,
         lambda number: seconds(lambda: _sample(client, prompts[number], NEW_TOKENS)),
         lambda number: bare.generate(prompts[number], NEW_TOKENS, adapter),
     )

@@ -8,6 +8,7 @@ snapshot covers it, or when repeating it would change nothing.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ IDLE_AFTER_S = 60.0
 
 _MAX_SEQ_ID = 2**53 - 1
 _READ_ENTRIES = 512
+_THREAD_ABOVE_BYTES = 256 * 1024
+"""Larger operations are hashed off the event loop."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,10 @@ class Journal:
         model_id, seq_id = operation.model_id, operation.seq_id
         if not 0 <= seq_id <= _MAX_SEQ_ID:
             raise InvalidRequest(f"seq_id must be 0 to {_MAX_SEQ_ID}, not {seq_id}")
-        payload = operation.SerializeToString(deterministic=True)
+        if operation.ByteSize() > _THREAD_ABOVE_BYTES:
+            payload, digest = await asyncio.to_thread(_payload, operation)
+        else:
+            payload, digest = _payload(operation)
         request_id = ids.request_id(model_id, seq_id)
         kind = operation.WhichOneof("kind")
         used = errors.to_pb(
@@ -146,7 +152,7 @@ class Journal:
             ],
             seq_id,
             payload,
-            hashlib.sha256(payload).digest(),
+            digest,
             owner,
             error_result(operation.refused) if kind == "refused" else b"",
             operation.create_model.base_model if kind == "create_model" else "",
@@ -384,6 +390,12 @@ class Journal:
             return False
         await self._redis.srem(keys.gateway_samples(gateway.decode()), request_id)
         return True
+
+
+def _payload(operation: operation_pb2.Operation) -> tuple[bytes, bytes]:
+    """(serialized operation, its SHA-256)."""
+    payload = operation.SerializeToString(deterministic=True)
+    return payload, hashlib.sha256(payload).digest()
 
 
 def error_result(error: errors.types_pb2.Error) -> bytes:

@@ -14,6 +14,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common import keys
+from services.common.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +79,7 @@ class Announcer:
 
     async def stop(self) -> None:
         """Takes the record away."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancel_all([self._task])
         await self._redis.delete(keys.service(self.record.kind, self.record.id))
 
     async def _announce(self) -> None:

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from services.common import registry, rpc
 from services.common.errors import TinsmithError, TooLarge, Unavailable
 from services.common.registry import ServiceRecord
+from services.common.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +60,9 @@ class Directory:
         self._task = asyncio.create_task(self._keep_refreshing(), name=f"directory of {self._kind}s")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancel_all([self._task])
         channels, self._channels = self._channels, {}
-        for closing in list(self._closing):
-            closing.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await cancel_all(self._closing)
         await asyncio.gather(*(channel.close() for channel in channels.values()))
 
     def listen(self, on_change: Callable[[], None]) -> None:

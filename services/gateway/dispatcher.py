@@ -14,10 +14,12 @@ from redis.exceptions import RedisError
 
 from services.common import ids, keys
 from services.common.journal import Journal
+from services.common.tasks import cancel_all
 from services.gateway.directory import Directory
 from services.gateway.dispatch_plan import DispatchSettings
 from services.gateway.leases import TTL_S, Lease, Leases
-from services.gateway.model_runner import ModelRunner, OnResult
+from services.gateway.model_runner import ModelRunner
+from services.gateway.result_writer import OnResult
 from services.gateway.stores import SessionStore
 from services.gateway.subscription import Subscription
 
@@ -69,10 +71,8 @@ class Dispatcher:
     async def stop(self) -> None:
         """Stops dispatching and gives all leases back; pending operations stay in the journal."""
         self._stopping = True
-        tasks = [*self._leading.values(), *([self._sweeper] if self._sweeper else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([self._sweeper])
+        await cancel_all(self._leading.values())
         await self._subscription.stop()
         await self._leases.stop()
         await self._trainers.stop()

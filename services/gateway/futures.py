@@ -14,6 +14,7 @@ from typing import Any, Literal
 import redis.asyncio
 
 from services.common import ids, keys
+from services.common.tasks import cancel_all
 from services.gateway.subscription import Subscription
 
 _BATCH = 128
@@ -56,9 +57,7 @@ class Futures:
         """Stops listening and ends all waits where they are."""
         await self._subscription.stop()
         self._wake_all()
-        for load in list(self._loads):
-            load.cancel()
-        await asyncio.gather(*self._loads, return_exceptions=True)
+        await cancel_all(self._loads)
 
     async def wait(self, request_id: str, timeout: float) -> FutureView:  # noqa: ASYNC109
         """The future when it is resolved, else as it is after `timeout` seconds (0 = now).

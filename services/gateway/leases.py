@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from services.common import keys
 from services.common.scripts import Script
+from services.common.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +62,7 @@ class Leases:
 
     async def stop(self) -> None:
         """Gives all leases back."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancel_all([self._task])
         await asyncio.gather(*(self.release(lease) for lease in list(self._held.values())))
 
     async def acquire(self, model_id: str, only_with_work: bool = False) -> Lease | float | None:

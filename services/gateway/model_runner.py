@@ -14,22 +14,20 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
 import grpc.aio
-from redis.exceptions import RedisError
 
 from services.common import errors
 from services.common.errors import Conflict, DataLoss, Internal, NotFound, SnapshotNotFound, TinsmithError
-from services.common.journal import Journal, JournalIndex, Published, error_result
+from services.common.journal import Journal, JournalIndex, error_result
 from services.common.registry import ServiceRecord
+from services.common.tasks import cancel_all
 from services.gateway import dispatch_plan
 from services.gateway.directory import Directory, call_error
 from services.gateway.dispatch_plan import Action, DispatchSettings, Gap, Position, Send
 from services.gateway.leases import Lease
+from services.gateway.result_writer import OnResult, ResultWriter
 from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
-
-OnResult = Callable[[operation_pb2.Operation, operation_pb2.OperationResult], Awaitable[None]]
-
 
 _GAP_CHECK_S = 1.0
 _NO_SNAPSHOT = (NotFound, SnapshotNotFound)
@@ -53,7 +51,7 @@ class ModelRunner:
         self._lease = lease
         self._journal = journal
         self._trainers = trainers
-        self._on_result = on_result
+        self._writer = ResultWriter(lease, journal, on_result)
         self._session_finished = session_finished
         self._settings = settings
         self._changed = asyncio.Event()
@@ -105,8 +103,9 @@ class ModelRunner:
 
     async def _advance(self) -> float | None:
         """Does all that can be done now; seconds until it is worth looking again, or None to stop."""
+        quiet = not self._calls
         index = await self._journal.index(self.model_id, self._position.cursor)
-        if not index.pending and not self._calls:
+        if not index.pending and quiet:
             return await self._idle()
         self._idle_since = None
         if index.closed:
@@ -126,7 +125,7 @@ class ModelRunner:
             self._incarnation = trainer.incarnation
             self._synchronised = await self._synchronise(trainer)
             return 0.0
-        return await self._send(index, trainer)
+        return await self._send(index, trainer, quiet)
 
     async def _idle(self) -> float | None:
         await self._resume()
@@ -183,11 +182,7 @@ class ModelRunner:
             "model_lost",
         )
         closing = error_result(errors.to_pb(lost))
-        self._note(
-            await self._journal.publish(
-                self.model_id, self._lease.epoch, index.lowest_pending, closing, closing=closing
-            )
-        )
+        await self._writer.close_model(index.lowest_pending, closing)
 
     async def _after_failed_restore(self, error: TinsmithError) -> None:
         action = dispatch_plan.after_failure(error, 1)
@@ -198,7 +193,7 @@ class ModelRunner:
         self._delay()
         await self._pause(self._missing_reason())
 
-    async def _send(self, index: JournalIndex, trainer: ServiceRecord) -> float:
+    async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
         bytes_under_way = sum(size for _, size in self._calls.values())
         step = dispatch_plan.plan(
             self._position,
@@ -222,8 +217,11 @@ class ModelRunner:
             await self._resume()
         if step.gap is None:
             self._gap = None
-        if self._calls or moved:
-            return _RECHECK_S if self._calls else 0.0
+        if self._calls:
+            return _RECHECK_S
+        if moved or not quiet:
+            # A call that ended since the index was read may have changed what it says.
+            return 0.0
         if step.gap is not None:
             return await self._wait_for_gap(step.gap)
         # Everything is sent and answered, and still something is pending: find out where things are.
@@ -296,7 +294,7 @@ class ModelRunner:
             if reply.result.WhichOneof("kind") is None:
                 raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
             if not send.replayed:
-                await self._resolve(operation, reply.result)
+                await self._writer.write(operation, reply.result)
             elif reply.result.HasField("error"):
                 await self._replay_failed(send.seq_id, errors.from_pb(reply.result.error))
             return
@@ -323,7 +321,7 @@ class ModelRunner:
         failed = operation_pb2.OperationResult(error=errors.to_pb(error))
         if action is Action.REPORT_LOST_RESULT:
             if not send.replayed:
-                await self._resolve(operation, failed, ran=True)
+                await self._writer.write(operation, failed, ran=True)
             return
         # The runner ends all calls when it synchronises, this one too: that is asked for last.
         if action is Action.AWAIT_TRAINER:
@@ -333,7 +331,7 @@ class ModelRunner:
             await self._replay_failed(send.seq_id, error)
         elif action is Action.FAIL:
             log.error("operation %d of %s failed: %s", send.seq_id, self.model_id, error.message)
-            await self._resolve(operation, failed)
+            await self._writer.write(operation, failed)
         self._synchronised = False
 
     async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:
@@ -346,51 +344,19 @@ class ModelRunner:
             await self._declare_lost(index, error)
         self._synchronised = False
 
-    async def _resolve(
-        self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult, ran: bool = False
-    ) -> None:
-        """Writes down what an operation came to; tries until it is written or the lease is lost.
-
-        `ran`: it took effect although the result is an error.
-        """
-        passes_over = not ran and dispatch_plan.replay_passes_over(operation, result)
-        attempt = 0
-        while not self._lease.lost:
-            try:
-                await self._on_result(operation, result)
-                self._note(
-                    await self._journal.publish(
-                        self.model_id,
-                        self._lease.epoch,
-                        operation.seq_id,
-                        result.SerializeToString(),
-                        replay_passes_over=passes_over,
-                        closing=dispatch_plan.closing_result(operation, result),
-                    )
-                )
-                self._lost_starts.pop(operation.seq_id, None)
-                return
-            except (RedisError, OSError) as error:
-                attempt += 1
-                log.warning("could not record %s:%d yet: %s", self.model_id, operation.seq_id, error)
-                await asyncio.sleep(dispatch_plan.backoff(attempt))
-
     async def _fail_pending(self, closing: bytes) -> None:
         """The model is closed: everything that still waits fails with the reason."""
         await self._cancel_calls()
         result = operation_pb2.OperationResult.FromString(closing)
-        index = await self._journal.index(self.model_id, -1)
+        lowest = (await self._journal.index(self.model_id, -1, entries=0)).lowest_pending
+        index = await self._journal.index(self.model_id, lowest - 1)
         waiting = [entry.seq_id for entry in index.entries if entry.pending]
         for seq_id in waiting:
             (operation,) = await self._journal.operations(self.model_id, [seq_id])
             if operation is not None and not self._lease.lost:
-                await self._resolve(operation, result)
+                await self._writer.write(operation, result)
         if waiting:
             self._position = Position(cursor=max(self._position.cursor, waiting[-1]))
-
-    def _note(self, outcome: Published) -> None:
-        if outcome is Published.STALE_EPOCH:
-            self._lease.lose()
 
     def _delay(self) -> None:
         self._attempt += 1
@@ -407,8 +373,12 @@ class ModelRunner:
             await self._journal.set_queue_state(self.model_id, "")
 
     async def _cancel_calls(self) -> None:
-        calls = [call for call, _ in self._calls.values()]
+        """Ends all calls. What is already known of an operation is still written down."""
+        calls = {seq_id: call for seq_id, (call, _) in self._calls.items()}
         self._calls.clear()
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        known = [call for seq_id, call in calls.items() if seq_id in self._writer.writing]
+        try:
+            if known and not self._lease.lost:
+                await asyncio.wait(known)
+        finally:
+            await cancel_all(calls.values())

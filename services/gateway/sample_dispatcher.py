@@ -29,6 +29,7 @@ from services.common.errors import (
 )
 from services.common.journal import Journal
 from services.common.registry import TTL_S, ServiceRecord
+from services.common.tasks import cancel_all
 from services.gateway import router
 from services.gateway.directory import Directory, call_error
 from services.gateway.dispatch_plan import backoff
@@ -86,6 +87,7 @@ class SampleDispatcher:
         self._slots = asyncio.Semaphore(self._settings.concurrent)
         self._in_flight: Counter[str] = Counter()
         self._missing_since: dict[str, float] = {}
+        self._stopping = False
         self._auditor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -97,10 +99,9 @@ class SampleDispatcher:
 
     async def stop(self) -> None:
         """Stops dispatching; unfinished samples stay listed, for another gateway or the next start."""
-        tasks = [*self._running.values(), *([self._auditor] if self._auditor else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._stopping = True
+        await cancel_all([self._auditor])
+        await cancel_all(self._running.values())
         await self._samplers.stop()
         await self._gateways.stop()
 
@@ -112,7 +113,7 @@ class SampleDispatcher:
         self._start(request_id, self._gateway_id)
 
     def _start(self, request_id: str, from_gateway: str) -> None:
-        if request_id in self._running:
+        if self._stopping or request_id in self._running:
             return
         task = asyncio.create_task(self._run(request_id, from_gateway), name=f"sample {request_id}")
         self._running[request_id] = task

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from services.common.tasks import cancel_all
+
 log = logging.getLogger(__name__)
 
 _POLL_S = 5.0
@@ -46,10 +48,7 @@ class Subscription:
         self._task = asyncio.create_task(self._run(), name=f"subscription {self._channel}")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await cancel_all([self._task])
 
     async def _run(self) -> None:
         while True:

@@ -44,7 +44,7 @@ def test_a_reward_that_was_full_from_the_start_is_no_failure() -> None:
 
 
 def test_a_model_that_cannot_add_at_all_is_no_failure() -> None:
-    assert demo.judge(FALLING, SAME, [0.0, 0.0, 0.0, 0.0]) == []
+    assert demo.judge(FALLING, SAME, [0.0, 0.02, 0.0, 0.0]) == []
 
 
 def test_the_endpoint_is_found_only_when_all_of_it_is_printed() -> None:

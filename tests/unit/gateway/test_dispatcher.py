@@ -322,7 +322,9 @@ async def test_an_operation_that_fails_does_not_stop_the_stream(
     trainer.raises[2] = InvalidRequest("the trainer will not have it")
     async with serving(redis_client, trainer, "trainer-0"):
         gateway = await gateway_on()
-        await gateway.accept(create(), batch(1), batch(2), step(3))
+        await gateway.accept(create())
+        await gateway.result(0)
+        await gateway.accept(batch(1), batch(2), step(3))
         assert (await gateway.result(1)).error.message == "not finite"
         assert (await gateway.result(2)).error.message == "the trainer will not have it"
         assert (await gateway.result(3)).HasField("optim_step")
