@@ -76,7 +76,9 @@ def _compare(
 ) -> tuple[list[float], list[float]]:
     # New prompts every time, so that neither side finds them in its prefix cache.
     rng = np.random.default_rng(4)
-    prompts = [random_tokens(rng, stack.vocab, SAMPLE_ROWS, PROMPT_TOKENS) for _ in range(SAMPLE_REPETITIONS + 1)]
+    prompts = [
+        random_tokens(rng, stack.vocab, SAMPLE_ROWS, PROMPT_TOKENS) for _ in range(SAMPLE_REPETITIONS + 1)
+    ]
     bare.generate(prompts[-1], 8, adapter)
     _sample(client, prompts[-1], 8)
     ours, theirs = alternate(

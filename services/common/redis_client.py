@@ -20,8 +20,10 @@ _RETRYABLE = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
 
 def connect(url: str) -> redis.asyncio.Redis:
     """An asyncio client with one pool. Values are bytes. `url`: redis://, rediss:// or unix://."""
-    return redis.asyncio.Redis.from_url(
+    # When all connections are in use a command waits for one, it does not fail.
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
         url,
+        timeout=_SOCKET_TIMEOUT_S,
         socket_timeout=_SOCKET_TIMEOUT_S,
         socket_connect_timeout=_CONNECT_TIMEOUT_S,
         health_check_interval=15,
@@ -29,6 +31,7 @@ def connect(url: str) -> redis.asyncio.Redis:
         retry=AsyncRetry(ExponentialBackoff(cap=1.0, base=0.05), _RETRIES),
         retry_on_error=list(_RETRYABLE),
     )
+    return redis.asyncio.Redis.from_pool(pool)
 
 
 def connect_sync(url: str) -> redis.Redis:

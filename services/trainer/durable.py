@@ -155,7 +155,7 @@ class DurableStore:
             )
             return
         self._on_durable(model_id, seq_id)
-        await asyncio.to_thread(_delete_others, parent, location)
+        await asyncio.to_thread(_delete_older, parent, location)
 
 
 def _write_files(target: Path, snapshot: DurableSnapshot) -> None:
@@ -175,7 +175,13 @@ def _read(directory: Path) -> DurableSnapshot:
     return DurableSnapshot(saved, results)
 
 
-def _delete_others(parent: Path, keep: str) -> None:
-    for path in parent.iterdir():
-        if path.name != keep:
-            shutil.rmtree(path, ignore_errors=True)
+def _delete_older(parent: Path, current: str) -> None:
+    """Keeps the current snapshot and the one before it, which the pointer names again should Redis lose
+    its last second."""
+    others = sorted((path for path in parent.iterdir() if path.name != current), key=_age)
+    for path in others[1:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _age(path: Path) -> float:
+    return -path.stat().st_mtime
