@@ -194,10 +194,14 @@ def after_failure(error: TinsmithError, times: int) -> Action:
     return Action.FAIL
 
 
+DROPPED_GRADIENT = "non_finite_gradient"
+"""Code of a step that failed and yet changed the model: it dropped the gradient, and does so again."""
+
+
 def replay_passes_over(operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> bool:
     """Whether an operation left the model as it was, so that a replay need not repeat it."""
     if result.WhichOneof("kind") == "error":
-        return True
+        return result.error.code != DROPPED_GRADIENT
     kind = operation.WhichOneof("kind")
     if kind == "forward_backward":
         return operation.forward_backward.forward_only

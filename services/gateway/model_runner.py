@@ -295,7 +295,7 @@ class ModelRunner:
                 raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
             if not send.replayed:
                 await self._writer.write(operation, reply.result)
-            elif reply.result.HasField("error"):
+            elif reply.result.HasField("error") and reply.result.error.code != dispatch_plan.DROPPED_GRADIENT:
                 await self._replay_failed(send.seq_id, errors.from_pb(reply.result.error))
             return
 

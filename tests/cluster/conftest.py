@@ -18,6 +18,8 @@ import psutil
 import pytest
 import tinker
 
+from services.common.process import die_with_parent
+
 BASE_MODEL = "tinsmith/tiny"
 VOCAB = 512
 CONTEXT = 512
@@ -122,7 +124,14 @@ def start_cluster(directory: Path, model_dir: Path, *options: str, timeout: floa
         *("--device", "cpu", "--dtype", "float32", *options),
     ]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A test run that is killed leaves no cluster behind.
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        )
     cluster = Cluster(process, data_dir, model_dir, port, grpc_port, log)
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:

@@ -17,6 +17,7 @@ from services.common.errors import (
 )
 from services.common.journal import Entry, JournalIndex
 from services.gateway.dispatch_plan import (
+    DROPPED_GRADIENT,
     MOST_LOST_CALLS,
     Action,
     Gap,
@@ -142,6 +143,15 @@ def test_only_what_changed_the_model_is_replayed() -> None:
     assert replay_passes_over(score, fine)
     assert replay_passes_over(save, fine)
     assert replay_passes_over(train, failed)
+
+
+def test_a_replay_repeats_a_step_that_failed_and_dropped_the_gradient() -> None:
+    step, dropped = operation_pb2.Operation(), operation_pb2.OperationResult()
+    step.optim_step.SetInParent()
+    dropped.error.code = DROPPED_GRADIENT
+    assert not replay_passes_over(step, dropped)
+    dropped.error.code = "internal"
+    assert replay_passes_over(step, dropped)
 
 
 def test_a_model_closes_when_its_creation_fails_or_it_is_unloaded() -> None:
