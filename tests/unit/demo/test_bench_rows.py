@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("tinker")
-pytest.importorskip("peft")
-
 import bench.__main__ as program
 from bench import exactness, latency, throughput
 from bench.stack import Row, alternate, next_token_datum, random_tokens

@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 
-pytest.importorskip("tinker")
-
 from examples.demo import chat, rl, sft
 
 
@@ -73,7 +71,6 @@ def test_no_exam_question_is_among_the_lessons() -> None:
 
 
 def test_sums_are_additions_that_differ_from_step_to_step_and_repeat_from_run_to_run() -> None:
-    pytest.importorskip("reasoning_gym")
     first, second = (
         [rl.Sums.expression(entry) for entry in itertools.islice(rl.Sums(), 12)] for _ in range(2)
     )
@@ -83,7 +80,6 @@ def test_sums_are_additions_that_differ_from_step_to_step_and_repeat_from_run_to
 
 
 def test_only_the_bare_right_number_earns_the_full_reward() -> None:
-    pytest.importorskip("reasoning_gym")
     sums = rl.Sums()
     entry = next(iter(sums))
     right = entry["answer"]

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tinker")
-pytest.importorskip("reasoning_gym")
-
 from examples.demo import __main__ as demo
 from examples.demo import cluster, smollm2
 

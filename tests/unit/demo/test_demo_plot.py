@@ -42,7 +42,6 @@ def test_what_cannot_be_drawn_is_refused(values: list[float]) -> None:
 
 
 def test_the_png_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "curves.png"
     plot.save_png(path, [3.0, 1.0], [0.2, 0.9], "some/model")
     assert path.read_bytes().startswith(b"\x89PNG")
