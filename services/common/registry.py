@@ -14,7 +14,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common import keys
-from services.common.tasks import cancel_all
+from services.common.tasks import cancel_all, keep_running
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Announcer:
     async def start(self) -> None:
         """Announces and keeps announcing. The first announcement must succeed."""
         await self._announce()
-        self._task = asyncio.create_task(self._keep_announcing(), name="announcer")
+        self._task = keep_running(self._keep_announcing(), name="announcer")
 
     async def update(self, record: ServiceRecord) -> None:
         """Replaces the record at once (for example by one whose state is "draining")."""

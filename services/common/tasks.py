@@ -1,6 +1,7 @@
-"""Ending background tasks.
+"""Background tasks that run as long as their process, and how they end.
 
-Invariant: when `cancel_all` returns, the tasks have ended. One `Task.cancel` is not enough: under Python
+Invariants: a task of `keep_running` that ends by itself takes the process with it, so its failure is seen.
+When `cancel_all` returns, the tasks have ended. One `Task.cancel` is not enough: under Python
 3.11 `asyncio.wait_for`, which redis-py calls for every command it sends, loses a cancellation that comes
 in the same turn of the loop as its result (python/cpython#86296, fixed in 3.12).
 """
@@ -8,10 +9,32 @@ in the same turn of the loop as its result (python/cpython#86296, fixed in 3.12)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import logging
+import os
+import signal
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 _AGAIN_S = 0.05
+
+
+def keep_running(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Starts a task that must go on until it is cancelled.
+
+    Should it end by itself, the reason is logged and this process asks itself to stop: it drains like on
+    any SIGTERM, and its supervisor starts a whole one.
+    """
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_stop_unless_cancelled)
+    return task
+
+
+def _stop_unless_cancelled(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        log.critical("%s ended by itself; stopping", task.get_name(), exc_info=task.exception())
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

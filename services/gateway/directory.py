@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from services.common import registry, rpc
 from services.common.errors import TinsmithError, TooLarge, Unavailable
 from services.common.registry import ServiceRecord
-from services.common.tasks import cancel_all
+from services.common.tasks import cancel_all, keep_running
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Directory:
     async def start(self) -> None:
         """Reads the records once and keeps reading them."""
         await self.refresh()
-        self._task = asyncio.create_task(self._keep_refreshing(), name=f"directory of {self._kind}s")
+        self._task = keep_running(self._keep_refreshing(), name=f"directory of {self._kind}s")
 
     async def stop(self) -> None:
         await cancel_all([self._task])

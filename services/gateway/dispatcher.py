@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from services.common import ids, keys
 from services.common.journal import Journal
-from services.common.tasks import cancel_all
+from services.common.tasks import cancel_all, keep_running
 from services.gateway.directory import Directory
 from services.gateway.dispatch_plan import DispatchSettings
 from services.gateway.leases import TTL_S, Lease, Leases
@@ -66,7 +66,7 @@ class Dispatcher:
         await self._trainers.start()
         self._leases.start()
         self._subscription.start()
-        self._sweeper = asyncio.create_task(self._keep_sweeping(), name="dispatch sweep")
+        self._sweeper = keep_running(self._keep_sweeping(), name="dispatch sweep")
 
     async def stop(self) -> None:
         """Stops dispatching and gives all leases back; pending operations stay in the journal."""

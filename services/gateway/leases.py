@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from services.common import keys
 from services.common.scripts import Script
-from services.common.tasks import cancel_all
+from services.common.tasks import cancel_all, keep_running
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Leases:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._keep_renewing(), name="lease renewal")
+        self._task = keep_running(self._keep_renewing(), name="lease renewal")
 
     async def stop(self) -> None:
         """Gives all leases back."""

@@ -29,7 +29,7 @@ from services.common.errors import (
 )
 from services.common.journal import Journal
 from services.common.registry import TTL_S, ServiceRecord
-from services.common.tasks import cancel_all
+from services.common.tasks import cancel_all, keep_running
 from services.gateway import router
 from services.gateway.directory import Directory, call_error
 from services.gateway.dispatch_plan import backoff
@@ -95,7 +95,7 @@ class SampleDispatcher:
         await self._samplers.start()
         await self._gateways.start()
         await self._redis.sadd(keys.SAMPLE_GATEWAYS, self._gateway_id)
-        self._auditor = asyncio.create_task(self._keep_auditing(), name="sample audit")
+        self._auditor = keep_running(self._keep_auditing(), name="sample audit")
 
     async def stop(self) -> None:
         """Stops dispatching; unfinished samples stay listed, for another gateway or the next start."""

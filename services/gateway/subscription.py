@@ -14,7 +14,7 @@ from collections.abc import Callable
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from services.common.tasks import cancel_all
+from services.common.tasks import cancel_all, keep_running
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Subscription:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"subscription {self._channel}")
+        self._task = keep_running(self._run(), name=f"subscription {self._channel}")
 
     async def stop(self) -> None:
         await cancel_all([self._task])
