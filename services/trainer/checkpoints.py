@@ -7,20 +7,18 @@ holds all that a model needs to go on as if it had never stopped, and only tenso
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import safetensors
-import safetensors.numpy
 
 from services.common import ids
 from services.common.errors import DataLoss, InvalidRequest, NotFound
 from services.common.paths import DataDir
-from services.trainer.plan import HostArray, LoraSpec, ModelState
-from services.trainer.storage import Writer, publish_directory
+from services.common.storage.base import Writer
+from services.common.storage.directory import publish_directory
+from services.trainer.plan import LoraSpec, ModelState
+from services.trainer.tensor_files import load_tensors, save_tensors, save_text
 
 _ADAPTER, _OPTIMIZER, _META = "adapter.safetensors", "optimizer.safetensors", "meta.json"
 
@@ -41,35 +39,6 @@ class SavedState:
 
     meta: Meta
     state: ModelState
-
-
-def save_tensors(tensors: Mapping[str, HostArray]) -> Writer:
-    """Writes float32 tensors as one safetensors file."""
-    arrays = {
-        name: np.frombuffer(array.data, np.float32).reshape(array.shape) for name, array in tensors.items()
-    }
-    # The format key is what other readers of the file (transformers, PEFT) look for.
-    return lambda path: path.write_bytes(safetensors.numpy.save(arrays, {"format": "pt"}))
-
-
-def save_text(text: str) -> Writer:
-    """Writes a text file."""
-    return lambda path: path.write_text(text)
-
-
-def load_tensors(path: Path) -> dict[str, HostArray]:
-    """Reads a safetensors file of float32 tensors.
-
-    Raises:
-        DataLoss: the file is damaged.
-    """
-    try:
-        found = safetensors.numpy.load(path.read_bytes())
-    except safetensors.SafetensorError as error:
-        raise DataLoss(f"{path.name} is damaged: {error}") from error
-    if any(array.dtype != np.float32 for array in found.values()):
-        raise DataLoss(f"{path.name} is damaged: it holds other tensors than float32")
-    return {name: HostArray("float32", array.shape, array.tobytes()) for name, array in found.items()}
 
 
 def state_files(saved: SavedState) -> dict[str, Writer]:

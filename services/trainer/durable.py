@@ -22,8 +22,8 @@ import msgspec
 
 from services.common.errors import DataLoss
 from services.common.paths import DataDir
+from services.common.storage.directory import publish_directory
 from services.trainer.checkpoints import SavedState, read_state, state_files
-from services.trainer.storage import publish_directory
 
 log = logging.getLogger(__name__)
 

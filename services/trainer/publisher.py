@@ -8,20 +8,15 @@ of a sampler fails a publish.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.paths import DataDir
+from services.common.storage.directory import publish_directory
 from services.trainer.broadcast import Broadcaster
-from services.trainer.checkpoints import load_tensors, save_tensors, save_text
-from services.trainer.lora import ALPHA
+from services.trainer.export_format import adapter_files, read_adapter
 from services.trainer.plan import HostArray, LoraSpec
-from services.trainer.storage import publish_directory
-
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -68,29 +63,11 @@ class Publisher:
 
 def write_snapshot(target: Path, base_model: str, lora: LoraSpec, adapter: Mapping[str, HostArray]) -> None:
     """Writes an adapter in PEFT's format. Blocking."""
-    modules = {name.rpartition(".")[0] for name in adapter}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": lora.rank,
-        "lora_alpha": int(ALPHA),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
-    }
-    files = {
-        _WEIGHTS: save_tensors({f"{_PREFIX}{name}.weight": tensor for name, tensor in adapter.items()}),
-        _CONFIG: save_text(json.dumps(config, indent=2) + "\n"),
-    }
-    publish_directory(target, files, replace=False)
+    publish_directory(target, adapter_files(base_model, lora, adapter), replace=False)
 
 
 def read_snapshot(target: Path) -> dict[str, HostArray] | None:
     """Tensors of a stored snapshot by their adapter names; None when there is none. Blocking."""
     if not target.is_dir():
         return None
-    stored = load_tensors(target / _WEIGHTS)
-    return {name.removeprefix(_PREFIX).removesuffix(".weight"): tensor for name, tensor in stored.items()}
+    return read_adapter(target)

@@ -9,10 +9,10 @@ import pytest
 
 from services.common.errors import DataLoss, InvalidRequest, NotFound
 from services.common.paths import DataDir
+from services.common.storage.directory import publish_directory
 from services.trainer.checkpoints import CheckpointStore, read_state
 from services.trainer.plan import ModelState
 from services.trainer.publisher import read_snapshot, write_snapshot
-from services.trainer.storage import publish_directory
 
 MODEL = "s:train:0"
 

@@ -11,15 +11,14 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from services.common.storage.base import Writer
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-Writer = Callable[[Path], object]
-"""Writes one file at the path it is given."""
 
 
 def publish_directory(target: Path, files: Mapping[str, Writer], replace: bool) -> int:

@@ -1,0 +1,1 @@
+"""Where files are kept that are published whole: named checkpoints and exports."""
