@@ -20,20 +20,11 @@ from torch import Tensor
 from services.common.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.loss_schema import check_datum, check_loss
 from services.trainer.base_model import BaseModel
-from services.trainer.collate import (
-    TARGETS,
-    Collated,
-    collate,
-    host_array,
-    host_values,
-    idle_batch,
-    metric_values,
-)
+from services.trainer.collate import TARGETS, Collated, collate, host_array, idle_batch, metric_values
 from services.trainer.exchange import any_rank, gather_bytes
 from services.trainer.lora import Adapter, LoraPair, LoraRouter, Segment, select_targets
 from services.trainer.losses import LOSS_SUM, LOSSES
 from services.trainer.microbatch import deal
-from services.trainer.optimizer import AdapterOptimizer
 from services.trainer.plan import (
     AdamSpec,
     Failure,
@@ -45,7 +36,7 @@ from services.trainer.plan import (
     Row,
     RowResult,
 )
-from services.trainer.tenant import Tenant
+from services.trainer.tenant import LoraTenant
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +83,7 @@ class Engine:
             )
         self._rank, self._world_size = rank, world_size
         self._device = self._base.device
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, LoraTenant] = {}
         self.vocab_size = self._base.vocab_size
         self.context_length = self._base.context_length
         self.arch = self._base.arch
@@ -107,7 +98,7 @@ class Engine:
             raise Internal(f"model {model_id} exists on this trainer already")
         targets = select_targets(self._base.linears, lora)
         adapter = Adapter(lora, targets, model_id, self._device)
-        self._tenants[model_id] = Tenant(adapter, AdapterOptimizer(adapter.flat))
+        self._tenants[model_id] = LoraTenant(adapter)
 
     def drop_model(self, model_id: str) -> None:
         """Frees a model's memory. Nothing happens if there is no such model."""
@@ -153,11 +144,8 @@ class Engine:
         if not tenant.has_gradient:
             tenant.clear_gradient()
             return {"skipped": 1.0, "grad_norm": 0.0, "learning_rate": adam.learning_rate, "update_norm": 0.0}
-        gradient = tenant.take_gradient()
-        if self._world_size > 1:
-            dist.all_reduce(gradient)
         try:
-            return tenant.optimizer.step(gradient, adam)
+            return tenant.step(adam)
         except FloatingPointError as error:
             raise InvalidRequest(
                 f"{error}: the step was not applied and the gradient was dropped; check weights, advantages "
@@ -171,18 +159,7 @@ class Engine:
         Args:
             optimizer: include the moments.
         """
-        tenant = self._tenant(model_id)
-        step, moments = tenant.optimizer.export()
-        return ModelState(
-            lora=tenant.adapter.spec,
-            adapter=_named(tenant.adapter, tenant.adapter.flat),
-            optimizer={
-                f"{name}.{moment}": array
-                for moment, flat in (moments.items() if optimizer else ())
-                for name, array in _named(tenant.adapter, flat).items()
-            },
-            step=step,
-        )
+        return self._tenant(model_id).state(optimizer)
 
     def load_state(self, model_id: str, state: ModelState, optimizer: bool) -> None:
         """Replaces the adapter, and the optimizer state or else starts that afresh. Clears the gradient.
@@ -190,19 +167,9 @@ class Engine:
         Raises:
             InvalidRequest: the state is of an adapter of another shape; nothing changed.
         """
-        tenant = self._tenant(model_id)
-        adapter = tenant.adapter
-        flat = _flattened(adapter, state.adapter)
-        moments = {}
-        if optimizer and state.step:
-            for moment in ("exp_avg", "exp_avg_sq"):
-                named = {name: state.optimizer.get(f"{name}.{moment}") for name in adapter.layout}
-                moments[moment] = _flattened(adapter, named)
-        tenant.clear_gradient()
-        adapter.flat.copy_(flat)
-        tenant.optimizer.restore(state.step if optimizer else 0, moments)
+        self._tenant(model_id).load_state(state, optimizer)
 
-    def _tenant(self, model_id: str) -> Tenant:
+    def _tenant(self, model_id: str) -> LoraTenant:
         if model_id not in self._tenants:
             raise ModelNotResident(f"model {model_id} is not on this trainer")
         return self._tenants[model_id]
@@ -354,33 +321,6 @@ def _row_results(
         )
         for number, (row, metrics) in enumerate(zip(rows, metric_values(parts), strict=True))
     ]
-
-
-def _named(adapter: Adapter, flat: Tensor) -> dict[str, HostArray]:
-    """Host copies of a flat tensor's matrices by name."""
-    views = adapter.views(flat.detach().cpu())
-    return {name: host_array(view.numpy()) for name, view in views.items()}
-
-
-def _flattened(adapter: Adapter, named: Mapping[str, HostArray | None]) -> Tensor:
-    """Named matrices as one flat host tensor in the adapter's layout."""
-    if named.keys() != adapter.layout.keys():
-        raise InvalidRequest(
-            "the saved state adapts other modules than this model; create the model from the state instead",
-            "state_mismatch",
-        )
-    flat = torch.empty(adapter.flat.numel(), dtype=torch.float32)
-    for name, view in adapter.views(flat).items():
-        array = named[name]
-        if array is None or array.dtype != "float32" or array.shape != tuple(view.shape):
-            found = "nothing" if array is None else f"{array.dtype} of shape {list(array.shape)}"
-            raise InvalidRequest(
-                f"the saved state has {found} for {name} where this model has float32 of shape "
-                f"{list(view.shape)}; create the model from the state instead",
-                "state_mismatch",
-            )
-        view.numpy()[...] = host_values(array)
-    return flat
 
 
 def _failure(error: TinsmithError) -> Failure:
