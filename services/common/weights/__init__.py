@@ -1,6 +1,7 @@
 """How weights travel from the trainer to the samplers: one interface, one file per medium.
 
     base.py   packing, checksum, the WeightGroup interface
+    stream.py the same bytes in buckets, for what is too large to copy
     store.py  rendezvous over Redis
     gloo.py   CPU tensors
     nccl.py   CUDA tensors
@@ -11,5 +12,17 @@ bytes (by checksum) or an error; every step has a deadline.
 
 from services.common.weights.base import TensorSpec, WeightGroup, crc32, nbytes, pack, unpack
 from services.common.weights.membership import join
+from services.common.weights.stream import HostBytes, buckets, stream_crc32
 
-__all__ = ["TensorSpec", "WeightGroup", "crc32", "join", "nbytes", "pack", "unpack"]
+__all__ = [
+    "HostBytes",
+    "TensorSpec",
+    "WeightGroup",
+    "buckets",
+    "crc32",
+    "join",
+    "nbytes",
+    "pack",
+    "stream_crc32",
+    "unpack",
+]

@@ -1,4 +1,8 @@
-"""Packing of tensors into one buffer, its checksum, and the interface of a weight group."""
+"""Packing of tensors into one stream of bytes, its checksum, and the interface of a weight group.
+
+On the wire tensors follow each other, each padded to 16 bytes, cut into buckets. A small set is packed into
+one buffer (`pack`); a large one is streamed out of host memory (`stream.py`). Both give the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -101,32 +105,51 @@ class WeightGroup(abc.ABC):
         """Sends a uint8 buffer from rank 0 to all others.
 
         Raises:
-            TimeoutError: a member did not take part within `timeout` seconds.
+            TimeoutError: a member did not take part in a bucket within `timeout` seconds.
             RuntimeError: the connection to a member broke.
         """
-        self._transfer(buffer, timeout)
+        self.broadcast_buckets(buffer.split(BUCKET_BYTES), timeout)
 
-    def receive(self, size: int, timeout: float) -> torch.Tensor:
-        """Receives `size` bytes from rank 0 as a uint8 tensor on the group's device.
+    def broadcast_buckets(self, buckets: Iterable[torch.Tensor], timeout: float) -> None:
+        """Sends the bytes of uint8 tensors of BUCKET_BYTES each (the last may be shorter).
+
+        A bucket may be used again once the next one is asked for.
 
         Raises:
             TimeoutError, RuntimeError: as `broadcast`.
         """
-        buffer = self._allocate(size)
-        self._transfer(buffer, timeout)
+        for bucket in buckets:
+            self._transfer(bucket, timeout)
+
+    def receive(self, size: int, timeout: float) -> torch.Tensor:
+        """Receives `size` bytes from rank 0 as a uint8 tensor in host memory.
+
+        Raises:
+            TimeoutError, RuntimeError: as `broadcast`.
+        """
+        buffer = torch.empty(size, dtype=torch.uint8)
+        for bucket in buffer.split(BUCKET_BYTES):
+            self._transfer(bucket, timeout)
         return buffer
 
-    def _transfer(self, buffer: torch.Tensor, timeout: float) -> None:
-        for bucket in buffer.split(BUCKET_BYTES):
-            if self._aborted:
-                raise RuntimeError(f"weight group {self.epoch} was given up")
-            self._broadcast_bucket(bucket, timeout)
+    def discard(self, size: int, timeout: float) -> None:
+        """Takes part in the transfer of `size` bytes and keeps none of them.
+
+        Raises:
+            TimeoutError, RuntimeError: as `broadcast`.
+        """
+        scratch = torch.empty(min(size, BUCKET_BYTES), dtype=torch.uint8)
+        for start in range(0, size, BUCKET_BYTES):
+            self._transfer(scratch[: size - start], timeout)
+
+    def _transfer(self, bucket: torch.Tensor, timeout: float) -> None:
+        if self._aborted:
+            raise RuntimeError(f"weight group {self.epoch} was given up")
+        self._broadcast_bucket(bucket, timeout)
 
     @abc.abstractmethod
-    def _allocate(self, size: int) -> torch.Tensor: ...
-
-    @abc.abstractmethod
-    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None: ...
+    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
+        """Sends a bucket (rank 0) or fills it; uint8, on the host or on the group's device."""
 
     def abort(self) -> None:
         """Gives the group up.

@@ -22,9 +22,6 @@ class GlooGroup(WeightGroup):
         super().__init__(epoch, rank, world_size)
         self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
 
-    def _allocate(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
     def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0

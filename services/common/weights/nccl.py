@@ -27,20 +27,19 @@ class NcclGroup(WeightGroup):
         options._timeout = timedelta(seconds=timeout)
         self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
 
-    def _allocate(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
     def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        bucket = bucket.to(self._device)
+        on_device = bucket.to(self._device) if self.rank == 0 else torch.empty_like(bucket, device=self._device)
         # A side stream of its own: computation on the default stream goes on meanwhile.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            work = self._group.broadcast([bucket], options)
+            work = self._group.broadcast([on_device], options)
         if not work.wait(timedelta(seconds=timeout)):
             raise TimeoutError(f"broadcast of {bucket.numel()} bytes did not finish in {timeout:.0f} s")
         self._stream.synchronize()
+        if self.rank != 0:
+            bucket.copy_(on_device)
 
     def _abort_medium(self) -> None:
         self._group.abort()
