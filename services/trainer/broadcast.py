@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -69,12 +69,25 @@ class _Group:
     thread: WorkerThread
 
 
+@dataclass(frozen=True)
+class _Cargo:
+    """What one broadcast sends. `buckets` makes the stream of bytes anew."""
+
+    specs: list[weights.TensorSpec]
+    crc32: int
+    buckets: Callable[[], Iterable[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return weights.nbytes(self.specs)
+
+
 class Broadcaster:
-    """Sends packed adapters of one base model to its samplers.
+    """Sends adapters and whole models of one base model to its samplers.
 
     Args:
         device: of the trainer's rank 0, "cpu" or "cuda:n".
-        dtype: element type on the wire.
+        dtype: element type of adapters on the wire. Whole models go as they are.
     """
 
     def __init__(
@@ -92,9 +105,12 @@ class Broadcaster:
         self._left_out: dict[tuple[str, str], float] = {}
 
     async def send(
-        self, model_id: str, version: int, lora: LoraSpec, adapter: Mapping[str, HostArray]
+        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostArray]
     ) -> tuple[int, int]:
         """Broadcasts a snapshot. Returns (bytes of tensors sent, sampler workers that have it).
+
+        Args:
+            lora: None = `arrays` are all weights of a model.
 
         Never fails for a sampler's sake; what does not arrive is logged.
         """
@@ -106,29 +122,29 @@ class Broadcaster:
                 return 0, 0
             if group is None:
                 return 0, 0
-            buffer, specs, checksum = await asyncio.to_thread(self._pack, adapter)
+            cargo = await asyncio.to_thread(_whole_model if lora is None else self._packed_adapter, arrays)
             request = sampler_pb2.ReceiveSnapshotRequest(
                 epoch=group.handle.epoch,
                 snapshot=sampler_pb2.Snapshot(model_id=model_id, version=version),
-                lora=lora_to_pb(lora),
+                lora=None if lora is None else lora_to_pb(lora),
                 tensors=[
                     sampler_pb2.TensorSpec(
                         name=spec.name, dtype=tensors.dtype_to_pb(spec.dtype), shape=spec.shape
                     )
-                    for spec in specs
+                    for spec in cargo.specs
                 ],
-                crc32=checksum,
-                timeout_seconds=SEND_TIMEOUT_S + buffer.numel() / SLOWEST_BYTES_PER_S,
+                crc32=cargo.crc32,
+                timeout_seconds=SEND_TIMEOUT_S + cargo.nbytes / SLOWEST_BYTES_PER_S,
             )
-            have_it = await self._transfer(group, buffer, request)
-            return buffer.numel(), sum(member.record.world_size for member in have_it)
+            have_it = await self._transfer(group, cargo, request)
+            return cargo.nbytes, sum(member.record.world_size for member in have_it)
 
     async def close(self) -> None:
         """Leaves the group and closes the channels."""
         self._leave()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
-    def _pack(self, adapter: Mapping[str, HostArray]) -> tuple[Tensor, list[weights.TensorSpec], int]:
+    def _packed_adapter(self, adapter: Mapping[str, HostArray]) -> _Cargo:
         packable = {
             name: torch.frombuffer(bytearray(array.data), dtype=torch.float32)
             .view(array.shape)
@@ -136,7 +152,7 @@ class Broadcaster:
             for name, array in adapter.items()
         }
         buffer, specs = weights.pack(packable)
-        return buffer, specs, weights.crc32(buffer)
+        return _Cargo(specs, weights.crc32(buffer), lambda: buffer.split(weights.BUCKET_BYTES))
 
     async def _current_group(self) -> _Group | None:
         """The group of all live samplers, made anew when they changed; None when there are none."""
@@ -219,11 +235,13 @@ class Broadcaster:
         self._left_out.update({member.key: until for member in members})
 
     async def _transfer(
-        self, group: _Group, buffer: Tensor, request: sampler_pb2.ReceiveSnapshotRequest
+        self, group: _Group, cargo: _Cargo, request: sampler_pb2.ReceiveSnapshotRequest
     ) -> list[_Member]:
-        """Sends the buffer; the members that confirmed it. A group that failed is given up."""
+        """Sends the tensors; the members that confirmed it. A group that failed is given up."""
         limit = request.timeout_seconds
-        own = asyncio.wrap_future(group.thread.submit(lambda: group.handle.broadcast(buffer, timeout=limit)))
+        own = asyncio.wrap_future(
+            group.thread.submit(lambda: group.handle.broadcast_buckets(cargo.buckets(), timeout=limit))
+        )
         calls = [
             asyncio.ensure_future(
                 _answer(self._stub(member).ReceiveSnapshot(request, timeout=limit + _ANSWER_S))
@@ -257,6 +275,18 @@ class Broadcaster:
         if address not in self._channels:
             self._channels[address] = rpc.channel(address)
         return sampler_pb2_grpc.SamplerServiceStub(self._channels[address])
+
+
+def _whole_model(arrays: Mapping[str, HostArray]) -> _Cargo:
+    stream = [
+        weights.HostBytes(weights.TensorSpec(name, array.dtype, array.shape), array.data)
+        for name, array in arrays.items()
+    ]
+    return _Cargo(
+        [tensor.spec for tensor in stream],
+        weights.stream_crc32(stream),
+        lambda: weights.buckets(stream),
+    )
 
 
 def _gpu_uuid(device: str) -> str:

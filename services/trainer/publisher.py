@@ -1,4 +1,6 @@
-"""Publishes adapter snapshots: to the store, and over the wire to every live sampler of the base model.
+"""Publishes snapshots: to the store, and over the wire to every live sampler of the base model.
+
+A snapshot is an adapter, or all weights of a model that was fine-tuned in full.
 
 Invariants: a snapshot, once stored, never changes, and what goes over the wire is what is stored. The
 wire is an optimisation: a sampler that misses a broadcast loads the snapshot from the store, so no failure
@@ -15,7 +17,7 @@ from pathlib import Path
 from services.common.paths import DataDir
 from services.common.storage.directory import publish_directory
 from services.trainer.broadcast import Broadcaster
-from services.trainer.export_format import adapter_files, read_adapter
+from services.trainer.export_format import adapter_files, full_model_files, read_adapter
 from services.trainer.plan import HostArray, LoraSpec
 
 
@@ -28,46 +30,51 @@ class Published:
 
 
 class Publisher:
-    """Stores and broadcasts snapshots of one base model's adapters."""
+    """Stores and broadcasts snapshots of one base model.
 
-    def __init__(self, data: DataDir, base_model: str, broadcaster: Broadcaster) -> None:
+    Args:
+        model_path: directory or hub id of the base model.
+    """
+
+    def __init__(self, data: DataDir, base_model: str, model_path: str, broadcaster: Broadcaster) -> None:
         self._data = data
         self._base_model = base_model
+        self._model_path = model_path
         self._broadcaster = broadcaster
 
     async def publish(
-        self, model_id: str, version: int, lora: LoraSpec, adapter: Mapping[str, HostArray]
+        self, model_id: str, version: int, lora: LoraSpec | None, tensors: Mapping[str, HostArray]
     ) -> Published:
         """Returns when the snapshot is stored and every live sampler has it or was given up.
 
         Args:
-            adapter: `<module>.lora_A` and `<module>.lora_B`, float32 on the host.
+            lora: None = a full model.
+            tensors: of an adapter `<module>.lora_A` and `<module>.lora_B`, float32; of a full model all
+                weights by their Hugging Face names, float32 or bfloat16. They are not copied.
 
         Raises:
             OSError: it could not be stored.
+            Internal: the base model's configuration, which a full model needs, cannot be had.
         """
         target = self._data.snapshot(model_id, version)
-        stored = await asyncio.to_thread(read_snapshot, target)
-        if stored is not None:
+        if await asyncio.to_thread(target.is_dir):
             # Executed again after a restart: the first one stands, somebody may sample from it.
-            adapter = stored
-        sent = asyncio.ensure_future(self._broadcaster.send(model_id, version, lora, adapter))
-        if stored is None:
-            try:
-                await asyncio.to_thread(write_snapshot, target, self._base_model, lora, adapter)
-            except BaseException:
-                await asyncio.gather(sent, return_exceptions=True)
-                raise
+            if lora is None:
+                # Not worth its memory: samplers read it from the store.
+                return Published(wire_bytes=0, receivers=0)
+            tensors = await asyncio.to_thread(read_adapter, target)
+            return Published(*await self._broadcaster.send(model_id, version, lora, tensors))
+        sent = asyncio.ensure_future(self._broadcaster.send(model_id, version, lora, tensors))
+        try:
+            await asyncio.to_thread(self._store, target, lora, tensors)
+        except BaseException:
+            await asyncio.gather(sent, return_exceptions=True)
+            raise
         return Published(*await sent)
 
-
-def write_snapshot(target: Path, base_model: str, lora: LoraSpec, adapter: Mapping[str, HostArray]) -> None:
-    """Writes an adapter in PEFT's format. Blocking."""
-    publish_directory(target, adapter_files(base_model, lora, adapter), replace=False)
-
-
-def read_snapshot(target: Path) -> dict[str, HostArray] | None:
-    """Tensors of a stored snapshot by their adapter names; None when there is none. Blocking."""
-    if not target.is_dir():
-        return None
-    return read_adapter(target)
+    def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> None:
+        if lora is None:
+            files = full_model_files(self._model_path, tensors)
+        else:
+            files = adapter_files(self._base_model, lora, tensors)
+        publish_directory(target, files, replace=False)

@@ -117,7 +117,7 @@ class _Server:
         barriers = Barriers(
             world,
             CheckpointStore(data, config.base_model),
-            Publisher(data, config.base_model, self._broadcaster),
+            Publisher(data, config.base_model, config.model_path, self._broadcaster),
             self._residency.durable.changed,
             self._residency.durable.pointer,
         )

@@ -30,7 +30,9 @@ class NcclGroup(WeightGroup):
     def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        on_device = bucket.to(self._device) if self.rank == 0 else torch.empty_like(bucket, device=self._device)
+        on_device = (
+            bucket.to(self._device) if self.rank == 0 else torch.empty_like(bucket, device=self._device)
+        )
         # A side stream of its own: computation on the default stream goes on meanwhile.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -35,7 +35,7 @@ def stream_crc32(tensors: Iterable[HostBytes]) -> int:
 def buckets(tensors: Iterable[HostBytes]) -> Iterator[torch.Tensor]:
     """The stream as uint8 tensors of BUCKET_BYTES, the last one shorter; each is valid until the next."""
     bucket = torch.empty(base.BUCKET_BYTES, dtype=torch.uint8)
-    target = memoryview(bucket.numpy())
+    target = bucket.numpy().data
     filled = 0
     for piece in _pieces(tensors):
         source = memoryview(piece)

@@ -94,6 +94,50 @@ def test_a_buffer_larger_than_a_bucket_arrives_whole(redis_url: str, monkeypatch
         assert torch.equal(received.result(timeout=30), buffer)
 
 
+def streamed(tensors: dict[str, torch.Tensor]) -> list[weights.HostBytes]:
+    _, specs = weights.pack(tensors)
+    return [
+        weights.HostBytes(spec, bytes(tensors[spec.name].contiguous().view(torch.uint8).numpy().tobytes()))
+        for spec in specs
+    ]
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 100, 1 << 20])
+def test_a_stream_has_the_bytes_and_the_checksum_of_the_packed_buffer(
+    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    monkeypatch.setattr(base, "BUCKET_BYTES", bucket_bytes)
+    buffer, _ = weights.pack(adapter(2))
+    stream = streamed(adapter(2))
+    sizes, pieces = [], []
+    for bucket in weights.buckets(stream):
+        sizes.append(bucket.numel())
+        pieces.append(bucket.clone())
+    assert torch.equal(torch.cat(pieces), buffer)
+    assert weights.stream_crc32(stream) == weights.crc32(buffer)
+    assert set(sizes[:-1]) <= {bucket_bytes} and sizes[-1] <= bucket_bytes
+
+
+def test_a_stream_is_received_like_a_buffer_and_may_be_discarded(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "BUCKET_BYTES", 48)
+    sender, receiver = joined_pair(redis_url, 17, 30)
+    stream = streamed(adapter(3))
+    buffer, specs = weights.pack(adapter(3))
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receiver.receive, buffer.numel(), 30)
+        sender.broadcast_buckets(weights.buckets(stream), 30)
+        assert torch.equal(received.result(timeout=30), buffer)
+        discarded = pool.submit(receiver.discard, weights.nbytes(specs), 30)
+        sender.broadcast_buckets(weights.buckets(stream), 30)
+        discarded.result(timeout=30)
+        # Nothing of it is left on the wire.
+        received = pool.submit(receiver.receive, 32, 30)
+        sender.broadcast(torch.full((32,), 7, dtype=torch.uint8), 30)
+        assert received.result(timeout=30).tolist() == [7] * 32
+
+
 def test_a_receiver_whose_sender_is_silent_gives_up_at_its_deadline(redis_url: str) -> None:
     _sender, receiver = joined_pair(redis_url, 13, 30)
     started = time.monotonic()

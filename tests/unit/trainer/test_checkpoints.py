@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from services.common.paths import DataDir
 from services.common.storage.directory import publish_directory
 from services.trainer.checkpoints import CheckpointStore, read_state
 from services.trainer.plan import ModelState
-from services.trainer.publisher import read_snapshot, write_snapshot
 
 MODEL = "s:train:0"
 
@@ -121,14 +119,3 @@ def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
     publish_directory(target, {"b": lambda path: path.write_text("new")}, replace=True)
     assert [path.name for path in target.iterdir()] == ["b"]
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
-
-
-def test_a_snapshot_is_written_once_in_peft_format(tmp_path: Path, model_state: ModelState) -> None:
-    target = tmp_path / "7"
-    assert read_snapshot(target) is None
-    write_snapshot(target, "org/base", model_state.lora, model_state.adapter)
-    assert read_snapshot(target) == model_state.adapter
-    config = json.loads((target / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 32, ["lm_head"])
-    with pytest.raises(FileExistsError):
-        write_snapshot(target, "org/base", model_state.lora, model_state.adapter)
