@@ -93,6 +93,15 @@ class Overloaded(TinsmithError):
     grpc_status = "RESOURCE_EXHAUSTED"
 
 
+class Cancelled(TinsmithError):
+    """The client gave the request up, or went away itself."""
+
+    category = "user"
+    default_code = "cancelled"
+    http_status = 400
+    grpc_status = "CANCELLED"
+
+
 class Internal(TinsmithError):
     pass
 
@@ -153,6 +162,7 @@ _CLASSES: tuple[type[TinsmithError], ...] = (
     Gone,
     TooLarge,
     Overloaded,
+    Cancelled,
     Unavailable,
     DeadlineExceeded,
     ModelNotResident,

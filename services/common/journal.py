@@ -1,4 +1,4 @@
-"""The journal: every accepted operation and sample, and the futures of their results.
+"""The journal: every accepted operation, and the futures of their results.
 
 Invariants. What `accept` acknowledged is in Redis together with its future until its result is
 published; a future is resolved exactly once; only the holder of the model's current fencing epoch
@@ -42,14 +42,12 @@ class JournalLimits:
         journal_bytes: payload of all operations kept for a replay.
         entries: operations kept, used-up seq_ids included.
         ahead: how far a seq_id may be beyond the highest one so far.
-        gateway_samples: unfinished samples of one gateway.
     """
 
     pending_bytes: int = 1 << 30
     journal_bytes: int = 4 << 30
     entries: int = 65_536
     ahead: int = 16_384
-    gateway_samples: int = 16_384
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Published(IntEnum):
 
 
 class Journal:
-    """Journals of all models, and the requests of all sampling sessions, in one Redis."""
+    """Journals of all models in one Redis."""
 
     def __init__(self, client: redis.asyncio.Redis, limits: JournalLimits | None = None) -> None:
         self._redis = client
@@ -106,11 +104,6 @@ class Journal:
         self._mark_durable = Script(client, "mark_durable")
         self._skip = Script(client, "skip")
         self._forget_idle = Script(client, "forget_idle")
-        self._admit_sample = Script(client, "admit_sample")
-        self._accept_sample = Script(client, "accept_sample")
-        self._claim_sample = Script(client, "claim_sample")
-        self._publish_sample = Script(client, "publish_sample")
-        self._note_waiting = Script(client, "note_waiting")
 
     async def accept(self, operation: operation_pb2.Operation, owner: str) -> str:
         """Journals an operation and creates its future; the request id. One round trip.
@@ -327,69 +320,6 @@ class Journal:
             await self._redis.set(keys.queue_state(model_id), reason, ex=30)
         else:
             await self._redis.delete(keys.queue_state(model_id))
-
-    async def accept_sample(
-        self, sampling_session_id: str, seq_id: int, request: bytes, gateway_id: str, owner: str = ""
-    ) -> str:
-        """Keeps a sample's request and creates its future; the request id.
-
-        Args:
-            request: serialized sampler_pb2.SampleRequest.
-            gateway_id: gateway that will dispatch it.
-
-        Raises:
-            Conflict: seq_id was used for another sample of the session.
-            Overloaded: too many samples of this gateway wait.
-        """
-        request_id = ids.request_id(sampling_session_id, seq_id)
-        # On the list first: an accepted sample is always found by whoever takes over from this gateway.
-        limit = self._limits.gateway_samples
-        if not await self._admit_sample([keys.gateway_samples(gateway_id)], request_id, limit):
-            raise Overloaded(f"{limit} samples wait on this gateway; send this again later")
-        digest = hashlib.sha256(request).digest()
-        outcome = await self._accept_sample(
-            [keys.future(sampling_session_id, seq_id)], request, digest, gateway_id, owner
-        )
-        if outcome == b"conflict":
-            raise Conflict(
-                f"seq_id {seq_id} of sampling session {sampling_session_id} was used for another request"
-            )
-        return request_id
-
-    async def claim_sample(self, request_id: str, from_gateway: str, to_gateway: str) -> bytes | None:
-        """The request of a pending sample, which the second gateway now dispatches; else None."""
-        object_id, seq_id = ids.parse_request_id(request_id)
-        if from_gateway != to_gateway:
-            await self._redis.sadd(keys.gateway_samples(to_gateway), request_id)
-        found = await self._claim_sample([keys.future(object_id, seq_id)], from_gateway, to_gateway)
-        if found is None:
-            await self._redis.srem(keys.gateway_samples(to_gateway), request_id)
-        if from_gateway != to_gateway:
-            await self._redis.srem(keys.gateway_samples(from_gateway), request_id)
-        return found if found is None else bytes(found)
-
-    async def samples_of(self, gateway_id: str) -> set[str]:
-        """Request ids of the unfinished samples of a gateway."""
-        found: Any = await self._redis.smembers(keys.gateway_samples(gateway_id))
-        return {raw.decode() for raw in found}
-
-    async def note_waiting(self, request_id: str, reason: str) -> None:
-        """Says why a pending sample does not run; empty = it does."""
-        await self._note_waiting([keys.future(*ids.parse_request_id(request_id))], reason)
-
-    async def publish_sample_result(self, request_id: str, result: bytes) -> bool:
-        """Resolves a sample's future with a serialized OperationResult, if it is pending."""
-        gateway = await self._publish_sample(
-            [keys.future(*ids.parse_request_id(request_id))],
-            result,
-            RESULT_TTL_S,
-            request_id,
-            keys.DONE_CHANNEL,
-        )
-        if gateway is None:
-            return False
-        await self._redis.srem(keys.gateway_samples(gateway.decode()), request_id)
-        return True
 
 
 def _payload(operation: operation_pb2.Operation) -> tuple[bytes, bytes]:

@@ -11,6 +11,8 @@ PREFIX = "tinsmith"
 # Channels.
 DONE_CHANNEL = f"{PREFIX}:done"
 """Carries the request_id of every future that was just resolved."""
+CANCEL_CHANNEL = f"{PREFIX}:cancel"
+"""Carries the request_id of every sample that was just cancelled."""
 WORK_CHANNEL = f"{PREFIX}:work"
 """Carries the model_id of every model that just got work."""
 
@@ -94,6 +96,11 @@ def future(object_id: str, seq_id: int) -> str:
 def sampling_session(sampling_session_id: str) -> str:
     """Sampling session record."""
     return f"{PREFIX}:sampler:{{{sampling_session_id}}}"
+
+
+def completions(sampling_session_id: str, clone: int) -> str:
+    """Sorted set of a sampling client's resolved samples, "<seq_id>:<state>:<bytes>", by cursor."""
+    return f"{PREFIX}:sampler:{{{sampling_session_id}}}:done:{clone}"
 
 
 def gateway_samples(gateway_id: str) -> str:

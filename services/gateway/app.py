@@ -7,17 +7,19 @@ another gateway would need; what is kept is caches of records that no longer cha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import redis.asyncio
 
 from services.common import ids
 from services.common.errors import Gone, InvalidRequest, NotFound
 from services.common.journal import Journal
+from services.common.sample_journal import SampleJournal
 from services.gateway.auth import KeyRing
 from services.gateway.catalog import Catalog
+from services.gateway.completions import Completions, Page, Target
 from services.gateway.futures import Futures, FutureView
 from services.gateway.limits import Limits
 from services.gateway.models import Models
@@ -25,6 +27,8 @@ from services.gateway.sampling import Sampling
 from services.gateway.sessions import Sessions
 from services.gateway.stores import CheckpointStore, ModelStore, SamplingSessionStore, SessionStore
 from tinsmith.v1 import sampler_pb2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Application:
     models: Models
     sampling: Sampling
     futures: Futures
+    completions: Completions
     limits: Limits
     draining: asyncio.Future[None]
 
@@ -62,20 +67,45 @@ class Application:
                 raise Gone(error.message) from error
         else:
             await self.models.get(owner, object_id)
-        view = await self._wait(request_id, seconds)
+        view = await self._until_draining(
+            self.futures.wait(request_id, seconds), lambda: self.futures.wait(request_id, 0)
+        )
         if view.state == "unknown":
             message = f"request {request_id} does not exist, or its result expired"
             raise Gone(message) if sample else NotFound(message)
         return view
 
-    async def _wait(self, request_id: str, seconds: float) -> FutureView:
-        waiting = asyncio.ensure_future(self.futures.wait(request_id, seconds))
+    async def finish_session(self, owner: str, session_id: str, reason: str, detail: str) -> None:
+        """Ends a session for good, with the samples that wait or run for it. Raises as `Sessions.finish`."""
+        await self.sessions.finish(owner, session_id, reason, detail)
+        await self.sampling.cancel_samples_of_session(session_id, f"session {session_id} was finished")
+
+    async def wait_completions(
+        self, owner: str, target: Target, cursor: int, seconds: float, fetched: Sequence[str]
+    ) -> Page:
+        """Which samples of a sampling client were resolved after a cursor; as soon as there are any.
+
+        Args:
+            fetched: requests whose results the client has; they can be asked for for a minute more.
+
+        Raises:
+            NotFound: the sampling session does not exist.
+            PermissionDenied: somebody else's.
+            InvalidRequest: a fetched request is not the client's.
+        """
+        await self.sampling.get(owner, target.sampling_session_id)
+        await self.completions.free(target, fetched)
+        return await self._until_draining(
+            self.completions.wait(target, cursor, seconds), lambda: self.completions.wait(target, cursor, 0)
+        )
+
+    async def _until_draining(self, wait: Coroutine[Any, Any, T], look: Callable[[], Awaitable[T]]) -> T:
+        """What `wait` comes to, or what `look` sees when this gateway drains meanwhile."""
+        waiting = asyncio.ensure_future(wait)
         ends: set[asyncio.Future[Any]] = {waiting, self.draining}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                return await self.futures.wait(request_id, 0)
-            return waiting.result()
+            return waiting.result() if waiting.done() else await look()
         finally:
             waiting.cancel()
 
@@ -101,7 +131,8 @@ def build(
         submit: called with every accepted sample.
     """
     limits = limits or Limits()
-    journal, catalog = Journal(client), Catalog(client)
+    journal, samples, catalog = Journal(client), SampleJournal(client), Catalog(client)
+    futures = Futures(client)
     checkpoints, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
     sessions = Sessions(SessionStore(client), limits)
     models = Models(
@@ -112,8 +143,9 @@ def build(
         catalog=catalog,
         sessions=sessions,
         models=models,
-        sampling=Sampling(journal, sessions, models, sampling_sessions, catalog, submit, gateway_id, limits),
-        futures=Futures(client),
+        sampling=Sampling(samples, sessions, models, sampling_sessions, catalog, submit, gateway_id, limits),
+        futures=futures,
+        completions=Completions(samples, futures),
         limits=limits,
         draining=asyncio.get_running_loop().create_future(),
     )

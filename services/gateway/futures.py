@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,7 +49,12 @@ class Futures:
         self._waiters: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._wanted: dict[str, asyncio.Future[FutureView]] = {}
         self._loads: set[asyncio.Task[None]] = set()
+        self._listeners: list[tuple[Callable[[str], None], Callable[[], None]]] = []
         self._subscription = Subscription(client, keys.DONE_CHANNEL, self._wake, self._wake_all)
+
+    def listen(self, on_resolved: Callable[[str], None], on_gap: Callable[[], None]) -> None:
+        """Has functions called: with each request id that is resolved, and when some may have been missed."""
+        self._listeners.append((on_resolved, on_gap))
 
     async def start(self) -> None:
         self._subscription.start()
@@ -91,8 +97,12 @@ class Futures:
     def _wake(self, request_id: str) -> None:
         for waiter in self._waiters.get(request_id, ()):
             waiter.set()
+        for on_resolved, _ in self._listeners:
+            on_resolved(request_id)
 
     def _wake_all(self) -> None:
+        for _, on_gap in self._listeners:
+            on_gap()
         for waiters in self._waiters.values():
             for waiter in waiters:
                 waiter.set()

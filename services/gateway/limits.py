@@ -60,5 +60,8 @@ THREAD_ABOVE_BYTES = 256 * 1024
 # Longest wait of one retrieve_future call, below the SDK's read timeout of 45 s.
 LONG_POLL_SECONDS = 40.0
 
+# The same of retrieve_futures.
+COMPLETIONS_POLL_SECONDS = 30.0
+
 # Longest wait of one gRPC GetResult call.
 MAX_GET_RESULT_SECONDS = 60.0

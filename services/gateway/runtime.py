@@ -5,6 +5,7 @@ from __future__ import annotations
 import redis.asyncio
 
 from services.common.journal import Journal
+from services.common.sample_journal import SampleJournal
 from services.gateway.app import Application, build
 from services.gateway.auth import KeyRing
 from services.gateway.dispatcher import Dispatcher
@@ -23,7 +24,7 @@ class Gateway:
         journal = Journal(client)
         outcomes = Outcomes(ModelStore(client), CheckpointStore(client), SamplingSessionStore(client))
         self._dispatcher = Dispatcher(client, journal, gateway_id, outcomes.record)
-        self._sample_dispatcher = SampleDispatcher(client, journal, gateway_id)
+        self._sample_dispatcher = SampleDispatcher(client, SampleJournal(client), gateway_id)
         self.application = build(
             gateway_id, client, keys, self._dispatcher.wake, self._sample_dispatcher.submit
         )

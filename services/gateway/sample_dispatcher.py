@@ -2,7 +2,8 @@
 
 Invariants: an accepted sample is on the list of exactly one live gateway, or of a dead one whose list
 a live one takes over, until its result is published; its result is published once. Sampling changes
-nothing, so a sample may run twice, but only when a replica or a gateway was lost.
+nothing, so a sample may run twice, but only when a replica or a gateway was lost. A sample that was
+cancelled, through whichever gateway, stops here at once, or at the next audit when the word was lost.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import contextlib
 import logging
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 import grpc.aio
 import redis.asyncio
@@ -27,13 +27,14 @@ from services.common.errors import (
     TinsmithError,
     Unavailable,
 )
-from services.common.journal import Journal
 from services.common.registry import TTL_S, ServiceRecord
+from services.common.sample_journal import SampleJournal
 from services.common.tasks import cancel_all, keep_running
 from services.gateway import router
 from services.gateway.directory import Directory, call_error
 from services.gateway.dispatch_plan import backoff
 from services.gateway.stores import SamplingSessionStore
+from services.gateway.subscription import Subscription
 from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class SampleDispatcher:
     def __init__(
         self,
         client: redis.asyncio.Redis,
-        journal: Journal,
+        journal: SampleJournal,
         gateway_id: str,
         settings: SampleSettings | None = None,
     ) -> None:
@@ -83,7 +84,9 @@ class SampleDispatcher:
         self._gateways = Directory(client, "gateway")
         self._samplers.listen(self._replicas_changed)
         self._changed = asyncio.Event()
+        self._cancellations = Subscription(client, keys.CANCEL_CHANNEL, self._cancel, lambda: None)
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._claimed: set[str] = set()
         self._slots = asyncio.Semaphore(self._settings.concurrent)
         self._in_flight: Counter[str] = Counter()
         self._missing_since: dict[str, float] = {}
@@ -95,18 +98,20 @@ class SampleDispatcher:
         await self._samplers.start()
         await self._gateways.start()
         await self._redis.sadd(keys.SAMPLE_GATEWAYS, self._gateway_id)
+        self._cancellations.start()
         self._auditor = keep_running(self._keep_auditing(), name="sample audit")
 
     async def stop(self) -> None:
         """Stops dispatching; unfinished samples stay listed, for another gateway or the next start."""
         self._stopping = True
+        await self._cancellations.stop()
         await cancel_all([self._auditor])
         await cancel_all(self._running.values())
         await self._samplers.stop()
         await self._gateways.stop()
 
     async def submit(self, request_id: str, request: sampler_pb2.SampleRequest) -> None:
-        """Runs a sample that `Journal.accept_sample` accepted for this gateway. Returns at once.
+        """Runs a sample that `SampleJournal.accept` accepted for this gateway. Returns at once.
 
         A sample that is done, or with another gateway, is left alone.
         """
@@ -119,8 +124,15 @@ class SampleDispatcher:
         self._running[request_id] = task
         task.add_done_callback(lambda done: self._ended(request_id, done))
 
+    def _cancel(self, request_id: str) -> None:
+        """Stops a sample whose future is resolved already."""
+        task = self._running.get(request_id)
+        if task is not None:
+            task.cancel()
+
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._running[request_id]
+        self._claimed.discard(request_id)
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, (RedisError, OSError)):
@@ -129,9 +141,10 @@ class SampleDispatcher:
             log.error("sample %s broke off, the next audit goes on", request_id, exc_info=error)
 
     async def _run(self, request_id: str, from_gateway: str) -> None:
-        payload = await self._journal.claim_sample(request_id, from_gateway, self._gateway_id)
+        payload = await self._journal.claim(request_id, from_gateway, self._gateway_id)
         if payload is None:
             return
+        self._claimed.add(request_id)
         request = sampler_pb2.SampleRequest.FromString(payload)
         try:
             base_model = await self._base_model(request_id)
@@ -139,7 +152,7 @@ class SampleDispatcher:
                 result = await self._sample(request_id, request, base_model)
         except TinsmithError as error:
             result = operation_pb2.OperationResult(error=errors.to_pb(error))
-        await self._journal.publish_sample_result(request_id, result.SerializeToString())
+        await self._journal.publish(request_id, result)
 
     async def _base_model(self, request_id: str) -> str:
         session_id, _ = ids.parse_request_id(request_id)
@@ -252,13 +265,17 @@ class SampleDispatcher:
             await asyncio.sleep(_AUDIT_S)
 
     async def _audit(self) -> None:
-        """Starts what is on this gateway's list and not running, and takes over the lists of dead ones."""
-        for request_id in await self._journal.samples_of(self._gateway_id):
+        """Starts what is on this gateway's list and not running, stops what is no longer on it, and takes
+        over the lists of dead gateways."""
+        claimed = set(self._claimed)
+        listed = await self._journal.samples_of(self._gateway_id)
+        for request_id in await self._journal.resolved(claimed - listed):
+            self._cancel(request_id)
+        for request_id in listed:
             self._start(request_id, self._gateway_id)
         now = asyncio.get_running_loop().time()
         live = {record.id for record in self._gateways.all()} | {self._gateway_id}
-        listed: set[Any] = await self._redis.smembers(keys.SAMPLE_GATEWAYS)
-        known = {raw.decode() for raw in listed}
+        known = await self._journal.gateways()
         self._missing_since = {name: self._missing_since.get(name, now) for name in known - live}
         for name, since in self._missing_since.items():
             if now - since >= self._settings.dead_after:

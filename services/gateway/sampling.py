@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from services.common import ids
-from services.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied
-from services.common.journal import Journal
+from services.common.errors import Conflict, Gone, InvalidRequest, NotFound, PermissionDenied
+from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import validation
 from services.gateway.catalog import Catalog
 from services.gateway.limits import THREAD_ABOVE_BYTES, Limits
@@ -33,7 +33,7 @@ class Sampling:
 
     def __init__(
         self,
-        journal: Journal,
+        journal: SampleJournal,
         sessions: Sessions,
         models: Models,
         store: SamplingSessionStore,
@@ -139,7 +139,7 @@ class Sampling:
             topk_prompt_logprobs=request.topk_prompt_logprobs,
         )
         sample.snapshot.model_id, sample.snapshot.version = record.model_id, record.version
-        request_id = await self._journal.accept_sample(
+        request_id = await self._journal.accept(
             record.sampling_session_id,
             request.seq_id,
             sample.SerializeToString(deterministic=True),
@@ -148,6 +148,39 @@ class Sampling:
         )
         await self._submit(request_id, sample)
         return request_id
+
+    async def cancel(self, owner: str, request_id: str) -> None:
+        """Gives a sample up: its future fails, and the engine stops working on it, wherever it runs.
+
+        One that is resolved stays as it is. Repeating changes nothing.
+
+        Raises:
+            InvalidRequest: not the request of a sample; what was accepted for a model takes effect.
+            Gone: no such request, or its result expired.
+            NotFound, PermissionDenied: the sampling session is not there or not the caller's.
+        """
+        object_id, _ = ids.parse_request_id(request_id)
+        if not ids.is_sampling_session_id(object_id):
+            raise InvalidRequest(
+                f"{request_id} is an operation of a model and takes effect; only samples can be cancelled"
+            )
+        await self.get(owner, object_id)
+        outcome = await self._journal.cancel(request_id, "the sample was cancelled by its client")
+        if outcome is Resolution.UNKNOWN:
+            raise Gone(f"request {request_id} does not exist, or its result expired")
+
+    async def cancel_samples_of_session(self, session_id: str, reason: str) -> int:
+        """Gives up every pending sample of a session's sampling clients, on all gateways; how many.
+
+        For sessions that were finished or abandoned. Samples accepted meanwhile are left; call again.
+        """
+        cancelled = 0
+        for gateway_id in await self._journal.gateways():
+            for request_id in await self._journal.samples_of(gateway_id):
+                if ids.session_of(request_id) == session_id:
+                    outcome = await self._journal.cancel(request_id, reason)
+                    cancelled += outcome is Resolution.NOW
+        return cancelled
 
 
 def sequence_ids(request_id: str, num_samples: int) -> list[str]:

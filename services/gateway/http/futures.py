@@ -8,25 +8,61 @@ after which the SDK waits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from services.common.errors import Overloaded, TinsmithError
 from services.common.ids import parse_request_id
+from services.common.sample_journal import Completion
+from services.gateway.completions import Target
 from services.gateway.futures import FutureView
 from services.gateway.http import encode, messages
 from services.gateway.http.routes import Call, reply
-from services.gateway.limits import LONG_POLL_SECONDS, THREAD_ABOVE_BYTES
+from services.gateway.limits import COMPLETIONS_POLL_SECONDS, LONG_POLL_SECONDS, THREAD_ABOVE_BYTES
 
 
 async def retrieve_future(call: Call) -> Response:
     body = await call.json(messages.RetrieveFuture)
-    try:
+    with _trouble_is_429():
         view = await call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS)
         if view.result is None:
             return pending(view)
         return await finished(body.request_id, view.result)
+
+
+async def retrieve_futures(call: Call) -> Response:
+    """Which samples of a sampling client are resolved; their results are fetched with retrieve_future."""
+    body = await call.json(messages.RetrieveFutures)
+    target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
+    most = COMPLETIONS_POLL_SECONDS
+    seconds = most if body.timeout is None else min(body.timeout, most)
+    with _trouble_is_429():
+        page = await call.app.wait_completions(
+            call.owner, target, body.prev_cursor, seconds, body.retrieved_request_ids
+        )
+    return reply({"completions": [_completion(found) for found in page.completions], "cursor": page.cursor})
+
+
+def _completion(found: Completion) -> dict[str, object]:
+    told: dict[str, object] = {"state": found.state, "request_id": found.request_id}
+    if found.state == "finished":
+        told["response_payload_uncompressed_size"] = found.size
+    return told
+
+
+async def cancel_future(call: Call) -> Response:
+    body = await call.json(messages.CancelFuture)
+    await call.app.sampling.cancel(call.owner, body.request_id)
+    return reply({})
+
+
+@contextmanager
+def _trouble_is_429() -> Iterator[None]:
+    try:
+        yield
     except TinsmithError as error:
         if error.category == "user":
             raise

@@ -205,6 +205,24 @@ class RetrieveFuture(Body):
     allow_metadata_only: bool = False
 
 
+class FuturesTarget(Body):
+    sampling_session_id: str
+    type: Literal["sampling_session"] = "sampling_session"
+    cloned_sampler_id: Annotated[int, Meta(ge=0, le=10**9)] = 0
+
+
+class RetrieveFutures(Body):
+    target: FuturesTarget
+    prev_cursor: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    # Seconds; None = as long as the service holds a poll.
+    timeout: Annotated[float, Meta(ge=0)] | None = None
+    retrieved_request_ids: list[str] = []
+
+
+class CancelFuture(Body):
+    request_id: str
+
+
 def parse(kind: type[T], body: bytes) -> T:
     """The body as a struct of this kind.
 

@@ -51,6 +51,8 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "samplers/{sampling_session_id}", sampling.get_sampler),
     ("POST", "asample", sampling.asample),
     ("POST", "retrieve_future", futures.retrieve_future),
+    ("POST", "retrieve_futures", futures.retrieve_futures),
+    ("POST", "cancel_future", futures.cancel_future),
 )
 """Method, path below /api/v1, handler."""
 

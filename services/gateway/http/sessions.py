@@ -20,15 +20,17 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 5_000_000,
     "sample_max_concurrent_requests": 2000,
+    # One poll per sampling client, however many of its samples wait.
+    "sample_use_retrieve_futures": True,
     # Each of these needs an endpoint that this gateway does not have.
-    "sample_use_retrieve_futures": False,
     "sample_join_sampling_session": False,
     "custom_loss_server_side": False,
 }
 DYNAMIC_CONFIG = {
     "refresh_interval_sec": 300,
-    # There is no cancel_future endpoint.
-    "sample_cancel_enabled": False,
+    # A sample that nobody waits for any more gives its place in the engine back.
+    "sample_cancel_enabled": True,
+    "sample_cancel_max_batch_size": 64,
 }
 
 
@@ -66,7 +68,7 @@ async def session_heartbeat(call: Call) -> Response:
 async def finish_session(call: Call) -> Response:
     body = await call.json(messages.FinishSession)
     session_id = call.request.path_params["session_id"]
-    await call.app.sessions.finish(call.owner, session_id, body.reason.type, body.detail or "")
+    await call.app.finish_session(call.owner, session_id, body.reason.type, body.detail or "")
     return reply({})
 
 

@@ -17,6 +17,7 @@ import redis.asyncio
 from services.common import ids, keys, redis_client
 from services.common.journal import Journal
 from services.common.registry import Announcer, ServiceRecord
+from services.common.sample_journal import SampleJournal
 from services.gateway.app import Application, build
 from services.gateway.auth import KeyRing
 from services.gateway.grpc import service
@@ -42,6 +43,7 @@ class Edges:
     app: Application
     redis: redis.asyncio.Redis
     journal: Journal
+    samples: SampleJournal
     outcomes: Outcomes
 
     def http(self, key: str = ALICE) -> httpx.AsyncClient:
@@ -63,14 +65,14 @@ class Edges:
 
     async def sample(self, request_id: str, gateway_id: str = "gateway-0") -> sampler_pb2.SampleRequest:
         """What a sampler would be asked."""
-        raw = await self.journal.claim_sample(request_id, gateway_id, gateway_id)
+        raw = await self.samples.claim(request_id, gateway_id, gateway_id)
         assert raw is not None
         return sampler_pb2.SampleRequest.FromString(raw)
 
     async def answer_sample(self, request_id: str, result: operation_pb2.SampleResult) -> None:
         """Publishes a sample's result as the sample dispatcher does."""
         outcome = operation_pb2.OperationResult(sample=result)
-        assert await self.journal.publish_sample_result(request_id, outcome.SerializeToString())
+        assert await self.samples.publish(request_id, outcome)
 
 
 @asynccontextmanager
@@ -110,6 +112,7 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
             app,
             client,
             Journal(client),
+            SampleJournal(client),
             outcomes,
         )
     finally:

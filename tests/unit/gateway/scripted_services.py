@@ -153,6 +153,7 @@ class ScriptedSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.name = name
         self.served: list[str] = []
         self.arrived = asyncio.Event()
+        self.cancelled = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
         self.answer: Callable[[sampler_pb2.SampleRequest], sampler_pb2.SampleResponse] | None = None
@@ -161,7 +162,11 @@ class ScriptedSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self, request: sampler_pb2.SampleRequest, context: grpc.aio.ServicerContext
     ) -> sampler_pb2.SampleResponse:
         self.arrived.set()
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
         self.served.append(request.request_id)
         if self.answer is not None:
             return self.answer(request)

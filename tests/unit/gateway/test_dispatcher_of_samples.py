@@ -10,9 +10,9 @@ import pytest
 import redis.asyncio
 from scripted_services import BASE, ScriptedSampler, serving
 
-from services.common import ids, registry
+from services.common import ids, keys, registry
 from services.common.errors import SnapshotNotFound
-from services.common.journal import Journal
+from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import sample_dispatcher as module
 from services.gateway.futures import Futures
 from services.gateway.sample_dispatcher import SampleDispatcher, SampleSettings
@@ -27,7 +27,7 @@ class Gateway:
 
     def __init__(self, client: redis.asyncio.Redis, name: str) -> None:
         self.name = name
-        self.journal = Journal(client)
+        self.journal = SampleJournal(client)
         self.futures = Futures(client)
         self.dispatcher = SampleDispatcher(client, self.journal, name, SampleSettings(dead_after=0.2))
 
@@ -35,7 +35,7 @@ class Gateway:
         request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, seq_id), num_samples=1)
         request.prompt.data = prompt
         payload = request.SerializeToString()
-        request_id = await self.journal.accept_sample(SESSION, seq_id, payload, self.name)
+        request_id = await self.journal.accept(SESSION, seq_id, payload, self.name)
         await self.dispatcher.submit(request_id, request)
         return request_id
 
@@ -181,3 +181,61 @@ def _refuse(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
 
 def _not_found(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
     raise SnapshotNotFound("snapshot 3 of s:train:0 is not stored")
+
+
+async def test_a_cancelled_sample_frees_its_place_on_whichever_gateway_it_runs(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_AUDIT_S", 60)
+    sampler = ScriptedSampler("a")
+    sampler.gate.clear()
+    async with serving(redis_client, sampler, "sampler-0"):
+        running, other = await gateway_on("gateway-0"), await gateway_on("gateway-1")
+        request_id = await running.sample(0)
+        await sampler.arrived.wait()
+        assert await other.journal.cancel(request_id, "given up") is Resolution.NOW
+        async with asyncio.timeout(5):
+            await sampler.cancelled.wait()
+        assert (await running.result(request_id)).error.message == "given up"
+        await until(lambda: not running.dispatcher._running)
+        sampler.gate.set()
+        assert await running.tokens(await running.sample(1)) == b"a"
+    assert sampler.served == [ids.request_id(SESSION, 1)]
+
+
+async def test_a_cancellation_whose_word_was_lost_is_seen_by_the_audit(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+    sampler.gate.clear()
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+        request_id = await gateway.sample(0)
+        await sampler.arrived.wait()
+        await gateway.dispatcher._cancellations.stop()
+        await gateway.journal.cancel(request_id, "given up")
+        async with asyncio.timeout(5):
+            await sampler.cancelled.wait()
+
+
+async def test_a_running_sample_that_redis_forgot_goes_on(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+    sampler.gate.clear()
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+        request_id = await gateway.sample(0)
+        await sampler.arrived.wait()
+        await redis_client.delete(keys.future(SESSION, 0), keys.gateway_samples("gateway-0"))
+        await asyncio.sleep(0.4)
+        assert not sampler.cancelled.is_set()
+        sampler.gate.set()
+        await until(lambda: not gateway.dispatcher._running)
+        assert await gateway.tokens(request_id) == b"a"
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

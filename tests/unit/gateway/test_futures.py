@@ -10,10 +10,20 @@ import redis.asyncio
 
 from services.common import ids
 from services.common.errors import InvalidRequest
-from services.common.journal import Journal
+from services.common.sample_journal import SampleJournal
 from services.gateway.futures import Futures
+from tinsmith.v1 import operation_pb2
 
 SESSION = ids.sampling_session_id("s", 0)
+
+
+def result(name: str = "") -> operation_pb2.OperationResult:
+    found = operation_pb2.OperationResult()
+    found.sample.sequences.add().tokens.data = name.encode()
+    return found
+
+
+RESULT = result()
 
 
 @pytest.fixture
@@ -25,7 +35,7 @@ async def futures(redis_client: redis.asyncio.Redis) -> AsyncIterator[Futures]:
 
 
 async def sample(client: redis.asyncio.Redis, seq_id: int) -> str:
-    return await Journal(client).accept_sample(SESSION, seq_id, b"request", "gateway-0", owner="ann")
+    return await SampleJournal(client).accept(SESSION, seq_id, b"request", "gateway-0", owner="ann")
 
 
 async def test_a_waiter_is_woken_by_the_result_and_can_fetch_it_again(
@@ -35,10 +45,10 @@ async def test_a_waiter_is_woken_by_the_result_and_can_fetch_it_again(
     waiting = asyncio.create_task(futures.wait(request_id, 10))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    await Journal(redis_client).publish_sample_result(request_id, b"result")
+    await SampleJournal(redis_client).publish(request_id, RESULT)
     async with asyncio.timeout(1):
         view = await waiting
-    assert (view.state, view.result, view.owner) == ("done", b"result", "ann")
+    assert (view.state, view.result, view.owner) == ("done", RESULT.SerializeToString(), "ann")
     assert await futures.wait(request_id, 10) == view
 
 
@@ -46,7 +56,7 @@ async def test_a_wait_that_runs_out_says_pending(redis_client: redis.asyncio.Red
     request_id = await sample(redis_client, 1)
     view = await futures.wait(request_id, 0.05)
     assert (view.state, view.result, view.queue_state) == ("pending", None, "active")
-    await Journal(redis_client).note_waiting(request_id, "no sampler")
+    await SampleJournal(redis_client).note_waiting(request_id, "no sampler")
     view = await futures.wait(request_id, 0)
     assert (view.queue_state, view.queue_state_reason) == ("paused_capacity", "no sampler")
 
@@ -61,11 +71,11 @@ async def test_thousands_wait_over_one_subscription(
     redis_client: redis.asyncio.Redis, futures: Futures
 ) -> None:
     count = 3000
-    journal = Journal(redis_client)
+    journal = SampleJournal(redis_client)
     requests = []
     for start in range(0, count, 100):
         accepting = [
-            journal.accept_sample(SESSION, seq_id, b"", "gateway-0") for seq_id in range(start, start + 100)
+            journal.accept(SESSION, seq_id, b"", "gateway-0") for seq_id in range(start, start + 100)
         ]
         requests += await asyncio.gather(*accepting)
     waits = [asyncio.create_task(futures.wait(request_id, 30)) for request_id in requests]
@@ -73,9 +83,9 @@ async def test_thousands_wait_over_one_subscription(
     assert (await redis_client.info("clients"))["pubsub_clients"] == 1
     for start in range(0, count, 200):
         batch = requests[start : start + 200]
-        await asyncio.gather(*(journal.publish_sample_result(name, name.encode()) for name in batch))
+        await asyncio.gather(*(journal.publish(name, result(name)) for name in batch))
     views = await asyncio.gather(*waits)
-    assert [view.result for view in views] == [name.encode() for name in requests]
+    assert [view.result for view in views] == [result(name).SerializeToString() for name in requests]
     assert not futures._waiters
 
 
@@ -87,9 +97,9 @@ async def test_waiters_survive_the_loss_of_the_subscription(
     await asyncio.sleep(0.1)
     assert await redis_client.execute_command("CLIENT", "KILL", "TYPE", "pubsub") == 1
     # Published while nobody listens.
-    await Journal(redis_client).publish_sample_result(request_id, b"result")
+    await SampleJournal(redis_client).publish(request_id, RESULT)
     async with asyncio.timeout(10):
-        assert (await waiting).result == b"result"
+        assert (await waiting).result == RESULT.SerializeToString()
 
 
 async def test_a_cancelled_waiter_leaves_nothing_behind(
@@ -100,7 +110,7 @@ async def test_a_cancelled_waiter_leaves_nothing_behind(
     other = asyncio.create_task(futures.wait(request_id, 30))
     await asyncio.sleep(0.05)
     waiting.cancel()
-    await Journal(redis_client).publish_sample_result(request_id, b"result")
-    assert (await other).result == b"result"
+    await SampleJournal(redis_client).publish(request_id, RESULT)
+    assert (await other).result == RESULT.SerializeToString()
     assert waiting.cancelled()
     assert not futures._waiters

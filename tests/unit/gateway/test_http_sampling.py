@@ -222,7 +222,7 @@ async def test_the_sdk_samples_from_an_ephemeral_save(edges: Edges) -> None:
             await edges.answer(model, seq_id, **result)
 
         async def answer_sample(request_id: str) -> None:
-            while (await edges.journal.samples_of("gateway-0")) != {request_id}:  # noqa: ASYNC110
+            while (await edges.samples.samples_of("gateway-0")) != {request_id}:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             request = await edges.sample(request_id)
             assert request.snapshot.version == 1

@@ -216,29 +216,6 @@ async def test_models_with_work_are_listed_until_they_are_idle(any_redis: redis.
     assert await journal.models_with_work() == []
 
 
-async def test_a_sample_is_kept_with_its_gateway_until_it_is_resolved(any_redis: redis.asyncio.Redis) -> None:
-    journal = Journal(any_redis, JournalLimits(gateway_samples=2))
-    session = ids.sampling_session_id("s", 0)
-    request_id = await journal.accept_sample(session, 10**18, b"request", "gateway-0")
-    assert await journal.accept_sample(session, 10**18, b"request", "gateway-1") == request_id
-    with pytest.raises(Conflict):
-        await journal.accept_sample(session, 10**18, b"another", "gateway-0")
-    assert await journal.claim_sample(request_id, "gateway-1", "gateway-1") is None
-    assert await journal.samples_of("gateway-1") == set()
-    assert await journal.claim_sample(request_id, "gateway-0", "gateway-0") == b"request"
-    assert await journal.claim_sample(request_id, "gateway-0", "gateway-2") == b"request"
-    assert await journal.samples_of("gateway-0") == set()
-    assert await journal.samples_of("gateway-2") == {request_id}
-    assert await journal.publish_sample_result(request_id, b"first")
-    assert not await journal.publish_sample_result(request_id, b"second")
-    assert await journal.samples_of("gateway-2") == set()
-    assert (await Futures(any_redis).wait(request_id, 0)).result == b"first"
-    for seq_id in (1, 2):
-        await journal.accept_sample(session, seq_id, b"", "gateway-3")
-    with pytest.raises(Overloaded):
-        await journal.accept_sample(session, 3, b"", "gateway-3")
-
-
 async def test_accepting_takes_one_round_trip(
     redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
