@@ -84,7 +84,11 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         help="ZeRO stage of the frozen base: 3 shards it over the ranks, else each has it all (default: 0)",
     )
     up.add_argument(
-        "--samplers", type=int, default=1, metavar="N", help="vLLM replicas of each model (default: 1)"
+        "--samplers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="vLLM replicas of each model; 0 = only train and save (default: 1)",
     )
     up.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA when there is one"

@@ -32,7 +32,7 @@ class Options:
 
     Attributes:
         trainer_ranks: data-parallel ranks of each base model's trainer.
-        samplers: sampler replicas of each base model.
+        samplers: sampler replicas of each base model; 0 = train only.
         device: "cpu" or "cuda".
         cores: CPUs to share out.
         gpus: GPUs to share out on "cuda".
@@ -104,13 +104,13 @@ def check(options: Options) -> None:
     for name in names:
         if names.count(name) > 1:
             raise InvalidRequest(f"--model {name} is given twice; every base model needs a name of its own")
-    for flag, value in (
-        ("--gateways", options.gateways),
-        ("--trainer-ranks", options.trainer_ranks),
-        ("--samplers", options.samplers),
+    for flag, value, least in (
+        ("--gateways", options.gateways, 1),
+        ("--trainer-ranks", options.trainer_ranks, 1),
+        ("--samplers", options.samplers, 0),
     ):
-        if value < 1:
-            raise InvalidRequest(f"{flag} must be 1 or more, not {value}")
+        if value < least:
+            raise InvalidRequest(f"{flag} must be {least} or more, not {value}")
     if options.port == options.grpc_port:
         raise InvalidRequest("--port and --grpc-port must differ")
     for flag, value in (("--port", options.port), ("--grpc-port", options.grpc_port)):

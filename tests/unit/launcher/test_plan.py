@@ -68,7 +68,7 @@ def test_a_model_of_another_form_is_refused(text: str) -> None:
     [
         {"models": ()},
         {"gateways": 0},
-        {"samplers": 0},
+        {"samplers": -1},
         {"trainer_ranks": -1},
         {"port": 9, "grpc_port": 9},
         {"models": (plan.Model("a/b", "x"), plan.Model("a/b", "y"))},

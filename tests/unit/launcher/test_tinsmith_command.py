@@ -26,7 +26,7 @@ def test_up_without_a_model_shows_an_example(capsys: pytest.CaptureFixture[str])
     [
         (["--model", "nonsense"], "NAME=PATH_OR_HUB_ID"),
         (["--model", "a/b=/no/such/place"], "no directory"),
-        (["--model", "a/b=org/model", "--samplers", "0"], "--samplers"),
+        (["--model", "a/b=org/model", "--samplers", "-1"], "--samplers"),
         (["--model", "a/b=org/model", "--port", "70000"], "--port"),
     ],
 )
