@@ -128,6 +128,22 @@ class ModelNotResident(TinsmithError):
     grpc_status = "FAILED_PRECONDITION"
 
 
+class ModelBusy(TinsmithError):
+    """Operations of the model are not done; ask again when they are."""
+
+    default_code = "model_busy"
+    http_status = 503
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class ModelOpen(TinsmithError):
+    """The model may still be used."""
+
+    default_code = "model_open"
+    http_status = 503
+    grpc_status = "FAILED_PRECONDITION"
+
+
 class StaleEpoch(TinsmithError):
     """The caller's lease was taken over; it must stop."""
 
@@ -166,6 +182,8 @@ _CLASSES: tuple[type[TinsmithError], ...] = (
     Unavailable,
     DeadlineExceeded,
     ModelNotResident,
+    ModelBusy,
+    ModelOpen,
     StaleEpoch,
     SnapshotNotFound,
     DataLoss,

@@ -83,6 +83,14 @@ class JournalIndex:
     entries: tuple[Entry, ...]
 
 
+class Closing(IntEnum):
+    """What became of an attempt to close a model."""
+
+    STALE_EPOCH = -1
+    HAS_WORK = 0
+    CLOSED = 1
+
+
 class Published(IntEnum):
     """What became of a result."""
 
@@ -103,6 +111,9 @@ class Journal:
         self._publish = Script(client, "publish")
         self._mark_durable = Script(client, "mark_durable")
         self._skip = Script(client, "skip")
+        self._gap_age = Script(client, "gap_age")
+        self._close_model = Script(client, "close_model")
+        self._erase_journal = Script(client, "erase_journal")
         self._forget_idle = Script(client, "forget_idle")
 
     async def accept(self, operation: operation_pb2.Operation, owner: str) -> str:
@@ -313,6 +324,38 @@ class Journal:
         """Declares every seq_id up to this one that is not journaled as used up; False on a stale epoch."""
         reply = await self._skip([keys.journal_meta(model_id), keys.epoch(model_id)], up_to, epoch)
         return bool(reply == 1)
+
+    async def close(self, model_id: str, epoch: int, closing: bytes) -> Closing:
+        """Ends a model for good unless operations of it wait: every later one comes to `closing`, a
+        serialized OperationResult. A model that is closed already stays closed as it is."""
+        reply = await self._close_model(
+            [keys.journal_pending(model_id), keys.journal_meta(model_id), keys.epoch(model_id)],
+            epoch,
+            closing,
+        )
+        return Closing(reply)
+
+    async def is_closed(self, model_id: str) -> bool:
+        """Whether no operation of the model will run any more. That never changes back."""
+        return bool(await self._redis.hexists(keys.journal_meta(model_id), "closed"))
+
+    async def erase(self, model_id: str) -> bool:
+        """Deletes what is kept to replay a closed model, the pointer to its durable snapshot included;
+        False when the model is open, or operations of it wait."""
+        reply = await self._erase_journal(
+            [
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+            ]
+        )
+        return bool(reply == 1)
+
+    async def gap_age(self, model_id: str, epoch: int, first: int) -> float | None:
+        """Seconds since some dispatcher first missed this seq_id; None on a stale epoch."""
+        age = await self._gap_age([keys.journal_meta(model_id), keys.epoch(model_id)], first, epoch)
+        return None if age < 0 else age / 1000
 
     async def set_queue_state(self, model_id: str, reason: str) -> None:
         """Says for the next half minute why a model's operations wait; empty = they run."""

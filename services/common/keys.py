@@ -19,6 +19,16 @@ WORK_CHANNEL = f"{PREFIX}:work"
 # Sets and indexes that span slots.
 PENDING_MODELS = f"{PREFIX}:pending-models"
 """Sorted set of model ids that may have unfinished operations, by time of the last acceptance (s)."""
+SESSION_LIFE = f"{PREFIX}:session-life"
+"""Sorted set of the ids of all sessions that are not over, by the last sign of life (s)."""
+PARKED_SESSIONS = f"{PREFIX}:parked-sessions"
+"""Sorted set of session ids, by the last sign of life that they had when their models were parked."""
+ENDED_SESSIONS = f"{PREFIX}:ended-sessions"
+"""Sorted set of the ids of sessions that are over and still hold something, by when they ended (s)."""
+ENDED_MODELS = f"{PREFIX}:ended-models"
+"""Sorted set of the ids of models that are to be taken down, by when that was noted (s)."""
+RETENTION_LEASE = f"{PREFIX}:retention-lease"
+"""The gateway that parks and ends sessions at present."""
 SAMPLE_GATEWAYS = f"{PREFIX}:sample-gateways"
 """Set of gateway ids that may have unfinished samples."""
 
@@ -26,6 +36,11 @@ SAMPLE_GATEWAYS = f"{PREFIX}:sample-gateways"
 def session(session_id: str) -> str:
     """Session record."""
     return f"{PREFIX}:session:{{{session_id}}}"
+
+
+def session_models(session_id: str) -> str:
+    """Set of the ids of a session's models."""
+    return f"{PREFIX}:session:{{{session_id}}}:models"
 
 
 def session_idempotency(owner: str, key: str) -> str:

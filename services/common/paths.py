@@ -45,7 +45,11 @@ class DataDir:
 
     def snapshot(self, model_id: str, version: int) -> Path:
         """Directory of an immutable sampler snapshot in PEFT format."""
-        return self.root / "snapshots" / _model(model_id) / str(int(version))
+        return self.snapshots(model_id) / str(int(version))
+
+    def snapshots(self, model_id: str) -> Path:
+        """Directory that holds a model's sampler snapshots, one folder per version."""
+        return self.root / "snapshots" / _model(model_id)
 
     def state(self, model_id: str) -> Path:
         """Directory that holds a model's durable training snapshots, one folder per seq_id."""

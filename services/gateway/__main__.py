@@ -37,7 +37,7 @@ async def run(config: GatewayConfig) -> None:
         client = redis_client.connect(config.redis_url)
         cleanup.push_async_callback(client.aclose)
         await client.ping()
-        gateway = Gateway(config.id, client, KeyRing(config.api_keys_file))
+        gateway = Gateway(config.id, client, KeyRing(config.api_keys_file), config.retention)
         http = HttpServer(gateway.application, config.host, config.port)
         cleanup.push_async_callback(gateway.stop)
         await gateway.start()

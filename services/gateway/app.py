@@ -67,6 +67,7 @@ class Application:
                 raise Gone(error.message) from error
         else:
             await self.models.get(owner, object_id)
+        await self.sessions.note_alive(ids.session_of(object_id))
         view = await self._until_draining(
             self.futures.wait(request_id, seconds), lambda: self.futures.wait(request_id, 0)
         )
@@ -94,6 +95,7 @@ class Application:
             InvalidRequest: a fetched request is not the client's.
         """
         await self.sampling.get(owner, target.sampling_session_id)
+        await self.sessions.note_alive(ids.session_of(target.sampling_session_id))
         await self.completions.free(target, fetched)
         return await self._until_draining(
             self.completions.wait(target, cursor, seconds), lambda: self.completions.wait(target, cursor, 0)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.gateway.retention_plan import RetentionSettings
+
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
 
 
@@ -27,6 +29,7 @@ class GatewayConfig:
         data_dir: directory for the pid file and the default keys file.
         api_keys_file: one key per line, optionally followed by a space and the owner's name.
         redis_url: where all state is.
+        retention: when silent sessions let go of what they hold.
     """
 
     id: str
@@ -36,6 +39,7 @@ class GatewayConfig:
     data_dir: Path
     api_keys_file: Path
     redis_url: str
+    retention: RetentionSettings
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> GatewayConfig:
@@ -55,6 +59,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
     add("--grpc-port", "8001", "gRPC port, shared with other gateways of this machine")
     add("--data-dir", None, "data directory of the cluster")
     add("--api-keys-file", "", "file of API keys; empty: DATA_DIR/api_key")
+    add("--session-park-after", "1800", "seconds of silence after which a session's models are parked")
+    add("--session-end-after", "604800", "seconds of silence after which a session is over")
     options = parser.parse_args(argv)
     redis_url = environment.get(REDIS_URL_VARIABLE, "")
     if not redis_url:
@@ -65,6 +71,14 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         if not text.isdigit() or int(text) > 65535:
             parser.error(f"--{name.replace('_', '-')} must be a port number, not {text!r}")
         ports[name] = int(text)
+    silence = {}
+    for name in ("session_park_after", "session_end_after"):
+        text = getattr(options, name)
+        if not text.isdigit() or int(text) < 1:
+            parser.error(
+                f"--{name.replace('_', '-')} must be a whole number of seconds, at least 1, not {text!r}"
+            )
+        silence[name] = float(text)
     data_dir = Path(options.data_dir)
     return GatewayConfig(
         id=options.id,
@@ -72,5 +86,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         data_dir=data_dir,
         api_keys_file=Path(options.api_keys_file) if options.api_keys_file else data_dir / "api_key",
         redis_url=redis_url,
+        retention=RetentionSettings(
+            park_after=silence["session_park_after"], end_after=silence["session_end_after"]
+        ),
         **ports,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 import redis.asyncio
 from redis.exceptions import RedisError
@@ -52,8 +53,9 @@ class Dispatcher:
         self._settings = settings or DispatchSettings()
         self._sessions = SessionStore(client)
         self._leases = Leases(client, gateway_id, lease_ttl)
-        self._trainers = Directory(client, "trainer")
-        self._trainers.listen(self._wake_all)
+        self.trainers = Directory(client, "trainer")
+        """The live trainers."""
+        self.trainers.listen(self._wake_all)
         self._subscription = Subscription(client, keys.WORK_CHANNEL, self._wake_led, self._wake_all)
         self._runners: dict[str, ModelRunner] = {}
         self._leading: dict[str, asyncio.Task[None]] = {}
@@ -63,7 +65,7 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Starts listening for work. Models left over by other gateways are found by the first sweep."""
-        await self._trainers.start()
+        await self.trainers.start()
         self._leases.start()
         self._subscription.start()
         self._sweeper = keep_running(self._keep_sweeping(), name="dispatch sweep")
@@ -75,7 +77,7 @@ class Dispatcher:
         await cancel_all(self._leading.values())
         await self._subscription.stop()
         await self._leases.stop()
-        await self._trainers.stop()
+        await self.trainers.stop()
 
     def wake(self, model_id: str) -> None:
         """An operation of this model was accepted: run it, if no other gateway leads the model."""
@@ -86,6 +88,34 @@ class Dispatcher:
             runner.wake()
         elif model_id not in self._leading and self._may_try(model_id):
             self._lead(model_id, only_with_work=False)
+
+    async def lead_idle(self, model_id: str, work: Callable[[Lease], Awaitable[bool]]) -> bool:
+        """Does something to a model that nobody leads, under its lease; what `work` says, or False when some
+        gateway leads the model. Operations accepted meanwhile are found by the next sweep."""
+        if self._stopping or model_id in self._leading:
+            return False
+        done = False
+
+        async def run() -> None:
+            nonlocal done
+            lease = await self._leases.acquire(model_id)
+            if isinstance(lease, Lease):
+                try:
+                    done = await work(lease)
+                finally:
+                    await self._leases.release(lease)
+
+        task = self._leading[model_id] = asyncio.create_task(run(), name=f"idle {model_id}")
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                return False
+            task.result()
+            return done
+        finally:
+            await cancel_all([task])
+            if self._leading.get(model_id) is task:
+                del self._leading[model_id]
 
     def _may_try(self, model_id: str) -> bool:
         """Whether another gateway's lease may have ended."""
@@ -135,7 +165,7 @@ class Dispatcher:
     async def _run_under(self, lease: Lease) -> bool:
         """Runs one model until its runner stops; whether there may be more to do."""
         runner = ModelRunner(
-            lease, self._journal, self._trainers, self._on_result, self._session_finished, self._settings
+            lease, self._journal, self.trainers, self._on_result, self._session_finished, self._settings
         )
         self._runners[lease.model_id] = runner
         try:

@@ -68,8 +68,7 @@ class ModelRunner:
         self._attempt = 0
         self._not_before = 0.0
         self._paused = ""
-        self._gap: tuple[Gap, float] | None = None
-        self._gap_checked = 0.0
+        self._gap: tuple[int, float] | None = None
         self._idle_since: float | None = None
 
     def wake(self) -> None:
@@ -231,20 +230,26 @@ class ModelRunner:
 
     async def _wait_for_gap(self, gap: Gap) -> float:
         """Waits for missing operations, but not for ever."""
-        now = asyncio.get_running_loop().time()
-        if self._gap is None or self._gap[0].first != gap.first:
-            self._gap = (gap, now)
-        since = self._gap[1]
-        finished = False
-        if now - self._gap_checked >= _GAP_CHECK_S:
-            self._gap_checked = now
-            finished = await self._session_finished(self.model_id)
-        if not finished and now - since < self._settings.gap_timeout:
-            return min(_GAP_CHECK_S, since + self._settings.gap_timeout - now)
+        left = await self._gap_time_left(gap)
+        if left is None:
+            self._lease.lose()
+            return 0.0
+        if left > 0 and not await self._session_finished(self.model_id):
+            return min(_GAP_CHECK_S, left)
         log.warning("operations %d to %d of %s never came; going on", gap.first, gap.last, self.model_id)
         if not await self._journal.skip(self.model_id, self._lease.epoch, gap.last):
             self._lease.lose()
         return 0.0
+
+    async def _gap_time_left(self, gap: Gap) -> float | None:
+        """Seconds until a gap counts as permanent, whoever saw it first; None on a stale epoch."""
+        now = asyncio.get_running_loop().time()
+        if self._gap is None or self._gap[0] != gap.first:
+            age = await self._journal.gap_age(self.model_id, self._lease.epoch, gap.first)
+            if age is None:
+                return None
+            self._gap = (gap.first, now + self._settings.gap_timeout - age)
+        return self._gap[1] - now
 
     def _start_call(
         self,

@@ -39,6 +39,8 @@ class Outcomes:
         failed = result.WhichOneof("kind") == "error"
         if kind == "create_model":
             await self._models.set_status(operation.model_id, "failed" if failed else "ready")
+        elif kind == "unload_model" and not failed:
+            await self._models.note_unloaded(operation.model_id)
         if failed or kind not in ("save_state", "save_for_sampler"):
             return
         model = await self._models.get(operation.model_id)

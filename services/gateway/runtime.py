@@ -10,6 +10,8 @@ from services.gateway.app import Application, build
 from services.gateway.auth import KeyRing
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.outcomes import Outcomes
+from services.gateway.retention import Retention
+from services.gateway.retention_plan import RetentionSettings
 from services.gateway.sample_dispatcher import SampleDispatcher
 from services.gateway.stores import CheckpointStore, ModelStore, SamplingSessionStore
 
@@ -19,7 +21,9 @@ class Gateway:
 
     application: Application
 
-    def __init__(self, gateway_id: str, client: redis.asyncio.Redis, keys: KeyRing) -> None:
+    def __init__(
+        self, gateway_id: str, client: redis.asyncio.Redis, keys: KeyRing, retention: RetentionSettings
+    ) -> None:
         """Wires everything up over one Redis. Call within the event loop that will run it."""
         journal = Journal(client)
         outcomes = Outcomes(ModelStore(client), CheckpointStore(client), SamplingSessionStore(client))
@@ -28,15 +32,19 @@ class Gateway:
         self.application = build(
             gateway_id, client, keys, self._dispatcher.wake, self._sample_dispatcher.submit
         )
+        cancel_samples = self.application.sampling.cancel_samples_of_session
+        self._retention = Retention(client, journal, self._dispatcher, cancel_samples, gateway_id, retention)
 
     async def start(self) -> None:
         """Starts listening for results and dispatching."""
         await self.application.futures.start()
         await self._dispatcher.start()
         await self._sample_dispatcher.start()
+        self._retention.start()
 
     async def stop(self) -> None:
         """Stops dispatching; what is unfinished is taken over by another gateway."""
+        await self._retention.stop()
         await self._sample_dispatcher.stop()
         await self._dispatcher.stop()
         await self.application.futures.stop()

@@ -23,6 +23,7 @@ from services.gateway.stores import SessionRecord, SessionStore
 log = logging.getLogger(__name__)
 
 _FRESH_S = 1.0
+_NOTED_S = 10.0
 _CACHED = 4096
 
 
@@ -44,6 +45,7 @@ class Sessions:
         self._store = store
         self._limits = limits
         self._recent: Recent[SessionRecord] = Recent(_FRESH_S, _CACHED)
+        self._noted: Recent[bool] = Recent(_NOTED_S, _CACHED)
 
     async def create(self, owner: str, new: NewSession, idempotency_key: str | None) -> str:
         """Starts a session; repeating the idempotency key gives the same session id.
@@ -89,7 +91,15 @@ class Sessions:
         if record is None:
             record = await self._get(session_id)
             self._recent.put(session_id, record)
-        return _check(owner, record)
+        _check(owner, record)
+        await self.note_alive(session_id)
+        return record
+
+    async def note_alive(self, session_id: str) -> None:
+        """Notes that the client of an existing session did something, every few seconds at most."""
+        if self._noted.get(session_id) is None:
+            self._noted.put(session_id, True)
+            await self._store.touch(session_id)
 
     async def heartbeat(self, owner: str, session_id: str) -> None:
         """Notes that the client lives. Raises as `open`, from the newest record."""
@@ -122,5 +132,8 @@ def _check(owner: str, record: SessionRecord) -> SessionRecord:
     if record.owner != owner:
         raise PermissionDenied(f"session {record.session_id} belongs to another API key")
     if record.finished:
-        raise Gone(f"session {record.session_id} was finished; create a new one", "session_finished")
+        why = "is over, because nothing was heard of it for long" if record.abandoned else "was finished"
+        raise Gone(
+            f"session {record.session_id} {why}; create a new one and load a checkpoint", "session_finished"
+        )
     return record

@@ -13,6 +13,7 @@ import msgspec
 import redis.asyncio
 
 from services.common import keys
+from services.common.scripts import Script
 
 _IDEMPOTENCY_TTL_S = 24 * 3600
 
@@ -20,7 +21,8 @@ ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A client process. Times are seconds since the epoch."""
+    """A client process. Times are seconds since the epoch. `abandoned`: finished because nothing was heard of
+    it for long."""
 
     session_id: str
     owner: str
@@ -32,6 +34,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     project_id: str = ""
     sdk_version: str = ""
     finished: bool = False
+    abandoned: bool = False
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,10 +85,13 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionStore:
-    """Sessions: a hash each, with what changes in fields of its own."""
+    """Sessions: a hash each, with what changes in fields of its own. Those that are not over are listed by
+    their last sign of life."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
+        self._touch = Script(client, "touch_session")
+        self._abandon = Script(client, "abandon_session")
 
     async def create(self, record: SessionRecord, idempotency_key: str | None = None) -> SessionRecord:
         """Stores a session; what is stored. Repeating the owner's key for a day gives the first one."""
@@ -110,6 +116,7 @@ class SessionStore:
             if found is not None:
                 await self._redis.delete(keys.session(record.session_id))
                 return found
+        await self._redis.zadd(keys.SESSION_LIFE, {record.session_id: record.last_heartbeat})
         await self._redis.zadd(keys.owner_sessions(record.owner), {record.session_id: record.created_at})
         return record
 
@@ -124,16 +131,38 @@ class SessionStore:
         return msgspec.structs.replace(
             record,
             last_heartbeat=float(heartbeat) if heartbeat else record.last_heartbeat,
-            finished=finished == b"1",
+            finished=finished in (b"1", b"abandoned"),
+            abandoned=finished == b"abandoned",
         )
 
     async def touch(self, session_id: str) -> None:
-        """Notes that the client of an existing session is alive now."""
-        await self._redis.hset(keys.session(session_id), "last_heartbeat", repr(time.time()))
+        """Notes that the client of a session is alive now, unless the session is over."""
+        now = time.time()
+        if await self._touch([keys.session(session_id)], repr(now)):
+            await self._redis.zadd(keys.SESSION_LIFE, {session_id: now})
 
     async def finish(self, session_id: str) -> None:
-        """Marks an existing session as over."""
+        """Marks an existing session as over, for what it holds to be released."""
         await self._redis.hset(keys.session(session_id), "finished", "1")
+        await self.list_ended(session_id)
+
+    async def abandon(self, session_id: str, last_heartbeat: float) -> bool:
+        """Marks a session as over for its silence, unless it was heard of meanwhile."""
+        abandoned = await self._abandon([keys.session(session_id)], repr(last_heartbeat))
+        if abandoned:
+            await self.list_ended(session_id)
+        return bool(abandoned)
+
+    async def list_ended(self, session_id: str) -> None:
+        """Moves a session that is over from the list of the living to that of the ended."""
+        await self._redis.zadd(keys.ENDED_SESSIONS, {session_id: time.time()})
+        await self._redis.zrem(keys.SESSION_LIFE, session_id)
+        await self._redis.zrem(keys.PARKED_SESSIONS, session_id)
+
+    async def models(self, session_id: str) -> list[str]:
+        """Ids of the session's models, some perhaps never created."""
+        found: Any = await self._redis.smembers(keys.session_models(session_id))
+        return sorted(raw.decode() for raw in found)
 
     async def list_ids(self, owner: str) -> list[str]:
         """An owner's session ids, newest first."""
@@ -150,6 +179,8 @@ class ModelStore:
     async def create_if_absent(self, record: ModelRecord) -> ModelRecord:
         """Stores a model unless its id is taken; what is stored."""
         name = keys.model(record.model_id)
+        # Listed first: a model that exists is always found by the end of its session.
+        await self._redis.sadd(keys.session_models(record.session_id), record.model_id)
         if await self._redis.hsetnx(name, "record", msgspec.json.encode(record)):
             await self._redis.zadd(keys.owner_models(record.owner), {record.model_id: record.created_at})
             return record
@@ -170,6 +201,11 @@ class ModelStore:
     async def set_status(self, model_id: str, status: ModelStatus) -> None:
         """Changes the status of an existing model."""
         await self._redis.hset(keys.model(model_id), "status", status)
+
+    async def note_unloaded(self, model_id: str) -> None:
+        """Notes that an existing model was unloaded, for its durable state to be deleted."""
+        await self._redis.zadd(keys.ENDED_MODELS, {model_id: time.time()})
+        await self.set_status(model_id, "unloaded")
 
 
 class SamplingSessionStore:

@@ -22,7 +22,7 @@ import msgspec
 
 from services.common.errors import DataLoss
 from services.common.paths import DataDir
-from services.common.storage.directory import publish_directory
+from services.common.storage.directory import delete_directory, publish_directory
 from services.trainer.checkpoints import SavedState, read_state, state_files
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class Pointers(Protocol):
     async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool: ...
 
     async def durable(self, model_id: str) -> tuple[int, str] | None: ...
+
+    async def is_closed(self, model_id: str) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,20 @@ class DurableStore:
             return None
         _, location = pointer
         return await asyncio.to_thread(_read, self._data.state(model_id) / Path(location).name)
+
+    async def is_closed(self, model_id: str) -> bool:
+        """Whether the model will never be used again."""
+        return await self._pointers.is_closed(model_id)
+
+    async def delete(self, model_id: str) -> None:
+        """Deletes all snapshots of a closed model that is not here any more.
+
+        Raises:
+            OSError: the files cannot be deleted.
+        """
+        # What is still being written would appear after the deletion.
+        await self.settle(model_id)
+        await asyncio.to_thread(delete_directory, self._data.state(model_id))
 
     async def _write_all(self, model_id: str) -> None:
         try:

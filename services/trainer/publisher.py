@@ -10,12 +10,12 @@ of a sampler fails a publish.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.paths import DataDir
-from services.common.storage.directory import publish_directory
+from services.common.storage.directory import delete_directory, publish_directory
 from services.trainer.broadcast import Broadcaster
 from services.trainer.export_format import adapter_files, full_model_files, read_adapter
 from services.trainer.plan import HostArray, LoraSpec
@@ -78,3 +78,19 @@ class Publisher:
         else:
             files = adapter_files(self._base_model, lora, tensors)
         publish_directory(target, files, replace=False)
+
+
+def delete_snapshots(data: DataDir, model_id: str, kept: Collection[int]) -> None:
+    """Deletes the stored snapshots of a closed model but these versions. Blocking.
+
+    Raises:
+        OSError: something cannot be deleted; a repeat goes on with the rest.
+    """
+    parent = data.snapshots(model_id)
+    # What is not a version was left behind by a write or a deletion that broke off.
+    names = {str(version) for version in kept}
+    for path in list(parent.iterdir()) if parent.is_dir() else []:
+        if path.name not in names:
+            delete_directory(path)
+    if parent.is_dir() and not any(parent.iterdir()):
+        parent.rmdir()

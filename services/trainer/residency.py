@@ -1,20 +1,23 @@
-"""Brings models back from their durable snapshots, and takes those snapshots.
+"""Brings models back from their durable snapshots, takes those snapshots, and lets models go.
 
-Invariant: a restored model is exactly what its snapshot says, results of its last operations included; and
-a snapshot is taken only once every operation it covers has its result.
+Invariant: a restored model is exactly what its snapshot says, results of its last operations included;
+a snapshot is taken only once every operation it covers has its result; and a model leaves the memory only
+when nothing of it is running.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 
-from services.common.errors import ModelNotResident, SnapshotNotFound
+from services.common.errors import ModelBusy, ModelNotResident, ModelOpen, SnapshotNotFound
 from services.common.paths import DataDir
 from services.trainer.checkpoints import Meta, SavedState
-from services.trainer.commands import CreateModel
+from services.trainer.commands import CreateModel, DropModel
 from services.trainer.durable import DurableSnapshot, DurableStore, Pointers
 from services.trainer.models import Model, OperationResult
+from services.trainer.publisher import delete_snapshots
 from services.trainer.sequencer import Sequence
 from services.trainer.world import World
 
@@ -34,6 +37,7 @@ class Residency:
         self._world = world
         self._models = models
         self._base_model = base_model
+        self._data = data
         self._restoring: dict[str, asyncio.Task[int]] = {}
         self.durable = DurableStore(data, pointers, self._take, self._epoch_of, self._note_durable)
 
@@ -76,6 +80,52 @@ class Residency:
         self._models[model_id] = model
         log.info("restored %s at operation %d", model_id, seq_id)
         return seq_id
+
+    async def park(self, model_id: str, epoch: int) -> None:
+        """Frees a model's memory, if it is here; `restore` and the journal bring it back.
+
+        Raises:
+            ModelBusy: operations of it are not done.
+            StaleEpoch: another gateway leads the model.
+        """
+        model = self._models.get(model_id)
+        if model is None:
+            return
+        model.sequence.fence(epoch)
+        # The newer the snapshot, the less there is to replay.
+        await self.durable.settle(model_id)
+        if self._models.get(model_id) is not model:
+            return
+        if model.sequence.unfinished or model.held or model.publishing:
+            raise ModelBusy(f"operations of model {model_id} are not done")
+        await self._drop(model)
+        log.info("parked %s", model_id)
+
+    async def delete(self, model_id: str) -> None:
+        """Deletes a closed model's memory and durable state.
+
+        Raises:
+            ModelOpen: it may still be brought back.
+            ModelBusy: operations of it are not done.
+            OSError: its files cannot be deleted.
+        """
+        if not await self.durable.is_closed(model_id):
+            raise ModelOpen(f"model {model_id} may still be used")
+        model = self._models.get(model_id)
+        if model is not None:
+            if model.sequence.unfinished or model.held or model.publishing:
+                raise ModelBusy(f"operations of model {model_id} are not done")
+            await self._drop(model)
+        await self.durable.delete(model_id)
+
+    async def delete_snapshots(self, model_id: str, kept: Collection[int]) -> None:
+        """Deletes a model's sampler snapshots but these versions. Raises OSError."""
+        await asyncio.to_thread(delete_snapshots, self._data, model_id, kept)
+
+    async def _drop(self, model: Model) -> None:
+        # Gone at once: an operation that arrives now is answered that the model is to be restored.
+        del self._models[model.model_id]
+        await self._world.call(DropModel(model.model_id))
 
     async def _take(self, model_id: str) -> DurableSnapshot | None:
         model = self._models.get(model_id)

@@ -49,6 +49,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             seq_id=await self._residency.restore(request.model_id, request.epoch)
         )
 
+    async def Park(
+        self, request: trainer_pb2.ParkRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.ParkResponse:
+        _check_model_id(request.model_id)
+        await self._residency.park(request.model_id, request.epoch)
+        return trainer_pb2.ParkResponse()
+
+    async def DeleteModel(
+        self, request: trainer_pb2.DeleteModelRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.DeleteModelResponse:
+        _check_model_id(request.model_id)
+        await self._residency.delete(request.model_id)
+        if request.snapshots:
+            await self._residency.delete_snapshots(request.model_id, set(request.kept_versions))
+        return trainer_pb2.DeleteModelResponse()
+
     async def GetTrainerStatus(
         self, request: trainer_pb2.GetTrainerStatusRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.GetTrainerStatusResponse:

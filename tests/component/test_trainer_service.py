@@ -16,10 +16,12 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from services.common import keys
 from services.launcher.tiny_model import make_tiny_model
 from tests.component.receiver import Receiver
 from tests.component.trainer_world import (
     BASE_MODEL,
+    EPOCH,
     VOCAB,
     Datum,
     TrainedModel,
@@ -31,7 +33,7 @@ from tests.component.trainer_world import (
     start_redis,
     step,
 )
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.v1 import operation_pb2, trainer_pb2, types_pb2
 
 pytestmark = pytest.mark.heavy
 
@@ -339,6 +341,47 @@ def test_an_unloaded_model_is_gone_and_can_be_restored(world: TrainerWorld) -> N
     call = world.send(model.operation(optim_step=step()))
     assert status_of(call) is grpc.StatusCode.FAILED_PRECONDITION
     assert world.restore(model.model_id) == 0
+
+
+def test_a_parked_model_frees_its_memory_and_comes_back_bit_for_bit(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(19)
+    model.create()
+    model.forward_backward(data)
+    model.step()
+    before = model.forward(data)
+    world.stub.Park(trainer_pb2.ParkRequest(model_id=model.model_id, epoch=EPOCH), timeout=30)
+    assert world.status(model.model_id) is None
+    call = world.send(model.operation(optim_step=step()))
+    assert status_of(call) is grpc.StatusCode.FAILED_PRECONDITION
+    assert world.restore(model.model_id) == 2
+    forward = model.operation(forward_backward=forward_backward(data, forward_only=True))
+    after = logprobs(world.send(forward, after=2).result())
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(grpc.RpcError) as caught:
+        world.stub.Park(trainer_pb2.ParkRequest(model_id=model.model_id, epoch=EPOCH - 1), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+
+
+def test_only_a_closed_model_is_deleted_and_what_has_a_name_stays(world: TrainerWorld) -> None:
+    model = TrainedModel(world)
+    model.create()
+    for checkpoint_id in ("", "sampler_weights/kept"):
+        model.run(save_for_sampler=operation_pb2.SaveForSampler(checkpoint_id=checkpoint_id))
+    model.run(save_state=save("kept"))
+    world.wait_durable(model.model_id, 0)
+    delete = trainer_pb2.DeleteModelRequest(model_id=model.model_id, snapshots=True, kept_versions=[2])
+    with pytest.raises(grpc.RpcError) as caught:
+        world.stub.DeleteModel(delete, timeout=30)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    world.redis.hset(keys.journal_meta(model.model_id), "closed", b"over")
+    for _ in range(2):
+        world.stub.DeleteModel(delete, timeout=30)
+        assert world.status(model.model_id) is None
+        assert not (world.data_dir / "state" / model.model_id).exists()
+        snapshots = world.data_dir / "snapshots" / model.model_id
+        assert [path.name for path in snapshots.iterdir()] == ["2"]
+        assert (world.data_dir / "checkpoints" / model.model_id / "weights" / "kept").is_dir()
 
 
 def test_a_model_without_durable_snapshot_cannot_be_restored(world: TrainerWorld) -> None:

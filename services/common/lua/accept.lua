@@ -21,18 +21,22 @@ if seq <= settled or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
   return 'same'
 end
 
+if meta[3] then
+  -- The model is closed for ever: nothing has to be remembered but the result.
+  redis.call('HSET', KEYS[1], 'state', 'done', 'digest', digest, 'owner', owner, 'result', meta[3])
+  redis.call('EXPIRE', KEYS[1], ttl)
+  redis.call('PUBLISH', ARGV[12], ARGV[10])
+  return 'new'
+end
+
 local top = redis.call('ZREVRANGE', KEYS[3], 0, 0)[1]
 if seq > math.max(settled, tonumber(top or -1)) + tonumber(ARGV[16]) then return 'ahead' end
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[15]) then return 'full' end
 
-local result = meta[3]
-if not result and refusal ~= '' then
-  result = refusal
+if refusal ~= '' then
   if seq == 0 then redis.call('HSET', KEYS[5], 'closed', refusal) end
-end
-if result then
   -- Nothing will run: the future is resolved at once and the seq_id stays behind as used up.
-  redis.call('HSET', KEYS[1], 'state', 'done', 'digest', digest, 'owner', owner, 'result', result)
+  redis.call('HSET', KEYS[1], 'state', 'done', 'digest', digest, 'owner', owner, 'result', refusal)
   redis.call('EXPIRE', KEYS[1], ttl)
   redis.call('HSET', KEYS[2], ARGV[1], '')
   redis.call('PUBLISH', ARGV[12], ARGV[10])

@@ -50,6 +50,22 @@ def publish_directory(target: Path, files: Mapping[str, Writer], replace: bool) 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def delete_directory(target: Path) -> None:
+    """Deletes a directory, unless it is gone. Blocking.
+
+    It goes under another name first, ".<name>-deleted", which a deletion that breaks off may leave behind.
+
+    Raises:
+        OSError: something of it cannot be deleted.
+    """
+    doomed = target.with_name(f".{target.name.lstrip('.')}-deleted")
+    with suppress(FileNotFoundError):
+        shutil.rmtree(doomed)
+    with suppress(FileNotFoundError):
+        target.rename(doomed)
+        shutil.rmtree(doomed)
+
+
 def _move(source: Path, target: Path, replace: bool) -> None:
     try:
         source.rename(target)

@@ -17,6 +17,7 @@ import redis.asyncio
 from services.common import registry, rpc
 from services.common.errors import (
     ModelNotResident,
+    ModelOpen,
     SnapshotNotFound,
     StaleEpoch,
     TinsmithError,
@@ -62,6 +63,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.epochs: dict[str, int] = {}
         self.executed: list[tuple[str, int]] = []
         self.restored: list[str] = []
+        self.parked: list[str] = []
+        self.deleted: list[trainer_pb2.DeleteModelRequest] = []
         self.calls = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -139,6 +142,24 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             self.models[request.model_id] = Model(list(effects), applied)
             self.restored.append(request.model_id)
         return trainer_pb2.RestoreResponse(seq_id=applied)
+
+    async def Park(
+        self, request: trainer_pb2.ParkRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.ParkResponse:
+        self._fence(request.model_id, request.epoch)
+        if self.models.pop(request.model_id, None) is not None:
+            self.parked.append(request.model_id)
+        return trainer_pb2.ParkResponse()
+
+    async def DeleteModel(
+        self, request: trainer_pb2.DeleteModelRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.DeleteModelResponse:
+        if not await self._journal.is_closed(request.model_id):
+            raise ModelOpen("open")
+        self.models.pop(request.model_id, None)
+        self.disk.pop(request.model_id, None)
+        self.deleted.append(request)
+        return trainer_pb2.DeleteModelResponse()
 
     def _fence(self, model_id: str, epoch: int) -> None:
         if epoch < self.epochs.get(model_id, 0):

@@ -343,6 +343,21 @@ async def test_a_gap_is_skipped_after_its_time_and_its_latecomer_fails(
         assert trainer.order(MODEL) == [0, 3]
 
 
+async def test_a_gap_keeps_its_age_when_another_gateway_takes_over(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        async with started(redis_client, "gateway-0", SETTINGS, 6.0) as first:
+            await first.accept(create(), step(3))
+            assert (await first.futures.wait(ids.request_id(MODEL, 3), 1.0)).state == "pending"
+        # The whole time of this gateway would be too long for the test.
+        second = await gateway_on("gateway-1", settings=DispatchSettings(gap_timeout=1.0, trainer_poll=0.2))
+        second.dispatcher.wake(MODEL)
+        asked = asyncio.get_running_loop().time()
+        assert (await second.result(3)).HasField("optim_step")
+        assert asyncio.get_running_loop().time() - asked < 0.7
+
+
 async def test_a_gap_of_a_finished_session_is_skipped_at_once(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
 ) -> None:

@@ -24,6 +24,7 @@ class PointersInMemory:
         self.epoch = 1
         self.pointer: tuple[int, str] | None = None
         self.marked: list[int] = []
+        self.closed = False
 
     async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool:
         if epoch != self.epoch:
@@ -34,6 +35,9 @@ class PointersInMemory:
 
     async def durable(self, model_id: str) -> tuple[int, str] | None:
         return self.pointer
+
+    async def is_closed(self, model_id: str) -> bool:
+        return self.closed
 
 
 class Trained:
@@ -141,3 +145,13 @@ async def test_a_lost_snapshot_is_reported_not_passed_over(tmp_path: Path, train
     pointers.pointer = (3, "3")
     with pytest.raises(DataLoss):
         await store.read(MODEL)
+
+
+async def test_deletion_waits_for_what_is_being_written_and_leaves_nothing(
+    tmp_path: Path, trained: Trained
+) -> None:
+    store, _ = make(tmp_path, PointersInMemory(), trained.take)
+    store.changed(MODEL)
+    await store.delete(MODEL)
+    assert not DataDir(tmp_path).state(MODEL).exists()
+    await store.delete(MODEL)

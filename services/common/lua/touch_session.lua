@@ -1,0 +1,6 @@
+-- Notes a sign of life of a session, unless it is over or unknown.
+-- KEYS session
+-- ARGV time (s)
+if redis.call('HGET', KEYS[1], 'finished') ~= '0' then return 0 end
+redis.call('HSET', KEYS[1], 'last_heartbeat', ARGV[1])
+return 1
