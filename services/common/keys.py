@@ -118,6 +118,11 @@ def completions(sampling_session_id: str, clone: int) -> str:
     return f"{PREFIX}:sampler:{{{sampling_session_id}}}:done:{clone}"
 
 
+def inflight_version(model_id: str) -> str:
+    """Version that a model's inflight sampling sessions answer from."""
+    return f"{PREFIX}:model:{{{model_id}}}:inflight"
+
+
 def gateway_samples(gateway_id: str) -> str:
     """Set of request ids of samples that a gateway is dispatching."""
     return f"{PREFIX}:gateway:{{{gateway_id}}}:samples"

@@ -22,8 +22,8 @@ from services.common.journal import RESULT_TTL_S, error_result
 from services.common.scripts import Script
 from tinsmith.v1 import operation_pb2
 
-GATEWAY_SAMPLES = 16_384
-"""Unfinished samples that one gateway's list holds."""
+GATEWAY_SAMPLES = 65_536
+"""Unfinished samples that one gateway's list holds, those taken over from others included."""
 CLONE_SEQ_IDS = 10**9
 """Each copy of a sampling client numbers its requests in a block of its own of this size."""
 

@@ -17,6 +17,7 @@ from services.common import ids
 from services.common.errors import Gone, InvalidRequest, NotFound
 from services.common.journal import Journal
 from services.common.sample_journal import SampleJournal
+from services.gateway.admission import Admission
 from services.gateway.auth import KeyRing
 from services.gateway.catalog import Catalog
 from services.gateway.completions import Completions, Page, Target
@@ -123,7 +124,8 @@ def build(
     keys: KeyRing,
     wake: Callable[[str], None],
     submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
-    limits: Limits | None = None,
+    limits: Limits,
+    admission: Admission,
 ) -> Application:
     """The application over one Redis. Call within the event loop that will run it.
 
@@ -131,8 +133,8 @@ def build(
         gateway_id: name under which accepted samples are dispatched.
         wake: called with the id of a model that has new operations.
         submit: called with every accepted sample.
+        admission: counts the samples of this gateway until they are dispatched.
     """
-    limits = limits or Limits()
     journal, samples, catalog = Journal(client), SampleJournal(client), Catalog(client)
     futures = Futures(client)
     checkpoints, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
@@ -145,7 +147,9 @@ def build(
         catalog=catalog,
         sessions=sessions,
         models=models,
-        sampling=Sampling(samples, sessions, models, sampling_sessions, catalog, submit, gateway_id, limits),
+        sampling=Sampling(
+            samples, sessions, models, sampling_sessions, catalog, submit, gateway_id, admission, limits
+        ),
         futures=futures,
         completions=Completions(samples, futures),
         limits=limits,

@@ -25,6 +25,8 @@ class Limits:
         pending_body_bytes: bytes of bodies being read or checked at once in this process.
         datums: training examples in one request.
         samples: sequences of one sample request.
+        waiting_sequences: sequences of all unfinished samples of this gateway; see `admission`.
+        waiting_sample_bytes: bytes of their requests.
         topk_prompt_logprobs: largest k of topk_prompt_logprobs.
         stop_items: stop strings or stop tokens of one request.
         stop_string_chars: length of one stop string.
@@ -43,6 +45,8 @@ class Limits:
     pending_body_bytes: int = 768 * MIB
     datums: int = 4096
     samples: int = 1024
+    waiting_sequences: int = 32_768
+    waiting_sample_bytes: int = 256 * MIB
     topk_prompt_logprobs: int = 20
     stop_items: int = 64
     stop_string_chars: int = 256

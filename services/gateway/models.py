@@ -259,9 +259,14 @@ class Models:
         return await self._submit(owner, model_id, seq_id, fill)
 
     async def save_for_sampling_session(
-        self, owner: str, model_id: str, seq_id: int, sampling_session_seq_id: int
+        self, owner: str, model_id: str, seq_id: int, sampling_session_seq_id: int, inflight: bool = False
     ) -> tuple[str, str]:
-        """Accepts a snapshot that a new sampling session answers from; (request id, its session id)."""
+        """Accepts a snapshot that a new sampling session answers from; (request id, its session id).
+
+        Args:
+            inflight: the session goes on to the snapshot of every later inflight save of the model, and so do
+                those of the earlier ones.
+        """
         session = ids.sampling_session_id(ids.session_of(model_id), sampling_session_seq_id)
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
@@ -271,6 +276,7 @@ class Models:
                     f"sampling session {session} exists; use the next sampling_session_seq_id"
                 )
             operation.save_for_sampler.sampling_session_id = session
+            operation.save_for_sampler.inflight = inflight
 
         return await self._submit(owner, model_id, seq_id, fill), session
 

@@ -13,6 +13,7 @@ from services.common import ids
 from services.gateway.stores import (
     CheckpointRecord,
     CheckpointStore,
+    InflightStore,
     ModelRecord,
     ModelStore,
     SamplingSessionRecord,
@@ -27,11 +28,16 @@ class Outcomes:
     """Writes the records that finished operations give rise to."""
 
     def __init__(
-        self, models: ModelStore, checkpoints: CheckpointStore, sampling_sessions: SamplingSessionStore
+        self,
+        models: ModelStore,
+        checkpoints: CheckpointStore,
+        sampling_sessions: SamplingSessionStore,
+        inflight: InflightStore,
     ) -> None:
         self._models = models
         self._checkpoints = checkpoints
         self._sampling_sessions = sampling_sessions
+        self._inflight = inflight
 
     async def record(self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> None:
         """Records what an operation came to. Most operations leave nothing to record."""
@@ -54,7 +60,7 @@ class Outcomes:
             sampler = operation.save_for_sampler
             await self._put_checkpoint(model, operation.seq_id, sampler, result.save_for_sampler.wire_bytes)
         else:
-            await self._bind(model, operation.seq_id, operation.save_for_sampler.sampling_session_id)
+            await self._bind(model, operation.seq_id, operation.save_for_sampler)
 
     async def _put_checkpoint(
         self,
@@ -85,7 +91,8 @@ class Outcomes:
             )
         )
 
-    async def _bind(self, model: ModelRecord, version: int, sampling_session_id: str) -> None:
+    async def _bind(self, model: ModelRecord, version: int, save: operation_pb2.SaveForSampler) -> None:
+        sampling_session_id = save.sampling_session_id
         record = SamplingSessionRecord(
             sampling_session_id=sampling_session_id,
             session_id=ids.session_of(sampling_session_id),
@@ -94,7 +101,10 @@ class Outcomes:
             model_id=model.model_id,
             version=version,
             model_path="",
+            inflight=save.inflight,
         )
         stored = await self._sampling_sessions.create_if_absent(record)
         if stored != record:
             log.error("sampling session %s was taken before its save completed", sampling_session_id)
+        if save.inflight:
+            await self._inflight.move(model.model_id, version)

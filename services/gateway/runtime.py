@@ -6,14 +6,16 @@ import redis.asyncio
 
 from services.common.journal import Journal
 from services.common.sample_journal import SampleJournal
+from services.gateway.admission import Admission
 from services.gateway.app import Application, build
 from services.gateway.auth import KeyRing
 from services.gateway.dispatcher import Dispatcher
+from services.gateway.limits import Limits
 from services.gateway.outcomes import Outcomes
 from services.gateway.retention import Retention
 from services.gateway.retention_plan import RetentionSettings
 from services.gateway.sample_dispatcher import SampleDispatcher
-from services.gateway.stores import CheckpointStore, ModelStore, SamplingSessionStore
+from services.gateway.stores import CheckpointStore, InflightStore, ModelStore, SamplingSessionStore
 
 
 class Gateway:
@@ -26,11 +28,15 @@ class Gateway:
     ) -> None:
         """Wires everything up over one Redis. Call within the event loop that will run it."""
         journal = Journal(client)
-        outcomes = Outcomes(ModelStore(client), CheckpointStore(client), SamplingSessionStore(client))
+        limits = Limits()
+        admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
+        outcomes = Outcomes(
+            ModelStore(client), CheckpointStore(client), SamplingSessionStore(client), InflightStore(client)
+        )
         self._dispatcher = Dispatcher(client, journal, gateway_id, outcomes.record)
-        self._sample_dispatcher = SampleDispatcher(client, SampleJournal(client), gateway_id)
+        self._sample_dispatcher = SampleDispatcher(client, SampleJournal(client), gateway_id, admission)
         self.application = build(
-            gateway_id, client, keys, self._dispatcher.wake, self._sample_dispatcher.submit
+            gateway_id, client, keys, self._dispatcher.wake, self._sample_dispatcher.submit, limits, admission
         )
         cancel_samples = self.application.sampling.cancel_samples_of_session
         self._retention = Retention(client, journal, self._dispatcher, cancel_samples, gateway_id, retention)

@@ -11,35 +11,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-import grpc.aio
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common import errors, ids, keys
 from services.common.errors import (
-    DeadlineExceeded,
     Internal,
     NotFound,
     Overloaded,
     TinsmithError,
     Unavailable,
 )
-from services.common.registry import TTL_S, ServiceRecord
+from services.common.registry import TTL_S
 from services.common.sample_journal import SampleJournal
 from services.common.tasks import cancel_all, keep_running
 from services.gateway import router
-from services.gateway.directory import Directory, call_error
+from services.gateway.admission import Admission
+from services.gateway.directory import Directory
 from services.gateway.dispatch_plan import backoff
-from services.gateway.stores import SamplingSessionStore
+from services.gateway.fair_slots import FairSlots
+from services.gateway.recent import Recent
+from services.gateway.replicas import Replicas
+from services.gateway.stores import InflightStore, SamplingSessionRecord, SamplingSessionStore
 from services.gateway.subscription import Subscription
-from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc
+from tinsmith.v1 import operation_pb2, sampler_pb2
 
 log = logging.getLogger(__name__)
 
 _AUDIT_S = 3.0
+_LOOK_AGAIN_S = 60.0
+_CACHE_S = 3600.0
 _CACHED_SESSIONS = 16_384
 _MOST_LOST = 5
 _MOST_FAILURES = 2
@@ -52,12 +55,13 @@ class SampleSettings:
     Attributes:
         sample_timeout: deadline of one Sample call.
         dead_after: how long a gateway must be missing before its samples are taken over.
-        concurrent: samples of this gateway that are with samplers at once.
+        replica_sequences: sequences that this gateway has one replica generate at once; more wait here, where
+            API keys take turns.
     """
 
     sample_timeout: float = 1800.0
     dead_after: float = TTL_S / 2
-    concurrent: int = 2048
+    replica_sequences: int = 1024
 
 
 class SampleDispatcher:
@@ -65,6 +69,7 @@ class SampleDispatcher:
 
     Args:
         gateway_id: stable over restarts of the gateway; what an earlier start left is taken up by `start`.
+        admission: counts this gateway's samples; those that end are released.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class SampleDispatcher:
         client: redis.asyncio.Redis,
         journal: SampleJournal,
         gateway_id: str,
+        admission: Admission,
         settings: SampleSettings | None = None,
     ) -> None:
         self._redis = client
@@ -79,23 +85,23 @@ class SampleDispatcher:
         self._gateway_id = gateway_id
         self._settings = settings or SampleSettings()
         self._sessions = SamplingSessionStore(client)
-        self._base_models: OrderedDict[str, str] = OrderedDict()
-        self._samplers = Directory(client, "sampler")
+        self._known: Recent[SamplingSessionRecord] = Recent(_CACHE_S, _CACHED_SESSIONS)
+        self._inflight = InflightStore(client)
+        self._replicas = Replicas(client, self._settings.sample_timeout)
+        self._replicas.listen(self._resize)
         self._gateways = Directory(client, "gateway")
-        self._samplers.listen(self._replicas_changed)
-        self._changed = asyncio.Event()
         self._cancellations = Subscription(client, keys.CANCEL_CHANNEL, self._cancel, lambda: None)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._claimed: set[str] = set()
-        self._slots = asyncio.Semaphore(self._settings.concurrent)
-        self._in_flight: Counter[str] = Counter()
+        self._admission = admission
+        self._slots_of: dict[str, FairSlots] = {}
         self._missing_since: dict[str, float] = {}
         self._stopping = False
         self._auditor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts dispatching; samples that an earlier start of this gateway left are run too."""
-        await self._samplers.start()
+        await self._replicas.start()
         await self._gateways.start()
         await self._redis.sadd(keys.SAMPLE_GATEWAYS, self._gateway_id)
         self._cancellations.start()
@@ -107,7 +113,7 @@ class SampleDispatcher:
         await self._cancellations.stop()
         await cancel_all([self._auditor])
         await cancel_all(self._running.values())
-        await self._samplers.stop()
+        await self._replicas.stop()
         await self._gateways.stop()
 
     async def submit(self, request_id: str, request: sampler_pb2.SampleRequest) -> None:
@@ -133,6 +139,7 @@ class SampleDispatcher:
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._running[request_id]
         self._claimed.discard(request_id)
+        self._admission.release(request_id)
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, (RedisError, OSError)):
@@ -147,57 +154,64 @@ class SampleDispatcher:
         self._claimed.add(request_id)
         request = sampler_pb2.SampleRequest.FromString(payload)
         try:
-            base_model = await self._base_model(request_id)
-            async with self._slots:
-                result = await self._sample(request_id, request, base_model)
+            session = await self._session(request_id)
+            self._admission.hold(request_id, session.owner, request.num_samples, len(payload))
+            async with self._slots(session.base_model).held(session.owner, request.num_samples):
+                result = await self._sample(request_id, request, session)
         except TinsmithError as error:
             result = operation_pb2.OperationResult(error=errors.to_pb(error))
         await self._journal.publish(request_id, result)
 
-    async def _base_model(self, request_id: str) -> str:
+    async def _session(self, request_id: str) -> SamplingSessionRecord:
         session_id, _ = ids.parse_request_id(request_id)
-        known = self._base_models.get(session_id)
-        if known is not None:
-            return known
-        record = await self._sessions.get(session_id)
+        record = self._known.get(session_id)
         if record is None:
-            raise NotFound(f"sampling session {session_id} does not exist; create one first")
-        self._base_models[session_id] = record.base_model
-        if len(self._base_models) > _CACHED_SESSIONS:
-            self._base_models.popitem(last=False)
-        return record.base_model
+            record = await self._sessions.get(session_id)
+            if record is None:
+                raise NotFound(f"sampling session {session_id} does not exist; create one first")
+            self._known.put(session_id, record)
+        return record
 
     async def _sample(
-        self, request_id: str, request: sampler_pb2.SampleRequest, base_model: str
+        self, request_id: str, request: sampler_pb2.SampleRequest, session: SamplingSessionRecord
     ) -> operation_pb2.OperationResult:
         """Gets the sample from some replica.
 
         Raises:
             TinsmithError: no other replica would do better.
         """
-        key = router.affinity_key(request.snapshot.model_id, request.snapshot.version, request.prompt.data)
+        base_model = session.base_model
         lost: set[str] = set()
         avoided: set[str] = set()
         failures = 0
         attempt = 0
         waiting = False
         while True:
-            self._changed.clear()
-            replica = self._choose(base_model, key, avoided)
+            if session.inflight:
+                request.snapshot.version = await self._inflight.version(session)
+            key = router.affinity_key(
+                request.snapshot.model_id, request.snapshot.version, request.prompt.data
+            )
+            change = self._replicas.change
+            replica = self._replicas.choose(base_model, key, avoided)
             if replica is None:
-                reason = f"no sampler for {base_model} is running; the request will run when one is"
-                await self._journal.note_waiting(request_id, reason)
-                waiting = True
+                if not waiting:
+                    reason = f"no sampler for {base_model} is running; the request will run when one is"
+                    await self._journal.note_waiting(request_id, reason)
+                    waiting = True
                 attempt += 1
                 # A lost replica's record may live on for seconds; it may also have been a passing fault.
+                most = backoff(attempt, first=0.2, most=5.0) if avoided else _LOOK_AGAIN_S
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(most):
+                        await change.wait()
                 avoided.clear()
-                await self._await_change(backoff(attempt, first=0.2, most=5.0))
                 continue
             if waiting:
                 await self._journal.note_waiting(request_id, "")
                 waiting = False
             try:
-                return await self._call(replica, request)
+                return await self._replicas.call(replica, request)
             except TinsmithError as error:
                 attempt += 1
                 if isinstance(error, Unavailable):
@@ -212,49 +226,18 @@ class SampleDispatcher:
                         raise
                 await asyncio.sleep(backoff(attempt))
 
-    def _choose(self, base_model: str, key: bytes, avoided: set[str]) -> ServiceRecord | None:
-        ready = {
-            record.incarnation: record
-            for record in self._samplers.serving(base_model)
-            if record.state == "ready" and record.incarnation not in avoided
-        }
-        replicas = [router.Replica(name, self._in_flight[name]) for name in ready]
-        chosen = router.choose(replicas, key)
-        return None if chosen is None else ready[chosen.id]
+    def _slots(self, base_model: str) -> FairSlots:
+        slots = self._slots_of.get(base_model)
+        if slots is None:
+            slots = self._slots_of[base_model] = FairSlots(self._capacity(base_model))
+        return slots
 
-    async def _call(
-        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
-    ) -> operation_pb2.OperationResult:
-        name, weight = replica.incarnation, request.num_samples
-        self._in_flight[name] += weight
-        try:
-            stub = sampler_pb2_grpc.SamplerServiceStub(self._samplers.channel(replica))
-            reply = await stub.Sample(request, timeout=self._settings.sample_timeout)
-        except grpc.aio.AioRpcError as raw:
-            error = call_error(raw)
-            if isinstance(error, DeadlineExceeded):
-                raise DeadlineExceeded(
-                    f"the sample took longer than {self._settings.sample_timeout:.0f} s; lower max_tokens"
-                ) from raw
-            raise error from raw
-        finally:
-            self._in_flight[name] -= weight
-            if not self._in_flight[name]:
-                del self._in_flight[name]
-        kind = reply.WhichOneof("kind")
-        if kind == "result":
-            return operation_pb2.OperationResult(sample=reply.result)
-        if kind == "error":
-            return operation_pb2.OperationResult(error=reply.error)
-        raise Internal(f"sampler {replica.id} answered with nothing")
+    def _capacity(self, base_model: str) -> int:
+        return self._settings.replica_sequences * max(1, len(self._replicas.ready(base_model)))
 
-    async def _await_change(self, most: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(most):
-                await self._changed.wait()
-
-    def _replicas_changed(self) -> None:
-        self._changed.set()
+    def _resize(self) -> None:
+        for base_model, slots in self._slots_of.items():
+            slots.resize(self._capacity(base_model))
 
     async def _keep_auditing(self) -> None:
         while True:

@@ -1,7 +1,7 @@
 """Sampling: sessions that answer from one immutable snapshot, and their requests.
 
 Invariant: what a sampling session answers from is written once, when the session is made, and
-never changes.
+never changes; an inflight session follows its model, but only when the dispatcher sends a request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from services.common import ids
 from services.common.errors import Conflict, Gone, InvalidRequest, NotFound, PermissionDenied
 from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import validation
+from services.gateway.admission import Admission
 from services.gateway.catalog import Catalog
 from services.gateway.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.models import Models
@@ -40,6 +41,7 @@ class Sampling:
         catalog: Catalog,
         submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
         gateway_id: str,
+        admission: Admission,
         limits: Limits,
     ) -> None:
         self._journal = journal
@@ -49,6 +51,7 @@ class Sampling:
         self._catalog = catalog
         self._submit = submit
         self._gateway_id = gateway_id
+        self._admission = admission
         self._limits = limits
         self._known: Recent[SamplingSessionRecord] = Recent(_CACHE_S, _CACHED)
 
@@ -137,17 +140,29 @@ class Sampling:
             params=request.params,
             prompt_logprobs=request.prompt_logprobs,
             topk_prompt_logprobs=request.topk_prompt_logprobs,
+            cache_namespace=record.sampling_session_id if record.inflight else "",
         )
         sample.snapshot.model_id, sample.snapshot.version = record.model_id, record.version
-        request_id = await self._journal.accept(
-            record.sampling_session_id,
-            request.seq_id,
-            sample.SerializeToString(deterministic=True),
-            self._gateway_id,
-            owner,
-        )
+        request_id, payload = sample.request_id, sample.SerializeToString(deterministic=True)
+        counted = self._admission.admit(request_id, owner, sample.num_samples, len(payload))
+        try:
+            await self._journal.accept(
+                record.sampling_session_id, request.seq_id, payload, self._gateway_id, owner
+            )
+        except BaseException:
+            if counted:
+                self._admission.release(request_id)
+            raise
         await self._submit(request_id, sample)
         return request_id
+
+    def check_room(self, owner: str) -> None:
+        """Refuses early, before a sample is read, what `sample` would refuse whatever it is.
+
+        Raises:
+            Overloaded: too many samples of this key wait; send the same again later.
+        """
+        self._admission.check(owner)
 
     async def cancel(self, owner: str, request_id: str) -> None:
         """Gives a sample up: its future fails, and the engine stops working on it, wherever it runs.

@@ -55,7 +55,12 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sampling session answers from, for ever. `model_id` empty = the base model itself."""
+    """What a sampling session answers from. `model_id` empty = the base model itself.
+
+    Attributes:
+        version: the snapshot, for ever; of an inflight session the first one, which later inflight saves of
+            the model replace.
+    """
 
     sampling_session_id: str
     session_id: str
@@ -64,6 +69,7 @@ class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str = ""
     version: int = 0
     model_path: str = ""
+    inflight: bool = False
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,6 +231,23 @@ class SamplingSessionStore:
         """The sampling session."""
         raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
         return None if raw is None else msgspec.json.decode(raw, type=SamplingSessionRecord)
+
+
+class InflightStore:
+    """The snapshot that each model's inflight sampling sessions share: it moves forward only."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+        self._raise = Script(client, "raise_version")
+
+    async def move(self, model_id: str, version: int) -> None:
+        """Has the model's inflight sessions answer from this version, unless they do from a newer one."""
+        await self._raise([keys.inflight_version(model_id)], version)
+
+    async def version(self, record: SamplingSessionRecord) -> int:
+        """The version that a request of an inflight session answers from now."""
+        raw: Any = await self._redis.get(keys.inflight_version(record.model_id))
+        return max(record.version, int(raw or 0))
 
 
 class CheckpointStore:

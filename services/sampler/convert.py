@@ -71,6 +71,7 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
         params=_params_from_pb(pb.params),
         prompt_logprobs=pb.prompt_logprobs,
         topk_prompt_logprobs=pb.topk_prompt_logprobs,
+        cache_namespace=pb.cache_namespace,
     )
 
 

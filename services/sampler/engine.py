@@ -131,7 +131,7 @@ class Engine:
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
         request_id = f"{job.request_id}-{index}-{next(self._request_numbers)}"
-        prompt = tokens_input(prompt_token_ids=job.prompt)
+        prompt = tokens_input(prompt_token_ids=job.prompt, cache_salt=job.cache_namespace or None)
         last: RequestOutput | None = None
         try:
             async for output in self._llm.generate(

@@ -82,6 +82,7 @@ class SampleJob:
         snapshot: None = the base model.
         prompt: token ids.
         topk_prompt_logprobs: 0 = not asked for.
+        cache_namespace: cached keys and values are shared with jobs of the same name only.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class SampleJob:
     params: SamplingParams
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    cache_namespace: str = ""
 
 
 @dataclass(frozen=True)

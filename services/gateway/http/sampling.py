@@ -46,6 +46,7 @@ async def get_sampler(call: Call) -> Response:
 
 
 async def asample(call: Call) -> Response:
+    call.app.sampling.check_room(call.owner)
     async with call.body() as data:
         if len(data) > THREAD_ABOVE_BYTES:
             request = await asyncio.to_thread(sample_request, data)

@@ -153,7 +153,11 @@ async def save_weights_for_sampler(call: Call) -> Response:
             )
         else:
             request_id, _ = await models.save_for_sampling_session(
-                call.owner, body.model_id, body.seq_id, body.sampling_session_seq_id or 0
+                call.owner,
+                body.model_id,
+                body.seq_id,
+                body.sampling_session_seq_id or 0,
+                inflight=body.kind == "inflight",
             )
         return promise(request_id, body.model_id)
 
@@ -166,8 +170,8 @@ def _is_named(body: messages.SaveWeightsForSampler) -> bool:
     Raises:
         InvalidRequest: the body asks for both, for neither, or for what is not served.
     """
-    if body.kind == "inflight":
-        raise InvalidRequest("kind 'inflight' is not served; use 'snapshot', which is the default")
+    if body.kind == "inflight" and body.path is not None:
+        raise InvalidRequest("a named checkpoint never changes; leave path out, or use the kind 'snapshot'")
     if (body.path is None) == (body.sampling_session_seq_id is None):
         raise InvalidRequest("pass either path (a named checkpoint) or sampling_session_seq_id")
     if body.path is None and (body.ttl_seconds is not None or body.user_metadata is not None):

@@ -18,13 +18,14 @@ from services.common import ids, keys, redis_client
 from services.common.journal import Journal
 from services.common.registry import Announcer, ServiceRecord
 from services.common.sample_journal import SampleJournal
+from services.gateway.admission import Admission
 from services.gateway.app import Application, build
 from services.gateway.auth import KeyRing
 from services.gateway.grpc import service
 from services.gateway.http.server import HttpServer
 from services.gateway.limits import Limits
 from services.gateway.outcomes import Outcomes
-from services.gateway.stores import CheckpointStore, ModelStore, SamplingSessionStore
+from services.gateway.stores import CheckpointStore, InflightStore, ModelStore, SamplingSessionStore
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
 ALICE, BOB = "tml-alice", "tml-bob"
@@ -99,12 +100,16 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
     async def leave(request_id: str, request: sampler_pb2.SampleRequest) -> None:
         """Nothing is dispatched: samples and operations stay where the test finds them."""
 
-    app = build("gateway-0", client, KeyRing(directory / "keys"), lambda _: None, leave, limits)
+    limits = limits or Limits()
+    admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
+    app = build("gateway-0", client, KeyRing(directory / "keys"), lambda _: None, leave, limits, admission)
     await app.futures.start()
     http = HttpServer(app, "127.0.0.1", 0)
     http.start()
     rpc_server = await service.serve(app, "127.0.0.1:0")
-    outcomes = Outcomes(ModelStore(client), CheckpointStore(client), SamplingSessionStore(client))
+    outcomes = Outcomes(
+        ModelStore(client), CheckpointStore(client), SamplingSessionStore(client), InflightStore(client)
+    )
     try:
         yield Edges(
             f"http://127.0.0.1:{http.port}",

@@ -14,12 +14,22 @@ from services.common import ids, keys, registry
 from services.common.errors import SnapshotNotFound
 from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import sample_dispatcher as module
+from services.gateway.admission import Admission
 from services.gateway.futures import Futures
+from services.gateway.outcomes import Outcomes
 from services.gateway.sample_dispatcher import SampleDispatcher, SampleSettings
-from services.gateway.stores import SamplingSessionRecord, SamplingSessionStore
+from services.gateway.stores import (
+    CheckpointStore,
+    InflightStore,
+    ModelRecord,
+    ModelStore,
+    SamplingSessionRecord,
+    SamplingSessionStore,
+)
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
 SESSION = ids.sampling_session_id("s", 0)
+MODEL = ids.model_id("s", 0)
 
 
 class Gateway:
@@ -29,7 +39,10 @@ class Gateway:
         self.name = name
         self.journal = SampleJournal(client)
         self.futures = Futures(client)
-        self.dispatcher = SampleDispatcher(client, self.journal, name, SampleSettings(dead_after=0.2))
+        self.admission = Admission(1000, 1 << 20)
+        self.dispatcher = SampleDispatcher(
+            client, self.journal, name, self.admission, SampleSettings(dead_after=0.2)
+        )
 
     async def sample(self, seq_id: int, prompt: bytes = b"") -> str:
         request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, seq_id), num_samples=1)
@@ -239,3 +252,87 @@ async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def inflight_session(client: redis.asyncio.Redis, session: str, version: int) -> None:
+    """What a finished inflight save leaves behind."""
+    model = ModelRecord(
+        model_id=MODEL, session_id="s", owner="ann", base_model=BASE, lora_rank=4, created_at=0.0
+    )
+    models = ModelStore(client)
+    await models.create_if_absent(model)
+    outcomes = Outcomes(models, CheckpointStore(client), SamplingSessionStore(client), InflightStore(client))
+    save = operation_pb2.SaveForSampler(sampling_session_id=session, inflight=True)
+    operation = operation_pb2.Operation(model_id=MODEL, seq_id=version, save_for_sampler=save)
+    result = operation_pb2.SaveForSamplerResult(sampling_session_id=session, version=version)
+    await outcomes.record(operation, operation_pb2.OperationResult(save_for_sampler=result))
+
+
+async def test_inflight_sessions_follow_their_model_and_running_samples_keep_their_version(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    first, second = ids.sampling_session_id("s", 7), ids.sampling_session_id("s", 8)
+    sampler = ScriptedSampler("a")
+    used: dict[str, int] = {}
+
+    def answer(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+        used[request.request_id] = request.snapshot.version
+        reply = sampler_pb2.SampleResponse()
+        reply.result.sequences.add()
+        return reply
+
+    sampler.answer = answer
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+
+        async def sample(session: str, seq_id: int, wait: bool = True) -> str:
+            request_id = ids.request_id(session, seq_id)
+            request = sampler_pb2.SampleRequest(request_id=request_id, num_samples=1)
+            request.snapshot.model_id, request.snapshot.version = MODEL, 3
+            await gateway.journal.accept(session, seq_id, request.SerializeToString(), gateway.name)
+            await gateway.dispatcher.submit(request_id, request)
+            if wait:
+                await gateway.result(request_id)
+            return request_id
+
+        await inflight_session(redis_client, first, 3)
+        before = await sample(first, 0)
+        sampler.gate.clear()
+        sampler.arrived.clear()
+        running = await sample(first, 1, wait=False)
+        await sampler.arrived.wait()
+        await inflight_session(redis_client, second, 5)
+        sampler.gate.set()
+        await gateway.result(running)
+        after, fresh = await sample(first, 2), await sample(second, 0)
+        # Recording an older save again, as a replay does, moves nothing back.
+        await inflight_session(redis_client, first, 3)
+        still = await sample(first, 3)
+    assert [used[name] for name in (before, running, after, fresh, still)] == [3, 3, 5, 5, 5]
+
+
+async def test_a_key_with_one_sample_is_not_held_up_by_the_thousand_of_another(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    other = ids.sampling_session_id("t", 0)
+    await SamplingSessionStore(redis_client).create_if_absent(
+        SamplingSessionRecord(sampling_session_id=other, session_id="t", owner="bob", base_model=BASE)
+    )
+    sampler = ScriptedSampler("a")
+    sampler.gate.clear()
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+        gateway.dispatcher._slots(BASE).resize(4)
+        many = [await gateway.sample(seq_id) for seq_id in range(40)]
+        await until(lambda: len(gateway.dispatcher._claimed) == 40)
+        request_id = ids.request_id(other, 0)
+        request = sampler_pb2.SampleRequest(request_id=request_id, num_samples=1)
+        await gateway.journal.accept(other, 0, request.SerializeToString(), gateway.name)
+        await gateway.dispatcher.submit(request_id, request)
+        await until(lambda: len(gateway.dispatcher._claimed) == 41)
+        sampler.gate.set()
+        for name in [*many, request_id]:
+            await gateway.tokens(name)
+        await until(lambda: not gateway.dispatcher._running)
+        assert sampler.served.index(request_id) <= 8
+        assert gateway.admission._held == {}

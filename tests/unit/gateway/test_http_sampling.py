@@ -9,6 +9,7 @@ import pytest
 import tinker
 from edges import ALICE, BASE, BOB, Edges, new_model, new_session, running
 
+from services.gateway.limits import Limits
 from tinsmith.v1 import operation_pb2, types_pb2
 
 
@@ -246,3 +247,42 @@ async def test_the_sdk_samples_from_an_ephemeral_save(edges: Edges) -> None:
     response = await asyncio.to_thread(use, asyncio.get_running_loop())
     assert [list(found.tokens) for found in response.sequences] == [[4, 5], [6]]
     assert len({found.sequence_id for found in response.sequences}) == 2
+
+
+async def test_an_inflight_save_makes_a_session_with_a_cache_of_its_own(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        for seq_id, kind in ((1, "inflight"), (2, "snapshot")):
+            save = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": seq_id, "kind": kind}
+            assert (await client.post("save_weights_for_sampler", json=save)).status_code == 200
+            operation = await edges.operation(model, seq_id)
+            assert operation is not None
+            assert operation.save_for_sampler.inflight is (kind == "inflight")
+            session = f"{model.split(':')[0]}:sample:{seq_id}"
+            saved = operation_pb2.SaveForSamplerResult(sampling_session_id=session, version=seq_id)
+            await edges.answer(model, seq_id, save_for_sampler=saved)
+            promise = (await client.post("asample", json=body(session))).json()
+            request = await edges.sample(promise["request_id"])
+            assert request.cache_namespace == (session if kind == "inflight" else "")
+            assert request.snapshot.version == seq_id
+
+
+async def test_a_full_gateway_says_429_before_it_takes_anything(redis_url: str, tmp_path: Path) -> None:
+    limits = Limits(waiting_sequences=8)
+    async with (
+        running(redis_url, tmp_path, limits) as edges,
+        edges.http() as client,
+        edges.http(BOB) as other,
+    ):
+        session, others = await base_session(client), await base_session(other)
+        for seq_id in range(2):
+            assert (await client.post("asample", json=body(session, seq_id=seq_id))).status_code == 200
+        refused = await client.post("asample", json=body(session, seq_id=2))
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert await edges.samples.samples_of("gateway-0") == {f"{session}:0", f"{session}:1"}
+        assert not await edges.redis.exists(f"tinsmith:future:{{{session}}}:2")
+        unread = await client.post("asample", content=b"what it is does not matter")
+        assert unread.status_code == 429
+        assert (await other.post("asample", json=body(others))).status_code == 200
+        assert (await other.post("asample", json=body(others, seq_id=1, num_samples=3))).status_code == 429

@@ -212,7 +212,7 @@ async def test_every_adam_field_arrives(edges: Edges) -> None:
         ("save_weights", {"path": "a", "ttl_seconds": 0}, "ttl_seconds"),
         ("save_weights_for_sampler", {"path": "a", "ttl_seconds": 0}, "ttl_seconds"),
         ("save_weights_for_sampler", {}, "sampling_session_seq_id"),
-        ("save_weights_for_sampler", {"sampling_session_seq_id": 0, "kind": "inflight"}, "inflight"),
+        ("save_weights_for_sampler", {"path": "a", "kind": "inflight"}, "never changes"),
         ("save_weights_for_sampler", {"sampling_session_seq_id": 0, "ttl_seconds": 3600}, "path"),
         ("load_weights", {"path": "tinker://x", "optimizer": True}, "tinker://"),
         ("load_weights", {"path": "x", "optimizer": True, "weights_access_token": "t"}, "token"),
