@@ -169,6 +169,14 @@ class DataLoss(TinsmithError):
     grpc_status = "DATA_LOSS"
 
 
+class StorageFull(TinsmithError):
+    """A checkpoint could not be written for want of space. It can be saved again."""
+
+    default_code = "storage_full"
+    http_status = 507
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
 _CLASSES: tuple[type[TinsmithError], ...] = (
     InvalidRequest,
     Unauthenticated,
@@ -187,6 +195,7 @@ _CLASSES: tuple[type[TinsmithError], ...] = (
     StaleEpoch,
     SnapshotNotFound,
     DataLoss,
+    StorageFull,
     Internal,
 )
 _BY_CODE = {cls.default_code: cls for cls in _CLASSES}

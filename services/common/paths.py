@@ -39,9 +39,15 @@ class DataDir:
         """Working directory of the embedded Redis server."""
         return self.root / "redis"
 
-    def checkpoint(self, model_id: str, checkpoint_id: str) -> Path:
-        """Directory of a named training checkpoint, "weights/<name>"."""
-        return self.root / "checkpoints" / _model(model_id) / ids.check_checkpoint_id(checkpoint_id)
+    @property
+    def checkpoints(self) -> Path:
+        """Named checkpoints and exports, unless they are kept elsewhere."""
+        return self.root / "checkpoints"
+
+    @property
+    def staging(self) -> Path:
+        """Files on their way to or from an object store."""
+        return self.root / "staging"
 
     def snapshot(self, model_id: str, version: int) -> Path:
         """Directory of an immutable sampler snapshot in PEFT format."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.errors import InvalidRequest
+from services.common.storage.location import check_location
 from services.gateway.retention_plan import RetentionSettings
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
@@ -27,6 +29,8 @@ class GatewayConfig:
         port: HTTP port; 0 takes a free one.
         grpc_port: gRPC port; 0 takes a free one.
         data_dir: directory for the pid file and the default keys file.
+        checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
+            s3://bucket/prefix; empty = in the data directory.
         api_keys_file: one key per line, optionally followed by a space and the owner's name.
         redis_url: where all state is.
         retention: when silent sessions let go of what they hold.
@@ -37,6 +41,7 @@ class GatewayConfig:
     port: int
     grpc_port: int
     data_dir: Path
+    checkpoint_store: str
     api_keys_file: Path
     redis_url: str
     retention: RetentionSettings
@@ -58,6 +63,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
     add("--port", "8000", "HTTP port, shared with other gateways of this machine")
     add("--grpc-port", "8001", "gRPC port, shared with other gateways of this machine")
     add("--data-dir", None, "data directory of the cluster")
+    add("--checkpoint-store", "", "directory or URL of checkpoints and exports; empty: in DATA_DIR")
     add("--api-keys-file", "", "file of API keys; empty: DATA_DIR/api_key")
     add("--session-park-after", "1800", "seconds of silence after which a session's models are parked")
     add("--session-end-after", "604800", "seconds of silence after which a session is over")
@@ -79,11 +85,16 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
                 f"--{name.replace('_', '-')} must be a whole number of seconds, at least 1, not {text!r}"
             )
         silence[name] = float(text)
+    try:
+        check_location(options.checkpoint_store)
+    except InvalidRequest as error:
+        parser.error(f"--checkpoint-store: {error.message}")
     data_dir = Path(options.data_dir)
     return GatewayConfig(
         id=options.id,
         host=options.host,
         data_dir=data_dir,
+        checkpoint_store=options.checkpoint_store,
         api_keys_file=Path(options.api_keys_file) if options.api_keys_file else data_dir / "api_key",
         redis_url=redis_url,
         retention=RetentionSettings(

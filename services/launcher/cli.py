@@ -106,6 +106,13 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         help="checkpoints, snapshots, logs, pid files and API keys (default: ./data)",
     )
     up.add_argument(
+        "--checkpoint-store",
+        default=os.environ.get("TINSMITH_CHECKPOINT_STORE", ""),
+        metavar="DIR_OR_URL",
+        help="keep named checkpoints and exports here: a directory, or a URL such as s3://bucket/prefix with "
+        "credentials in the environment (default: in the data directory; TINSMITH_CHECKPOINT_STORE)",
+    )
+    up.add_argument(
         "--redis-url",
         help="use this Redis, not the embedded one; give a URL with a password as TINSMITH_REDIS_URL",
     )
@@ -147,6 +154,7 @@ def _up(args: argparse.Namespace) -> int:
         trainer_ranks=args.trainer_ranks,
         zero_stage=args.zero_stage,
         samplers=args.samplers,
+        checkpoint_store=_absolute(args.checkpoint_store),
         device=machine.choose_device(args.device),
         dtype=args.dtype,
         cores=machine.cores(),
@@ -154,6 +162,11 @@ def _up(args: argparse.Namespace) -> int:
     )
     plan.check(options)
     return up(options, args.redis_url or os.environ.get("TINSMITH_REDIS_URL"), args.verbose)
+
+
+def _absolute(location: str) -> str:
+    """A location of checkpoints as seen from any directory."""
+    return location if not location or "://" in location else str(Path(location).expanduser().resolve())
 
 
 def _status(args: argparse.Namespace) -> int:

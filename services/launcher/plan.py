@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import InvalidRequest
+from services.common.storage.location import check_location
 from services.launcher.placement import Place, places
 
 TrainerCommand = Callable[[int, int, list[str], Sequence[str]], list[str]]
@@ -33,6 +34,7 @@ class Options:
     Attributes:
         trainer_ranks: data-parallel ranks of each base model's trainer.
         samplers: sampler replicas of each base model; 0 = train only.
+        checkpoint_store: directory or URL for named checkpoints and exports; empty = in data_dir.
         device: "cpu" or "cuda".
         cores: CPUs to share out.
         gpus: GPUs to share out on "cuda".
@@ -46,6 +48,7 @@ class Options:
     trainer_ranks: int = 1
     zero_stage: int = 0
     samplers: int = 1
+    checkpoint_store: str = ""
     device: str = "cpu"
     dtype: str = "auto"
     cores: tuple[int, ...] = (0, 1)
@@ -111,6 +114,7 @@ def check(options: Options) -> None:
     ):
         if value < least:
             raise InvalidRequest(f"{flag} must be {least} or more, not {value}")
+    check_location(options.checkpoint_store)
     if options.port == options.grpc_port:
         raise InvalidRequest("--port and --grpc-port must differ")
     for flag, value in (("--port", options.port), ("--grpc-port", options.grpc_port)):
@@ -149,6 +153,7 @@ def _gateway(options: Options, index: int) -> Process:
         *(sys.executable, "-m", "services.gateway", "--id", name, "--host", "127.0.0.1"),
         *("--port", str(options.port), "--grpc-port", str(options.grpc_port)),
         *("--data-dir", str(options.data_dir)),
+        *_store(options),
     )
     return Process(name, argv, announces=("gateway", name))
 
@@ -162,6 +167,7 @@ def _trainer(
         *("--id", name, "--first-process-index", str(first)),
         *("--zero-stage", str(options.zero_stage)),
         *_common(options, model),
+        *_store(options),
     ]
     argv = launch(options.trainer_ranks, master_port, arguments, place.gpus)
     # The launcher stops its ranks one after the other.
@@ -182,6 +188,10 @@ def _environment(place: Place) -> dict[str, str]:
     if place.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
     return environment
+
+
+def _store(options: Options) -> tuple[str, ...]:
+    return ("--checkpoint-store", options.checkpoint_store) if options.checkpoint_store else ()
 
 
 def _common(options: Options, model: Model) -> tuple[str, ...]:

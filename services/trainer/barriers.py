@@ -1,4 +1,4 @@
-"""What each kind of barrier operation does: create, step, save, load, publish, unload.
+"""What each kind of barrier operation does: create, step, save, load, publish, export, unload.
 
 Invariant: when a barrier raises, the model is as it was (a creation leaves no model behind). Files are
 read and written in threads beside the engine, so one tenant's disk never stops another's training.
@@ -7,14 +7,18 @@ read and written in threads beside the engine, so one tenant's disk never stops 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
+from services.common.age import encrypted
 from services.common.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
+from services.common.storage.base import Writer
 from services.trainer import convert
-from services.trainer.checkpoints import CheckpointStore
+from services.trainer.checkpoints import CheckpointStore, Files
 from services.trainer.commands import CreateModel, DropModel, LoadState, OptimStep
-from services.trainer.convert import Create, Load, Publish, Save, Step, Unload
+from services.trainer.convert import Create, Export, Load, Publish, Save, Step, Unload
+from services.trainer.export_format import Base, weight_files
 from services.trainer.models import Model, Operation, OperationResult, Rejected
+from services.trainer.plan import ModelState
 from services.trainer.publisher import Publisher
 from services.trainer.world import World
 
@@ -35,12 +39,14 @@ class Barriers:
         world: World,
         checkpoints: CheckpointStore,
         publisher: Publisher,
+        base: Base,
         changed: Callable[[str], None],
         durable: Callable[[str], Awaitable[int | None]],
     ) -> None:
         self._world = world
         self._checkpoints = checkpoints
         self._publisher = publisher
+        self._base = base
         self._changed = changed
         self._durable = durable
 
@@ -67,6 +73,8 @@ class Barriers:
                 return await self._load(model, seq_id, work)
             case Publish():
                 return await self._publish(model, seq_id, work, release)
+            case Export():
+                return await self._export(model, seq_id, work, release)
             case Unload():
                 await self._world.call(DropModel(model.model_id))
                 model.lora = None
@@ -85,7 +93,7 @@ class Barriers:
             if work.from_state is not None:
                 load, optimizer = work.from_state, work.from_state.optimizer
                 found = await asyncio.to_thread(
-                    self._checkpoints.load, load.source_model_id, load.checkpoint_id
+                    self._checkpoints.load, load.source_model_id, load.checkpoint_id, load.version
                 )
                 lora, saved = found.meta.lora, found.state
             assert lora is not None
@@ -116,7 +124,9 @@ class Barriers:
         return convert.saved(model.model_id, work, size)
 
     async def _load(self, model: Model, seq_id: int, work: Load) -> OperationResult:
-        found = await asyncio.to_thread(self._checkpoints.load, work.source_model_id, work.checkpoint_id)
+        found = await asyncio.to_thread(
+            self._checkpoints.load, work.source_model_id, work.checkpoint_id, work.version
+        )
         await self._world.call(LoadState(model.model_id, seq_id, found.state, work.optimizer))
         self._changed(model.model_id)
         return convert.loaded(work)
@@ -130,3 +140,26 @@ class Barriers:
         finally:
             model.publishing = False
         return convert.published(model.model_id, seq_id, work, published.wire_bytes, published.receivers)
+
+    async def _export(self, model: Model, seq_id: int, work: Export, release: Release) -> OperationResult:
+        _, state = await self._world.state(model.model_id, optimizer=False)
+        model.publishing = True
+        release()
+        try:
+            size = await asyncio.to_thread(
+                self._checkpoints.export,
+                model.model_id,
+                seq_id,
+                work.checkpoint_id,
+                self._export_files(state, work),
+            )
+        finally:
+            model.publishing = False
+        return convert.exported(model.model_id, work, size)
+
+    def _export_files(self, state: ModelState, work: Export) -> Files:
+        def make() -> Mapping[str, Writer]:
+            files = weight_files(self._base, state.lora, state.adapter)
+            return encrypted(files, work.age_recipients) if work.age_recipients else files
+
+        return make

@@ -7,6 +7,7 @@ holds all that a model needs to go on as if it had never stopped, and only tenso
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +15,15 @@ import msgspec
 
 from services.common import ids
 from services.common.errors import DataLoss, InvalidRequest, NotFound
-from services.common.paths import DataDir
-from services.common.storage.base import Writer
-from services.common.storage.directory import publish_directory
+from services.common.storage.base import Key, Storage, Writer, failure
 from services.trainer.plan import LoraSpec, ModelState
 from services.trainer.tensor_files import load_tensors, save_tensors, save_text
 
 _ADAPTER, _OPTIMIZER, _META = "adapter.safetensors", "optimizer.safetensors", "meta.json"
+
+
+Files = Callable[[], Mapping[str, Writer]]
+"""Makes the files of an export. Blocking."""
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -82,10 +85,10 @@ def read_state(directory: Path) -> SavedState | None:
 
 
 class CheckpointStore:
-    """Named checkpoints of one base model. Blocking; call from a thread."""
+    """Named checkpoints and exports of one base model's models. Blocking; call from a thread."""
 
-    def __init__(self, data: DataDir, base_model: str) -> None:
-        self._data = data
+    def __init__(self, storage: Storage, base_model: str) -> None:
+        self._storage = storage
         self._base_model = base_model
 
     def save(self, model_id: str, seq_id: int, checkpoint_id: str, overwrite: bool, state: ModelState) -> int:
@@ -93,23 +96,21 @@ class CheckpointStore:
 
         Raises:
             InvalidRequest: the name is taken and `overwrite` is false.
+            StorageFull, Internal: it could not be written; what was saved before is as it was.
         """
-        target = self._data.checkpoint(model_id, checkpoint_id)
-        existing = read_meta(target)
-        if existing is not None and existing.seq_id >= seq_id:
-            # This operation, or a later one of the same model, has written it before a restart.
-            return sum(path.stat().st_size for path in target.iterdir())
-        if existing is not None and not overwrite:
-            raise InvalidRequest(
-                f"checkpoint {ids.tinker_path(model_id, checkpoint_id)} exists already; choose another "
-                "name or pass overwrite=True",
-                "checkpoint_exists",
-            )
+        key = Key(model_id, checkpoint_id, seq_id)
         meta = Meta(self._base_model, model_id, seq_id, state.step, state.lora)
-        return publish_directory(target, state_files(SavedState(meta, state)), replace=overwrite)
+        return self._publish(key, overwrite, lambda: state_files(SavedState(meta, state)))
 
-    def load(self, model_id: str, checkpoint_id: str) -> SavedState:
+    def export(self, model_id: str, seq_id: int, checkpoint_id: str, files: Files) -> int:
+        """Writes files for others to use and returns their bytes. Otherwise as `save`."""
+        return self._publish(Key(model_id, checkpoint_id, seq_id), False, files)
+
+    def load(self, model_id: str, checkpoint_id: str, version: int = 0) -> SavedState:
         """Reads a checkpoint, of any model of this base.
+
+        Args:
+            version: seq_id of the save; 0 = the newest.
 
         Raises:
             NotFound: there is no such checkpoint.
@@ -117,7 +118,8 @@ class CheckpointStore:
             DataLoss: its files are damaged.
         """
         path = ids.tinker_path(model_id, checkpoint_id)
-        saved = read_state(self._data.checkpoint(model_id, checkpoint_id))
+        versions = [version] if version else self._storage.versions(model_id, checkpoint_id)[-1:]
+        saved = self._read(Key(model_id, checkpoint_id, versions[0]), path) if versions else None
         if saved is None:
             raise NotFound(f"checkpoint {path} does not exist", "checkpoint_not_found")
         if saved.meta.base_model != self._base_model:
@@ -127,3 +129,23 @@ class CheckpointStore:
                 "base_model_mismatch",
             )
         return saved
+
+    def _publish(self, key: Key, overwrite: bool, files: Files) -> int:
+        path = ids.tinker_path(key.model_id, key.checkpoint_id)
+        try:
+            versions = self._storage.versions(key.model_id, key.checkpoint_id)
+            if not overwrite and any(version < key.version for version in versions):
+                raise InvalidRequest(
+                    f"checkpoint {path} exists already; choose another name or pass overwrite=True",
+                    "checkpoint_exists",
+                )
+            return self._storage.publish(key, files())
+        except OSError as error:
+            raise failure(error, f"checkpoint {path}") from error
+
+    def _read(self, key: Key, path: str) -> SavedState | None:
+        try:
+            with self._storage.local(key) as directory:
+                return None if directory is None else read_state(directory)
+        except DataLoss as error:
+            raise DataLoss(f"checkpoint {path}: {error.message}") from error

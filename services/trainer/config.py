@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common.errors import InvalidRequest
+from services.common.storage.location import check_location
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -23,6 +26,8 @@ class TrainerConfig:
         zero_stage: ZeRO stage of the frozen base, 0..3.
         device: "cpu" or "cuda".
         dtype: element type of the base, "float32" or "bfloat16".
+        checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
+            s3://bucket/prefix; empty = in the data directory.
         micro_batch_tokens: padded tokens of one physical batch.
         redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password.
     """
@@ -38,6 +43,7 @@ class TrainerConfig:
     port: int
     advertise_host: str
     data_dir: Path
+    checkpoint_store: str
     micro_batch_tokens: int
     redis_url: str
 
@@ -81,6 +87,7 @@ def parse(argv: list[str]) -> TrainerConfig:
     flag("port", "0", "port to serve gRPC on; 0 takes a free one", type=int)
     flag("advertise-host", "127.0.0.1", "host name under which gateways reach this trainer")
     flag("data-dir", None, "directory shared with gateways and samplers", type=Path)
+    flag("checkpoint-store", "", "directory or URL for named checkpoints and exports; empty: in DATA_DIR")
     flag("micro-batch-tokens", "8192", "padded tokens of one physical batch", type=int)
     args = parser.parse_args([*from_environment, *argv])
 
@@ -89,6 +96,10 @@ def parse(argv: list[str]) -> TrainerConfig:
         parser.error(f"--model {args.model!r} is not NAME=PATH_OR_HUB_ID")
     if args.micro_batch_tokens < 1:
         parser.error("--micro-batch-tokens must be at least 1")
+    try:
+        check_location(args.checkpoint_store)
+    except InvalidRequest as error:
+        parser.error(f"--checkpoint-store: {error.message}")
     redis_url = os.environ.get("TINSMITH_REDIS_URL", "")
     if not redis_url:
         parser.error("TINSMITH_REDIS_URL is not set")
@@ -105,6 +116,7 @@ def parse(argv: list[str]) -> TrainerConfig:
         port=args.port,
         advertise_host=args.advertise_host,
         data_dir=args.data_dir.resolve(),
+        checkpoint_store=args.checkpoint_store,
         micro_batch_tokens=args.micro_batch_tokens,
         redis_url=redis_url,
     )

@@ -38,6 +38,7 @@ class Load:
     source_model_id: str
     checkpoint_id: str
     optimizer: bool
+    version: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,19 @@ class Publish:
 
 
 @dataclass(frozen=True)
+class Export:
+    """Weights in Hugging Face's formats. `age_recipients`: public keys to encrypt every file to."""
+
+    checkpoint_id: str
+    age_recipients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Unload:
     pass
 
 
-Work = Create | Forward | Step | Save | Load | Publish | Unload
+Work = Create | Forward | Step | Save | Load | Publish | Export | Unload
 
 
 def from_pb(operation: operation_pb2.Operation, target: Target) -> Work:
@@ -114,6 +123,9 @@ def from_pb(operation: operation_pb2.Operation, target: Target) -> Work:
         case "save_for_sampler":
             save = operation.save_for_sampler
             return Publish(save.checkpoint_id, save.sampling_session_id)
+        case "save_external":
+            export = operation.save_external
+            return Export(export.checkpoint_id, tuple(export.age_recipients))
         case "unload_model":
             return Unload()
         case kind:
@@ -136,7 +148,7 @@ def _create(create: operation_pb2.CreateModel, target: Target) -> Create:
 
 
 def _load(load: operation_pb2.LoadState) -> Load:
-    return Load(load.source_model_id, load.checkpoint_id, load.optimizer)
+    return Load(load.source_model_id, load.checkpoint_id, load.optimizer, load.version)
 
 
 def _adam(adam: types_pb2.AdamParams) -> AdamSpec:
@@ -239,6 +251,13 @@ def published(
             wire_bytes=wire_bytes,
             receivers=receivers,
         )
+    )
+
+
+def exported(model_id: str, work: Export, size_bytes: int) -> operation_pb2.OperationResult:
+    path = ids.tinker_path(model_id, work.checkpoint_id)
+    return operation_pb2.OperationResult(
+        save_external=operation_pb2.SaveExternalResult(path=path, size_bytes=size_bytes)
     )
 
 

@@ -19,6 +19,7 @@ from services.common.errors import (
     by_code,
 )
 from services.common.errors import to_pb as error_to_pb
+from services.common.storage.base import failure
 from services.trainer import convert
 from services.trainer.barriers import Barriers
 from services.trainer.commands import RunPass as RunPassCommand
@@ -164,9 +165,11 @@ class Executor:
         except ModelNotResident as error:
             self.evict(model, error)
             return
-        except (TinsmithError, OSError) as error:
-            log.warning("operation %s:%d failed: %s", model.model_id, operation.seq_id, error)
-            result = OperationResult(error=error_to_pb(error))
+        except (TinsmithError, OSError) as caught:
+            what = f"what operation {operation.seq_id} of {model.model_id} saves"
+            reason = failure(caught, what) if isinstance(caught, OSError) else caught
+            log.warning("operation %s:%d failed: %s", model.model_id, operation.seq_id, caught)
+            result = OperationResult(error=error_to_pb(reason))
         release()
         self._finish(model, operation, result)
         if result.HasField("unload_model"):

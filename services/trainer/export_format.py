@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,25 @@ _COPIED = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model: the name it is registered under, and the directory or hub id it comes from."""
+
+    name: str
+    path: str
+
+
+def weight_files(base: Base, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> dict[str, Writer]:
+    """The files of an adapter, or without `lora` of a model all of whose weights are given. Blocking.
+
+    Raises:
+        Internal: as `full_model_files`.
+    """
+    if lora is None:
+        return full_model_files(base.path, tensors)
+    return adapter_files(base.name, lora, tensors)
 
 
 def adapter_files(base_model: str, lora: LoraSpec, adapter: Mapping[str, HostArray]) -> dict[str, Writer]:

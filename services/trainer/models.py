@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.common.errors import TinsmithError
-from services.trainer.convert import Forward, Publish, Work
+from services.trainer.convert import Export, Forward, Publish, Work
 from services.trainer.plan import LoraSpec, RowResult
 from services.trainer.scheduler import QueuedOp, UnitRef
 from services.trainer.sequencer import Sequence
@@ -61,7 +61,7 @@ class Model:
         lora: shape of its adapter; None until it is created.
         broken: why it could not be created; every later operation fails with this.
         held: a barrier of the model is executing.
-        publishing: a snapshot is on its way; another publish waits for it.
+        publishing: a snapshot or an export is on its way; another one waits for it.
         durable_seq: operation in the newest durable snapshot; -1 = none.
     """
 
@@ -76,7 +76,7 @@ class Model:
     def runnable(self) -> Iterable[Operation]:
         """Operations the scheduler may choose from, in order."""
         ready = self.sequence.ready
-        if self.held or (self.publishing and ready and isinstance(ready[0].work, Publish)):
+        if self.held or (self.publishing and ready and isinstance(ready[0].work, Publish | Export)):
             return ()
         return ready
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from services.common.paths import DataDir
 from services.common.storage.directory import delete_directory, publish_directory
 from services.trainer.broadcast import Broadcaster
-from services.trainer.export_format import adapter_files, full_model_files, read_adapter
+from services.trainer.export_format import Base, read_adapter, weight_files
 from services.trainer.plan import HostArray, LoraSpec
 
 
@@ -30,16 +30,11 @@ class Published:
 
 
 class Publisher:
-    """Stores and broadcasts snapshots of one base model.
+    """Stores and broadcasts snapshots of one base model."""
 
-    Args:
-        model_path: directory or hub id of the base model.
-    """
-
-    def __init__(self, data: DataDir, base_model: str, model_path: str, broadcaster: Broadcaster) -> None:
+    def __init__(self, data: DataDir, base: Base, broadcaster: Broadcaster) -> None:
         self._data = data
-        self._base_model = base_model
-        self._model_path = model_path
+        self._base = base
         self._broadcaster = broadcaster
 
     async def publish(
@@ -73,11 +68,7 @@ class Publisher:
         return Published(*await sent)
 
     def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> None:
-        if lora is None:
-            files = full_model_files(self._model_path, tensors)
-        else:
-            files = adapter_files(self._base_model, lora, tensors)
-        publish_directory(target, files, replace=False)
+        publish_directory(target, weight_files(self._base, lora, tensors), replace=False)
 
 
 def delete_snapshots(data: DataDir, model_id: str, kept: Collection[int]) -> None:

@@ -20,6 +20,7 @@ from services.common.errors import Unavailable
 from services.common.journal import Journal
 from services.common.paths import DataDir
 from services.common.registry import Announcer, ServiceRecord
+from services.common.storage.location import connect
 from services.trainer.barriers import Barriers
 from services.trainer.broadcast import Broadcaster
 from services.trainer.checkpoints import CheckpointStore
@@ -28,6 +29,7 @@ from services.trainer.config import Place, TrainerConfig
 from services.trainer.convert import Target
 from services.trainer.engine import Engine
 from services.trainer.executor import Executor
+from services.trainer.export_format import Base
 from services.trainer.models import Model
 from services.trainer.publisher import Publisher
 from services.trainer.residency import Residency
@@ -114,10 +116,12 @@ class _Server:
             "cpu" if config.device == "cpu" else f"cuda:{place.local_rank}",
             getattr(torch, config.dtype),
         )
+        base = Base(config.base_model, config.model_path)
         barriers = Barriers(
             world,
-            CheckpointStore(data, config.base_model),
-            Publisher(data, config.base_model, config.model_path, self._broadcaster),
+            CheckpointStore(connect(config.checkpoint_store, data), config.base_model),
+            Publisher(data, base, self._broadcaster),
+            base,
             self._residency.durable.changed,
             self._residency.durable.pointer,
         )

@@ -231,7 +231,7 @@ def test_a_model_resumed_from_saved_state_goes_on_bit_for_bit(world: TrainerWorl
     original.step()
     saved = original.run(save_state=save("here")).save_state
     assert saved.path == f"tinker://{original.model_id}/weights/here"
-    directory = world.data_dir / "checkpoints" / original.model_id / "weights" / "here"
+    directory = world.data_dir / "checkpoints" / original.model_id / "weights" / "here" / "3"
     assert saved.size_bytes == sum(path.stat().st_size for path in directory.iterdir())
 
     resumed = TrainedModel(world)

@@ -1,9 +1,125 @@
-"""What all kinds of storage share."""
+"""Storage of checkpoints and exports: directories of files that are published whole and never change.
+
+A stored directory is named by a `Key`: model, checkpoint id, and the version, which is the seq_id of the
+operation that saved it. Another save under the same name is another version, so nothing is ever replaced.
+
+Invariants: a reader finds a version complete or not at all; what a failed or interrupted save leaves behind
+is never found and is removed by `clean`; a version that was deleted is gone for new readers at once, and for
+those that are reading it after `GRACE_S`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+from services.common import ids
+from services.common.errors import Internal, InvalidRequest, StorageFull, TinsmithError
 
 Writer = Callable[[Path], object]
 """Writes one file at the path it is given. May be called again; writes the same each time."""
+
+GRACE_S = 3600.0
+"""How long the files of a deleted version stay for those who are reading them."""
+ABANDONED_S = 24 * 3600.0
+"""Files of a save that are older than this belong to none that still goes on."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What object stores say. They have no error numbers.
+_FULL_CODES = ("XMinioStorageFull", "QuotaExceeded", "InsufficientStorage", "InsufficientCapacity")
+
+
+@dataclass(frozen=True)
+class Key:
+    """Name of a stored directory."""
+
+    model_id: str
+    checkpoint_id: str
+    version: int
+
+    def __post_init__(self) -> None:
+        """Checks that the key is safe as a path.
+
+        Raises:
+            InvalidRequest: an id does not follow its grammar.
+        """
+        check_name(self.model_id, self.checkpoint_id)
+        if self.version < 0:
+            raise InvalidRequest(f"{self.version} is not a version")
+
+    @property
+    def path(self) -> str:
+        """Relative path, "/" between its parts."""
+        return f"{self.model_id}/{self.checkpoint_id}/{self.version}"
+
+
+class Storage(ABC):
+    """Where versions are kept. Every method blocks; call from a thread."""
+
+    @abstractmethod
+    def publish(self, key: Key, files: Mapping[str, Writer]) -> int:
+        """Stores files under a key and returns their bytes. A key that is stored already is left as it is.
+
+        Raises:
+            OSError: it could not be stored; nothing can be found under the key. See `failure`.
+        """
+
+    @abstractmethod
+    def versions(self, model_id: str, checkpoint_id: str) -> list[int]:
+        """Versions of a name that are stored, in order."""
+
+    @abstractmethod
+    def files(self, key: Key) -> dict[str, int] | None:
+        """Names and bytes of the files; None when nothing is stored under the key."""
+
+    @abstractmethod
+    def local(self, key: Key) -> AbstractContextManager[Path | None]:
+        """A directory of this machine with the files, for as long as the context lasts. None when nothing is
+        stored under the key."""
+
+    @abstractmethod
+    def open(self, key: Key, name: str) -> BinaryIO:
+        """A file, to be read from its start.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+
+    @abstractmethod
+    def delete(self, key: Key) -> None:
+        """Makes a version impossible to find. Nothing happens when there is none."""
+
+    @abstractmethod
+    def clean(self, grace: float = GRACE_S, abandoned: float = ABANDONED_S) -> None:
+        """Removes the files of versions deleted longer than `grace` seconds ago, and what saves that broke
+        off longer than `abandoned` seconds ago left behind. Any number of processes may do this."""
+
+
+def check_name(model_id: str, checkpoint_id: str) -> None:
+    """Checks the name of a checkpoint.
+
+    Raises:
+        InvalidRequest: an id does not follow its grammar.
+    """
+    if not ids.is_model_id(model_id):
+        raise InvalidRequest(f"{model_id[:200]!r} is not a model id")
+    ids.check_checkpoint_id(checkpoint_id)
+
+
+def failure(error: OSError, what: str) -> TinsmithError:
+    """The reported error of something that could not be written.
+
+    Args:
+        what: names it, for the beginning of a sentence.
+    """
+    if error.errno in _FULL or any(code in str(error) for code in _FULL_CODES):
+        return StorageFull(
+            f"{what} was not written, because the storage is full ({error}); nothing else was lost: delete "
+            "checkpoints or have the operator add space, then save again"
+        )
+    return Internal(f"{what} was not written: {type(error).__name__}: {error}")

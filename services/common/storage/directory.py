@@ -1,7 +1,10 @@
-"""Directories that are published whole.
+"""Directories that are published whole, and storage made of them.
 
 Invariant: a reader sees a directory complete or not at all, and what it saw survives a power cut: files
 are written to a temporary directory beside the target, synced, and moved into place by one rename.
+
+A stored version is the directory <root>/<model>/<kind>/<name>/<version>. Deleting renames it out of sight;
+what has a dot in front is nobody's to find.
 """
 
 from __future__ import annotations
@@ -11,14 +14,18 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from services.common.storage.base import Writer
+from services.common.storage.base import ABANDONED_S, GRACE_S, Key, Storage, Writer, check_name
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_DELETED = ".deleted-"
 
 
 def publish_directory(target: Path, files: Mapping[str, Writer], replace: bool) -> int:
@@ -31,8 +38,7 @@ def publish_directory(target: Path, files: Mapping[str, Writer], replace: bool) 
         FileExistsError: the directory exists and `replace` is false.
         OSError: the disk is full, or another failure; the target is as it was.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    temporary = _temporary(target)
     try:
         size = 0
         for name, write in files.items():
@@ -64,6 +70,91 @@ def delete_directory(target: Path) -> None:
     with suppress(FileNotFoundError):
         target.rename(doomed)
         shutil.rmtree(doomed)
+
+
+class DirectoryStorage(Storage):
+    """Versions below one directory."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def publish(self, key: Key, files: Mapping[str, Writer]) -> int:
+        if (stored := self.files(key)) is None:
+            with suppress(FileExistsError):
+                return publish_directory(self._path(key), files, replace=False)
+            stored = self.files(key) or {}
+        return sum(stored.values())
+
+    def versions(self, model_id: str, checkpoint_id: str) -> list[int]:
+        check_name(model_id, checkpoint_id)
+        with suppress(FileNotFoundError):
+            names = [path.name for path in (self._root / model_id / checkpoint_id).iterdir()]
+            return sorted(int(name) for name in names if name.isdigit())
+        return []
+
+    def files(self, key: Key) -> dict[str, int] | None:
+        with suppress(FileNotFoundError):
+            return {path.name: path.stat().st_size for path in self._path(key).iterdir()}
+        return None
+
+    @contextmanager
+    def local(self, key: Key) -> Iterator[Path | None]:
+        try:
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            yield None
+            return
+        try:
+            # Stays this directory when it is deleted, which moves it.
+            yield Path(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+
+    def open(self, key: Key, name: str) -> BinaryIO:
+        if name not in (self.files(key) or ()):
+            raise FileNotFoundError(f"{key.path} has no file {name!r}")
+        return (self._path(key) / name).open("rb")
+
+    def delete(self, key: Key) -> None:
+        path = self._path(key)
+        with suppress(FileNotFoundError):
+            # The time of the deletion, for `clean`.
+            os.utime(path)
+            path.rename(path.with_name(f"{_DELETED}{key.version}-{uuid.uuid4().hex}"))
+
+    def clean(self, grace: float = GRACE_S, abandoned: float = ABANDONED_S) -> None:
+        now = time.time()
+        for name in self._root.glob("*/*/*"):
+            for path in name.glob(".*"):
+                with suppress(FileNotFoundError):
+                    limit = grace if path.name.startswith(_DELETED) else abandoned
+                    if now - path.stat().st_mtime > limit:
+                        shutil.rmtree(path)
+            with suppress(OSError):
+                # Only when it is empty.
+                name.rmdir()
+
+    def _path(self, key: Key) -> Path:
+        return self._root / key.path
+
+
+def _temporary(target: Path) -> Path:
+    """A new directory beside `target`, whose parents are made."""
+    while True:
+        try:
+            _make(target.parent)
+            return Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        except FileNotFoundError:
+            # A sweep removed a parent because it was empty.
+            continue
+
+
+def _make(directory: Path) -> None:
+    """Makes a directory and its parents, for good."""
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
 
 
 def _move(source: Path, target: Path, replace: bool) -> None:

@@ -59,7 +59,7 @@ def test_a_checkpoint_name_with_other_characters_is_refused(name: str) -> None:
 
 def test_every_path_is_inside_the_data_directory(tmp_path: Path) -> None:
     data = DataDir(tmp_path)
-    for path in (data.checkpoint(MODEL, "weights/final"), data.snapshot(MODEL, 3), data.state(MODEL)):
+    for path in (data.checkpoints, data.staging, data.snapshot(MODEL, 3), data.state(MODEL)):
         assert path.resolve().is_relative_to(tmp_path.resolve())
 
 
@@ -70,5 +70,3 @@ def test_an_id_that_is_none_never_becomes_a_path(tmp_path: Path, model: str) -> 
         data.state(model)
     with pytest.raises(InvalidRequest):
         data.snapshot(model, 1)
-    with pytest.raises(InvalidRequest):
-        data.checkpoint(model, "weights/a")

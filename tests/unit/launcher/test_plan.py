@@ -98,3 +98,19 @@ def test_trainers_and_samplers_get_the_gpus_in_turn(tmp_path: Path) -> None:
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="--trainer-ranks 2"):
         plan.check(options(tmp_path, device="cuda", gpus=("0",), trainer_ranks=2))
+
+
+def test_gateways_and_trainers_are_told_where_checkpoints_are_kept(tmp_path: Path) -> None:
+    told = {
+        process.name: "s3://bucket/x" in process.argv
+        for process in plan.processes(options(tmp_path, checkpoint_store="s3://bucket/x"), [1, 2], launch)
+    }
+    assert told == {
+        "gateway-0": True,
+        "trainer-0": True,
+        "sampler-0": False,
+        "trainer-1": True,
+        "sampler-1": False,
+    }
+    with pytest.raises(InvalidRequest, match="credentials"):
+        plan.check(options(tmp_path, checkpoint_store="s3://key:secret@bucket/x"))

@@ -7,17 +7,25 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import DataLoss, InvalidRequest, NotFound
-from services.common.paths import DataDir
-from services.common.storage.directory import publish_directory
+from services.common.storage.base import Key
+from services.common.storage.directory import DirectoryStorage, publish_directory
 from services.trainer.checkpoints import CheckpointStore, read_state
 from services.trainer.plan import ModelState
 
 MODEL = "s:train:0"
 
 
+KEY = Key(MODEL, "weights/a", 5)
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(DataDir(tmp_path), "org/base")
+def storage(tmp_path: Path) -> DirectoryStorage:
+    return DirectoryStorage(tmp_path)
+
+
+@pytest.fixture
+def store(storage: DirectoryStorage) -> CheckpointStore:
+    return CheckpointStore(storage, "org/base")
 
 
 def test_what_is_loaded_is_what_was_saved(store: CheckpointStore, model_state: ModelState) -> None:
@@ -28,14 +36,12 @@ def test_what_is_loaded_is_what_was_saved(store: CheckpointStore, model_state: M
 
 
 def test_files_are_safetensors_and_json_only(
-    store: CheckpointStore, model_state: ModelState, tmp_path: Path
+    store: CheckpointStore, storage: DirectoryStorage, model_state: ModelState
 ) -> None:
     size = store.save(MODEL, 5, "weights/a", False, model_state)
-    directory = DataDir(tmp_path).checkpoint(MODEL, "weights/a")
-    names = sorted(path.name for path in directory.iterdir())
-    assert names == ["adapter.safetensors", "meta.json", "optimizer.safetensors"]
-    assert size == sum(path.stat().st_size for path in directory.iterdir())
-    assert [path.name for path in directory.parent.iterdir()] == ["a"]
+    files = storage.files(KEY)
+    assert files is not None and sum(files.values()) == size
+    assert sorted(files) == ["adapter.safetensors", "meta.json", "optimizer.safetensors"]
 
 
 def test_a_repeat_of_the_same_operation_changes_nothing(
@@ -61,17 +67,27 @@ def test_a_taken_name_needs_overwrite(store: CheckpointStore, model_state: Model
     later = ModelState(model_state.lora, model_state.adapter, {}, 0)
     store.save(MODEL, 7, "weights/a", True, later)
     assert store.load(MODEL, "weights/a").state == later
+    assert store.load(MODEL, "weights/a", version=5).state == model_state
+
+
+def test_an_export_does_not_replace_another(store: CheckpointStore) -> None:
+    files = {"a": lambda path: path.write_text("one")}
+    assert store.export(MODEL, 5, "external_weights/e", lambda: files) == 3
+    with pytest.raises(InvalidRequest, match="exists"):
+        store.export(MODEL, 6, "external_weights/e", lambda: files)
 
 
 def test_a_missing_checkpoint_is_the_users_error(store: CheckpointStore) -> None:
     with pytest.raises(NotFound, match=r"tinker://s:train:0/weights/none"):
         store.load(MODEL, "weights/none")
+    with pytest.raises(NotFound, match=r"tinker://s:train:0/weights/none"):
+        store.load(MODEL, "weights/none", version=3)
 
 
 def test_a_checkpoint_of_another_base_model_is_refused(
-    store: CheckpointStore, model_state: ModelState, tmp_path: Path
+    store: CheckpointStore, storage: DirectoryStorage, model_state: ModelState
 ) -> None:
-    CheckpointStore(DataDir(tmp_path), "org/other").save(MODEL, 1, "weights/a", False, model_state)
+    CheckpointStore(storage, "org/other").save(MODEL, 1, "weights/a", False, model_state)
     with pytest.raises(InvalidRequest, match="org/other"):
         store.load(MODEL, "weights/a")
 
@@ -81,9 +97,9 @@ def test_damage_is_noticed(
     store: CheckpointStore, model_state: ModelState, tmp_path: Path, name: str
 ) -> None:
     store.save(MODEL, 5, "weights/a", False, model_state)
-    path = DataDir(tmp_path).checkpoint(MODEL, "weights/a") / name
+    path = tmp_path / KEY.path / name
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLoss, match="tinker://s:train:0/weights/a"):
         store.load(MODEL, "weights/a")
 
 
@@ -91,7 +107,7 @@ def test_an_incomplete_directory_is_not_a_state(
     store: CheckpointStore, model_state: ModelState, tmp_path: Path
 ) -> None:
     store.save(MODEL, 5, "weights/a", False, model_state)
-    directory = DataDir(tmp_path).checkpoint(MODEL, "weights/a")
+    directory = tmp_path / KEY.path
     (directory / "optimizer.safetensors").unlink()
     with pytest.raises(DataLoss):
         read_state(directory)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from services.common.paths import DataDir
 from services.launcher.tiny_model import make_tiny_model
 from services.trainer.broadcast import Broadcaster
-from services.trainer.export_format import read_adapter
+from services.trainer.export_format import Base, read_adapter
 from services.trainer.plan import HostArray, LoraSpec, ModelState
 from services.trainer.publisher import Published, Publisher
 
@@ -43,7 +43,7 @@ def wire() -> Wire:
 @pytest.fixture
 def publisher(tmp_path: Path, wire: Wire) -> Publisher:
     make_tiny_model(tmp_path / "base", hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32)
-    return Publisher(DataDir(tmp_path), "org/base", str(tmp_path / "base"), cast(Broadcaster, wire))
+    return Publisher(DataDir(tmp_path), Base("org/base", str(tmp_path / "base")), cast(Broadcaster, wire))
 
 
 def weights(directory: Path, factor: float) -> dict[str, HostArray]:

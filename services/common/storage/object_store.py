@@ -1,0 +1,212 @@
+"""Storage in an object store, by fsspec.
+
+An object store renames nothing, but writes one object whole or not at all. The files of a version go below a
+prefix that no other save uses, <root>/<key>/<random>/, and <root>/<key>/manifest.json, written last, says
+which prefix and which files the version is. Readers go by the manifest alone. Deleting writes the time as
+<root>/<key>/deleted, then removes the manifest; `clean` removes what no manifest names.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from functools import wraps
+from pathlib import Path
+from typing import Any, BinaryIO, ParamSpec, TypeVar, cast
+
+import msgspec
+from fsspec import AbstractFileSystem
+
+from services.common.errors import TinsmithError
+from services.common.storage.base import ABANDONED_S, GRACE_S, Key, Storage, Writer, check_name
+
+_MANIFEST, _DELETED = "manifest.json", "deleted"
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+_READ_BYTES = 4 * 1024**2
+# Under these names file systems of fsspec tell when an object was written.
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a version is: the prefix its files are below, and their names and bytes."""
+
+    prefix: str
+    files: dict[str, int]
+
+
+def _with_os_errors(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Turns errors of a client library that are none of the operating system's kind into such."""
+
+    @wraps(method)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(*args, **kwargs)
+        except (OSError, TinsmithError):
+            raise
+        except Exception as error:
+            raise OSError(errno.EIO, f"the object store failed: {type(error).__name__}: {error}") from error
+
+    return wrapped
+
+
+class ObjectStorage(Storage):
+    """Versions below one prefix of a bucket.
+
+    Args:
+        filesystem: without a cache of listings.
+        root: bucket and prefix, without the protocol.
+        staging: directory of this machine for files on their way.
+    """
+
+    def __init__(self, filesystem: AbstractFileSystem, root: str, staging: Path) -> None:
+        self._fs = filesystem
+        self._root = root.rstrip("/")
+        self._staging = staging
+
+    @_with_os_errors
+    def publish(self, key: Key, files: Mapping[str, Writer]) -> int:
+        manifest = self._manifest(key)
+        if manifest is None:
+            manifest = Manifest(uuid.uuid4().hex, {})
+            try:
+                with self._temporary() as directory:
+                    for name, write in files.items():
+                        path = directory / name
+                        write(path)
+                        self._fs.put_file(str(path), self._file(key, manifest, name))
+                        manifest.files[name] = path.stat().st_size
+                        path.unlink()
+                self._fs.pipe_file(self._object(key, _MANIFEST), msgspec.json.encode(manifest))
+            except BaseException:
+                with suppress(Exception):
+                    self._fs.rm(self._object(key, manifest.prefix), recursive=True)
+                raise
+        return sum(manifest.files.values())
+
+    @_with_os_errors
+    def versions(self, model_id: str, checkpoint_id: str) -> list[int]:
+        check_name(model_id, checkpoint_id)
+        found = (
+            Key(model_id, checkpoint_id, int(name))
+            for name in self._list(f"{self._root}/{model_id}/{checkpoint_id}")
+            if name.isdigit()
+        )
+        return sorted(key.version for key in found if self._manifest(key) is not None)
+
+    @_with_os_errors
+    def files(self, key: Key) -> dict[str, int] | None:
+        manifest = self._manifest(key)
+        return None if manifest is None else manifest.files
+
+    @contextmanager
+    def local(self, key: Key) -> Iterator[Path | None]:
+        manifest = self._manifest(key)
+        if manifest is None:
+            yield None
+            return
+        with self._temporary() as directory:
+            self._download(key, manifest, directory)
+            yield directory
+
+    @_with_os_errors
+    def _download(self, key: Key, manifest: Manifest, directory: Path) -> None:
+        for name in manifest.files:
+            self._fs.get_file(self._file(key, manifest, name), str(directory / name))
+
+    @_with_os_errors
+    def open(self, key: Key, name: str) -> BinaryIO:
+        manifest = self._manifest(key)
+        if manifest is None or name not in manifest.files:
+            raise FileNotFoundError(f"{key.path} has no file {name!r}")
+        path = self._file(key, manifest, name)
+        return cast(BinaryIO, self._fs.open(path, "rb", block_size=_READ_BYTES, cache_type="readahead"))
+
+    @_with_os_errors
+    def delete(self, key: Key) -> None:
+        if self._manifest(key) is not None:
+            self._fs.pipe_file(self._object(key, _DELETED), repr(time.time()).encode())
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(self._object(key, _MANIFEST))
+
+    @_with_os_errors
+    def clean(self, grace: float = GRACE_S, abandoned: float = ABANDONED_S) -> None:
+        for model in self._list(self._root):
+            versions: dict[str, dict[str, float]] = {}
+            found: dict[str, dict[str, Any]] = self._fs.find(f"{self._root}/{model}", detail=True)
+            for path, info in found.items():
+                kind, name, version, rest = path[len(self._root) + len(model) + 2 :].split("/", 3)
+                versions.setdefault(f"{model}/{kind}/{name}/{version}", {})[rest] = self._written(path, info)
+            for version_path, objects in versions.items():
+                self._clean_version(version_path, objects, grace, abandoned)
+
+    def _clean_version(self, path: str, objects: Mapping[str, float], grace: float, abandoned: float) -> None:
+        """Removes what is to go of one version, whose objects were written at these times."""
+        now = time.time()
+        kept = ""
+        if _MANIFEST in objects:
+            manifest = self._read(f"{self._root}/{path}/{_MANIFEST}")
+            if manifest is None:
+                return
+            kept = manifest.prefix
+        elif now - objects.get(_DELETED, now) > grace:
+            abandoned = -1.0
+        elif _DELETED in objects:
+            return
+        prefixes: dict[str, float] = {}
+        for name, written in objects.items():
+            prefix = name.partition("/")[0]
+            prefixes[prefix] = max(written, prefixes.get(prefix, 0.0))
+        # The mark of the deletion goes last, so that a sweep that breaks off is gone on with.
+        for prefix in sorted(prefixes.keys() - {_MANIFEST, kept}, key=lambda name: name == _DELETED):
+            if now - prefixes[prefix] > abandoned:
+                with suppress(FileNotFoundError):
+                    self._fs.rm(f"{self._root}/{path}/{prefix}", recursive=True)
+
+    def _written(self, path: str, info: Mapping[str, Any]) -> float:
+        found = next((info[name] for name in _TIMES if info.get(name) is not None), None)
+        if found is None:
+            found = self._fs.modified(path)
+        if isinstance(found, str):
+            found = datetime.fromisoformat(found)
+        return found.timestamp() if isinstance(found, datetime) else float(found)
+
+    @_with_os_errors
+    def _manifest(self, key: Key) -> Manifest | None:
+        return self._read(self._object(key, _MANIFEST))
+
+    def _read(self, path: str) -> Manifest | None:
+        try:
+            data = self._fs.cat_file(path)
+        except FileNotFoundError:
+            return None
+        return msgspec.json.decode(data, type=Manifest)
+
+    def _list(self, path: str) -> list[str]:
+        """Names of what is directly below a path."""
+        try:
+            found: list[str] = self._fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in found)
+
+    def _object(self, key: Key, name: str) -> str:
+        return f"{self._root}/{key.path}/{name}"
+
+    def _file(self, key: Key, manifest: Manifest, name: str) -> str:
+        return f"{self._root}/{key.path}/{manifest.prefix}/{name}"
+
+    @contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        self._staging.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(dir=self._staging))
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
