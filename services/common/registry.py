@@ -39,6 +39,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         context_length: most tokens of a sequence.
         world_size: ranks of a trainer, tensor-parallel workers of a sampler.
         max_lora_rank: largest adapter rank it accepts; 0 = no limit of its own.
+        max_sequences: most sequences that a sampler has running or waiting; 0 = no limit of its own.
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
     """
 
@@ -56,6 +57,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     world_size: int = 1
     max_lora_rank: int = 0
+    max_sequences: int = 0
     gpus: tuple[str, ...] = ()
 
 

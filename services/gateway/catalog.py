@@ -35,6 +35,7 @@ class BaseModel:
         context_length: most tokens of a sequence.
         max_train_rank: largest LoRA rank its trainers take; 0 = no limit of their own.
         max_sample_rank: largest LoRA rank its samplers take; 0 = no limit of their own.
+        max_samples: most sequences of one request that its samplers take; 0 = no limit of their own.
         trainable: a trainer is alive.
         sampleable: a sampler is alive.
     """
@@ -46,6 +47,7 @@ class BaseModel:
     context_length: int
     max_train_rank: int = 0
     max_sample_rank: int = 0
+    max_samples: int = 0
     trainable: bool = False
     sampleable: bool = False
 
@@ -81,7 +83,8 @@ def merge(trainers: Iterable[ServiceRecord], samplers: Iterable[ServiceRecord]) 
             model = replace(model, trainable=True, max_train_rank=rank)
         else:
             rank = smallest(model.max_sample_rank, record.max_lora_rank)
-            model = replace(model, sampleable=True, max_sample_rank=rank)
+            samples = smallest(model.max_samples, record.max_sequences)
+            model = replace(model, sampleable=True, max_sample_rank=rank, max_samples=samples)
         found[record.base_model] = model
 
     for record in trainers:
@@ -173,4 +176,5 @@ def _remember(before: BaseModel | None, now: BaseModel) -> BaseModel:
         sampleable=now.sampleable or before.sampleable,
         max_train_rank=now.max_train_rank or before.max_train_rank,
         max_sample_rank=now.max_sample_rank or before.max_sample_rank,
+        max_samples=now.max_samples or before.max_samples,
     )

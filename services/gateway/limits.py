@@ -27,7 +27,6 @@ class Limits:
         samples: sequences of one sample request.
         waiting_sequences: sequences of all unfinished samples of this gateway; see `admission`.
         waiting_sample_bytes: bytes of their requests.
-        topk_prompt_logprobs: largest k of topk_prompt_logprobs.
         stop_items: stop strings or stop tokens of one request.
         stop_string_chars: length of one stop string.
         lora_rank: largest adapter rank.
@@ -47,7 +46,6 @@ class Limits:
     samples: int = 1024
     waiting_sequences: int = 32_768
     waiting_sample_bytes: int = 256 * MIB
-    topk_prompt_logprobs: int = 20
     stop_items: int = 64
     stop_string_chars: int = 256
     lora_rank: int = 256

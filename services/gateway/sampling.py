@@ -129,7 +129,7 @@ class Sampling:
         record = await self.get(owner, request.sampling_session_id)
         await self._sessions.open(owner, record.session_id)
         base = await self._catalog.get(record.base_model)
-        if len(request.prompt.data) > THREAD_ABOVE_BYTES:
+        if request.ByteSize() > THREAD_ABOVE_BYTES:
             await asyncio.to_thread(validation.check_sample, request, base, self._limits)
         else:
             validation.check_sample(request, base, self._limits)
@@ -140,8 +140,14 @@ class Sampling:
             params=request.params,
             prompt_logprobs=request.prompt_logprobs,
             topk_prompt_logprobs=request.topk_prompt_logprobs,
+            topk_sample_logprobs=request.topk_sample_logprobs,
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             cache_namespace=record.sampling_session_id if record.inflight else "",
         )
+        if request.HasField("target_prompt_logprobs"):
+            sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)
+        if request.HasField("prompt_logprobs_last_n"):
+            sample.prompt_logprobs_last_n = request.prompt_logprobs_last_n
         sample.snapshot.model_id, sample.snapshot.version = record.model_id, record.version
         request_id, payload = sample.request_id, sample.SerializeToString(deterministic=True)
         counted = self._admission.admit(request_id, owner, sample.num_samples, len(payload))

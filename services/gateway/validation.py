@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from services.common import loss_schema, tensors
+from services.common import loss_schema, sample_schema, tensors
 from services.common.errors import InvalidRequest, TooLarge
 from services.gateway.catalog import BaseModel
 from services.gateway.limits import Limits
@@ -86,15 +86,16 @@ def check_sample(
     """Refuses a sample request that a sampler of the base model could not run."""
     if not 0 <= request.seq_id < 2**63:
         raise InvalidRequest("seq_id must be 0 or more")
-    if not 1 <= request.num_samples <= limits.samples:
-        raise InvalidRequest(f"num_samples must be 1 to {limits.samples}, not {request.num_samples}")
-    if not 0 <= request.topk_prompt_logprobs <= limits.topk_prompt_logprobs:
-        raise InvalidRequest(
-            f"topk_prompt_logprobs must be 0 to {limits.topk_prompt_logprobs}, "
-            f"not {request.topk_prompt_logprobs}"
-        )
+    most = min(limits.samples, model.max_samples or limits.samples)
+    if not 1 <= request.num_samples <= most:
+        raise InvalidRequest(f"num_samples must be 1 to {most}, not {request.num_samples}")
     _check_prompt(request.prompt, model)
     _check_sampling_params(request.params, model, limits)
+    prompt_length = request.prompt.shape[0]
+    left = model.context_length - prompt_length
+    longest = min(request.params.max_tokens, left) if request.params.HasField("max_tokens") else left
+    scoring = sample_schema.scoring_from_pb(request)
+    sample_schema.check_scoring(scoring, prompt_length, model.vocab_size, request.num_samples * longest)
 
 
 def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
@@ -120,14 +121,8 @@ def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
 
 
 def _check_sampling_params(params: operation_pb2.SamplingParams, model: BaseModel, limits: Limits) -> None:
-    if params.HasField("max_tokens") and params.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens must be 1 or more, not {params.max_tokens}; or leave it out")
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise InvalidRequest(f"temperature must be 0 (greedy) or more, not {params.temperature}")
-    if not (params.top_k == -1 or params.top_k >= 1):
-        raise InvalidRequest(f"top_k must be -1 (all) or 1 or more, not {params.top_k}")
-    if not 0 < params.top_p <= 1:
-        raise InvalidRequest(f"top_p must be above 0 and at most 1, not {params.top_p}")
+    max_tokens = params.max_tokens if params.HasField("max_tokens") else None
+    sample_schema.check_decoding(params.temperature, params.top_k, params.top_p, max_tokens)
     kind = params.stop.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest("stop is not set; choose model_eos, never, strings or tokens")

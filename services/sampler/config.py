@@ -122,7 +122,7 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
-        # The LoRA correction in vllm_fixes.py is for this model runner.
+        # prompt_scorer.py is for this model runner.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         REDIS_URL_VARIABLE: config.redis_url,
     }

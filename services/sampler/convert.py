@@ -6,11 +6,15 @@ from array import array
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from services.common import errors, tensors
+from services.common import errors, matrices, tensors
 from services.common.errors import InvalidRequest
+from services.common.sample_schema import scoring_from_pb
 from services.common.tensors import HostTensor
 from services.common.weights.medium import Medium
+from services.sampler.prompt_scores import TopkLogprobs
 from services.sampler.sampling import (
     SampleJob,
     SampleOutput,
@@ -18,7 +22,6 @@ from services.sampler.sampling import (
     Sequence,
     SnapshotKey,
     StopReason,
-    TopkLogprobs,
 )
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
@@ -56,7 +59,8 @@ def snapshot_from_pb(pb: sampler_pb2.Snapshot) -> SnapshotKey | None:
 def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
     """
     Raises:
-        InvalidRequest: the prompt is no int32 vector, or the stop condition is not set.
+        InvalidRequest: the prompt is no int32 vector, the stop condition is not set, or the targets are
+            malformed.
     """
     prompt = tensors.from_pb(pb.prompt, "prompt")
     if prompt.dtype != "int32" or len(prompt.shape) != 1:
@@ -69,8 +73,7 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
         prompt=_int32(prompt.data),
         num_samples=pb.num_samples,
         params=_params_from_pb(pb.params),
-        prompt_logprobs=pb.prompt_logprobs,
-        topk_prompt_logprobs=pb.topk_prompt_logprobs,
+        scoring=scoring_from_pb(pb),
         cache_namespace=pb.cache_namespace,
     )
 
@@ -111,11 +114,15 @@ def output_to_pb(output: SampleOutput) -> sampler_pb2.SampleResponse:
         sequences=[_sequence_to_pb(sequence) for sequence in output.sequences],
         prompt_cache_hit_tokens=output.cached_prompt_tokens,
     )
-    if output.prompt_logprobs is not None:
-        scores = output.prompt_logprobs
-        result.prompt_logprobs.CopyFrom(_float32_to_pb(scores, (len(scores),)))
-    if output.topk_prompt_logprobs is not None:
-        result.topk_prompt_logprobs.CopyFrom(_topk_to_pb(output.topk_prompt_logprobs))
+    scores = output.scores
+    if scores.prompt_logprobs is not None:
+        result.prompt_logprobs.CopyFrom(_array_to_pb(scores.prompt_logprobs))
+    if scores.topk_prompt_logprobs is not None:
+        result.topk_prompt_logprobs.CopyFrom(_topk_to_pb(scores.topk_prompt_logprobs))
+    if scores.target_prompt_logprobs is not None:
+        result.target_prompt_logprobs.CopyFrom(matrices.to_pb(scores.target_prompt_logprobs))
+    if scores.prompt_alt_tokens is not None:
+        result.prompt_alt_tokens.CopyFrom(_topk_to_pb(scores.prompt_alt_tokens))
     return sampler_pb2.SampleResponse(result=result)
 
 
@@ -129,18 +136,17 @@ def snapshot_to_pb(key: SnapshotKey) -> sampler_pb2.Snapshot:
 
 
 def _sequence_to_pb(sequence: Sequence) -> operation_pb2.SampledSequence:
-    length = len(sequence.tokens)
     return operation_pb2.SampledSequence(
         stop_reason=_STOP_REASONS[sequence.stop_reason],
-        tokens=_int32_to_pb(sequence.tokens, (length,)),
-        logprobs=_float32_to_pb(sequence.logprobs, (length,)),
+        tokens=_array_to_pb(np.array(sequence.tokens, dtype=np.int32)),
+        logprobs=_array_to_pb(np.array(sequence.logprobs, dtype=np.float32)),
+        topk_logprobs=None if sequence.topk is None else _topk_to_pb(sequence.topk),
     )
 
 
 def _topk_to_pb(topk: TopkLogprobs) -> operation_pb2.TopkLogprobs:
-    shape = (len(topk.token_ids) // topk.k, topk.k)
     return operation_pb2.TopkLogprobs(
-        token_ids=_int32_to_pb(topk.token_ids, shape), logprobs=_float32_to_pb(topk.logprobs, shape)
+        token_ids=_array_to_pb(topk.token_ids), logprobs=_array_to_pb(topk.logprobs)
     )
 
 
@@ -148,12 +154,8 @@ def _int32(data: bytes) -> list[int]:
     return array("i", data).tolist()
 
 
-def _int32_to_pb(values: list[int], shape: tuple[int, ...]) -> types_pb2.Tensor:
-    return tensors.to_pb(HostTensor("int32", shape, array("i", values).tobytes()))
-
-
-def _float32_to_pb(values: list[float], shape: tuple[int, ...]) -> types_pb2.Tensor:
-    return tensors.to_pb(HostTensor("float32", shape, array("f", values).tobytes()))
+def _array_to_pb(values: npt.NDArray[np.int32] | npt.NDArray[np.float32]) -> types_pb2.Tensor:
+    return tensors.to_pb(HostTensor(values.dtype.name, values.shape, values.tobytes()))
 
 
 def medium_from_pb(medium: int) -> Medium:

@@ -14,6 +14,7 @@ import os
 import secrets
 from typing import Any
 
+import numpy as np
 from vllm import SamplingParams as VllmParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -28,16 +29,25 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common import errors
 from services.common.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
+from services.common.sample_schema import Scoring
 from services.common.weights.medium import Medium
 from services.sampler.config import GIB, SamplerConfig
+from services.sampler.prompt_scores import (
+    REQUEST_KEY,
+    ScorePlan,
+    TopkLogprobs,
+    check_logprobs,
+    plan_of,
+    read_answer,
+)
 from services.sampler.sampling import (
     Adapter,
     Limits,
     SampleJob,
     SampleOutput,
+    SamplingParams,
     Sequence,
     StopReason,
-    prompt_scores,
     sequence_seed,
     tokens_left,
 )
@@ -88,10 +98,11 @@ class Engine:
     async def prepare(self) -> None:
         """Corrects the workers and runs one request, so that the first user does not wait for it."""
         self.gpus = tuple(gpu for gpu in await self._call_workers("tinsmith_setup") if gpu)
-        params = VllmParams(max_tokens=2, temperature=1.0, logprobs=0, prompt_logprobs=0, detokenize=False)
-        prompt = tokens_input(prompt_token_ids=[0] * min(16, self.limits.context_length - 2))
-        async for _ in self._llm.generate(prompt, params, "warm-up"):
-            pass
+        prompt = [0] * min(16, self.limits.context_length - 2)
+        params = SamplingParams(max_tokens=2)
+        await self.sample(
+            SampleJob("warm-up", None, prompt, 1, params, Scoring(prompt_logprobs=True)), adapter=None
+        )
 
     @property
     def dead(self) -> bool:
@@ -106,13 +117,19 @@ class Engine:
         """Generates. Cancelling the caller aborts the request in the engine.
 
         Raises:
-            InvalidRequest: vLLM refused the request.
+            InvalidRequest: vLLM refused the request, or the weights give no numbers.
             Unavailable: the engine died.
             Internal: vLLM ended a sequence for another reason than stop or length, or gave no
                 log-probability.
         """
+        seed = secrets.randbits(64) if job.params.seed is None else job.params.seed
+        plan = plan_of(job.scoring, len(job.prompt), seed, job.params.temperature)
         tasks = [
-            asyncio.create_task(self._generate(job, index, adapter), name=f"{job.request_id}-{index}")
+            asyncio.create_task(
+                # The first sequence scores the prompt for all of them.
+                self._generate(job, index, adapter, plan if index == 0 and plan.needed().size else None),
+                name=f"{job.request_id}-{index}",
+            )
             for index in range(job.num_samples)
         ]
         try:
@@ -122,12 +139,15 @@ class Engine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        scores, topk = _prompt_scores(job, outputs[0])
         return SampleOutput(
-            [_sequence(output) for output in outputs], outputs[0].num_cached_tokens or 0, scores, topk
+            [_sequence(output, job.scoring.topk_sample_logprobs) for output in outputs],
+            outputs[0].num_cached_tokens or 0,
+            read_answer(job.scoring, plan, outputs[0].prompt_token_id_logprobs),
         )
 
-    async def _generate(self, job: SampleJob, index: int, adapter: Adapter | None) -> RequestOutput:
+    async def _generate(
+        self, job: SampleJob, index: int, adapter: Adapter | None, plan: ScorePlan | None
+    ) -> RequestOutput:
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
         request_id = f"{job.request_id}-{index}-{next(self._request_numbers)}"
@@ -135,7 +155,7 @@ class Engine:
         last: RequestOutput | None = None
         try:
             async for output in self._llm.generate(
-                prompt, _vllm_params(job, index, self.limits), request_id, lora_request=lora
+                prompt, _vllm_params(job, index, self.limits, plan), request_id, lora_request=lora
             ):
                 last = output
         except EngineDeadError as error:
@@ -263,9 +283,8 @@ def _kv_cache_bytes(config: SamplerConfig, on_cpu: bool) -> int | None:
     return max(GIB, 2 * sequence)
 
 
-def _vllm_params(job: SampleJob, index: int, limits: Limits) -> VllmParams:
+def _vllm_params(job: SampleJob, index: int, limits: Limits, plan: ScorePlan | None) -> VllmParams:
     params = job.params
-    scored = index == 0 and (job.prompt_logprobs or job.topk_prompt_logprobs > 0)
     return VllmParams(
         max_tokens=tokens_left(job, limits),
         seed=sequence_seed(params.seed, index),
@@ -280,37 +299,30 @@ def _vllm_params(job: SampleJob, index: int, limits: Limits) -> VllmParams:
         detokenize=bool(params.stop_strings),
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
-        logprobs=0,
-        prompt_logprobs=job.topk_prompt_logprobs if scored else None,
+        logprobs=job.scoring.topk_sample_logprobs,
         flat_logprobs=True,
+        extra_args=None if plan is None else {REQUEST_KEY: plan.to_wire()},
+        # A position that is scored needs its hidden state, which the prefix cache does not keep.
+        skip_reading_prefix_cache=plan is not None,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _sequence(output: RequestOutput) -> Sequence:
+def _sequence(output: RequestOutput, topk: int) -> Sequence:
     completion = output.outputs[0]
     reason = _STOP_REASONS.get(completion.finish_reason)
     if reason is None:
         raise Internal(f"the engine ended a sequence with {completion.finish_reason!r}; try again")
     tokens = list(completion.token_ids)
     flat = completion.logprobs
-    if not isinstance(flat, FlatLogprobs) or len(flat) != len(tokens):
+    width = topk + 1
+    if not isinstance(flat, FlatLogprobs) or len(flat.logprobs) != len(tokens) * width:
         raise Internal(f"the engine gave log-probabilities for not all of {len(tokens)} tokens")
-    logprobs = [flat.logprobs[start] for start in flat.start_indices]
-    if [flat.token_ids[start] for start in flat.start_indices] != tokens:
+    # Each row is the sampled token and then the most likely ones.
+    ids = np.array(flat.token_ids, dtype=np.int32).reshape(-1, width)
+    logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(-1, width)
+    if ids[:, 0].tolist() != tokens:
         raise Internal("the engine gave log-probabilities of other tokens than it sampled")
-    return Sequence(reason, tokens, logprobs)
-
-
-def _prompt_scores(job: SampleJob, output: RequestOutput) -> tuple[list[float] | None, Any]:
-    k = job.topk_prompt_logprobs
-    if not (job.prompt_logprobs or k):
-        return None, None
-    flat = output.prompt_logprobs
-    if not isinstance(flat, FlatLogprobs) or len(flat) != len(job.prompt):
-        raise Internal(f"the engine did not score all of {len(job.prompt)} prompt tokens")
-    cells = list(zip(flat.token_ids, flat.logprobs, strict=True))
-    rows = [cells[s:e] for s, e in zip(flat.start_indices, flat.end_indices, strict=True)][1:]
-    if any(len(row) != k + 1 or row[0][0] != token for row, token in zip(rows, job.prompt[1:], strict=True)):
-        raise Internal("the engine scored other tokens than the prompt's")
-    return prompt_scores(rows, k, job.prompt_logprobs)
+    check_logprobs(logprobs)
+    likely = TopkLogprobs(ids[:, 1:], logprobs[:, 1:]) if topk else None
+    return Sequence(reason, tokens, logprobs[:, 0].tolist(), likely)

@@ -87,6 +87,7 @@ def _record(config: SamplerConfig, engine: Engine, port: int) -> registry.Servic
         dtype=engine.dtype,
         world_size=engine.workers,
         max_lora_rank=config.max_lora_rank,
+        max_sequences=config.max_sequences,
         gpus=engine.gpus,
     )
 

@@ -6,21 +6,14 @@ parameter is inside what this engine accepts. No torch, no vLLM, no protobuf.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from services.common.errors import InvalidRequest, Overloaded
+from services.common.sample_schema import Scoring, check_decoding, check_scoring
+from services.sampler.prompt_scores import PromptScores, TopkLogprobs
 
 StopReason = Literal["stop", "length"]
-
-EMPTY_TOPK_LOGPROB = -99999.0
-"""Log-probability of an empty cell of TopkLogprobs; its token id is 0."""
-
-MAX_TOPK_PROMPT_LOGPROBS = 256
-# vLLM clamps temperatures below 0.01 and rejects those above 2. Refusing beats changing silently.
-MIN_TEMPERATURE = 0.01
-MAX_TEMPERATURE = 2.0
 
 _MASK64 = (1 << 64) - 1
 
@@ -81,7 +74,7 @@ class SampleJob:
     Attributes:
         snapshot: None = the base model.
         prompt: token ids.
-        topk_prompt_logprobs: 0 = not asked for.
+        scoring: log-probabilities asked for besides those of the sampled tokens.
         cache_namespace: cached keys and values are shared with jobs of the same name only.
     """
 
@@ -90,37 +83,31 @@ class SampleJob:
     prompt: list[int]
     num_samples: int
     params: SamplingParams
-    prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0
+    scoring: Scoring = field(default_factory=Scoring)
     cache_namespace: str = ""
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One generated sequence: token ids with the stop token, and a log-probability for each."""
+    """One generated sequence: token ids with the stop token, and a log-probability for each.
+
+    Attributes:
+        topk: the most likely tokens at each position; None = not asked for.
+    """
 
     stop_reason: StopReason
     tokens: list[int]
     logprobs: list[float]
-
-
-@dataclass(frozen=True)
-class TopkLogprobs:
-    """k candidates for each of n positions, row-major [n, k]."""
-
-    k: int
-    token_ids: list[int]
-    logprobs: list[float]
+    topk: TopkLogprobs | None = None
 
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """What a SampleJob came to. `prompt_logprobs[0]` is NaN; row 0 of the top-k is empty."""
+    """What a SampleJob came to."""
 
     sequences: list[Sequence]
     cached_prompt_tokens: int
-    prompt_logprobs: list[float] | None = None
-    topk_prompt_logprobs: TopkLogprobs | None = None
+    scores: PromptScores = field(default_factory=PromptScores)
 
 
 @dataclass(frozen=True)
@@ -150,12 +137,9 @@ def check(job: SampleJob, limits: Limits) -> None:
             f"num_samples is {job.num_samples}; it must be from 1 to {limits.max_sequences}: "
             "send several requests for more"
         )
-    most = min(MAX_TOPK_PROMPT_LOGPROBS, limits.vocab_size)
-    if not 0 <= job.topk_prompt_logprobs <= most:
-        raise InvalidRequest(
-            f"topk_prompt_logprobs is {job.topk_prompt_logprobs}; it must be from 0 to {most}"
-        )
     _check_params(job.params, limits)
+    sampled = job.num_samples * tokens_left(job, limits)
+    check_scoring(job.scoring, len(job.prompt), limits.vocab_size, sampled)
 
 
 def _check_prompt(prompt: list[int], limits: Limits) -> None:
@@ -178,18 +162,7 @@ def _check_tokens(tokens: list[int] | tuple[int, ...], limits: Limits, name: str
 
 
 def _check_params(params: SamplingParams, limits: Limits) -> None:
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {params.max_tokens}; it must be at least 1, or unset")
-    greedy = params.temperature == 0.0
-    if not greedy and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
-        raise InvalidRequest(
-            f"temperature is {params.temperature}; use 0 for greedy decoding, or a value from "
-            f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
-        )
-    if params.top_k != -1 and params.top_k < 1:
-        raise InvalidRequest(f"top_k is {params.top_k}; it must be at least 1, or -1 for all tokens")
-    if not 0.0 < params.top_p <= 1.0:
-        raise InvalidRequest(f"top_p is {params.top_p}; it must be above 0 and at most 1")
+    check_decoding(params.temperature, params.top_k, params.top_p, params.max_tokens)
     if params.seed is not None and not 0 <= params.seed <= _MASK64:
         raise InvalidRequest(f"seed is {params.seed}; it must be an unsigned 64-bit number")
     if "" in params.stop_strings:
@@ -227,24 +200,3 @@ def tokens_left(job: SampleJob, limits: Limits) -> int:
     """Most tokens to generate: what was asked for, cut to what the context leaves."""
     left = limits.context_length - len(job.prompt)
     return left if job.params.max_tokens is None else min(job.params.max_tokens, left)
-
-
-def prompt_scores(
-    rows: list[list[tuple[int, float]]], k: int, wanted: bool
-) -> tuple[list[float] | None, TopkLogprobs | None]:
-    """Splits the engine's prompt scores into what was asked for.
-
-    Args:
-        rows: for each prompt position but the first, the prompt's own (token, log-probability)
-            followed by the k most likely ones.
-        k: candidates a position; 0 = none asked for.
-        wanted: the prompt's own log-probabilities were asked for.
-    """
-    own = [math.nan, *(row[0][1] for row in rows)] if wanted else None
-    if not k:
-        return own, None
-    ids, logprobs = [0] * k, [EMPTY_TOPK_LOGPROB] * k
-    for row in rows:
-        ids.extend(token for token, _ in row[1 : k + 1])
-        logprobs.extend(logprob for _, logprob in row[1 : k + 1])
-    return own, TopkLogprobs(k, ids, logprobs)

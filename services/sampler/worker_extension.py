@@ -7,7 +7,7 @@ registers the finished adapter, so running generations go on meanwhile.
 Invariant: an adapter is registered whole and checked, under an id that no request uses yet, or not
 at all; an adapter that is registered has been in an engine slot once, so using it cannot fail.
 
-This file and vllm_fixes.py are the only ones that touch vLLM's worker internals.
+This file, prompt_scorer.py and vllm_fixes.py are the only ones that touch vLLM's worker internals.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from services.common.errors import DataLoss, DeadlineExceeded, Internal, Invalid
 from services.common.weights.medium import Medium
 from services.sampler import vllm_fixes
 from services.sampler.config import REDIS_URL_VARIABLE
+from services.sampler.prompt_scorer import PromptScorer
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +99,10 @@ class WorkerExtension:
     model_runner: Any
 
     def tinsmith_setup(self) -> str:
-        """Applies the corrections. Called once, before the first request. Returns the GPU's UUID."""
+        """Applies what vLLM lacks. Called once, before the first request. Returns the GPU's UUID."""
         self.tinsmith_state = _State()
         vllm_fixes.apply(self.model_runner)
+        PromptScorer(self.model_runner)
         if self.device.type != "cuda":
             return ""
         return str(torch.cuda.get_device_properties(self.device).uuid)

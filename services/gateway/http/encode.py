@@ -88,8 +88,7 @@ def forward_backward(result: operation_pb2.ForwardBackwardResult) -> tinker_pb2.
         field = record.fields[name]
         field.data = batched.data
         field.offsets = np.asarray(batched.offsets, dtype="<i8").tobytes()
-        # The enums are numbered alike on purpose.
-        field.dtype = tinker_pb2.TinkerDataType.ValueType(batched.dtype)
+        field.dtype = _dtype(batched.dtype)
         field.trailing_shape.extend(batched.trailing_shape)
     return output
 
@@ -105,15 +104,46 @@ def sample(result: operation_pb2.SampleResult) -> tinker_pb2.TinkerSampleRespons
         reason = _STOP_REASONS.get(sequence.stop_reason)
         if reason is None:
             raise Internal(f"a sequence ended with stop reason {sequence.stop_reason}")
-        output.sequences.add(stop_reason=reason, tokens=sequence.tokens.data, logprobs=sequence.logprobs.data)
+        added = output.sequences.add(
+            stop_reason=reason, tokens=sequence.tokens.data, logprobs=sequence.logprobs.data
+        )
+        if sequence.HasField("topk_logprobs"):
+            added.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk_logprobs))
     if result.HasField("prompt_logprobs"):
         output.prompt_logprobs = result.prompt_logprobs.data
     if result.HasField("topk_prompt_logprobs"):
-        topk = result.topk_prompt_logprobs
-        length, k = topk.token_ids.shape
-        output.topk_prompt_logprobs.CopyFrom(
-            tinker_pb2.TinkerTopkLogprobs(
-                token_ids=topk.token_ids.data, logprobs=topk.logprobs.data, k=k, length=length
-            )
-        )
+        output.topk_prompt_logprobs.CopyFrom(_topk(result.topk_prompt_logprobs))
+    if result.HasField("target_prompt_logprobs"):
+        output.target_prompt_logprobs.CopyFrom(_matrix(result.target_prompt_logprobs))
+    if result.HasField("prompt_alt_tokens"):
+        drawn = result.prompt_alt_tokens
+        output.prompt_alt_tokens.tokens.CopyFrom(_tensor(drawn.token_ids))
+        output.prompt_alt_tokens.logprobs.CopyFrom(_tensor(drawn.logprobs))
     return output
+
+
+def _topk(topk: operation_pb2.TopkLogprobs) -> tinker_pb2.TinkerTopkLogprobs:
+    length, k = topk.token_ids.shape
+    return tinker_pb2.TinkerTopkLogprobs(
+        token_ids=topk.token_ids.data, logprobs=topk.logprobs.data, k=k, length=length
+    )
+
+
+def _tensor(tensor: types_pb2.Tensor) -> tinker_pb2.TinkerTensor:
+    return tinker_pb2.TinkerTensor(dense=tensor.data, dtype=_dtype(tensor.dtype), shape=tensor.shape)
+
+
+def _matrix(matrix: types_pb2.Matrix) -> tinker_pb2.TinkerTensor:
+    found = tinker_pb2.TinkerTensor(dtype=_dtype(matrix.values.dtype), shape=matrix.shape)
+    if matrix.HasField("crow_indices"):
+        found.sparse_csr.values = matrix.values.data
+        found.sparse_csr.crow_indices = matrix.crow_indices.data
+        found.sparse_csr.col_indices = matrix.col_indices.data
+    else:
+        found.dense = matrix.values.data
+    return found
+
+
+def _dtype(dtype: types_pb2.DataType.ValueType) -> tinker_pb2.TinkerDataType.ValueType:
+    # The enums are numbered alike on purpose.
+    return tinker_pb2.TinkerDataType.ValueType(dtype)

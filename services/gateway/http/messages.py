@@ -181,6 +181,16 @@ class SamplingParams(Body):
     top_p: float = 1.0
 
 
+class TensorData(Body):
+    """Integers, dense or (with both index lists) in compressed sparse rows."""
+
+    data: list[Int64]
+    dtype: Literal["int64"]
+    shape: list[Int64] | None = None
+    sparse_crow_indices: list[Int64] | None = None
+    sparse_col_indices: list[Int64] | None = None
+
+
 class Sample(Body):
     prompt: ModelInput
     sampling_params: SamplingParams
@@ -192,7 +202,7 @@ class Sample(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Int32 = 0
     topk_sample_logprobs: Int32 = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
+    target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: Int32 = 0
     prompt_logprobs_last_n: Int32 | None = None
     record_stability_info: bool | None = None

@@ -18,13 +18,12 @@ from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
 _UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "base_model": ((None,), "create a sampling session with it"),
     "model_path": ((None,), "create a sampling session with it"),
-    "topk_sample_logprobs": ((0,), "leave it at 0"),
-    "target_prompt_logprobs": ((None,), "use topk_prompt_logprobs"),
-    "prompt_alt_tokens_k": ((0,), "leave it at 0"),
-    "prompt_logprobs_last_n": ((None,), "leave it out and score the whole prompt"),
+    # Refused and not ignored: whoever sets it is about to train with a loss that is refused, and should
+    # know before the rollouts are paid for.
     "record_stability_info": (
         (None, False),
-        "only the loss stable_reinforce needs it, which is not served; use importance_sampling",
+        "only the loss stable_reinforce reads it, whose formula is not public; use importance_sampling, "
+        "ppo, cispo, dro or gspo (in tinker-cookbook: loss_fn=importance_sampling)",
     ),
 }
 
@@ -69,6 +68,7 @@ def sample_request(data: bytes) -> tinsmith_pb2.TinsmithServiceSampleRequest:
     if body.sampling_session_id is None or body.seq_id is None:
         raise InvalidRequest("sampling_session_id and seq_id are missing; open a sampling session first")
     tokens = _tokens(body.prompt)
+    targets = body.target_prompt_logprobs
     return tinsmith_pb2.TinsmithServiceSampleRequest(
         sampling_session_id=body.sampling_session_id,
         seq_id=body.seq_id,
@@ -77,6 +77,10 @@ def sample_request(data: bytes) -> tinsmith_pb2.TinsmithServiceSampleRequest:
         params=_params(body.sampling_params),
         prompt_logprobs=bool(body.prompt_logprobs),
         topk_prompt_logprobs=body.topk_prompt_logprobs,
+        topk_sample_logprobs=body.topk_sample_logprobs,
+        target_prompt_logprobs=None if targets is None else _matrix(targets),
+        prompt_alt_tokens_k=body.prompt_alt_tokens_k,
+        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
     )
 
 
@@ -99,6 +103,20 @@ def _tokens(prompt: messages.ModelInput) -> array[int]:
                 "a prompt token is outside of any vocabulary", "token_out_of_range"
             ) from error
     return tokens
+
+
+def _matrix(given: messages.TensorData) -> types_pb2.Matrix:
+    matrix = types_pb2.Matrix(values=_int64(given.data), shape=given.shape)
+    if given.sparse_crow_indices is not None:
+        matrix.crow_indices.CopyFrom(_int64(given.sparse_crow_indices))
+    if given.sparse_col_indices is not None:
+        matrix.col_indices.CopyFrom(_int64(given.sparse_col_indices))
+    return matrix
+
+
+def _int64(values: list[int]) -> types_pb2.Tensor:
+    data = array("q", values).tobytes()
+    return types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT64, shape=[len(values)], data=data)
 
 
 def _params(given: messages.SamplingParams) -> operation_pb2.SamplingParams:

@@ -10,6 +10,7 @@ from tinker.types import (
     CreateModelResponse,
     LoadWeightsResponse,
     OptimStepResponse,
+    SampleResponse,
     SaveWeightsForSamplerResponseInternal,
     SaveWeightsResponse,
 )
@@ -35,6 +36,10 @@ def floats(values: list) -> types_pb2.Tensor:
 
 def ints(values: list) -> types_pb2.Tensor:
     return tensor(values, "<i4", types_pb2.DATA_TYPE_INT32)
+
+
+def longs(values: list) -> types_pb2.Tensor:
+    return tensor(values, "<i8", types_pb2.DATA_TYPE_INT64)
 
 
 def test_logprobs_arrive_per_datum_in_order() -> None:
@@ -87,6 +92,47 @@ def test_a_sample_arrives_whole() -> None:
     assert response.topk_prompt_logprobs is not None
     assert response.topk_prompt_logprobs[0] is None
     assert response.prompt_cache_hit_tokens == 1
+
+
+def sampled(**scores: object) -> SampleResponse:
+    """What the SDK reads of a result with one sequence."""
+    topk = scores.pop("topk_logprobs", None)
+    sequence = operation_pb2.SampledSequence(
+        stop_reason=operation_pb2.STOP_REASON_STOP,
+        tokens=ints([4]),
+        logprobs=floats([-1]),
+        topk_logprobs=topk,
+    )
+    result = operation_pb2.SampleResult(sequences=[sequence], **scores)
+    return response_conv.deserialize_sample_response(reply(sample=result).body)
+
+
+def test_the_most_likely_sampled_tokens_arrive_with_their_sequence() -> None:
+    topk = operation_pb2.TopkLogprobs(token_ids=ints([[4, 7]]), logprobs=floats([[-1, -1.5]]))
+    assert sampled(topk_logprobs=topk).sequences[0].topk_logprobs == [[(4, -1.0), (7, -1.5)]]
+    assert sampled().sequences[0].topk_logprobs is None
+
+
+def test_targets_arrive_in_the_layout_of_the_request() -> None:
+    dense = types_pb2.Matrix(values=floats([-1, 0, -2, -3]), shape=[2, 2])
+    target = sampled(target_prompt_logprobs=dense).target_prompt_logprobs
+    assert target is not None and target.dtype == "float32"
+    assert target.to_numpy().tolist() == [[-1, 0], [-2, -3]]
+    indices = {"crow_indices": longs([0, 0, 1]), "col_indices": longs([2])}
+    sparse = types_pb2.Matrix(values=floats([-4]), shape=[2, 3], **indices)
+    target = sampled(target_prompt_logprobs=sparse).target_prompt_logprobs
+    assert target is not None and target.sparse_col_indices == [2]
+    assert target.to_numpy().tolist() == [[0, 0, 0], [0, 0, -4]]
+
+
+def test_draws_arrive_as_two_tensors() -> None:
+    for ids, logprobs in (([[1, 2], [3, 3]], [[-1, -2], [-3, -3]]), (np.zeros((0, 2)), np.zeros((0, 2)))):
+        drawn = operation_pb2.TopkLogprobs(token_ids=ints(ids), logprobs=floats(logprobs))
+        found = sampled(prompt_alt_tokens=drawn).prompt_alt_tokens
+        assert found is not None
+        assert (found.tokens.dtype, found.logprobs.dtype) == ("int64", "float32")
+        assert np.array_equal(found.tokens.to_numpy(), ids)
+        assert np.array_equal(found.logprobs.to_numpy(), logprobs)
 
 
 def test_prompt_logprobs_that_were_not_asked_for_are_absent() -> None:

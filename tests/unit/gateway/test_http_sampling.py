@@ -72,6 +72,34 @@ async def test_a_sample_reaches_the_sampler_as_it_was_sent(edges: Edges) -> None
     assert request.params == expected
 
 
+async def test_scores_reach_the_sampler_as_they_were_asked_for(edges: Edges) -> None:
+    target = {
+        "data": [9, 8],
+        "dtype": "int64",
+        "shape": [2, 5],
+        "sparse_crow_indices": [0, 0, 2],
+        "sparse_col_indices": [1, 4],
+    }
+    async with edges.http() as client:
+        session = await base_session(client)
+        sent = body(
+            session,
+            prompt_logprobs=True,
+            topk_sample_logprobs=3,
+            target_prompt_logprobs=target,
+            prompt_alt_tokens_k=4,
+            prompt_logprobs_last_n=2,
+        )
+        response = await client.post("asample", json=sent)
+        request = await edges.sample(response.json()["request_id"])
+    assert (request.topk_sample_logprobs, request.prompt_alt_tokens_k) == (3, 4)
+    assert request.prompt_logprobs_last_n == 2
+    matrix = request.target_prompt_logprobs
+    assert list(matrix.shape) == [2, 5]
+    arrays = (matrix.values, matrix.crow_indices, matrix.col_indices)
+    assert [np.frombuffer(a.data, "<i8").tolist() for a in arrays] == [[9, 8], [0, 0, 2], [1, 4]]
+
+
 @pytest.mark.parametrize(
     ("stop", "kind", "values"),
     [
@@ -99,11 +127,15 @@ async def test_the_five_forms_of_stop_are_told_apart(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"topk_sample_logprobs": 2}, "topk_sample_logprobs"),
+        ({"topk_sample_logprobs": 65}, "topk_sample_logprobs"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs"),
-        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
+        ({"target_prompt_logprobs": {"data": [1.5], "dtype": "float32"}}, "target_prompt_logprobs"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}}, "2"),
+        ({"target_prompt_logprobs": {"data": [-1] * 2, "dtype": "int64", "shape": [2, 1]}}, "no token"),
+        ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k"),
         ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
-        ({"record_stability_info": True}, "stable_reinforce"),
+        ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "prompt_logprobs_last_n"),
+        ({"record_stability_info": True}, "importance_sampling"),
         ({"base_model": BASE}, "base_model"),
         ({"temperature": 1}, "temperature"),
         ({"prompt": {"chunks": [{"tokens": [100], "type": "encoded_text"}]}}, "vocabulary"),

@@ -1,4 +1,4 @@
-"""What a sampler accepts, how seeds and lengths come out, and how prompt scores are laid out."""
+"""What a sampler accepts, and how seeds and lengths come out."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import math
 import pytest
 
 from services.common.errors import InvalidRequest, Overloaded
+from services.common.sample_schema import Scoring
 from services.sampler.sampling import (
-    EMPTY_TOPK_LOGPROB,
     Limits,
     SampleJob,
     SamplingParams,
     admit,
     check,
-    prompt_scores,
     sequence_seed,
     tokens_left,
 )
@@ -33,7 +32,7 @@ def params(**changes: object) -> SampleJob:
     [
         JOB,
         dataclasses.replace(JOB, prompt=[99] * 15),
-        dataclasses.replace(JOB, num_samples=8, topk_prompt_logprobs=100),
+        dataclasses.replace(JOB, num_samples=8, scoring=Scoring(topk_prompt_logprobs=64)),
         params(max_tokens=10**6, seed=2**64 - 1, temperature=0.0, top_k=1, top_p=0.01),
         params(ignore_eos=True, temperature=2.0),
         params(stop_strings=("\n\n",), stop_token_ids=(0, 99)),
@@ -52,7 +51,7 @@ def test_what_the_engine_can_do_is_accepted(job: SampleJob) -> None:
         (dataclasses.replace(JOB, prompt=[-1]), "token id -1"),
         (dataclasses.replace(JOB, num_samples=0), "num_samples"),
         (dataclasses.replace(JOB, num_samples=9), "num_samples"),
-        (dataclasses.replace(JOB, topk_prompt_logprobs=101), "topk"),
+        (dataclasses.replace(JOB, scoring=Scoring(topk_prompt_logprobs=65)), "topk"),
         (params(max_tokens=0), "max_tokens"),
         (params(temperature=0.001), "temperature"),
         (params(temperature=2.5), "temperature"),
@@ -94,18 +93,3 @@ def test_seeds_that_differ_only_in_high_bits_differ_in_the_low_bits_of_the_engin
     engine_seeds = [sequence_seed(seed, 0) for seed in seeds]
     assert all(seed is not None and 0 <= seed < 2**63 for seed in engine_seeds)
     assert len({(seed or 0) & 0xFFFFFFFF for seed in engine_seeds}) == len(seeds)
-
-
-def test_prompt_scores_start_with_a_position_that_has_none() -> None:
-    rows = [[(5, -1.0), (7, -0.5), (5, -1.0)], [(6, -3.0), (8, -0.1), (9, -0.2)]]
-    own, topk = prompt_scores(rows, 2, wanted=True)
-    assert own is not None and math.isnan(own[0]) and own[1:] == [-1.0, -3.0]
-    assert topk is not None
-    assert topk.token_ids == [0, 0, 7, 5, 8, 9]
-    assert topk.logprobs == [EMPTY_TOPK_LOGPROB, EMPTY_TOPK_LOGPROB, -0.5, -1.0, -0.1, -0.2]
-
-
-def test_only_the_prompt_scores_asked_for_are_given() -> None:
-    rows = [[(5, -1.0)]]
-    assert prompt_scores(rows, 0, wanted=True)[1] is None
-    assert prompt_scores([[(5, -1.0), (7, -0.5)]], 1, wanted=False)[0] is None
