@@ -21,7 +21,7 @@ import transformers
 from examples.demo import cluster, display
 from services.launcher.tiny_model import make_tiny_model
 
-from . import exactness, latency, machine, throughput
+from . import exactness, latency, machine, throughput, waiting
 from .stack import BASE_MODEL, Row, Stack
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +77,7 @@ def run(scratch: Path, threads: int) -> list[Row]:
                 ("Training", lambda: [throughput.training(stack)]),
                 ("Publishing weights", lambda: [latency.publishing(stack)]),
                 ("Accepting requests", lambda: [latency.accepting(stack)]),
+                ("Heartbeats", lambda: [waiting.heartbeats(stack)]),
                 ("Sampling", lambda: throughput.sampling(stack, scratch)),
             )
             for label, measure in measurements:

@@ -1,7 +1,7 @@
 """What every measurement starts from: the running cluster, its model, and rows of results.
 
 Invariant: a row's value is a ratio or a difference of two things measured in this run, on the same model,
-with the same number of threads each; absolute figures are in its details.
+with the same number of threads each, or a time that is claimed as such; absolute figures are in its details.
 """
 
 from __future__ import annotations

@@ -1,0 +1,147 @@
+"""What thousands of waiting samples cost everybody else: the time of a heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import tinker
+
+from .stack import BASE_MODEL, Row, Stack, random_tokens, seconds
+
+WAITING = 2000
+HEARTBEATS = 300
+BOUND_MS = 50.0
+_AT_ONCE = 100
+_PROMPT_TOKENS = 16
+
+
+def heartbeats(stack: Stack) -> Row:
+    """p95 of session_heartbeat while 2,000 samples are accepted and unfinished, each with an open long poll.
+
+    One connection a poll is the most that any SDK opens; those that use retrieve_futures open one in all.
+    """
+    headers = {"X-API-Key": stack.api_key}
+    with httpx.Client(base_url=f"{stack.base_url}/api/v1/", headers=headers, timeout=60.0) as http:
+        session = _post(http, "create_session", {"tags": [], "sdk_version": tinker.__version__})["session_id"]
+        opening = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
+        sampler = _post(http, "create_sampling_session", opening)["sampling_session_id"]
+        beat = {"session_id": session}
+
+        def measured() -> list[float]:
+            return [seconds(lambda: _post(http, "session_heartbeat", beat)) for _ in range(HEARTBEATS)]
+
+        idle = measured()
+        with _waiting(stack, sampler):
+            busy = measured()
+        _post(http, f"sessions/{session}/finish", {"reason": {"type": "success"}})
+    value = _p95_ms(busy)
+    return Row(
+        "heartbeat under 2,000 waiting samples, p95",
+        value,
+        "ms",
+        bound=BOUND_MS,
+        details={
+            "p50_ms": round(1e3 * statistics.median(busy), 2),
+            "idle_p95_ms": round(_p95_ms(idle), 2),
+            "waiting": WAITING,
+            "repetitions": HEARTBEATS,
+        },
+    )
+
+
+def _p95_ms(times: list[float]) -> float:
+    return 1e3 * statistics.quantiles(times, n=20)[-1]
+
+
+def _post(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = http.post(path, json=body).raise_for_status().json()
+    return answer
+
+
+@contextmanager
+def _waiting(stack: Stack, sampler: str) -> Iterator[None]:
+    """2,000 samples of the longest kind with an open poll each; given up at the end."""
+    prompts = random_tokens(np.random.default_rng(8), stack.vocab, WAITING, _PROMPT_TOKENS)
+    bodies = [
+        {
+            "sampling_session_id": sampler,
+            "seq_id": number,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+            "sampling_params": {"stop": []},
+        }
+        for number, prompt in enumerate(prompts)
+    ]
+    client = _Client(stack.base_url, stack.api_key)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="waiting samples", daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(client.submit(bodies), loop).result(600)
+        yield
+        asyncio.run_coroutine_threadsafe(client.give_up(), loop).result(600)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+class _Client:
+    """HTTP/1.1 over plain streams: thousands of idle connections cost it nothing."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._url = urlsplit(base_url)
+        self._key = api_key
+        self._polls: list[asyncio.StreamWriter] = []
+        self._requests: list[str] = []
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def submit(self, bodies: list[dict[str, Any]]) -> None:
+        """Sends the samples and opens their polls."""
+        answers = await asyncio.gather(*(self._post("asample", body) for body in bodies))
+        self._requests = [answer["request_id"] for answer in answers]
+        await asyncio.gather(*(self._poll(request_id) for request_id in self._requests))
+
+    async def give_up(self) -> None:
+        """Cancels what is left and closes the polls."""
+        await asyncio.gather(*(self._post("cancel_future", {"request_id": name}) for name in self._requests))
+        for writer in self._polls:
+            writer.close()
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._at_once:
+            reader, writer = await self._send(path, body, "close")
+            answer = await reader.read()
+            writer.close()
+        head, _, content = answer.partition(b"\r\n\r\n")
+        if b" 200 " not in head.splitlines()[0]:
+            raise RuntimeError(f"{path}: {answer[:500]!r}")
+        found: dict[str, Any] = json.loads(content)
+        return found
+
+    async def _poll(self, request_id: str) -> None:
+        async with self._at_once:
+            _, writer = await self._send("retrieve_future", {"request_id": request_id}, "keep-alive")
+        self._polls.append(writer)
+
+    async def _send(
+        self, path: str, body: dict[str, Any], connection: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(self._url.hostname, self._url.port)
+        content = json.dumps(body).encode()
+        head = (
+            f"POST /api/v1/{path} HTTP/1.1\r\nHost: {self._url.netloc}\r\nX-API-Key: {self._key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+            f"Connection: {connection}\r\n\r\n"
+        )
+        writer.write(head.encode() + content)
+        await writer.drain()
+        return reader, writer
