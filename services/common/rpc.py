@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from redis.exceptions import RedisError
 
 from services.common import errors
 
@@ -62,6 +63,10 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
                 return await inner(request, context)
             except errors.TinsmithError as error:
                 await _abort(context, error)
+            except RedisError as error:
+                log.warning("%s: %s", handler_call_details.method, error)
+                text = "the state store cannot be reached; try again in a moment"
+                await _abort(context, errors.Unavailable(text))
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except Exception as error:

@@ -30,6 +30,7 @@ from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 log = logging.getLogger(__name__)
 
 _GAP_CHECK_S = 1.0
+_IDLE_CHECK_S = 3.0
 _NO_SNAPSHOT = (NotFound, SnapshotNotFound)
 _RECHECK_S = 30.0
 _MOST_FAILED_REPLAYS = 3
@@ -132,7 +133,12 @@ class ModelRunner:
         if self._idle_since is None:
             self._idle_since = now
         left = self._idle_since + self._settings.idle_release - now
-        return left if left > 0 else None
+        if left <= 0:
+            return None
+        if now - self._idle_since >= _IDLE_CHECK_S and await self._session_finished(self.model_id):
+            # Nothing more will come; whoever takes the model down needs the lease.
+            return None
+        return min(left, _IDLE_CHECK_S)
 
     def _trainer(self) -> ServiceRecord | None:
         """The trainer to use: the one used so far while it is ready, else the first."""

@@ -81,11 +81,16 @@ class Models:
             if record is None:
                 raise NotFound(f"model {model_id[:100]!r} does not exist; create one first")
             if record.status == "ready":
-                # From now on nothing in the record changes.
+                # From now on nothing in the record changes but the status.
                 self._ready.put(model_id, record)
         if record.owner != owner:
             raise PermissionDenied(f"model {model_id} belongs to another API key")
         return record
+
+    async def current(self, owner: str, model_id: str) -> ModelRecord:
+        """A model of the caller with its newest status. Raises as `get`."""
+        record = await self.get(owner, model_id)
+        return await self._models.get(model_id) or record
 
     async def base_of(self, record: ModelRecord) -> BaseModel:
         """Limits of the base model that a model adapts."""
@@ -214,13 +219,18 @@ class Models:
         return await self._submit(owner, model_id, seq_id, fill)
 
     async def save_state(
-        self, owner: str, model_id: str, seq_id: int, name: str, overwrite: bool, options: SaveOptions
+        self, owner: str, model_id: str, seq_id: int, name: str | None, overwrite: bool, options: SaveOptions
     ) -> str:
-        """Accepts saving of adapter and optimizer as tinker://<model_id>/weights/<name>."""
+        """Accepts saving of adapter and optimizer as tinker://<model_id>/weights/<name>.
+
+        Args:
+            name: None: the place in the model's order is the name.
+        """
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
             save = operation_pb2.SaveState(
-                checkpoint_id=ids.checkpoint_id("weights", name), overwrite=overwrite
+                checkpoint_id=ids.checkpoint_id("weights", f"{seq_id:06d}" if name is None else name),
+                overwrite=overwrite,
             )
             self._set_options(save, options)
             if not overwrite:
@@ -279,6 +289,14 @@ class Models:
             operation.save_for_sampler.inflight = inflight
 
         return await self._submit(owner, model_id, seq_id, fill), session
+
+    async def unload(self, owner: str, model_id: str, seq_id: int) -> str:
+        """Accepts the end of a model; every later operation of it fails."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            operation.unload_model.SetInParent()
+
+        return await self._submit(owner, model_id, seq_id, fill)
 
     async def refuse(self, owner: str, model_id: str, seq_id: int, error: TinsmithError) -> str:
         """Uses up a seq_id for a request that cannot be understood; the request id of its failure."""

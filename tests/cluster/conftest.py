@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -79,20 +80,14 @@ class Cluster:
 
     def ready(self) -> set[str]:
         """Names of the services that have announced themselves."""
-        output = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "services.launcher.cli",
-                "status",
-                "--data-dir",
-                str(self.data_dir),
-                "--json",
-            ],
-            capture_output=True,
-            timeout=60,
-        ).stdout
-        return {service["id"] for service in json.loads(output or b"{}").get("services", [])}
+        return {service["id"] for service in self.status().get("services", [])}
+
+    def status(self) -> dict[str, Any]:
+        """What `tinsmith status` reports."""
+        command = [sys.executable, "-m", "services.launcher.cli", "status", "--json"]
+        command += ["--data-dir", str(self.data_dir)]
+        output = subprocess.run(command, capture_output=True, timeout=60).stdout
+        return json.loads(output or b"{}")
 
     def tail(self, lines: int = 60) -> str:
         logs = [self.log, *sorted((self.data_dir / "logs").glob("*.log"))]

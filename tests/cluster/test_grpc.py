@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -32,6 +34,16 @@ def tensor(values: list[float] | list[int], dtype: str) -> types_pb2.Tensor:
         "float32": types_pb2.DATA_TYPE_FLOAT32,
     }
     return types_pb2.Tensor(dtype=kinds[dtype], shape=[len(values)], data=np.array(values, dtype).tobytes())
+
+
+SEQUENCE = batches.tokens(4, 21)
+DATUM = types_pb2.Datum(
+    tokens=tensor(SEQUENCE[:-1], "int32"),
+    loss_inputs={
+        "target_tokens": tensor(SEQUENCE[1:], "int64"),
+        "weights": tensor([1.0] * 20, "float32"),
+    },
+)
 
 
 def finish(
@@ -65,15 +77,7 @@ def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
     )
     assert finish(stub, created.request_id, metadata).create_model.lora.rank == 4
 
-    sequence = batches.tokens(4, 21)
-    datum = types_pb2.Datum(
-        tokens=tensor(sequence[:-1], "int32"),
-        loss_inputs={
-            "target_tokens": tensor(sequence[1:], "int64"),
-            "weights": tensor([1.0] * 20, "float32"),
-        },
-    )
-    work = operation_pb2.ForwardBackward(data=[datum], loss_fn="cross_entropy")
+    work = operation_pb2.ForwardBackward(data=[DATUM], loss_fn="cross_entropy")
     losses = []
     for step in range(3):
         sent = stub.ForwardBackward(
@@ -107,7 +111,7 @@ def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
     request = tinsmith_pb2.TinsmithServiceSampleRequest(
         sampling_session_id=saved.sampling_session_id,
         seq_id=0,
-        prompt=tensor(sequence[:5], "int32"),
+        prompt=tensor(SEQUENCE[:5], "int32"),
         num_samples=1,
         params=operation_pb2.SamplingParams(
             max_tokens=6,
@@ -121,7 +125,95 @@ def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
     result = finish(stub, sampled.request_id, metadata).sample
     tokens = np.frombuffer(result.sequences[0].tokens.data, np.int32).tolist()
     reference = Reference(cluster.model_dir, cluster.snapshot(created.model_id))
-    assert tokens == reference.greedy(sequence[:5], 6)
+    assert tokens == reference.greedy(SEQUENCE[:5], 6)
+
+
+class Session:
+    """Calls methods of the service and waits for what they promise."""
+
+    def __init__(
+        self, stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+    ) -> None:
+        self._stub = stub
+        self._metadata = metadata
+        self.id = self.call("CreateSession", tinsmith_pb2.CreateSessionRequest()).session_id
+
+    def call(self, method: str, request: Any) -> Any:
+        return getattr(self._stub, method)(request, metadata=self._metadata, timeout=10)
+
+    def run(self, method: str, request: Any) -> operation_pb2.OperationResult:
+        """The result of a call that starts work."""
+        return finish(self._stub, self.call(method, request).request_id, self._metadata)
+
+    def train(self, model_id: str, first_seq_id: int, steps: int) -> list[float]:
+        """The loss at each step."""
+        losses = []
+        for step in range(steps):
+            seq_id = first_seq_id + 2 * step
+            work = operation_pb2.ForwardBackward(data=[DATUM], loss_fn="cross_entropy")
+            sent = tinsmith_pb2.ForwardBackwardRequest(
+                model_id=model_id, seq_id=seq_id, forward_backward=work
+            )
+            losses.append(self.run("ForwardBackward", sent).forward_backward.metrics["loss:sum"])
+            adam = types_pb2.AdamParams(learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8)
+            stepped = tinsmith_pb2.OptimStepRequest(model_id=model_id, seq_id=seq_id + 1, adam=adam)
+            self.run("OptimStep", stepped)
+        return losses
+
+
+def test_state_is_saved_and_continued_and_a_finished_session_leaves_only_checkpoints(
+    cluster: Cluster, stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    session = Session(stub, metadata)
+    lora = types_pb2.LoraConfig(rank=4, seed=3, train_attn=True, train_mlp=True, train_unembed=False)
+    creation = tinsmith_pb2.CreateModelRequest(session_id=session.id, base_model=BASE_MODEL, lora=lora)
+    session.run("CreateModel", creation)
+    first = f"{session.id}:train:0"
+    session.train(first, 1, steps=1)
+    save = tinsmith_pb2.SaveStateRequest(model_id=first, seq_id=3, name="here")
+    path = session.run("SaveState", save).save_state.path
+    assert path == f"tinker://{first}/weights/here"
+    went_on = session.train(first, 4, steps=2)
+
+    again = tinsmith_pb2.CreateModelFromStateRequest(
+        session_id=session.id, model_seq_id=1, path=path, optimizer=True
+    )
+    session.run("CreateModelFromState", again)
+    second = f"{session.id}:train:1"
+    np.testing.assert_allclose(session.train(second, 1, steps=2), went_on, rtol=1e-6)
+    load = tinsmith_pb2.LoadStateRequest(model_id=second, seq_id=5, path=path)
+    session.run("LoadState", load)
+    np.testing.assert_allclose(session.train(second, 6, steps=1), went_on[:1], rtol=1e-6)
+    unnamed = tinsmith_pb2.SaveForSamplerRequest(model_id=second, seq_id=8)
+    session.run("SaveForSampler", unnamed)
+
+    unload = tinsmith_pb2.UnloadModelRequest(model_id=second, seq_id=9)
+    assert session.run("UnloadModel", unload).HasField("unload_model")
+    state = cluster.data_dir / "state"
+    wait_until(lambda: not (state / second).exists(), "the unloaded model's training state is deleted")
+    assert cluster.snapshot(second, 8).is_dir()
+    info = session.call("GetModelInfo", tinsmith_pb2.GetModelInfoRequest(model_id=second)).model
+    assert info.status == tinsmith_pb2.MODEL_STATUS_UNLOADED
+    assert (state / first).is_dir()
+    assert first in resident(cluster)
+    session.call("Heartbeat", tinsmith_pb2.HeartbeatRequest(session_id=session.id))
+    session.call("FinishSession", tinsmith_pb2.FinishSessionRequest(session_id=session.id))
+    wait_until(lambda: not (state / first).exists(), "the finished session's training state is deleted")
+    assert not {first, second} & resident(cluster)
+    assert (cluster.data_dir / "checkpoints" / first / "weights" / "here").is_dir()
+
+
+def resident(cluster: Cluster) -> set[str]:
+    """Ids of the models in the trainer's memory."""
+    services = cluster.status()["services"]
+    return {model["model_id"] for one in services for model in one.get("status", {}).get("models", [])}
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"after {seconds:.0f} s it is not so that {what}"
+        time.sleep(0.1)
 
 
 def test_a_call_without_a_key_is_unauthenticated(stub: tinsmith_pb2_grpc.TinsmithServiceStub) -> None:

@@ -2,17 +2,106 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from services.common.errors import InvalidRequest
 from services.gateway.catalog import BaseModel
 from services.gateway.futures import FutureView
+from services.gateway.limits import Limits
+from services.gateway.models import SaveOptions
 from services.gateway.sessions import NewSession
+from services.gateway.stores import ModelRecord, ModelStatus
 from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
 
 _MAX_ORDINAL = 999_999_999
 
 
+_REASONS = {
+    tinsmith_pb2.FINISH_REASON_UNSPECIFIED: "success",
+    tinsmith_pb2.FINISH_REASON_SUCCESS: "success",
+    tinsmith_pb2.FINISH_REASON_ERRORED: "errored",
+    tinsmith_pb2.FINISH_REASON_INTERRUPTED: "interrupted",
+}
+_STATUSES: dict[ModelStatus, tinsmith_pb2.ModelStatus.ValueType] = {
+    "creating": tinsmith_pb2.MODEL_STATUS_CREATING,
+    "ready": tinsmith_pb2.MODEL_STATUS_READY,
+    "failed": tinsmith_pb2.MODEL_STATUS_FAILED,
+    "unloaded": tinsmith_pb2.MODEL_STATUS_UNLOADED,
+}
+
+
 def new_session(request: tinsmith_pb2.CreateSessionRequest) -> NewSession:
-    return NewSession(tags=list(request.tags), user_metadata=dict(request.user_metadata))
+    return NewSession(
+        tags=list(request.tags),
+        user_metadata=dict(request.user_metadata),
+        display_name=request.display_name,
+        project_id=request.project_id,
+    )
+
+
+def finish_reason(reason: tinsmith_pb2.FinishReason.ValueType) -> str:
+    """The reason's word in the log.
+
+    Raises:
+        InvalidRequest: a number that is no reason.
+    """
+    if reason not in _REASONS:
+        raise InvalidRequest(f"reason {reason} is not one of FinishReason")
+    return _REASONS[reason]
+
+
+def adapter(request: tinsmith_pb2.CreateModelRequest) -> types_pb2.LoraConfig:
+    """The adapter that a new model trains.
+
+    Raises:
+        InvalidRequest: none is asked for, or what is not served.
+    """
+    if request.HasField("full"):
+        raise InvalidRequest("full fine-tuning is not served; set lora")
+    if not request.HasField("lora"):
+        raise InvalidRequest("lora is not set")
+    if request.role not in (types_pb2.MODEL_ROLE_UNSPECIFIED, types_pb2.MODEL_ROLE_POLICY):
+        raise InvalidRequest("critics are not served; leave role out")
+    return request.lora
+
+
+def save_options(request: tinsmith_pb2.SaveStateRequest | tinsmith_pb2.SaveForSamplerRequest) -> SaveOptions:
+    """What a named checkpoint is saved with."""
+    return SaveOptions(request.ttl_seconds or None, dict(request.user_metadata))
+
+
+def check_save_for_sampler(request: tinsmith_pb2.SaveForSamplerRequest) -> None:
+    """Refuses what belongs to a named checkpoint without a name, and what does not with one."""
+    if request.inflight:
+        raise InvalidRequest("inflight is not served; leave it out")
+    if not request.name:
+        ordinal("sampling_session_seq_id", request.sampling_session_seq_id)
+        if request.ttl_seconds or request.user_metadata:
+            raise InvalidRequest("ttl_seconds and user_metadata belong to named checkpoints; set name too")
+    elif request.sampling_session_seq_id:
+        raise InvalidRequest("set either name (a checkpoint) or sampling_session_seq_id")
+
+
+def model_info(record: ModelRecord, base: BaseModel) -> tinsmith_pb2.ModelInfo:
+    """What is known of a model. A tokenizer in a directory of the cluster means nothing to a client."""
+    found = tinsmith_pb2.ModelInfo(
+        model_id=record.model_id,
+        session_id=record.session_id,
+        base_model=record.base_model,
+        tokenizer="" if Path(base.tokenizer_id).is_absolute() else base.tokenizer_id,
+        lora=types_pb2.LoraConfig(
+            rank=record.lora_rank,
+            seed=record.lora_seed,
+            train_attn=record.train_attn,
+            train_mlp=record.train_mlp,
+            train_unembed=record.train_unembed,
+        ),
+        role=types_pb2.MODEL_ROLE_POLICY,
+        status=_STATUSES[record.status],
+        user_metadata=record.user_metadata,
+    )
+    found.created_at.FromMilliseconds(round(record.created_at * 1000))
+    return found
 
 
 def ordinal(name: str, value: int) -> int:
@@ -48,18 +137,22 @@ def adam(request: tinsmith_pb2.OptimStepRequest) -> types_pb2.AdamParams:
     return request.adam
 
 
-def base_model(model: BaseModel) -> tinsmith_pb2.BaseModel:
+def base_model(model: BaseModel, limits: Limits) -> tinsmith_pb2.BaseModel:
+    ranks = [rank for rank in (model.max_train_rank, model.max_sample_rank, limits.lora_rank) if rank]
     return tinsmith_pb2.BaseModel(
         name=model.name,
         max_context_length=model.context_length,
         trainable=model.trainable,
         sampleable=model.sampleable,
+        vocab_size=model.vocab_size,
+        architecture=model.arch,
+        max_lora_rank=min(ranks),
     )
 
 
 def result(view: FutureView) -> tinsmith_pb2.GetResultResponse:
     """The response for a future; without a result while it is pending."""
-    response = tinsmith_pb2.GetResultResponse()
+    response = tinsmith_pb2.GetResultResponse(waiting_for=view.queue_state_reason or "")
     if view.result is not None:
         response.result.ParseFromString(view.result)
     return response

@@ -125,10 +125,8 @@ async def optim_step(call: Call) -> Response:
 
 async def save_weights(call: Call) -> Response:
     async def accept(body: messages.SaveWeights) -> Response:
-        # The SDK always sends a name; without one the place in the model's order is the name.
-        name = f"{body.seq_id:06d}" if body.path is None else body.path
         request_id = await call.app.models.save_state(
-            call.owner, body.model_id, body.seq_id, name, body.overwrite, _options(body)
+            call.owner, body.model_id, body.seq_id, body.path, body.overwrite, _options(body)
         )
         return promise(request_id, body.model_id)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
+import redis.exceptions
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -48,6 +49,11 @@ async def fail_with(server: tuple[Raising, rpc.RpcServer], error: BaseException)
                 sampler_pb2.GetSamplerStatusRequest(), timeout=5
             )
     return rpc.from_rpc_error(caught.value)
+
+
+async def test_a_store_that_cannot_be_reached_is_unavailable(server: tuple[Raising, rpc.RpcServer]) -> None:
+    received = await fail_with(server, redis.exceptions.ConnectionError("refused"))
+    assert isinstance(received, errors.Unavailable)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from services.common import errors, ids
 from services.common.errors import Internal, InvalidRequest
 from services.common.journal import Journal
 from services.gateway import dispatcher as dispatcher_module
+from services.gateway import model_runner
 from services.gateway.dispatch_plan import DispatchSettings
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.futures import Futures
@@ -356,6 +357,29 @@ async def test_a_gap_keeps_its_age_when_another_gateway_takes_over(
         asked = asyncio.get_running_loop().time()
         assert (await second.result(3)).HasField("optim_step")
         assert asyncio.get_running_loop().time() - asked < 0.7
+
+
+async def test_the_lease_on_a_model_of_a_finished_session_is_given_back_early(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    trainer: ScriptedTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_runner, "_IDLE_CHECK_S", 0.1)
+    sessions = SessionStore(redis_client)
+    await sessions.create(SessionRecord(session_id="s", owner="ann", created_at=1.0, last_heartbeat=1.0))
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        await gateway.accept(create())
+        await gateway.result(0)
+        await asyncio.sleep(0.3)
+        assert gateway.dispatcher._leading
+        await sessions.finish("s")
+        for _ in range(100):
+            if not gateway.dispatcher._leading:
+                break
+            await asyncio.sleep(0.02)
+        assert not gateway.dispatcher._leading
 
 
 async def test_a_gap_of_a_finished_session_is_skipped_at_once(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from edges import ALICE, BASE, BOB, LORA, Edges, running
+from edges import ALICE, BASE, BOB, LORA, VOCAB, Edges, running
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common import rpc
@@ -54,7 +55,10 @@ def int32(values: list[int]) -> types_pb2.Tensor:
 async def create(edges: Edges, alice: Client) -> str:
     session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest(tags=["t"]))).session_id
     made = await alice(
-        "CreateModel", tinsmith_pb2.CreateModelRequest(session_id=session, base_model=BASE, lora=LORA)
+        "CreateModel",
+        tinsmith_pb2.CreateModelRequest(
+            session_id=session, base_model=BASE, lora=LORA, user_metadata={"run": "one"}
+        ),
     )
     assert made.request_id == f"{made.model_id}:0"
     await edges.answer(made.model_id, 0, create_model=operation_pb2.CreateModelResult(lora=LORA))
@@ -112,6 +116,138 @@ async def test_a_named_save_opens_a_sampling_session(edges: Edges, channel: grpc
         tinsmith_pb2.CreateSamplingSessionRequest(session_id=model.split(":")[0], model_path=path),
     )
     assert opened.sampling_session_id == f"{model.split(':')[0]}:sample:0"
+
+
+async def test_a_session_lives_by_heartbeats_until_it_is_finished(
+    edges: Edges, channel: grpc.aio.Channel
+) -> None:
+    alice, bob = Client(channel, ALICE), Client(channel, BOB)
+    new = tinsmith_pb2.CreateSessionRequest(idempotency_key="once", display_name="mine")
+    session = (await alice("CreateSession", new)).session_id
+    assert (await alice("CreateSession", new)).session_id == session
+    beat = tinsmith_pb2.HeartbeatRequest(session_id=session)
+    await alice("Heartbeat", beat)
+    assert await status(bob("Heartbeat", beat)) is grpc.StatusCode.PERMISSION_DENIED
+    finish = tinsmith_pb2.FinishSessionRequest(
+        session_id=session, reason=tinsmith_pb2.FINISH_REASON_ERRORED, detail="out of cookies"
+    )
+    assert await status(bob("FinishSession", finish)) is grpc.StatusCode.PERMISSION_DENIED
+    for _ in range(2):
+        await alice("FinishSession", finish)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await alice("Heartbeat", beat)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert dict(caught.value.trailing_metadata() or ())[rpc.CODE_METADATA] == "session_finished"
+
+
+async def test_a_model_tells_what_it_is(edges: Edges, channel: grpc.aio.Channel) -> None:
+    alice = Client(channel, ALICE)
+    models = (await alice("ListModels", tinsmith_pb2.ListModelsRequest())).models
+    assert (models[0].vocab_size, models[0].architecture) == (VOCAB, "Qwen3ForCausalLM")
+    # The scripted sampler takes 64.
+    assert models[0].max_lora_rank == 64
+    model_id = await create(edges, alice)
+    asked = tinsmith_pb2.GetModelInfoRequest(model_id=model_id)
+    model = (await alice("GetModelInfo", asked)).model
+    assert (model.model_id, model.base_model, model.lora) == (model_id, BASE, LORA)
+    assert model.status == tinsmith_pb2.MODEL_STATUS_READY
+    assert model.user_metadata == {"run": "one"}
+    assert time.time() - model.created_at.ToSeconds() < 60
+    # A directory of this machine.
+    assert model.tokenizer == ""
+    unload = tinsmith_pb2.UnloadModelRequest(model_id=model_id, seq_id=1)
+    assert (await alice("UnloadModel", unload)).request_id == f"{model_id}:1"
+    await edges.answer(model_id, 1, unload_model=operation_pb2.UnloadModelResult())
+    assert (await alice("GetModelInfo", asked)).model.status == tinsmith_pb2.MODEL_STATUS_UNLOADED
+    stranger = Client(channel, BOB)("GetModelInfo", asked)
+    assert await status(stranger) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_state_is_saved_loaded_and_continued_from(edges: Edges, channel: grpc.aio.Channel) -> None:
+    alice = Client(channel, ALICE)
+    model = await create(edges, alice)
+    save = tinsmith_pb2.SaveStateRequest(
+        model_id=model, seq_id=1, name="a", overwrite=True, ttl_seconds=7200, user_metadata={"k": "v"}
+    )
+    assert (await alice("SaveState", save)).request_id == f"{model}:1"
+    journaled = await edges.operation(model, 1)
+    assert journaled is not None
+    assert journaled.save_state == operation_pb2.SaveState(
+        checkpoint_id="weights/a", overwrite=True, ttl_seconds=7200, user_metadata={"k": "v"}
+    )
+    path = f"tinker://{model}/weights/a"
+    await edges.answer(model, 1, save_state=operation_pb2.SaveStateResult(path=path))
+    await alice("SaveState", tinsmith_pb2.SaveStateRequest(model_id=model, seq_id=2))
+    unnamed = await edges.operation(model, 2)
+    assert unnamed is not None and unnamed.save_state.checkpoint_id == "weights/000002"
+    load = tinsmith_pb2.LoadStateRequest(model_id=model, seq_id=3, path=path, optimizer=True)
+    await alice("LoadState", load)
+    loading = await edges.operation(model, 3)
+    assert loading is not None
+    expected = operation_pb2.LoadState(source_model_id=model, checkpoint_id="weights/a", optimizer=True)
+    assert loading.load_state == expected
+    session = model.split(":")[0]
+    again = tinsmith_pb2.CreateModelFromStateRequest(
+        session_id=session, model_seq_id=1, path=path, optimizer=True, user_metadata={"run": "two"}
+    )
+    made = await alice("CreateModelFromState", again)
+    assert (made.model_id, made.request_id) == (f"{session}:train:1", f"{session}:train:1:0")
+    creation = await edges.operation(made.model_id, 0)
+    assert creation is not None and creation.create_model.from_state == expected
+
+
+async def refusal(alice: Client, request: tinsmith_pb2.SaveForSamplerRequest) -> str:
+    """Why a save was refused; its seq_id is used up."""
+    request_id = (await alice("SaveForSampler", request)).request_id
+    found = await alice("GetResult", tinsmith_pb2.GetResultRequest(request_id=request_id))
+    assert found.result.error.category == types_pb2.ERROR_CATEGORY_USER
+    return found.result.error.message
+
+
+async def test_every_field_of_a_save_is_honoured_or_refused(edges: Edges, channel: grpc.aio.Channel) -> None:
+    alice = Client(channel, ALICE)
+    model = await create(edges, alice)
+    request = tinsmith_pb2.SaveForSamplerRequest
+    named = request(model_id=model, seq_id=1, name="a", ttl_seconds=7200, user_metadata={"k": "v"})
+    await alice("SaveForSampler", named)
+    journaled = await edges.operation(model, 1)
+    assert journaled is not None
+    assert journaled.save_for_sampler == operation_pb2.SaveForSampler(
+        checkpoint_id="sampler_weights/a", ttl_seconds=7200, user_metadata={"k": "v"}
+    )
+    assert "name" in await refusal(alice, request(model_id=model, seq_id=2, ttl_seconds=7200))
+    assert "name" in await refusal(alice, request(model_id=model, seq_id=3, user_metadata={"k": "v"}))
+    both = request(model_id=model, seq_id=4, name="b", sampling_session_seq_id=1)
+    assert "either" in await refusal(alice, both)
+    short = request(model_id=model, seq_id=5, name="b", ttl_seconds=1)
+    assert "ttl" in await refusal(alice, short)
+
+
+async def test_what_a_model_cannot_be_is_refused(edges: Edges, channel: grpc.aio.Channel) -> None:
+    alice = Client(channel, ALICE)
+    session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest())).session_id
+    nothing = tinsmith_pb2.CreateModelRequest(session_id=session, base_model=BASE)
+    assert await status(alice("CreateModel", nothing)) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_sample_is_given_up(edges: Edges, channel: grpc.aio.Channel) -> None:
+    alice = Client(channel, ALICE)
+    session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest())).session_id
+    opened = await alice(
+        "CreateSamplingSession",
+        tinsmith_pb2.CreateSamplingSessionRequest(session_id=session, base_model=BASE),
+    )
+    params = operation_pb2.SamplingParams(max_tokens=4, temperature=1, top_k=-1, top_p=1)
+    params.stop.never.SetInParent()
+    sample = tinsmith_pb2.TinsmithServiceSampleRequest(
+        sampling_session_id=opened.sampling_session_id, prompt=int32([1]), num_samples=1, params=params
+    )
+    request_id = (await alice("Sample", sample)).request_id
+    cancel = tinsmith_pb2.CancelSampleRequest(request_id=request_id)
+    assert await status(Client(channel, BOB)("CancelSample", cancel)) is grpc.StatusCode.PERMISSION_DENIED
+    await alice("CancelSample", cancel)
+    found = await alice("GetResult", tinsmith_pb2.GetResultRequest(request_id=request_id))
+    assert found.result.error.code == "cancelled"
 
 
 async def test_keys_and_owners_hold_as_over_http(edges: Edges, channel: grpc.aio.Channel) -> None:
