@@ -37,7 +37,9 @@ EVERYTHING_SET: dict[str, Any] = TWO_MODELS | {
     "image": {"registry": "registry.example.com/ml/", "tag": "1.2.3", "pullSecrets": ["pull"]},
     "apiKeys": {"existingSecret": "my-keys"},
     "huggingFace": {"existingSecret": "hub"},
+    "networkPolicy": {"gatewayFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
     "gateway": {
+        "sessions": {"parkAfter": 600, "endAfter": 1_000_000},
         "service": {"type": "LoadBalancer", "annotations": {"a/b": "c"}},
         "extraEnv": [{"name": "TINSMITH_LOG_LEVEL", "value": "DEBUG"}],
         "nodeSelector": {"pool": "web"},
@@ -84,6 +86,8 @@ def test_the_defaults_install_one_of_everything() -> None:
     assert identities(render()) == {
         "Deployment tinsmith-gateway",
         "Deployment tinsmith-sampler-smollm2-135m-instruct",
+        "NetworkPolicy tinsmith-gateway",
+        "NetworkPolicy tinsmith-internal",
         "PersistentVolumeClaim tinsmith-data",
         "Secret tinsmith-api-keys",
         "Secret tinsmith-redis",
@@ -237,5 +241,7 @@ def test_settings_of_a_component_reach_its_pods() -> None:
     (gateway,) = workloads(render(EVERYTHING_SET), "gateway")
     assert pod(gateway)["nodeSelector"] == {"pool": "web"}
     assert pod(gateway)["tolerations"] == [{"key": "web", "operator": "Exists"}]
+    assert "--session-park-after=600" in arguments(gateway)
+    assert "--session-end-after=1000000" in arguments(gateway)
     assert pod(gateway)["imagePullSecrets"] == [{"name": "pull"}]
     assert {"name": "TINSMITH_LOG_LEVEL", "value": "DEBUG"} in container(gateway)["env"]

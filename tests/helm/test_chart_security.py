@@ -6,7 +6,7 @@ import base64
 import json
 
 import pytest
-from rendered import Values, container, environment, identities, pick, pod, render, workloads
+from rendered import Object, Values, container, environment, identities, pick, pod, render, workloads
 
 CASES: list[Values] = [{}, {"redis": {"externalSecret": "mine"}}, {"device": "cuda"}]
 
@@ -106,6 +106,50 @@ def test_no_pod_gets_a_token_of_the_kubernetes_api(values: Values) -> None:
 def test_a_service_called_tinsmith_cannot_set_flags_of_the_services() -> None:
     for one in workloads(render()):
         assert pod(one)["enableServiceLinks"] is False
+
+
+def admitted(objects: list[Object], workload: Object) -> list[Object]:
+    """The ingress rules of all policies that select a workload's pods; fails when none does."""
+    found = []
+    for policy in (one for one in objects if one["kind"] == "NetworkPolicy"):
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        if selects(policy["spec"]["podSelector"], workload):
+            found += policy["spec"]["ingress"]
+    assert found, f"no policy selects {workload['metadata']['name']}"
+    return found
+
+
+def selects(selector: Object, workload: Object) -> bool:
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(rule["key"]) in rule["values"] for rule in selector.get("matchExpressions", [])
+    )
+
+
+def test_trainers_samplers_and_redis_are_reached_by_the_release_alone() -> None:
+    objects, strangers = render(), workloads(render(release="other"))
+    for component in ("trainer", "sampler", "redis"):
+        for one in workloads(objects, component):
+            (rule,) = admitted(objects, one)
+            (peer,) = rule["from"]
+            assert set(peer) == {"podSelector"}
+            assert "ports" not in rule
+            assert all(selects(peer["podSelector"], own) for own in workloads(objects))
+            assert not any(selects(peer["podSelector"], stranger) for stranger in strangers)
+
+
+def test_gateways_are_reached_on_their_ports_by_everybody_unless_told() -> None:
+    (rule,) = admitted(render(), workloads(render(), "gateway")[0])
+    assert rule == {"ports": [{"port": "http"}, {"port": "grpc"}]}
+    peers = [{"namespaceSelector": {"matchLabels": {"team": "ml"}}}]
+    objects = render({"networkPolicy": {"gatewayFrom": peers}})
+    (rule,) = admitted(objects, workloads(objects, "gateway")[0])
+    assert rule["from"] == peers
+
+
+def test_network_policies_can_be_left_out() -> None:
+    objects = render({"networkPolicy": {"enabled": False}})
+    assert not [one for one in objects if one["kind"] == "NetworkPolicy"]
 
 
 def test_every_container_has_a_memory_limit_and_requests() -> None:

@@ -42,6 +42,8 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"device": "gpu"},
         {"dtype": "float16"},
         {"gateway": {"replicas": 0}},
+        {"gateway": {"sessions": {"endAfter": 60}}},
+        {"networkPolicy": {"gatewayFrom": [{}]}},
         {"trainer": {"zeroStage": 4}},
         {"trainer": {"ranks": "two"}},
         {"sampler": {"gpuMemoryUtilization": 1.5}},

@@ -72,12 +72,12 @@ def save_options(request: tinsmith_pb2.SaveStateRequest | tinsmith_pb2.SaveForSa
 
 def check_save_for_sampler(request: tinsmith_pb2.SaveForSamplerRequest) -> None:
     """Refuses what belongs to a named checkpoint without a name, and what does not with one."""
-    if request.inflight:
-        raise InvalidRequest("inflight is not served; leave it out")
     if not request.name:
         ordinal("sampling_session_seq_id", request.sampling_session_seq_id)
         if request.ttl_seconds or request.user_metadata:
             raise InvalidRequest("ttl_seconds and user_metadata belong to named checkpoints; set name too")
+    elif request.inflight:
+        raise InvalidRequest("a named checkpoint never changes; leave name or inflight out")
     elif request.sampling_session_seq_id:
         raise InvalidRequest("set either name (a checkpoint) or sampling_session_seq_id")
 

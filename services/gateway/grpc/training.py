@@ -113,6 +113,7 @@ class TrainingCalls(Calls):
             options = convert.save_options(request)
             request_id = await models.save_for_sampler(owner, model_id, seq_id, request.name, options)
             return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id)
-        number = request.sampling_session_seq_id
-        request_id, session = await models.save_for_sampling_session(owner, model_id, seq_id, number)
+        request_id, session = await models.save_for_sampling_session(
+            owner, model_id, seq_id, request.sampling_session_seq_id, request.inflight
+        )
         return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id, sampling_session_id=session)

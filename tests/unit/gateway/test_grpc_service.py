@@ -219,6 +219,11 @@ async def test_every_field_of_a_save_is_honoured_or_refused(edges: Edges, channe
     assert "name" in await refusal(alice, request(model_id=model, seq_id=3, user_metadata={"k": "v"}))
     both = request(model_id=model, seq_id=4, name="b", sampling_session_seq_id=1)
     assert "either" in await refusal(alice, both)
+    moving = request(model_id=model, seq_id=6, name="b", inflight=True)
+    assert "inflight" in await refusal(alice, moving)
+    await alice("SaveForSampler", request(model_id=model, seq_id=7, inflight=True))
+    following = await edges.operation(model, 7)
+    assert following is not None and following.save_for_sampler.inflight
     short = request(model_id=model, seq_id=5, name="b", ttl_seconds=1)
     assert "ttl" in await refusal(alice, short)
 
