@@ -131,14 +131,23 @@ class RpcServer:
         await self._server.wait_for_termination()
 
 
-async def serve(services: Sequence[Service], bind: str, reuse_port: bool = False) -> RpcServer:
+async def serve(
+    services: Sequence[Service],
+    bind: str,
+    reuse_port: bool = False,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> RpcServer:
     """Starts a server for the services on "host:port"; port 0 takes a free one.
+
+    Args:
+        interceptors: what they raise is mapped like the errors of handlers.
 
     Raises:
         errors.Unavailable: the address cannot be bound.
     """
     server = grpc.aio.server(
-        interceptors=(_ErrorInterceptor(),), options=[*_OPTIONS, ("grpc.so_reuseport", int(reuse_port))]
+        interceptors=(_ErrorInterceptor(), *interceptors),
+        options=[*_OPTIONS, ("grpc.so_reuseport", int(reuse_port))],
     )
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)

@@ -19,6 +19,7 @@ from services.common.journal import Journal
 from services.common.sample_journal import SampleJournal
 from services.gateway.admission import Admission
 from services.gateway.auth import KeyRing
+from services.gateway.budget import BodyBudget
 from services.gateway.catalog import Catalog
 from services.gateway.completions import Completions, Page, Target
 from services.gateway.futures import Futures, FutureView
@@ -44,6 +45,7 @@ class Application:
     futures: Futures
     completions: Completions
     limits: Limits
+    budget: BodyBudget
     draining: asyncio.Future[None]
 
     async def wait_result(self, owner: str, request_id: str, seconds: float) -> FutureView:
@@ -153,5 +155,6 @@ def build(
         futures=futures,
         completions=Completions(samples, futures),
         limits=limits,
+        budget=BodyBudget(limits.pending_body_bytes),
         draining=asyncio.get_running_loop().create_future(),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from services.common import rpc
 from services.gateway.app import Application
+from services.gateway.grpc.budget import BudgetInterceptor
 from services.gateway.grpc.sampling import SamplingCalls
 from services.gateway.grpc.sessions import SessionCalls
 from services.gateway.grpc.training import TrainingCalls
@@ -26,4 +27,5 @@ async def serve(application: Application, bind: str) -> rpc.RpcServer:
     """
     name = tinsmith_pb2.DESCRIPTOR.services_by_name["TinsmithService"].full_name
     add = tinsmith_pb2_grpc.add_TinsmithServiceServicer_to_server
-    return await rpc.serve([(add, TinsmithService(application), name)], bind, reuse_port=True)
+    interceptors = [BudgetInterceptor(application.budget)]
+    return await rpc.serve([(add, TinsmithService(application), name)], bind, True, interceptors)

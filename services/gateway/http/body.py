@@ -13,30 +13,9 @@ from contextlib import asynccontextmanager
 import zstandard
 from starlette.requests import Request
 
-from services.common.errors import InvalidRequest, Overloaded, TooLarge
+from services.common.errors import InvalidRequest, TooLarge
+from services.gateway.budget import BodyBudget
 from services.gateway.limits import THREAD_ABOVE_BYTES
-
-
-class BodyBudget:
-    """Bytes of request bodies that one process holds at once."""
-
-    def __init__(self, capacity: int) -> None:
-        self._free = capacity
-
-    def take(self, size: int) -> None:
-        """Reserves bytes.
-
-        Raises:
-            Overloaded: there are not as many left.
-        """
-        if size > self._free:
-            raise Overloaded(
-                "this gateway holds too many large requests at the moment; try again in a second"
-            )
-        self._free -= size
-
-    def give_back(self, size: int) -> None:
-        self._free += size
 
 
 @asynccontextmanager

@@ -18,8 +18,9 @@ from starlette.responses import Response
 
 from services.common.errors import InvalidRequest
 from services.gateway.app import Application
+from services.gateway.budget import BodyBudget
 from services.gateway.http import messages
-from services.gateway.http.body import BodyBudget, received
+from services.gateway.http.body import received
 from services.gateway.http.encode import JSON
 
 T = TypeVar("T")

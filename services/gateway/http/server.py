@@ -24,7 +24,6 @@ from starlette.types import ExceptionHandler
 from services.common.errors import Internal, TinsmithError, Unavailable
 from services.gateway.app import Application
 from services.gateway.http import checkpoints, futures, sampling, sessions, training
-from services.gateway.http.body import BodyBudget
 from services.gateway.http.routes import Call, Handler, reply
 
 log = logging.getLogger(__name__)
@@ -59,12 +58,11 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
 
 def create_app(application: Application) -> Starlette:
     """The ASGI application over the application layer."""
-    budget = BodyBudget(application.limits.pending_body_bytes)
 
     def route(method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
             owner = application.keys.owner_of(request.headers.get("x-api-key"))
-            return await handler(Call(request, owner, application, budget))
+            return await handler(Call(request, owner, application, application.budget))
 
         return Route(f"{API}/{path}", endpoint, methods=[method])
 

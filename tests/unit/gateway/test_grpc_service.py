@@ -297,3 +297,26 @@ import services.gateway.__main__
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+async def test_both_edges_share_one_budget_of_bytes(edges: Edges, channel: grpc.aio.Channel) -> None:
+    alice = Client(channel, ALICE)
+    free = edges.app.limits.pending_body_bytes
+    edges.app.budget.take(free - 100)
+    large = tinsmith_pb2.CreateSessionRequest(tags=["x" * 90, "y" * 90])
+    assert await status(alice("CreateSession", large)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with edges.http() as client:
+        body = {"tags": list(large.tags), "sdk_version": "0.38.0"}
+        assert (await client.post("create_session", json=body)).status_code == 429
+    edges.app.budget.give_back(free - 100)
+    for _ in range(3):
+        await alice("CreateSession", large)
+    edges.app.budget.take(free)
+
+
+async def test_a_message_that_cannot_be_read_is_the_callers_error(
+    edges: Edges, channel: grpc.aio.Channel
+) -> None:
+    call = channel.unary_unary("/tinsmith.v1.TinsmithService/CreateSession")
+    broken = call(b"\xff\xff", timeout=10, metadata=(("x-api-key", ALICE),))
+    assert await status(broken) is grpc.StatusCode.INVALID_ARGUMENT
