@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bench.__main__ as program
-from bench import exactness, latency, throughput
+from bench import exactness, latency, throughput, waiting
 from bench.stack import Row, alternate, next_token_datum, random_tokens
 from tinsmith.v1 import tinker_pb2
 
@@ -37,6 +37,11 @@ def test_the_largest_difference_is_found_and_not_a_number_is_infinite() -> None:
     left = [np.array([0.0, 1.0]), np.array([2.0])]
     assert exactness.max_difference(left, [np.array([0.0, 1.5]), np.array([2.25])]) == 0.5
     assert exactness.max_difference(left, [np.array([0.0, np.nan]), np.array([2.0])]) == float("inf")
+
+
+def test_a_few_slow_heartbeats_do_not_move_the_95th_percentile_and_a_tenth_does() -> None:
+    assert waiting._p95_ms([0.002] * 97 + [0.4] * 3) == pytest.approx(2.0)
+    assert waiting._p95_ms([0.002] * 90 + [0.4] * 10) == pytest.approx(400.0)
 
 
 @pytest.mark.parametrize(

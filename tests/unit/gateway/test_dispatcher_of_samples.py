@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 import pytest
 import redis.asyncio
 from scripted_services import BASE, ScriptedSampler, serving
@@ -246,6 +247,27 @@ async def test_a_running_sample_that_redis_forgot_goes_on(
         sampler.gate.set()
         await until(lambda: not gateway.dispatcher._running)
         assert await gateway.tokens(request_id) == b"a"
+
+
+async def test_a_draining_replica_finishes_what_it_runs_and_gets_nothing_new(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    old, new = ScriptedSampler("old"), ScriptedSampler("new")
+    old.gate.clear()
+    async with serving(redis_client, old, "sampler-0") as draining, serving(redis_client, new, "sampler-1"):
+        gateway = await gateway_on()
+        requests = [await gateway.sample(seq_id, prompt=bytes([seq_id])) for seq_id in range(20)]
+        await old.arrived.wait()
+        await until(lambda: len(gateway.dispatcher._claimed) + len(new.served) == 20)
+        announcer = draining._announcer
+        await announcer.update(msgspec.structs.replace(announcer.record, state="draining"))
+        await until(lambda: len(gateway.dispatcher._replicas.ready(BASE)) == 1)
+        later = [await gateway.sample(seq_id, prompt=bytes([seq_id])) for seq_id in range(20, 40)]
+        assert {await gateway.tokens(name) for name in later} == {b"new"}
+        old.gate.set()
+        assert {await gateway.tokens(name) for name in requests} == {b"old", b"new"}
+    assert set(old.served) <= set(requests)
+    assert sorted(old.served + new.served) == sorted(requests + later), "each ran once"
 
 
 async def until(holds: Callable[[], bool]) -> None:
