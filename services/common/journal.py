@@ -320,6 +320,12 @@ class Journal:
         seq_id, location = await self._redis.hmget(keys.journal_meta(model_id), ["durable", "location"])
         return None if seq_id is None else (int(seq_id), location.decode())
 
+    async def last_seq_id(self, model_id: str) -> int:
+        """The highest seq_id used so far; -1 = none."""
+        top: Any = await self._redis.zrevrange(keys.journal_order(model_id), 0, 0)
+        settled: Any = await self._redis.hmget(keys.journal_meta(model_id), ["durable", "floor"])
+        return max(int(found) for found in (*top, *settled, b"-1") if found is not None)
+
     async def skip(self, model_id: str, epoch: int, up_to: int) -> bool:
         """Declares every seq_id up to this one that is not journaled as used up; False on a stale epoch."""
         reply = await self._skip([keys.journal_meta(model_id), keys.epoch(model_id)], up_to, epoch)

@@ -29,6 +29,12 @@ ENDED_MODELS = f"{PREFIX}:ended-models"
 """Sorted set of the ids of models that are to be taken down, by when that was noted (s)."""
 RETENTION_LEASE = f"{PREFIX}:retention-lease"
 """The gateway that parks and ends sessions at present."""
+CHECKPOINTS_DUE = f"{PREFIX}:checkpoints-due"
+"""Sorted set of checkpoint versions that expire or whose files have to go, by when to look at them (s)."""
+CHECKPOINT_SWEEP_LEASE = f"{PREFIX}:checkpoint-sweep-lease"
+"""The gateway that looks at them at present."""
+DOWNLOAD_SECRET = f"{PREFIX}:download-secret"
+"""Key of the signatures of download URLs."""
 SAMPLE_GATEWAYS = f"{PREFIX}:sample-gateways"
 """Set of gateway ids that may have unfinished samples."""
 
@@ -43,6 +49,11 @@ def session_models(session_id: str) -> str:
     return f"{PREFIX}:session:{{{session_id}}}:models"
 
 
+def session_samplers(session_id: str) -> str:
+    """Set of the ids of a session's sampling sessions."""
+    return f"{PREFIX}:session:{{{session_id}}}:samplers"
+
+
 def session_idempotency(owner: str, key: str) -> str:
     """Session id made for a create_session idempotency key."""
     return f"{PREFIX}:session-key:{{{owner}:{key}}}"
@@ -51,6 +62,21 @@ def session_idempotency(owner: str, key: str) -> str:
 def owner_sessions(owner: str) -> str:
     """Sorted set of an owner's session ids by creation time."""
     return f"{PREFIX}:owner:{{{owner}}}:sessions"
+
+
+def project_sessions(owner: str, project_id: str) -> str:
+    """Sorted set of the ids of an owner's sessions in a project, by creation time."""
+    return f"{PREFIX}:owner:{{{owner}}}:project:{project_id}"
+
+
+def owner_checkpoints(owner: str) -> str:
+    """Sorted set of the versions of an owner's checkpoints, by creation time."""
+    return f"{PREFIX}:owner:{{{owner}}}:checkpoints"
+
+
+def owner_expiring(owner: str) -> str:
+    """Sorted set of those that expire, by when."""
+    return f"{PREFIX}:owner:{{{owner}}}:expiring"
 
 
 def model(model_id: str) -> str:
@@ -66,6 +92,11 @@ def owner_models(owner: str) -> str:
 def checkpoints(model_id: str) -> str:
     """Hash checkpoint id -> record of a model."""
     return f"{PREFIX}:model:{{{model_id}}}:checkpoints"
+
+
+def model_samplers(model_id: str) -> str:
+    """Sorted set of the ids of sampling sessions on a model's snapshots, by version."""
+    return f"{PREFIX}:model:{{{model_id}}}:samplers"
 
 
 def journal(model_id: str) -> str:

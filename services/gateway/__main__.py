@@ -15,6 +15,7 @@ from services.common.errors import Internal, TinsmithError
 from services.common.paths import DataDir
 from services.common.process import setup_process, wait_for_signal
 from services.common.registry import Announcer, ServiceRecord
+from services.common.storage.location import connect
 from services.gateway.auth import KeyRing
 from services.gateway.config import GatewayConfig, parse
 from services.gateway.grpc import service
@@ -37,7 +38,9 @@ async def run(config: GatewayConfig) -> None:
         client = redis_client.connect(config.redis_url)
         cleanup.push_async_callback(client.aclose)
         await client.ping()
-        gateway = Gateway(config.id, client, KeyRing(config.api_keys_file), config.retention)
+        data = DataDir(config.data_dir)
+        storage = connect(config.checkpoint_store, data)
+        gateway = Gateway(config.id, client, KeyRing(config.api_keys_file), config.retention, storage, data)
         http = HttpServer(gateway.application, config.host, config.port)
         cleanup.push_async_callback(gateway.stop)
         await gateway.start()

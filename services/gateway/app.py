@@ -21,13 +21,20 @@ from services.gateway.admission import Admission
 from services.gateway.auth import KeyRing
 from services.gateway.budget import BodyBudget
 from services.gateway.catalog import Catalog
+from services.gateway.checkpoint_files import CheckpointFiles
+from services.gateway.checkpoint_store import CheckpointStore
+from services.gateway.checkpoints import Checkpoints
 from services.gateway.completions import Completions, Page, Target
+from services.gateway.downloads import Downloads
+from services.gateway.exports import Exports
 from services.gateway.futures import Futures, FutureView
 from services.gateway.limits import Limits
 from services.gateway.models import Models
+from services.gateway.runs import Runs
 from services.gateway.sampling import Sampling
+from services.gateway.session_search import SessionSearch
 from services.gateway.sessions import Sessions
-from services.gateway.stores import CheckpointStore, ModelStore, SamplingSessionStore, SessionStore
+from services.gateway.stores import ModelStore, SamplingSessionStore, SessionStore
 from tinsmith.v1 import sampler_pb2
 
 T = TypeVar("T")
@@ -40,7 +47,12 @@ class Application:
     keys: KeyRing
     catalog: Catalog
     sessions: Sessions
+    session_search: SessionSearch
     models: Models
+    exports: Exports
+    checkpoints: Checkpoints
+    downloads: Downloads
+    runs: Runs
     sampling: Sampling
     futures: Futures
     completions: Completions
@@ -128,6 +140,7 @@ def build(
     submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
     limits: Limits,
     admission: Admission,
+    files: CheckpointFiles,
 ) -> Application:
     """The application over one Redis. Call within the event loop that will run it.
 
@@ -135,22 +148,28 @@ def build(
         gateway_id: name under which accepted samples are dispatched.
         wake: called with the id of a model that has new operations.
         submit: called with every accepted sample.
+        files: of the checkpoints.
         admission: counts the samples of this gateway until they are dispatched.
     """
     journal, samples, catalog = Journal(client), SampleJournal(client), Catalog(client)
     futures = Futures(client)
-    checkpoints, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
-    sessions = Sessions(SessionStore(client), limits)
-    models = Models(
-        journal, sessions, ModelStore(client), checkpoints, sampling_sessions, catalog, wake, limits
-    )
+    model_store, session_store = ModelStore(client), SessionStore(client)
+    records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
+    sessions = Sessions(session_store, limits)
+    checkpoints = Checkpoints(records, model_store, files, limits)
+    models = Models(journal, sessions, model_store, checkpoints, sampling_sessions, catalog, wake, limits)
     return Application(
         keys=keys,
         catalog=catalog,
         sessions=sessions,
+        session_search=SessionSearch(session_store, records, limits),
         models=models,
+        exports=Exports(models, checkpoints, journal, limits),
+        checkpoints=checkpoints,
+        downloads=Downloads(client, checkpoints, records, files.storage),
+        runs=Runs(model_store, session_store, records, limits),
         sampling=Sampling(
-            samples, sessions, models, sampling_sessions, catalog, submit, gateway_id, admission, limits
+            samples, sessions, checkpoints, sampling_sessions, catalog, submit, gateway_id, admission, limits
         ),
         futures=futures,
         completions=Completions(samples, futures),

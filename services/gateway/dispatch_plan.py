@@ -205,7 +205,7 @@ def replay_passes_over(operation: operation_pb2.Operation, result: operation_pb2
     kind = operation.WhichOneof("kind")
     if kind == "forward_backward":
         return operation.forward_backward.forward_only
-    return kind in ("save_state", "save_for_sampler")
+    return kind in ("save_state", "save_for_sampler", "save_external")
 
 
 def closing_result(operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> bytes:

@@ -33,6 +33,7 @@ class Limits:
         metadata_bytes: JSON size of one user_metadata mapping.
         tags: tags of one session.
         tag_chars: length of a tag, display name, project id or SDK version.
+        page_entries: entries of one page of a list.
         min_ttl_seconds: shortest life of a checkpoint that has a ttl.
         max_ttl_seconds: longest.
     """
@@ -52,6 +53,7 @@ class Limits:
     metadata_bytes: int = 64 * 1024
     tags: int = 64
     tag_chars: int = 256
+    page_entries: int = 1000
     min_ttl_seconds: int = 3600
     max_ttl_seconds: int = 10 * 365 * 24 * 3600
 

@@ -19,12 +19,12 @@ from services.common.errors import Conflict, InvalidRequest, NotFound, Permissio
 from services.common.journal import Journal
 from services.gateway import validation
 from services.gateway.catalog import BaseModel, Catalog
+from services.gateway.checkpoints import Checkpoints, training_path
 from services.gateway.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.recent import Recent
 from services.gateway.sessions import Sessions
 from services.gateway.stores import (
     CheckpointRecord,
-    CheckpointStore,
     ModelRecord,
     ModelStore,
     SamplingSessionStore,
@@ -52,7 +52,7 @@ class Models:
         journal: Journal,
         sessions: Sessions,
         models: ModelStore,
-        checkpoints: CheckpointStore,
+        checkpoints: Checkpoints,
         sampling_sessions: SamplingSessionStore,
         catalog: Catalog,
         wake: Callable[[str], None],
@@ -140,7 +140,10 @@ class Models:
         lora = _lora_of(checkpoint)
         validation.check_lora(lora, base, self._limits)
         state = operation_pb2.LoadState(
-            source_model_id=source, checkpoint_id=checkpoint.checkpoint_id, optimizer=optimizer
+            source_model_id=source,
+            checkpoint_id=checkpoint.checkpoint_id,
+            optimizer=optimizer,
+            version=checkpoint.version,
         )
         create = operation_pb2.CreateModel(base_model=checkpoint.base_model, from_state=state)
         return await self._create(owner, session_id, model_seq_id, create, lora, user_metadata)
@@ -204,7 +207,7 @@ class Models:
             else:
                 make()
 
-        return await self._submit(owner, model_id, seq_id, fill)
+        return await self.submit(owner, model_id, seq_id, fill)
 
     async def optim_step(
         self, owner: str, model_id: str, seq_id: int, build: Callable[[], types_pb2.AdamParams]
@@ -216,7 +219,7 @@ class Models:
             validation.check_adam(adam)
             operation.optim_step.adam.CopyFrom(adam)
 
-        return await self._submit(owner, model_id, seq_id, fill)
+        return await self.submit(owner, model_id, seq_id, fill)
 
     async def save_state(
         self, owner: str, model_id: str, seq_id: int, name: str | None, overwrite: bool, options: SaveOptions
@@ -234,10 +237,10 @@ class Models:
             )
             self._set_options(save, options)
             if not overwrite:
-                await self._refuse_taken(model_id, save.checkpoint_id, seq_id)
+                await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
             operation.save_state.CopyFrom(save)
 
-        return await self._submit(owner, model_id, seq_id, fill)
+        return await self.submit(owner, model_id, seq_id, fill)
 
     async def load_state(self, owner: str, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
         """Accepts loading of a checkpoint into an existing model of the same base and adapter shape."""
@@ -252,8 +255,9 @@ class Models:
             operation.load_state.source_model_id = source
             operation.load_state.checkpoint_id = checkpoint.checkpoint_id
             operation.load_state.optimizer = optimizer
+            operation.load_state.version = checkpoint.version
 
-        return await self._submit(owner, model_id, seq_id, fill)
+        return await self.submit(owner, model_id, seq_id, fill)
 
     async def save_for_sampler(
         self, owner: str, model_id: str, seq_id: int, name: str, options: SaveOptions
@@ -263,10 +267,10 @@ class Models:
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
             save = operation_pb2.SaveForSampler(checkpoint_id=ids.checkpoint_id("sampler_weights", name))
             self._set_options(save, options)
-            await self._refuse_taken(model_id, save.checkpoint_id, seq_id)
+            await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
             operation.save_for_sampler.CopyFrom(save)
 
-        return await self._submit(owner, model_id, seq_id, fill)
+        return await self.submit(owner, model_id, seq_id, fill)
 
     async def save_for_sampling_session(
         self, owner: str, model_id: str, seq_id: int, sampling_session_seq_id: int, inflight: bool = False
@@ -288,7 +292,7 @@ class Models:
             operation.save_for_sampler.sampling_session_id = session
             operation.save_for_sampler.inflight = inflight
 
-        return await self._submit(owner, model_id, seq_id, fill), session
+        return await self.submit(owner, model_id, seq_id, fill), session
 
     async def unload(self, owner: str, model_id: str, seq_id: int) -> str:
         """Accepts the end of a model; every later operation of it fails."""
@@ -296,7 +300,7 @@ class Models:
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
             operation.unload_model.SetInParent()
 
-        return await self._submit(owner, model_id, seq_id, fill)
+        return await self.submit(owner, model_id, seq_id, fill)
 
     async def refuse(self, owner: str, model_id: str, seq_id: int, error: TinsmithError) -> str:
         """Uses up a seq_id for a request that cannot be understood; the request id of its failure."""
@@ -304,9 +308,9 @@ class Models:
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
             raise error
 
-        return await self._submit(owner, model_id, seq_id, fill)
+        return await self.submit(owner, model_id, seq_id, fill)
 
-    async def _submit(
+    async def submit(
         self,
         owner: str,
         model_id: str,
@@ -347,41 +351,10 @@ class Models:
         save.ttl_seconds = options.ttl_seconds or 0
         save.user_metadata.update(options.user_metadata or {})
 
-    async def _refuse_taken(self, model_id: str, checkpoint_id: str, seq_id: int) -> None:
-        """Refuses a name that an earlier operation saved under. The operation itself, sent again
-        after it ran, is not refused."""
-        taken = await self._checkpoints.get(model_id, checkpoint_id)
-        if taken is not None and taken.version != seq_id:
-            raise InvalidRequest(
-                f"{ids.tinker_path(model_id, checkpoint_id)} exists; choose another name", "checkpoint_exists"
-            )
-
     async def _training_checkpoint(self, owner: str, path: str) -> tuple[str, CheckpointRecord]:
         """Model that wrote a training checkpoint, and its record."""
-        source, checkpoint_id = ids.parse_tinker_path(path)
-        if not checkpoint_id.startswith("weights/"):
-            raise InvalidRequest(
-                f"{path} has no training state; save_state writes one, at tinker://<training_run_id>/weights/<name>"
-            )
-        return source, await self.checkpoint(owner, source, checkpoint_id)
-
-    async def checkpoint(self, owner: str, model_id: str, checkpoint_id: str) -> CheckpointRecord:
-        """A checkpoint of one of the caller's models.
-
-        Raises:
-            NotFound: no such model or checkpoint, or it expired.
-            PermissionDenied: somebody else's.
-        """
-        await self.get(owner, model_id)
-        record = await self._checkpoints.get(model_id, checkpoint_id)
-        if record is None:
-            raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist, or it expired")
-        return record
-
-    async def checkpoints(self, owner: str, model_id: str) -> list[CheckpointRecord]:
-        """All checkpoints of one of the caller's models. Raises as `get`."""
-        await self.get(owner, model_id)
-        return await self._checkpoints.list(model_id)
+        source, checkpoint_id = training_path(path)
+        return source, await self._checkpoints.readable(owner, source, checkpoint_id)
 
 
 def _lora_shape(record: ModelRecord | CheckpointRecord) -> tuple[int, bool, bool, bool]:

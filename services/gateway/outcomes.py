@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Literal
 
 from services.common import ids
+from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.stores import (
     CheckpointRecord,
-    CheckpointStore,
     InflightStore,
     ModelRecord,
     ModelStore,
@@ -22,6 +23,14 @@ from services.gateway.stores import (
 from tinsmith.v1 import operation_pb2
 
 log = logging.getLogger(__name__)
+
+Save = operation_pb2.SaveState | operation_pb2.SaveForSampler | operation_pb2.SaveExternal
+KINDS: dict[str, Literal["training", "sampler", "external"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+"""Kind of a checkpoint by the first part of its id."""
 
 
 class Outcomes:
@@ -47,7 +56,7 @@ class Outcomes:
             await self._models.set_status(operation.model_id, "failed" if failed else "ready")
         elif kind == "unload_model" and not failed:
             await self._models.note_unloaded(operation.model_id)
-        if failed or kind not in ("save_state", "save_for_sampler"):
+        if failed or kind not in ("save_state", "save_for_sampler", "save_external"):
             return
         model = await self._models.get(operation.model_id)
         if model is None:
@@ -56,6 +65,9 @@ class Outcomes:
         if kind == "save_state":
             save = operation.save_state
             await self._put_checkpoint(model, operation.seq_id, save, result.save_state.size_bytes)
+        elif kind == "save_external":
+            external = operation.save_external
+            await self._put_checkpoint(model, operation.seq_id, external, result.save_external.size_bytes)
         elif operation.save_for_sampler.checkpoint_id:
             sampler = operation.save_for_sampler
             await self._put_checkpoint(model, operation.seq_id, sampler, result.save_for_sampler.wire_bytes)
@@ -66,23 +78,23 @@ class Outcomes:
         self,
         model: ModelRecord,
         seq_id: int,
-        save: operation_pb2.SaveState | operation_pb2.SaveForSampler,
+        save: Save,
         size_bytes: int,
     ) -> None:
-        before = await self._checkpoints.get(model.model_id, save.checkpoint_id)
-        if before is not None and before.version >= seq_id:
-            return
         now = time.time()
         await self._checkpoints.put(
             CheckpointRecord(
                 model_id=model.model_id,
                 checkpoint_id=save.checkpoint_id,
-                kind="training" if save.checkpoint_id.startswith("weights/") else "sampler",
+                owner=model.owner,
+                kind=KINDS[save.checkpoint_id.partition("/")[0]],
                 version=seq_id,
                 size_bytes=size_bytes,
                 created_at=now,
                 expires_at=now + save.ttl_seconds if save.ttl_seconds else None,
-                user_metadata=dict(save.user_metadata),
+                user_metadata={}
+                if isinstance(save, operation_pb2.SaveExternal)
+                else dict(save.user_metadata),
                 base_model=model.base_model,
                 lora_rank=model.lora_rank,
                 train_attn=model.train_attn,

@@ -23,6 +23,8 @@ from services.common.errors import Gone, ModelBusy, TinsmithError
 from services.common.journal import Closing, Journal, error_result
 from services.common.scripts import Script
 from services.common.tasks import cancel_all, keep_running
+from services.gateway.checkpoint_files import sampled_versions
+from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.directory import call_error
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.leases import Lease
@@ -34,7 +36,7 @@ from services.gateway.retention_plan import (
     model_step,
     session_step,
 )
-from services.gateway.stores import CheckpointStore, ModelStore, SessionStore
+from services.gateway.stores import ModelStore, SamplingSessionStore, SessionStore
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Retention:
         self._redis = client
         self._journal = journal
         self._dispatcher = dispatcher
+        self._sampling_sessions = SamplingSessionStore(client)
         self._cancel_samples = cancel_samples
         self._gateway_id = gateway_id
         self._settings = settings
@@ -226,8 +229,10 @@ class Retention:
         request = trainer_pb2.DeleteModelRequest(model_id=model_id)
         if step is ModelStep.DELETE_SNAPSHOTS:
             request.snapshots = True
-            named = await self._checkpoints.list(model_id)
-            request.kept_versions.extend(record.version for record in named if record.kind == "sampler")
+            named = await self._checkpoints.of_model(model_id)
+            kept = {record.version for record in named if record.kind == "sampler"}
+            kept |= await sampled_versions(model_id, self._sampling_sessions, self._sessions)
+            request.kept_versions.extend(sorted(kept))
         # Without a base model no creation was ever accepted, and no trainer has heard of the model.
         heard_of = bool(base_model) and step is not ModelStep.DROP
         if heard_of and not await self._on_trainers(

@@ -5,17 +5,22 @@ from __future__ import annotations
 import redis.asyncio
 
 from services.common.journal import Journal
+from services.common.paths import DataDir
 from services.common.sample_journal import SampleJournal
+from services.common.storage.base import Storage
 from services.gateway.admission import Admission
 from services.gateway.app import Application, build
 from services.gateway.auth import KeyRing
+from services.gateway.checkpoint_files import CheckpointFiles
+from services.gateway.checkpoint_store import CheckpointStore
+from services.gateway.checkpoint_sweep import CheckpointSweep
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.limits import Limits
 from services.gateway.outcomes import Outcomes
 from services.gateway.retention import Retention
 from services.gateway.retention_plan import RetentionSettings
 from services.gateway.sample_dispatcher import SampleDispatcher
-from services.gateway.stores import CheckpointStore, InflightStore, ModelStore, SamplingSessionStore
+from services.gateway.stores import InflightStore, ModelStore, SamplingSessionStore, SessionStore
 
 
 class Gateway:
@@ -24,20 +29,34 @@ class Gateway:
     application: Application
 
     def __init__(
-        self, gateway_id: str, client: redis.asyncio.Redis, keys: KeyRing, retention: RetentionSettings
+        self,
+        gateway_id: str,
+        client: redis.asyncio.Redis,
+        keys: KeyRing,
+        retention: RetentionSettings,
+        storage: Storage,
+        data: DataDir,
     ) -> None:
         """Wires everything up over one Redis. Call within the event loop that will run it."""
         journal = Journal(client)
         limits = Limits()
         admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
-        outcomes = Outcomes(
-            ModelStore(client), CheckpointStore(client), SamplingSessionStore(client), InflightStore(client)
-        )
+        records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
+        files = CheckpointFiles(storage, data, sampling_sessions, SessionStore(client))
+        outcomes = Outcomes(ModelStore(client), records, sampling_sessions, InflightStore(client))
         self._dispatcher = Dispatcher(client, journal, gateway_id, outcomes.record)
         self._sample_dispatcher = SampleDispatcher(client, SampleJournal(client), gateway_id, admission)
         self.application = build(
-            gateway_id, client, keys, self._dispatcher.wake, self._sample_dispatcher.submit, limits, admission
+            gateway_id,
+            client,
+            keys,
+            self._dispatcher.wake,
+            self._sample_dispatcher.submit,
+            limits,
+            admission,
+            files,
         )
+        self._sweep = CheckpointSweep(client, records, files, gateway_id)
         cancel_samples = self.application.sampling.cancel_samples_of_session
         self._retention = Retention(client, journal, self._dispatcher, cancel_samples, gateway_id, retention)
 
@@ -47,9 +66,11 @@ class Gateway:
         await self._dispatcher.start()
         await self._sample_dispatcher.start()
         self._retention.start()
+        self._sweep.start()
 
     async def stop(self) -> None:
         """Stops dispatching; what is unfinished is taken over by another gateway."""
+        await self._sweep.stop()
         await self._retention.stop()
         await self._sample_dispatcher.stop()
         await self._dispatcher.stop()

@@ -15,8 +15,8 @@ from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import validation
 from services.gateway.admission import Admission
 from services.gateway.catalog import Catalog
+from services.gateway.checkpoints import Checkpoints
 from services.gateway.limits import THREAD_ABOVE_BYTES, Limits
-from services.gateway.models import Models
 from services.gateway.recent import Recent
 from services.gateway.sessions import Sessions
 from services.gateway.stores import SamplingSessionRecord, SamplingSessionStore
@@ -36,7 +36,7 @@ class Sampling:
         self,
         journal: SampleJournal,
         sessions: Sessions,
-        models: Models,
+        checkpoints: Checkpoints,
         store: SamplingSessionStore,
         catalog: Catalog,
         submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
@@ -46,7 +46,7 @@ class Sampling:
     ) -> None:
         self._journal = journal
         self._sessions = sessions
-        self._models = models
+        self._checkpoints = checkpoints
         self._store = store
         self._catalog = catalog
         self._submit = submit
@@ -74,7 +74,7 @@ class Sampling:
                     f"{model_path} cannot be sampled; save_weights_for_sampler writes what can, at "
                     "tinker://<training_run_id>/sampler_weights/<name>"
                 )
-            checkpoint = await self._models.checkpoint(owner, model_id, checkpoint_id)
+            checkpoint = await self._checkpoints.readable(owner, model_id, checkpoint_id)
             if base_model and base_model != checkpoint.base_model:
                 raise InvalidRequest(f"{model_path} adapts {checkpoint.base_model}, not {base_model[:200]}")
             base_model, version = checkpoint.base_model, checkpoint.version

@@ -112,14 +112,9 @@ class Sessions:
         record = await self._get(session_id)
         if record.owner != owner:
             raise PermissionDenied(f"session {session_id} belongs to another API key")
-        await self._store.finish(session_id)
+        await self._store.finish(session_id, reason, detail)
         self._recent.drop(session_id)
         log.info("session %s of %s finished: %s %.200r", session_id, owner, reason, detail)
-
-    async def last_seen(self, session_id: str) -> float:
-        """Unix time of the session's last heartbeat; 0 when its record is gone."""
-        record = await self._store.get(session_id)
-        return record.last_heartbeat if record is not None else 0.0
 
     async def _get(self, session_id: str) -> SessionRecord:
         record = await self._store.get(session_id) if ids.is_session_id(session_id) else None

@@ -16,13 +16,14 @@ from services.common import keys
 from services.common.scripts import Script
 
 _IDEMPOTENCY_TTL_S = 24 * 3600
+_DETAIL_CHARS = 1000
 
 ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A client process. Times are seconds since the epoch. `abandoned`: finished because nothing was heard of
-    it for long."""
+    it for long. `finish_reason`, `finish_detail`: as the client that finished it said."""
 
     session_id: str
     owner: str
@@ -35,6 +36,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     sdk_version: str = ""
     finished: bool = False
     abandoned: bool = False
+    finish_reason: str = ""
+    finish_detail: str = ""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,15 +76,18 @@ class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A named checkpoint. `version` is the seq_id of the save; `expires_at` None = kept."""
+    """A named checkpoint. `version` is the seq_id of the save; `expires_at` None = kept; `public`: others may
+    read it, too."""
 
     model_id: str
     checkpoint_id: str
-    kind: Literal["training", "sampler"]
+    owner: str
+    kind: Literal["training", "sampler", "external"]
     version: int
     size_bytes: int
     created_at: float
     expires_at: float | None = None
+    public: bool = False
     user_metadata: dict[str, str] = {}
     base_model: str
     lora_rank: int
@@ -123,14 +129,17 @@ class SessionStore:
                 await self._redis.delete(keys.session(record.session_id))
                 return found
         await self._redis.zadd(keys.SESSION_LIFE, {record.session_id: record.last_heartbeat})
-        await self._redis.zadd(keys.owner_sessions(record.owner), {record.session_id: record.created_at})
+        created = {record.session_id: record.created_at}
+        await self._redis.zadd(keys.owner_sessions(record.owner), created)
+        if record.project_id:
+            await self._redis.zadd(keys.project_sessions(record.owner, record.project_id), created)
         return record
 
     async def get(self, session_id: str) -> SessionRecord | None:
         """The session as it is now."""
-        raw, heartbeat, finished = await self._redis.hmget(
-            keys.session(session_id), ["record", "last_heartbeat", "finished"]
-        )
+        names = ["record", "last_heartbeat", "finished", "project_id", "reason", "detail"]
+        found: Any = await self._redis.hmget(keys.session(session_id), names)
+        raw, heartbeat, finished, project_id, reason, detail = found
         if raw is None:
             return None
         record = msgspec.json.decode(raw, type=SessionRecord)
@@ -139,6 +148,9 @@ class SessionStore:
             last_heartbeat=float(heartbeat) if heartbeat else record.last_heartbeat,
             finished=finished in (b"1", b"abandoned"),
             abandoned=finished == b"abandoned",
+            project_id=record.project_id if project_id is None else project_id.decode(),
+            finish_reason="" if reason is None else reason.decode(),
+            finish_detail="" if detail is None else detail.decode(),
         )
 
     async def touch(self, session_id: str) -> None:
@@ -147,9 +159,10 @@ class SessionStore:
         if await self._touch([keys.session(session_id)], repr(now)):
             await self._redis.zadd(keys.SESSION_LIFE, {session_id: now})
 
-    async def finish(self, session_id: str) -> None:
+    async def finish(self, session_id: str, reason: str, detail: str) -> None:
         """Marks an existing session as over, for what it holds to be released."""
-        await self._redis.hset(keys.session(session_id), "finished", "1")
+        said: dict[Any, Any] = {"finished": "1", "reason": reason, "detail": detail[:_DETAIL_CHARS]}
+        await self._redis.hset(keys.session(session_id), mapping=said)
         await self.list_ended(session_id)
 
     async def abandon(self, session_id: str, last_heartbeat: float) -> bool:
@@ -168,12 +181,40 @@ class SessionStore:
     async def models(self, session_id: str) -> list[str]:
         """Ids of the session's models, some perhaps never created."""
         found: Any = await self._redis.smembers(keys.session_models(session_id))
-        return sorted(raw.decode() for raw in found)
+        return sorted((raw.decode() for raw in found), key=_number)
 
-    async def list_ids(self, owner: str) -> list[str]:
-        """An owner's session ids, newest first."""
-        found: list[Any] = await self._redis.zrevrange(keys.owner_sessions(owner), 0, -1)
+    async def samplers(self, session_id: str) -> list[str]:
+        """Ids of the session's sampling sessions, some perhaps never made."""
+        found: Any = await self._redis.smembers(keys.session_samplers(session_id))
+        return sorted((raw.decode() for raw in found), key=_number)
+
+    async def set_project(self, record: SessionRecord, project_id: str) -> None:
+        """Moves an existing session into a project."""
+        created = {record.session_id: record.created_at}
+        await self._redis.zadd(keys.project_sessions(record.owner, project_id), created)
+        await self._redis.hset(keys.session(record.session_id), "project_id", project_id)
+        if record.project_id not in ("", project_id):
+            await self._redis.zrem(keys.project_sessions(record.owner, record.project_id), record.session_id)
+
+    async def of_project(self, owner: str, project_id: str) -> list[str]:
+        """Ids of an owner's sessions in a project, newest first."""
+        found: Any = await self._redis.zrevrange(keys.project_sessions(owner, project_id), 0, -1)
         return [raw.decode() for raw in found]
+
+    async def page(self, owner: str, offset: int, limit: int) -> list[str]:
+        """Ids of some of an owner's sessions, newest first."""
+        if not limit:
+            return []
+        found: Any = await self._redis.zrevrange(keys.owner_sessions(owner), offset, offset + limit - 1)
+        return [raw.decode() for raw in found]
+
+    async def created_before(self, owner: str, at: float | None, limit: int) -> list[tuple[str, float]]:
+        """(id, creation time) of an owner's sessions made until a time, newest first."""
+        top: float | str = "+inf" if at is None else at
+        found: Any = await self._redis.zrevrangebyscore(
+            keys.owner_sessions(owner), top, "-inf", 0, limit, withscores=True
+        )
+        return [(raw.decode(), created_at) for raw, created_at in found]
 
 
 class ModelStore:
@@ -204,6 +245,13 @@ class ModelStore:
             return record
         return msgspec.structs.replace(record, status=msgspec.convert(status.decode(), ModelStatus))
 
+    async def page(self, owner: str, offset: int, limit: int) -> tuple[int, list[str]]:
+        """How many models an owner has, and the ids of some of them, newest first."""
+        name = keys.owner_models(owner)
+        total: int = await self._redis.zcard(name)
+        found: Any = await self._redis.zrevrange(name, offset, offset + limit - 1) if limit else []
+        return total, [raw.decode() for raw in found]
+
     async def set_status(self, model_id: str, status: ModelStatus) -> None:
         """Changes the status of an existing model."""
         await self._redis.hset(keys.model(model_id), "status", status)
@@ -222,6 +270,11 @@ class SamplingSessionStore:
 
     async def create_if_absent(self, record: SamplingSessionRecord) -> SamplingSessionRecord:
         """Stores a sampling session unless its id is taken; what is stored."""
+        # Listed first: what a session answers from is always known to be in use.
+        await self._redis.sadd(keys.session_samplers(record.session_id), record.sampling_session_id)
+        if record.model_id:
+            users = keys.model_samplers(record.model_id)
+            await self._redis.zadd(users, {record.sampling_session_id: record.version})
         first: Any = await self._redis.set(
             keys.sampling_session(record.sampling_session_id), msgspec.json.encode(record), nx=True, get=True
         )
@@ -231,6 +284,11 @@ class SamplingSessionStore:
         """The sampling session."""
         raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
         return None if raw is None else msgspec.json.decode(raw, type=SamplingSessionRecord)
+
+    async def of_model(self, model_id: str) -> list[tuple[str, int]]:
+        """(id, version) of every sampling session on the model's snapshots, some perhaps never made."""
+        found: Any = await self._redis.zrange(keys.model_samplers(model_id), 0, -1, withscores=True)
+        return [(member.decode(), int(version)) for member, version in found]
 
 
 class InflightStore:
@@ -250,30 +308,6 @@ class InflightStore:
         return max(record.version, int(raw or 0))
 
 
-class CheckpointStore:
-    """Named checkpoints: one hash per model."""
-
-    def __init__(self, client: redis.asyncio.Redis) -> None:
-        self._redis = client
-
-    async def put(self, record: CheckpointRecord) -> None:
-        """Stores a checkpoint, in place of one of the same name."""
-        await self._redis.hset(
-            keys.checkpoints(record.model_id), record.checkpoint_id, msgspec.json.encode(record)
-        )
-
-    async def get(self, model_id: str, checkpoint_id: str) -> CheckpointRecord | None:
-        """The checkpoint, unless it expired."""
-        raw: Any = await self._redis.hget(keys.checkpoints(model_id), checkpoint_id)
-        return None if raw is None else _unexpired(raw)
-
-    async def list(self, model_id: str) -> list[CheckpointRecord]:
-        """A model's checkpoints that have not expired, oldest first."""
-        found: Any = await self._redis.hvals(keys.checkpoints(model_id))
-        records = [record for raw in found if (record := _unexpired(raw)) is not None]
-        return sorted(records, key=lambda record: (record.version, record.checkpoint_id))
-
-
-def _unexpired(raw: bytes) -> CheckpointRecord | None:
-    record = msgspec.json.decode(raw, type=CheckpointRecord)
-    return None if record.expires_at is not None and record.expires_at <= time.time() else record
+def _number(object_id: str) -> int:
+    """Place of a model or sampling session in its session."""
+    return int(object_id.rpartition(":")[2])

@@ -154,6 +154,14 @@ def check_ttl(ttl_seconds: int | None, limits: Limits) -> None:
         )
 
 
+def check_page(offset: int, limit: int, limits: Limits) -> None:
+    """Refuses a page of a list that cannot be had."""
+    if not 0 <= limit <= limits.page_entries:
+        raise InvalidRequest(f"limit must be 0 to {limits.page_entries}, not {limit}")
+    if not 0 <= offset < 2**53:
+        raise InvalidRequest(f"offset must be 0 or more, not {offset}")
+
+
 def check_metadata(metadata: Mapping[str, str], limits: Limits) -> None:
     """Refuses metadata larger than what may be kept with an object."""
     if len(msgspec.json.encode(metadata)) > limits.metadata_bytes:

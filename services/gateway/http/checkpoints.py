@@ -1,23 +1,28 @@
-"""HTTP: what is known of training runs and their checkpoints."""
+"""HTTP: checkpoints, and the downloads of exports."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Any
+from collections.abc import AsyncIterator
 
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from services.common import ids
 from services.common.errors import InvalidRequest
-from services.gateway.http import messages
-from services.gateway.http.routes import Call, reply
-from services.gateway.stores import CheckpointRecord
+from services.common.storage.base import Key
+from services.gateway.app import Application
+from services.gateway.downloads import Download
+from services.gateway.http import messages, paging
+from services.gateway.http.routes import Call, numbered, promise, reply
+
+API = "/api/v1"
+DOWNLOADS = "downloads"
+"""Where signed files are, below /api/v1."""
 
 
 async def weights_info(call: Call) -> Response:
     body = await call.json(messages.WeightsInfo)
-    model_id, checkpoint_id = ids.parse_tinker_path(body.tinker_path)
-    record = await call.app.models.checkpoint(call.owner, model_id, checkpoint_id)
+    record = await call.app.checkpoints.readable(call.owner, *ids.parse_tinker_path(body.tinker_path))
     return reply(
         {
             "base_model": record.base_model,
@@ -31,48 +36,99 @@ async def weights_info(call: Call) -> Response:
     )
 
 
-async def training_run(call: Call) -> Response:
-    # Nothing is shared between API keys, so what is accessible is what is owned.
-    scope = call.request.query_params.get("access_scope", "owned")
-    if scope not in ("owned", "accessible"):
-        raise InvalidRequest(f"access_scope must be owned or accessible, not {scope[:50]!r}")
-    model_id = call.request.path_params["training_run_id"]
-    record = await call.app.models.get(call.owner, model_id)
-    checkpoints = await call.app.models.checkpoints(call.owner, model_id)
-    session = await call.app.sessions.last_seen(record.session_id)
+async def save_weights_external(call: Call) -> Response:
+    async def accept(body: messages.SaveWeightsExternal) -> Response:
+        request_id = await call.app.exports.save(
+            call.owner,
+            body.model_id,
+            body.seq_id,
+            body.path,
+            body.ttl_seconds,
+            body.age_encryption_recipients or (),
+        )
+        return promise(request_id, body.model_id)
+
+    return await numbered(call, messages.SaveWeightsExternal, accept)
+
+
+async def list_all(call: Call) -> Response:
+    limit, offset = paging.number(call, "limit", 100), paging.number(call, "offset", 0)
+    page = await call.app.checkpoints.page(call.owner, offset, limit)
     return reply(
         {
-            "training_run_id": record.model_id,
-            "base_model": record.base_model,
-            "model_owner": record.owner,
-            "is_lora": True,
-            "lora_rank": record.lora_rank,
-            "corrupted": record.status == "failed",
-            "last_request_time": _time(max(record.created_at, session)),
-            "last_checkpoint": _newest(checkpoints, "training"),
-            "last_sampler_checkpoint": _newest(checkpoints, "sampler"),
-            "user_metadata": record.user_metadata,
+            "checkpoints": [paging.checkpoint(record) for record in page.records],
+            "cursor": paging.cursor(offset, limit, page.total),
         }
     )
 
 
-def _newest(checkpoints: list[CheckpointRecord], kind: str) -> dict[str, Any] | None:
-    found = [record for record in checkpoints if record.kind == kind]
-    return _checkpoint(max(found, key=lambda record: record.version)) if found else None
+async def list_of_run(call: Call) -> Response:
+    records = await call.app.checkpoints.of_model(call.owner, call.request.path_params["training_run_id"])
+    return reply({"checkpoints": [paging.checkpoint(record) for record in reversed(records)]})
 
 
-def _checkpoint(record: CheckpointRecord) -> dict[str, Any]:
-    return {
-        "checkpoint_id": record.checkpoint_id,
-        "checkpoint_type": record.kind,
-        "time": _time(record.created_at),
-        "tinker_path": ids.tinker_path(record.model_id, record.checkpoint_id),
-        "size_bytes": record.size_bytes,
-        "public": False,
-        "user_metadata": record.user_metadata or None,
-        "expires_at": _time(record.expires_at) if record.expires_at else None,
+async def delete(call: Call) -> Response:
+    await call.app.checkpoints.delete(call.owner, *_name(call))
+    return reply({})
+
+
+async def publish(call: Call) -> Response:
+    await call.app.checkpoints.set_public(call.owner, *_name(call), public=True)
+    return reply({})
+
+
+async def unpublish(call: Call) -> Response:
+    await call.app.checkpoints.set_public(call.owner, *_name(call), public=False)
+    return reply({})
+
+
+async def set_ttl(call: Call) -> Response:
+    body = await call.json(messages.SetTtl)
+    await call.app.checkpoints.set_ttl(call.owner, *_name(call), body.ttl_seconds)
+    return reply({})
+
+
+async def external_weights_urls(call: Call) -> Response:
+    signed = await call.app.downloads.sign(call.owner, *_name(call))
+    # The address under which this client reached a gateway; any of them can serve the files.
+    base = f"{str(call.request.base_url).rstrip('/')}{API}/{DOWNLOADS}"
+    return reply(
+        {
+            "urls": {name: f"{base}/{path}" for name, path in signed.paths.items()},
+            "expires": paging.time(signed.expires),
+        }
+    )
+
+
+async def copy_weights(call: Call) -> Response:
+    raise InvalidRequest(
+        "copy_weights is not served: create a model from the checkpoint with "
+        "create_training_client_from_state_with_optimizer, and save_state it"
+    )
+
+
+async def download(application: Application, request: Request) -> Response:
+    """Serves a signed file. The signature takes the place of the API key."""
+    params, query = request.path_params, request.query_params
+    key = Key(params["training_run_id"], f"{params['kind']}/{params['name']}", params["version"])
+    found = await application.downloads.open(
+        key, params["file"], query.get("expires", ""), query.get("signature", "")
+    )
+    headers = {
+        "content-length": str(found.size),
+        "content-disposition": "attachment",
+        "cache-control": "private, no-store",
+        "x-content-type-options": "nosniff",
     }
+    return StreamingResponse(_sent(found), headers=headers, media_type="application/octet-stream")
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+async def _sent(found: Download) -> AsyncIterator[bytes]:
+    async for piece in found.pieces():
+        yield piece
+
+
+def _name(call: Call) -> tuple[str, str]:
+    """(model id, checkpoint id) of the path."""
+    params = call.request.path_params
+    return params["training_run_id"], f"{params['kind']}/{params['name']}"

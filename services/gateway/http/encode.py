@@ -66,6 +66,12 @@ def _reply(model_id: str, outcome: operation_pb2.OperationResult) -> Reply:
         saved = outcome.save_for_sampler
         named = {"path": saved.path} if saved.path else {}
         return _json(named or {"sampling_session_id": saved.sampling_session_id})
+    if kind == "save_external":
+        external = outcome.save_external
+        return _json({"path": external.path, "size_bytes": external.size_bytes})
+    if kind == "unload_model":
+        # The SDK's word for what it is would be the key "type", which retrieve_future reserves.
+        return _json({"model_id": model_id})
     raise Internal(f"a result of kind {kind} has no HTTP form")
 
 

@@ -7,7 +7,7 @@ refuse them with a reason when they are set. A field `type` is a constant of its
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -121,6 +121,20 @@ class SaveWeightsForSampler(Body):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
+class SaveWeightsExternal(Body):
+    model_id: str
+    seq_id: Int64
+    path: str | None = None
+    ttl_seconds: Int64 | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class UnloadModel(Body):
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"
+
+
 class LoadWeights(Body):
     path: str
     optimizer: bool
@@ -137,6 +151,60 @@ class LoadWeights(Body):
 
 class WeightsInfo(Body):
     tinker_path: str
+
+
+class SetTtl(Body):
+    # There on purpose without a default: null keeps the checkpoint for ever.
+    ttl_seconds: Int64 | None
+
+
+class AssignProject(Body):
+    project_id: str
+
+
+class OwnSessions(Body, tag_field="type", tag="own"):
+    pass
+
+
+class AccessibleSessions(Body, tag_field="type", tag="accessible"):
+    pass
+
+
+class OfUsers(Body, tag_field="type", tag="user"):
+    owner_urns: list[str]
+
+
+class Active(Body, tag_field="type", tag="active"):
+    kind: ClassVar[str] = "active"
+
+
+class Cancelled(Body, tag_field="type", tag="cancelled"):
+    kind: ClassVar[str] = "cancelled"
+
+
+class Failed(Body, tag_field="type", tag="failed"):
+    kind: ClassVar[str] = "failed"
+
+
+class ClientFinished(Body, tag_field="type", tag="client_finished"):
+    kind: ClassVar[str] = "client_finished"
+    reasons: list[Literal["success", "errored", "interrupted"]] | None = None
+
+
+class SearchCursor(Body):
+    last_created_at: str
+    last_session_id: str
+
+
+class SearchSessions(Body):
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = None
+    owner: OwnSessions | AccessibleSessions | OfUsers = msgspec.field(default_factory=OwnSessions)
+    statuses: list[Active | Cancelled | Failed | ClientFinished] | None = None
+    limit: int = 50
+    cursor: SearchCursor | None = None
 
 
 class CreateSamplingSession(Body):

@@ -1,7 +1,7 @@
 """The table of HTTP routes, and what every route shares: authentication and the request's parts.
 
 Invariant: a route that is not in the table answers 404 with its path, and every route but
-healthz knows the caller before it reads the body.
+healthz and the signed downloads knows the caller before it reads the body.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ class Call:
 
 Handler = Callable[[Call], Awaitable[Response]]
 N = TypeVar(
-    "N", messages.OptimStep, messages.SaveWeights, messages.SaveWeightsForSampler, messages.LoadWeights
+    "N",
+    messages.OptimStep,
+    messages.SaveWeights,
+    messages.SaveWeightsForSampler,
+    messages.SaveWeightsExternal,
+    messages.LoadWeights,
 )
 
 

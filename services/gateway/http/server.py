@@ -23,12 +23,14 @@ from starlette.types import ExceptionHandler
 
 from services.common.errors import Internal, TinsmithError, Unavailable
 from services.gateway.app import Application
-from services.gateway.http import checkpoints, futures, sampling, sessions, training
+from services.gateway.http import checkpoints, futures, runs, sampling, session_search, sessions, training
+from services.gateway.http.checkpoints import API
 from services.gateway.http.routes import Call, Handler, reply
 
 log = logging.getLogger(__name__)
 
-API = "/api/v1"
+CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{kind}/{name}"
+SIGNED = f"{checkpoints.DOWNLOADS}/{{training_run_id}}/{{kind}}/{{name}}/{{version:int}}/{{file}}"
 TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "client/config", sessions.client_config),
     ("POST", "client/dynamic_config", sessions.client_dynamic_config),
@@ -45,7 +47,26 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "load_weights", training.load_weights),
     ("POST", "save_weights_for_sampler", training.save_weights_for_sampler),
     ("POST", "weights_info", checkpoints.weights_info),
-    ("GET", "training_runs/{training_run_id}", checkpoints.training_run),
+    ("POST", "save_weights_external", checkpoints.save_weights_external),
+    ("POST", "copy_weights", checkpoints.copy_weights),
+    ("POST", "unload_model", runs.unload_model),
+    ("GET", "training_runs", runs.list_runs),
+    ("GET", "training_runs/{training_run_id}", runs.get_run),
+    ("GET", "training_runs/{training_run_id}/checkpoints", checkpoints.list_of_run),
+    ("GET", f"{CHECKPOINT}/external_weights_urls", checkpoints.external_weights_urls),
+    ("DELETE", CHECKPOINT, checkpoints.delete),
+    ("POST", f"{CHECKPOINT}/publish", checkpoints.publish),
+    ("DELETE", f"{CHECKPOINT}/publish", checkpoints.unpublish),
+    ("PUT", f"{CHECKPOINT}/ttl", checkpoints.set_ttl),
+    ("GET", "checkpoints", checkpoints.list_all),
+    ("GET", "sessions", session_search.list_sessions),
+    ("POST", "sessions/search", session_search.search),
+    ("GET", "sessions/{session_id}", session_search.get_session),
+    ("PUT", "sessions/{session_id}/project", session_search.assign_project),
+    ("GET", "sessions/{session_id}/trace_export", session_search.trace_export),
+    ("GET", "audit", session_search.audit),
+    ("GET", "billing/usage/events", session_search.billing_usage),
+    ("GET", "billing/usage/checkpoints/current", session_search.checkpoint_storage),
     ("POST", "create_sampling_session", sampling.create_sampling_session),
     ("GET", "samplers/{sampling_session_id}", sampling.get_sampler),
     ("POST", "asample", sampling.asample),
@@ -77,7 +98,15 @@ def create_app(application: Application) -> Starlette:
         HTTPException: _http_exception,
         Exception: _unexpected,
     }
-    routes = [Route(f"{API}/healthz", healthz, methods=["GET"])]
+
+    async def download(request: Request) -> Response:
+        return await checkpoints.download(application, request)
+
+    routes = [
+        Route(f"{API}/healthz", healthz, methods=["GET"]),
+        # SDKs fetch these without their API key; the signature in the query is checked instead.
+        Route(f"{API}/{SIGNED}", download, methods=["GET"]),
+    ]
     return Starlette(routes=routes + [route(*row) for row in TABLE], exception_handlers=handlers)
 
 

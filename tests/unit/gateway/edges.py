@@ -16,16 +16,21 @@ import redis.asyncio
 
 from services.common import ids, keys, redis_client
 from services.common.journal import Journal
+from services.common.paths import DataDir
 from services.common.registry import Announcer, ServiceRecord
 from services.common.sample_journal import SampleJournal
+from services.common.storage.location import connect
 from services.gateway.admission import Admission
 from services.gateway.app import Application, build
 from services.gateway.auth import KeyRing
+from services.gateway.checkpoint_files import CheckpointFiles
+from services.gateway.checkpoint_store import CheckpointStore
+from services.gateway.checkpoint_sweep import CheckpointSweep
 from services.gateway.grpc import service
 from services.gateway.http.server import HttpServer
 from services.gateway.limits import Limits
 from services.gateway.outcomes import Outcomes
-from services.gateway.stores import CheckpointStore, InflightStore, ModelStore, SamplingSessionStore
+from services.gateway.stores import InflightStore, ModelStore, SamplingSessionStore, SessionStore
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
 ALICE, BOB = "tml-alice", "tml-bob"
@@ -46,6 +51,10 @@ class Edges:
     journal: Journal
     samples: SampleJournal
     outcomes: Outcomes
+    data: DataDir
+    records: CheckpointStore
+    files: CheckpointFiles
+    sweep: CheckpointSweep
 
     def http(self, key: str = ALICE) -> httpx.AsyncClient:
         """A client that authenticates with the key."""
@@ -102,14 +111,17 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
 
     limits = limits or Limits()
     admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
-    app = build("gateway-0", client, KeyRing(directory / "keys"), lambda _: None, leave, limits, admission)
+    records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
+    data = DataDir(directory)
+    files = CheckpointFiles(connect("", data), data, sampling_sessions, SessionStore(client))
+    app = build(
+        "gateway-0", client, KeyRing(directory / "keys"), lambda _: None, leave, limits, admission, files
+    )
     await app.futures.start()
     http = HttpServer(app, "127.0.0.1", 0)
     http.start()
     rpc_server = await service.serve(app, "127.0.0.1:0")
-    outcomes = Outcomes(
-        ModelStore(client), CheckpointStore(client), SamplingSessionStore(client), InflightStore(client)
-    )
+    outcomes = Outcomes(ModelStore(client), records, sampling_sessions, InflightStore(client))
     try:
         yield Edges(
             f"http://127.0.0.1:{http.port}",
@@ -119,6 +131,10 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
             Journal(client),
             SampleJournal(client),
             outcomes,
+            data,
+            records,
+            files,
+            CheckpointSweep(client, records, files, "gateway-0"),
         )
     finally:
         app.drain()

@@ -374,7 +374,7 @@ async def test_the_lease_on_a_model_of_a_finished_session_is_given_back_early(
         await gateway.result(0)
         await asyncio.sleep(0.3)
         assert gateway.dispatcher._leading
-        await sessions.finish("s")
+        await sessions.finish("s", "success", "")
         for _ in range(100):
             if not gateway.dispatcher._leading:
                 break
@@ -391,7 +391,7 @@ async def test_a_gap_of_a_finished_session_is_skipped_at_once(
         gateway = await gateway_on()
         await gateway.accept(create(), step(2))
         assert (await gateway.futures.wait(ids.request_id(MODEL, 2), 0.3)).state == "pending"
-        await sessions.finish("s")
+        await sessions.finish("s", "success", "")
         assert (await gateway.result(2)).HasField("optim_step")
 
 

@@ -16,11 +16,11 @@ from services.common.errors import SnapshotNotFound
 from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import sample_dispatcher as module
 from services.gateway.admission import Admission
+from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.futures import Futures
 from services.gateway.outcomes import Outcomes
 from services.gateway.sample_dispatcher import SampleDispatcher, SampleSettings
 from services.gateway.stores import (
-    CheckpointStore,
     InflightStore,
     ModelRecord,
     ModelStore,

@@ -184,7 +184,9 @@ async def test_state_is_saved_loaded_and_continued_from(edges: Edges, channel: g
     await alice("LoadState", load)
     loading = await edges.operation(model, 3)
     assert loading is not None
-    expected = operation_pb2.LoadState(source_model_id=model, checkpoint_id="weights/a", optimizer=True)
+    expected = operation_pb2.LoadState(
+        source_model_id=model, checkpoint_id="weights/a", optimizer=True, version=1
+    )
     assert loading.load_state == expected
     session = model.split(":")[0]
     again = tinsmith_pb2.CreateModelFromStateRequest(

@@ -34,7 +34,7 @@ async def test_a_request_without_a_known_key_is_401_with_a_sentence(edges: Edges
 
 async def test_a_path_that_is_not_served_is_404_with_its_name(edges: Edges) -> None:
     async with edges.http() as client:
-        for path in ("copy_weights", "no/such/thing"):
+        for path in ("create_custom_loss", "no/such/thing"):
             response = await client.post(path, json={})
             assert response.status_code == 404
             assert path in response.json()["detail"]

@@ -332,7 +332,7 @@ async def test_a_saved_state_can_be_loaded_into_a_model(edges: Edges) -> None:
         await client.post("load_weights", json=body)
         operation = await edges.operation(model, 2)
         assert operation is not None
-        expected = operation_pb2.LoadState(source_model_id=model, checkpoint_id="weights/a")
+        expected = operation_pb2.LoadState(source_model_id=model, checkpoint_id="weights/a", version=1)
         assert operation.load_state == expected
 
 

@@ -13,6 +13,7 @@ from scripted_services import BASE, ScriptedTrainer, serving
 from services.common import errors, ids, keys
 from services.common.errors import Gone, InvalidRequest
 from services.common.journal import Journal
+from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.dispatch_plan import DispatchSettings
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.futures import Futures
@@ -23,9 +24,10 @@ from services.gateway.retention_plan import RetentionSettings
 from services.gateway.sessions import NewSession, Sessions
 from services.gateway.stores import (
     CheckpointRecord,
-    CheckpointStore,
+    InflightStore,
     ModelRecord,
     ModelStore,
+    SamplingSessionRecord,
     SamplingSessionStore,
     SessionStore,
 )
@@ -47,7 +49,8 @@ class Stage:
         self.checkpoints = CheckpointStore(client)
         self.store = SessionStore(client)
         self.sessions = Sessions(self.store, Limits())
-        outcomes = Outcomes(self.models, self.checkpoints, SamplingSessionStore(client))
+        self.samplers = SamplingSessionStore(client)
+        outcomes = Outcomes(self.models, self.checkpoints, self.samplers, InflightStore(client))
         self.dispatcher = Dispatcher(
             client, self.journal, "gateway-0", outcomes.record, DispatchSettings(idle_release=0.01)
         )
@@ -189,7 +192,8 @@ async def test_a_request_counts_as_a_sign_of_life(stage: Stage) -> None:
     await stage.redis.hset(keys.session(session_id), "last_heartbeat", "1.0")
     await stage.sessions.open("ann", session_id)
     assert (await stage.redis.zscore(keys.SESSION_LIFE, session_id) or 0) > time.time() - 10
-    assert await stage.sessions.last_seen(session_id) > time.time() - 10
+    record = await stage.store.get(session_id)
+    assert record is not None and record.last_heartbeat > time.time() - 10
 
 
 async def test_a_session_that_is_silent_for_very_long_is_over_and_its_state_deleted(stage: Stage) -> None:
@@ -240,6 +244,7 @@ async def test_snapshots_go_after_their_grace_except_those_with_a_name(stage: St
         CheckpointRecord(
             model_id=model_id,
             checkpoint_id="sampler_weights/kept",
+            owner="ann",
             kind="sampler",
             version=7,
             size_bytes=1,
@@ -248,14 +253,28 @@ async def test_snapshots_go_after_their_grace_except_those_with_a_name(stage: St
             lora_rank=8,
         )
     )
+    # Somebody else still samples from a checkpoint that was deleted since.
+    samplers = [await stage.sessions.create(name, NewSession(), None) for name in ("ben", "cleo")]
+    for version, sampler in zip((8, 9), samplers, strict=True):
+        await stage.samplers.create_if_absent(
+            SamplingSessionRecord(
+                sampling_session_id=ids.sampling_session_id(sampler, 0),
+                session_id=sampler,
+                owner="ben",
+                base_model=BASE,
+                model_id=model_id,
+                version=version,
+            )
+        )
+    await stage.sessions.finish("cleo", samplers[1], "success", "")
     await stage.sessions.finish("ann", session_id, "success", "")
     await stage.sweep(later=SETTLED)
     assert [request.snapshots for request in stage.trainer.deleted] == [False]
     await stage.sweep(later=SETTLED + 60)
     last = stage.trainer.deleted[-1]
-    assert (last.snapshots, list(last.kept_versions)) == (True, [7])
+    assert (last.snapshots, list(last.kept_versions)) == (True, [7, 8])
     assert await stage.redis.zcard(keys.ENDED_MODELS) == 0
-    assert [record.version for record in await stage.checkpoints.list(model_id)] == [7]
+    assert [record.version for record in await stage.checkpoints.of_model(model_id)] == [7]
 
 
 async def test_an_unloaded_model_loses_its_training_state_while_its_session_lives(stage: Stage) -> None:

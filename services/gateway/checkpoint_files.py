@@ -1,0 +1,56 @@
+"""The files behind checkpoints: who still needs them, and their removal.
+
+A training checkpoint and an export are a version in the checkpoint storage. A sampler checkpoint is a
+snapshot in the data directory, which sampling sessions answer from: it outlives its checkpoint until every
+sampling session that was opened on it is over. Invariant: nothing is removed that a session still
+answers from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.common import ids
+from services.common.paths import DataDir
+from services.common.storage.base import Key, Storage
+from services.common.storage.directory import delete_directory
+from services.gateway.stores import SamplingSessionStore, SessionStore
+
+
+class CheckpointFiles:
+    """Removes what checkpoints leave behind."""
+
+    def __init__(
+        self, storage: Storage, data: DataDir, sampling_sessions: SamplingSessionStore, sessions: SessionStore
+    ) -> None:
+        self.storage = storage
+        self._data = data
+        self._sampling_sessions = sampling_sessions
+        self._sessions = sessions
+
+    async def remove(self, key: Key) -> bool:
+        """Removes the files of a version without a record; False when somebody still needs them.
+
+        Raises:
+            OSError: they could not be removed now.
+        """
+        if not key.checkpoint_id.startswith("sampler_weights/"):
+            await asyncio.to_thread(self.storage.delete, key)
+            return True
+        if key.version in await sampled_versions(key.model_id, self._sampling_sessions, self._sessions):
+            return False
+        await asyncio.to_thread(delete_directory, self._data.snapshot(key.model_id, key.version))
+        return True
+
+
+async def sampled_versions(
+    model_id: str, sampling_sessions: SamplingSessionStore, sessions: SessionStore
+) -> set[int]:
+    """Versions of a model's snapshots that sampling sessions answer from which are not over."""
+    used: set[int] = set()
+    for sampling_session_id, version in await sampling_sessions.of_model(model_id):
+        if version not in used:
+            session = await sessions.get(ids.session_of(sampling_session_id))
+            if session is not None and not session.finished:
+                used.add(version)
+    return used
