@@ -23,6 +23,9 @@ MAX_TOPK = 64
 MAX_CELLS = 2**21
 """Most (token, log-probability) pairs that one such field may make a request answer with."""
 
+MAX_SAMPLED_TOKENS = 2**24
+"""Most tokens that one request may sample, over all its sequences: an answer must fit into a message."""
+
 _TARGETS = "target_prompt_logprobs"
 
 
@@ -85,8 +88,8 @@ def check_decoding(temperature: float, top_k: int, top_p: float, max_tokens: int
         raise InvalidRequest(f"top_p is {top_p}; it must be above 0 and at most 1")
 
 
-def check_scoring(scoring: Scoring, prompt_length: int, vocab_size: int, sampled_tokens: int) -> None:
-    """Refuses scores that do not exist, and more of them than one request may ask for.
+def check_answer(scoring: Scoring, prompt_length: int, vocab_size: int, sampled_tokens: int) -> None:
+    """Refuses scores that do not exist, and answers that would be too large.
 
     Args:
         sampled_tokens: most tokens that the request can sample, over all its sequences.
@@ -94,6 +97,11 @@ def check_scoring(scoring: Scoring, prompt_length: int, vocab_size: int, sampled
     Raises:
         InvalidRequest: with what to change.
     """
+    if sampled_tokens > MAX_SAMPLED_TOKENS:
+        raise InvalidRequest(
+            f"this may sample {sampled_tokens} tokens; lower max_tokens or num_samples, or send several "
+            f"requests: one may sample {MAX_SAMPLED_TOKENS}"
+        )
     last_n = scoring.prompt_logprobs_last_n
     if last_n is not None:
         _check_last_n(last_n, scoring, prompt_length)

@@ -95,7 +95,7 @@ def check_sample(
     left = model.context_length - prompt_length
     longest = min(request.params.max_tokens, left) if request.params.HasField("max_tokens") else left
     scoring = sample_schema.scoring_from_pb(request)
-    sample_schema.check_scoring(scoring, prompt_length, model.vocab_size, request.num_samples * longest)
+    sample_schema.check_answer(scoring, prompt_length, model.vocab_size, request.num_samples * longest)
 
 
 def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from services.common.errors import InvalidRequest, Overloaded
-from services.common.sample_schema import Scoring, check_decoding, check_scoring
+from services.common.sample_schema import Scoring, check_answer, check_decoding
 from services.sampler.prompt_scores import PromptScores, TopkLogprobs
 
 StopReason = Literal["stop", "length"]
@@ -139,7 +139,7 @@ def check(job: SampleJob, limits: Limits) -> None:
         )
     _check_params(job.params, limits)
     sampled = job.num_samples * tokens_left(job, limits)
-    check_scoring(job.scoring, len(job.prompt), limits.vocab_size, sampled)
+    check_answer(job.scoring, len(job.prompt), limits.vocab_size, sampled)
 
 
 def _check_prompt(prompt: list[int], limits: Limits) -> None:

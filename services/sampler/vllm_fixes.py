@@ -1,13 +1,19 @@
-"""Corrections of faults of vLLM 0.32 in multi-LoRA, applied inside each vLLM worker.
+"""Corrections of faults of vLLM 0.32, applied inside each vLLM worker.
 
 Invariant: after `apply`, every row of every matrix product uses the adapter of its own request, and
-a row of a base-model request uses none. (Rows of prompts that are scored: see prompt_scorer.py.)
+a row of a base-model request uses none (for rows of prompts that are scored, see prompt_scorer.py);
+and the random numbers of a seeded request are used for its own tokens alone.
 
-LoRA on CPU (`vllm.lora.ops.torch_ops`): "no adapter" is index -1, and the CPU functions index the
-stacked weights with it: base-model rows get whatever is (or was) in the *last* adapter slot. The
-functions here skip such rows. They also run one matrix product per run of equal adapters instead of
-gathering a copy of the weights for every row, which for the output head is the vocabulary times the
-rank per token.
+1. LoRA on CPU (`vllm.lora.ops.torch_ops`). "No adapter" is index -1, and the CPU functions index the
+   stacked weights with it: base-model rows get whatever is (or was) in the *last* adapter slot. The
+   functions here skip such rows. They also run one matrix product per run of equal adapters instead
+   of gathering a copy of the weights for every row, which for the output head is the vocabulary
+   times the rank per token.
+
+2. Seeds (`sample_tokens` of the V1 model runner). A request whose prompt is prefilled in several
+   steps is sampled in each of them; the token is thrown away and the request's generator is set back
+   by a fixed offset. Generators on CPU have no offset, so a seeded request in a busy batch ends the
+   engine. Here such a request has no generator in that step.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ Run = tuple[int, int, int]
 
 def apply(runner: Any) -> None:
     """Corrects this worker. `runner`: its V1 GPUModelRunner or CPUModelRunner with LoRA enabled."""
+    _keep_generators_of_unfinished_prefills(runner)
     if runner.device.type == "cpu":
         for name, function in _CPU_FUNCTIONS.items():
             if not hasattr(punica_cpu, name):
@@ -30,6 +37,21 @@ def apply(runner: Any) -> None:
                     f"this vLLM has no punica_cpu.{name}; check services/sampler/vllm_fixes.py"
                 )
             setattr(punica_cpu, name, function)
+
+
+def _keep_generators_of_unfinished_prefills(runner: Any) -> None:
+    sample_tokens = runner.sample_tokens
+
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        generators = runner.input_batch.generators
+        unfinished = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+        held = {index: generators.pop(index) for index in unfinished if index in generators}
+        try:
+            return sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(held)
+
+    runner.sample_tokens = sample
 
 
 def _runs(indices: torch.Tensor, lengths: torch.Tensor | None = None) -> list[Run]:

@@ -216,6 +216,99 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60) -> Non
         time.sleep(0.1)
 
 
+def sampling_session(
+    stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+) -> str:
+    """A sampling session on the base model."""
+    session = stub.CreateSession(
+        tinsmith_pb2.CreateSessionRequest(), metadata=metadata, timeout=10
+    ).session_id
+    opening = tinsmith_pb2.CreateSamplingSessionRequest(session_id=session, base_model=BASE_MODEL)
+    return stub.CreateSamplingSession(opening, metadata=metadata, timeout=10).sampling_session_id
+
+
+def everything(session: str, prompt: list[int]) -> tinsmith_pb2.TinsmithServiceSampleRequest:
+    """A sample that asks for every kind of score; its targets are sparse."""
+    return tinsmith_pb2.TinsmithServiceSampleRequest(
+        sampling_session_id=session,
+        prompt=tensor(prompt, "int32"),
+        num_samples=2,
+        params=operation_pb2.SamplingParams(
+            max_tokens=5,
+            seed=2**64 - 1,
+            temperature=1.0,
+            top_k=-1,
+            top_p=1.0,
+            stop=operation_pb2.StopCondition(never=operation_pb2.StopCondition.Never()),
+        ),
+        prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=3,
+        target_prompt_logprobs=types_pb2.Matrix(
+            values=tensor([7, 500], "int64"),
+            crow_indices=tensor([0] * (len(prompt) - 2) + [1, 2], "int64"),
+            col_indices=tensor([9, 0], "int64"),
+            shape=[len(prompt) - 1, 10],
+        ),
+        prompt_alt_tokens_k=4,
+        prompt_logprobs_last_n=2,
+    )
+
+
+def array(tensor: types_pb2.Tensor) -> np.ndarray:
+    kinds = {types_pb2.DATA_TYPE_INT32: np.int32, types_pb2.DATA_TYPE_FLOAT32: np.float32}
+    return np.frombuffer(tensor.data, kinds[tensor.dtype]).reshape(list(tensor.shape))
+
+
+def test_every_score_can_be_asked_for_over_grpc(
+    cluster: Cluster, stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    prompt = batches.tokens(12, 9)
+    request = everything(sampling_session(stub, metadata), prompt)
+    sampled = stub.Sample(request, metadata=metadata, timeout=10)
+    result = finish(stub, sampled.request_id, metadata).sample
+    reference = Reference(cluster.model_dir)
+    rows = reference.distribution(prompt)[:-1].detach().numpy()
+    scores = array(result.prompt_logprobs)
+    assert np.isnan(scores[:-2]).all()
+    np.testing.assert_allclose(scores[-2:], [rows[6, prompt[7]], rows[7, prompt[8]]], atol=1e-4)
+    likely = array(result.topk_prompt_logprobs.logprobs)
+    assert (likely[:-2] == -99999).all()
+    np.testing.assert_allclose(likely[-2:], -np.sort(-rows[-2:])[:, :2], atol=1e-4)
+    targets = result.target_prompt_logprobs
+    assert targets.crow_indices == request.target_prompt_logprobs.crow_indices
+    assert targets.col_indices == request.target_prompt_logprobs.col_indices
+    np.testing.assert_allclose(array(targets.values), [rows[6, 7], rows[7, 500]], atol=1e-4)
+    drawn = result.prompt_alt_tokens
+    expected = np.take_along_axis(rows, array(drawn.token_ids).astype(np.int64), axis=1)
+    np.testing.assert_allclose(array(drawn.logprobs), expected, atol=1e-4)
+    assert expected.shape == (8, 4)
+    for sequence in result.sequences:
+        tokens = array(sequence.tokens).tolist()
+        after = reference.distribution(prompt + tokens)[8:-1].detach().numpy()
+        likely = -np.sort(-after)[:, :3]
+        np.testing.assert_allclose(array(sequence.topk_logprobs.logprobs), likely, atol=1e-4)
+
+
+def test_what_http_refuses_grpc_refuses_with_the_same_words(
+    stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    session = sampling_session(stub, metadata)
+    for change, says in (
+        ({"prompt_logprobs_last_n": 9}, "follows nothing"),
+        ({"topk_sample_logprobs": 65}, "topk_sample_logprobs is 65"),
+        ({"target_prompt_logprobs": types_pb2.Matrix(shape=[8, 1])}, "target_prompt_logprobs"),
+        ({"params": operation_pb2.SamplingParams(temperature=0.001)}, "temperature is 0.001"),
+    ):
+        request = everything(session, batches.tokens(12, 9))
+        for name in change:
+            request.ClearField(name)
+        request.MergeFrom(tinsmith_pb2.TinsmithServiceSampleRequest(**change))
+        with pytest.raises(grpc.RpcError, match=says) as caught:
+            stub.Sample(request, metadata=metadata, timeout=10)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
 def test_a_call_without_a_key_is_unauthenticated(stub: tinsmith_pb2_grpc.TinsmithServiceStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.ListModels(tinsmith_pb2.ListModelsRequest(), timeout=10)

@@ -48,10 +48,17 @@ def test_a_sampling_client_answers_the_same_after_the_sampler_was_killed(
 ) -> None:
     train(training, range(2))
     client = training.save_weights_and_get_sampling_client().result()
-    before = client.sample(PROMPT, 1, GREEDY).result().sequences[0]
+    seeded = types.SamplingParams(max_tokens=20, seed=2**64 - 1, stop=[])
+
+    def answers() -> list[list[int]]:
+        drawn = client.sample(PROMPT, 4, seeded, prompt_alt_tokens_k=3).result()
+        assert drawn.prompt_alt_tokens is not None
+        greedy = client.sample(PROMPT, 1, GREEDY).result().sequences
+        return [list(s.tokens) for s in (*greedy, *drawn.sequences)] + drawn.prompt_alt_tokens.tokens.tolist()
+
+    before = answers()
     cluster.kill_and_wait("sampler-0")
-    after = client.sample(PROMPT, 1, GREEDY).result().sequences[0]
-    assert after.tokens == before.tokens
+    assert answers() == before
     train(training, range(2))
     newer = training.save_weights_and_get_sampling_client().result()
     assert newer.sample(PROMPT, 1, GREEDY).result().sequences[0].stop_reason == "length"

@@ -277,6 +277,18 @@ async def test_a_snapshot_that_does_not_fit_fails_its_request_and_not_the_engine
     assert len(ints((await sample(stub, request([1], stop=NEVER))).sequences[0].tokens)) == 8
 
 
+async def test_weights_that_give_no_numbers_fail_their_request_and_not_the_engine(
+    stub, sampler: Sampler
+) -> None:
+    tensors = make_adapter(9, 4, attn=False, mlp=False)
+    tensors["lm_head.lora_B"].fill_(math.nan)
+    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 90), tensors, 4)
+    for settings in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 3, "seed": 1, "scores": True}):
+        response = await stub.Sample(request(prompt(8, 9), 90, stop=NEVER, **settings), timeout=60)
+        assert response.error.code == "diverged_weights"
+    assert len(ints((await sample(stub, request([1], stop=NEVER))).sequences[0].tokens)) == 8
+
+
 async def test_a_cancelled_request_frees_its_place_and_a_full_queue_refuses(stub) -> None:
     long = request(prompt(7, 4), n=60, max_tokens=500, stop=NEVER)
     call = stub.Sample(long, timeout=120)

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.common.matrices import HostMatrix
-from services.common.sample_schema import MAX_CELLS, Scoring, check_decoding, check_scoring
+from services.common.sample_schema import MAX_CELLS, Scoring, check_answer, check_decoding
 
 VOCAB = 100
 
@@ -40,7 +40,7 @@ def test_a_temperature_that_the_engine_would_change_is_refused(temperature: floa
     ],
 )
 def test_scores_that_exist_are_accepted(scoring: Scoring) -> None:
-    check_scoring(scoring, prompt_length=3, vocab_size=VOCAB, sampled_tokens=10)
+    check_answer(scoring, prompt_length=3, vocab_size=VOCAB, sampled_tokens=10)
 
 
 @pytest.mark.parametrize(
@@ -60,24 +60,27 @@ def test_scores_that_exist_are_accepted(scoring: Scoring) -> None:
 )
 def test_scores_that_do_not_exist_are_refused(scoring: Scoring, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
-        check_scoring(scoring, prompt_length=3, vocab_size=VOCAB, sampled_tokens=10)
+        check_answer(scoring, prompt_length=3, vocab_size=VOCAB, sampled_tokens=10)
 
 
 def test_no_more_candidates_are_asked_for_than_there_are_tokens() -> None:
-    check_scoring(Scoring(topk_prompt_logprobs=8), 3, vocab_size=8, sampled_tokens=1)
+    check_answer(Scoring(topk_prompt_logprobs=8), 3, vocab_size=8, sampled_tokens=1)
     with pytest.raises(InvalidRequest, match="0 to 8"):
-        check_scoring(Scoring(topk_prompt_logprobs=9), 3, vocab_size=8, sampled_tokens=1)
+        check_answer(Scoring(topk_prompt_logprobs=9), 3, vocab_size=8, sampled_tokens=1)
 
 
 def test_the_size_of_an_answer_is_bounded_by_what_is_scored() -> None:
     length = MAX_CELLS // 20 + 1
-    check_scoring(Scoring(topk_prompt_logprobs=20), length, VOCAB, 1)
+    check_answer(Scoring(topk_prompt_logprobs=20), length, VOCAB, 1)
     for scoring in (Scoring(topk_prompt_logprobs=20), Scoring(prompt_alt_tokens_k=20)):
         with pytest.raises(InvalidRequest, match="use at most 19"):
-            check_scoring(scoring, length + 1, VOCAB, 1)
-    check_scoring(Scoring(topk_prompt_logprobs=64, prompt_logprobs_last_n=9), length + 1, VOCAB, 1)
+            check_answer(scoring, length + 1, VOCAB, 1)
+    check_answer(Scoring(topk_prompt_logprobs=64, prompt_logprobs_last_n=9), length + 1, VOCAB, 1)
     with pytest.raises(InvalidRequest, match="topk_sample_logprobs is 2"):
-        check_scoring(Scoring(topk_sample_logprobs=2), 3, VOCAB, MAX_CELLS)
+        check_answer(Scoring(topk_sample_logprobs=2), 3, VOCAB, MAX_CELLS)
+    check_answer(Scoring(), 3, VOCAB, 2**24)
+    with pytest.raises(InvalidRequest, match="may sample 16777217 tokens"):
+        check_answer(Scoring(), 3, VOCAB, 2**24 + 1)
     wide = HostMatrix((2, MAX_CELLS), np.zeros(2 * MAX_CELLS, np.int64))
     with pytest.raises(InvalidRequest, match="sparse layout"):
-        check_scoring(Scoring(targets=wide), 3, VOCAB, 1)
+        check_answer(Scoring(targets=wide), 3, VOCAB, 1)
