@@ -12,7 +12,7 @@ with the request's first token, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,8 @@ from vllm.lora.layers import LoRAMapping
 
 from services.sampler.prompt_scores import REQUEST_KEY, Buffers, ScorePlan, uniforms
 
-# Cells of the logits held at once: 64 MiB of float32.
-_CELLS = 2**24
+# Cells of the logits held at once: 128 MiB of float32.
+_CELLS = 2**25
 
 Rows = npt.NDArray[np.int64]
 
@@ -97,21 +97,30 @@ class PromptScorer:
         offset = int(self._runner.query_start_loc.np[index]) - start
         step = max(1, _CELLS // int(self._runner.input_batch.vocab_size))
         adapter_id = 0 if request.lora_request is None else request.lora_request.lora_int_id
-        for begin in range(0, rows.size, step):
-            part = rows[begin : begin + step]
-            where = torch.from_numpy(part + offset).to(hidden_states.device)
-            with self._all_rows_use(adapter_id, part.size):
+        with self._adapter(adapter_id) as use_for:
+            for begin in range(0, rows.size, step):
+                part = rows[begin : begin + step]
+                use_for(part.size)
+                where = torch.from_numpy(part + offset).to(hidden_states.device)
                 logits = self._runner.model.compute_logits(hidden_states[where])
-            _fill(progress.plan, progress.buffers, part, request.prompt_token_ids, logits)
+                _fill(progress.plan, progress.buffers, part, request.prompt_token_ids, logits)
 
     @contextmanager
-    def _all_rows_use(self, adapter_id: int, rows: int) -> Iterator[None]:
+    def _adapter(self, adapter_id: int) -> Iterator[Callable[[int], None]]:
+        """Gives a function that maps a number of rows to the adapter; the step's mapping comes back."""
         manager = self._runner.lora_manager._adapter_manager
         step_mapping = manager._last_mapping
-        ids = (adapter_id,) * rows
-        manager._set_adapter_mapping(LoRAMapping(ids, ids, is_prefill=True))
+        mapped = 0
+
+        def use_for(rows: int) -> None:
+            nonlocal mapped
+            if rows != mapped:
+                ids = (adapter_id,) * rows
+                manager._set_adapter_mapping(LoRAMapping(ids, ids, is_prefill=True))
+                mapped = rows
+
         try:
-            yield
+            yield use_for
         finally:
             manager._set_adapter_mapping(step_mapping)
 

@@ -14,7 +14,7 @@ import tinker
 import torch
 from tinker import types
 from tinker.proto import response_conv
-from transformers import AutoConfig
+from transformers import GenerationConfig
 
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, VOCAB, Cluster
@@ -133,8 +133,8 @@ def test_a_seed_decides_the_tokens_also_when_the_prompt_is_prefilled_in_steps(
 def test_generation_stops_at_end_of_sequence_unless_told_never(
     cluster: Cluster, base: tinker.SamplingClient
 ) -> None:
-    ends = AutoConfig.from_pretrained(cluster.model_dir).eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends)
+    ends = set(GenerationConfig.from_pretrained(cluster.model_dir).eos_token_id)
+    assert len(ends) == 2
     draw: dict = {"n": 16, "seed": 5, "temperature": 2.0, "max_tokens": 300}
     prompt = batches.tokens(6, 4)
     never = [s.tokens for s in sequences(base, prompt, stop=[], **draw)]

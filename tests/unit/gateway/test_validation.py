@@ -1,5 +1,7 @@
 """What is refused before it is accepted, and what the refusal says."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -207,6 +209,25 @@ def test_a_sample_that_cannot_be_run_is_refused(changes: dict, says: str) -> Non
     assert says in refused(validation.check_sample, sample(**changes), MODEL, LIMITS)
 
 
+def test_more_samples_than_the_smallest_sampler_takes_are_refused() -> None:
+    small = dataclasses.replace(MODEL, max_samples=8)
+    validation.check_sample(sample(num_samples=8), small, LIMITS)
+    assert "1 to 8" in refused(validation.check_sample, sample(num_samples=9), small, LIMITS)
+
+
+def test_what_a_request_may_sample_in_all_is_bounded_by_what_its_context_leaves() -> None:
+    large = dataclasses.replace(MODEL, context_length=2**15)
+    for max_tokens in (2**14, None):
+        wanted = sample(num_samples=1024)
+        if max_tokens:
+            wanted.params.max_tokens = max_tokens
+            validation.check_sample(wanted, large, LIMITS)
+        else:
+            assert "tokens; lower max_tokens" in refused(validation.check_sample, wanted, large, LIMITS)
+    # No more than the context leaves is sampled, whatever max_tokens says.
+    validation.check_sample(sample(num_samples=1024, max_tokens=2**31 - 1), MODEL, LIMITS)
+
+
 def test_lifetimes_are_bounded() -> None:
     validation.check_ttl(None, LIMITS)
     validation.check_ttl(3600, LIMITS)
@@ -228,13 +249,14 @@ def test_the_smallest_limit_of_all_replicas_holds() -> None:
     models = catalog.merge(
         [record("trainer", "a/b", context_length=64)],
         [
-            record("sampler", "a/b", context_length=32, max_lora_rank=64),
-            record("sampler", "a/b", context_length=48, max_lora_rank=16),
+            record("sampler", "a/b", context_length=32, max_lora_rank=64, max_sequences=512),
+            record("sampler", "a/b", context_length=48, max_lora_rank=16, max_sequences=2048),
             record("sampler", "c/d"),
         ],
     )
     assert models["a/b"].context_length == 32
     assert models["a/b"].max_sample_rank == 16
+    assert models["a/b"].max_samples == 512
     assert models["a/b"].trainable and models["a/b"].sampleable
     assert models["c/d"].sampleable and not models["c/d"].trainable
 

@@ -1,0 +1,114 @@
+"""What a worker makes of logits, and what the front end makes of the engine's output."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from services.common.errors import Internal, InvalidRequest
+from services.common.matrices import HostMatrix
+from services.common.sample_schema import Scoring
+from services.sampler.engine import _sequence
+from services.sampler.prompt_scorer import _fill
+from services.sampler.prompt_scores import Buffers, plan_of
+
+VOCAB, ROWS = 40, 23
+PROMPT = torch.randint(0, VOCAB, (ROWS + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+LOGITS = 4 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(2))
+SPARSE = HostMatrix(
+    (ROWS, 9),
+    np.array([5, -1, 39, 0, 7, 7]),
+    np.array([0] * 3 + [3] * 15 + [4] * 3 + [6] * 3),
+    np.array([0, 1, 8, 2, 3, 4]),
+)
+
+
+def filled(scoring: Scoring, cuts: list[int], temperature: float = 0.7) -> Buffers:
+    plan = plan_of(scoring, ROWS + 1, seed=2**63 + 1, temperature=temperature)
+    buffers = Buffers(plan)
+    for rows in np.split(plan.needed(), cuts):
+        if rows.size:
+            _fill(plan, buffers, rows, PROMPT, LOGITS[torch.from_numpy(rows)])
+    return buffers
+
+
+@pytest.mark.parametrize("cuts", [[1], [5, 6, 17], list(range(1, ROWS))])
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(True, 3, 0, SPARSE, 5, 4),
+        Scoring(targets=SPARSE),
+        Scoring(True, 2, 0, SPARSE),
+        Scoring(prompt_alt_tokens_k=7),
+    ],
+)
+def test_cutting_a_prompt_into_parts_changes_nothing(scoring: Scoring, cuts: list[int]) -> None:
+    np.testing.assert_array_equal(filled(scoring, cuts).vector, filled(scoring, []).vector)
+
+
+def test_every_part_of_an_answer_is_of_its_own_rows() -> None:
+    logprobs = LOGITS.log_softmax(-1).numpy()
+    found = filled(Scoring(True, 3, 0, SPARSE, 5, 4), [2, 9])
+    np.testing.assert_allclose(found.own, [logprobs[r, PROMPT[r + 1]] for r in range(19, 23)], atol=1e-6)
+    np.testing.assert_allclose(found.topk_logprobs, -np.sort(-logprobs[19:])[:, :3], atol=1e-6)
+    expected = [logprobs[2, 5], logprobs[2, 39], logprobs[17, 0], logprobs[20, 7], logprobs[20, 7]]
+    np.testing.assert_allclose(found.targets, expected, atol=1e-6)
+    drawn = np.take_along_axis(logprobs, found.drawn_ids.astype(np.int64), axis=1)
+    np.testing.assert_allclose(found.drawn_logprobs, drawn, atol=1e-6)
+
+
+def test_a_token_without_probability_is_never_drawn_and_a_sure_one_always() -> None:
+    logits = torch.full((ROWS, VOCAB), -torch.inf)
+    sure = torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(3))
+    logits[torch.arange(ROWS), sure] = 0.0
+    plan = plan_of(Scoring(prompt_alt_tokens_k=50), ROWS + 1, seed=0, temperature=1.0)
+    buffers = Buffers(plan)
+    _fill(plan, buffers, plan.needed(), PROMPT, logits)
+    assert (buffers.drawn_ids == sure[:, None].numpy()).all()
+
+
+def output(tokens: list[int], logprobs: FlatLogprobs | None, reason: str | None = "length") -> RequestOutput:
+    completion = CompletionOutput(0, "", tokens, None, logprobs, finish_reason=reason)
+    return RequestOutput("r", None, [1], None, [completion], finished=True)
+
+
+def flat(rows: list[list[tuple[int, float]]]) -> FlatLogprobs:
+    """The engine's form: at each position the sampled token, then the most likely ones."""
+    made = FlatLogprobs()
+    for row in rows:
+        ids, logprobs = zip(*row, strict=True)
+        made.append_fast(list(ids), list(logprobs), iter(range(len(row))), [None] * len(row))  # type: ignore[arg-type]
+    return made
+
+
+def test_a_sequence_has_a_log_probability_for_every_token() -> None:
+    found = _sequence(output([5, 6], flat([[(5, -1.0)], [(6, -2.0)]])), topk=0)
+    assert (found.tokens, found.logprobs, found.topk) == ([5, 6], [-1.0, -2.0], None)
+    rows = [[(5, -1.0), (7, -0.5), (5, -1.0)], [(6, -2.0), (6, -2.0), (8, -3.0)]]
+    found = _sequence(output([5, 6], flat(rows)), topk=2)
+    assert found.logprobs == [-1.0, -2.0]
+    assert found.topk is not None
+    assert found.topk.token_ids.tolist() == [[7, 5], [6, 8]]
+    assert found.topk.logprobs.tolist() == [[-0.5, -1.0], [-2.0, -3.0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (output([5, 6], None), Internal),
+        (output([5, 6], flat([[(5, -1.0)]])), Internal),
+        (output([5, 6], flat([[(5, -1.0)], [(7, -2.0)]])), Internal),
+        (output([5], flat([[(5, -1.0), (7, -0.5)]])), Internal),
+        (output([5], flat([[(5, -1.0)]]), reason="abort"), Internal),
+        (output([5], flat([[(5, -1.0)]]), reason=None), Internal),
+        (output([5], flat([[(5, float("nan"))]])), InvalidRequest),
+    ],
+)
+def test_an_output_that_lacks_something_is_an_error_and_never_a_made_up_number(
+    given: RequestOutput, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        _sequence(given, topk=0)
