@@ -33,6 +33,7 @@ from services.common.sample_schema import Scoring
 from services.common.weights.medium import Medium
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.prompt_scores import (
+    CACHE_LIMIT_KEY,
     REQUEST_KEY,
     ScorePlan,
     TopkLogprobs,
@@ -254,6 +255,7 @@ def _engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         "max_lora_rank": config.max_lora_rank,
         "max_cpu_loras": _UNLIMITED_ADAPTERS,
         "lora_target_modules": LORA_TARGETS,
+        "scheduler_cls": "services.sampler.scheduler.make_scheduler",
         "worker_extension_cls": "services.sampler.worker_extension.WorkerExtension",
         "disable_log_stats": True,
         # A supervisor that signals every process must not cut off what is being drained.
@@ -301,9 +303,10 @@ def _vllm_params(job: SampleJob, index: int, limits: Limits, plan: ScorePlan | N
         spaces_between_special_tokens=False,
         logprobs=job.scoring.topk_sample_logprobs,
         flat_logprobs=True,
-        extra_args=None if plan is None else {REQUEST_KEY: plan.to_wire()},
-        # A position that is scored needs its hidden state, which the prefix cache does not keep.
-        skip_reading_prefix_cache=plan is not None,
+        # A row that is scored needs its hidden state, which the prefix cache does not keep.
+        extra_args=None
+        if plan is None
+        else {REQUEST_KEY: plan.to_wire(), CACHE_LIMIT_KEY: int(plan.needed()[0])},
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

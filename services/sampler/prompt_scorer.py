@@ -36,6 +36,8 @@ class _Progress:
         self.plan = plan
         self.needed = plan.needed()
         self.buffers = Buffers(plan)
+        self.scored = 0
+        """Needed rows that are scored, in order."""
         self.done = False
 
 
@@ -76,7 +78,9 @@ class PromptScorer:
             self._score(request_id, request, progress, hidden_states, start, stop)
             if stop > progress.plan.rows:
                 progress.done = True
-                self._answers[request_id] = torch.from_numpy(progress.buffers.vector)
+                # Without all of them there is no answer, and the front end reports an error.
+                if progress.scored == progress.needed.size:
+                    self._answers[request_id] = torch.from_numpy(progress.buffers.vector)
         return {}
 
     def _score(
@@ -91,8 +95,10 @@ class PromptScorer:
         """Scores the needed ones of rows start .. stop - 1, whose hidden states are of this step."""
         first, last = np.searchsorted(progress.needed, [start, stop])
         rows = progress.needed[first:last]
-        if not rows.size:
+        if not rows.size or first > progress.scored:
             return
+        # A prefill that was preempted begins anew.
+        progress.scored = max(progress.scored, int(last))
         index = self._runner.input_batch.req_id_to_index[request_id]
         offset = int(self._runner.query_start_loc.np[index]) - start
         step = max(1, _CELLS // int(self._runner.input_batch.vocab_size))

@@ -24,6 +24,9 @@ from services.common.sample_schema import Scoring
 REQUEST_KEY = "tinsmith_prompt_scores"
 """Key of a ScorePlan on the wire among the `extra_args` of vLLM's sampling parameters."""
 
+CACHE_LIMIT_KEY = "tinsmith_cache_limit"
+"""Key beside it: most tokens of the prompt that may come from the prefix cache."""
+
 EMPTY_TOPK_LOGPROB = -99999.0
 """Log-probability of an empty cell of TopkLogprobs; its token id is 0."""
 

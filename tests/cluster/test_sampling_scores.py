@@ -236,6 +236,39 @@ def test_a_cached_prompt_is_still_scored_whole_and_its_hits_are_told(weights: li
         is_close(scored.prompt_logprobs[1:], owner.reference.sequence_logprobs(tokens))
 
 
+def test_what_precedes_the_scored_positions_may_come_from_the_cache(weights: list[Weights]) -> None:
+    tokens = batches.tokens(71, 300)
+    late = torch.full((299, 4), -1, dtype=torch.int64)
+    late[290] = random_ids(1, 1, 4)
+    early = late.clone()
+    early[10, 0] = 5
+    for owner in weights[:2]:
+        hits = owner.client.sample(model_input(tokens), 1, ONE).result().prompt_cache_hit_tokens
+        assert hits == 0
+        rows = owner.rows(tokens)
+        # A number of last positions, and whether everything before them is long enough to be cached.
+        for last_n, cached in ((20, True), (43, True), (44, True), (290, False)):
+            response = owner.client.sample(
+                model_input(tokens), 1, ONE, include_prompt_logprobs=True, prompt_logprobs_last_n=last_n
+            ).result()
+            assert (response.prompt_cache_hit_tokens > 0) == cached, last_n
+            assert response.prompt_cache_hit_tokens <= 299 - last_n
+            assert response.prompt_logprobs is not None
+            own = rows.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+            is_close(response.prompt_logprobs[-last_n:], own[-last_n:])
+        for ids, cached in ((late, True), (early, False)):
+            response = owner.client.sample(
+                model_input(tokens),
+                1,
+                ONE,
+                target_prompt_logprobs=types.TensorData.from_torch_sparse(ids, pad_value=-1),
+            ).result()
+            assert (response.prompt_cache_hit_tokens > 0) == cached
+            expected = rows.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+            assert response.target_prompt_logprobs is not None
+            is_close(response.target_prompt_logprobs.to_numpy(), expected)
+
+
 def test_a_prompt_of_one_token_has_nothing_to_score(weights: list[Weights]) -> None:
     response = (
         weights[0]
