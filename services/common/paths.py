@@ -50,7 +50,7 @@ class DataDir:
         return self.root / "staging"
 
     def snapshot(self, model_id: str, version: int) -> Path:
-        """Directory of an immutable sampler snapshot in PEFT format."""
+        """Directory of an immutable sampler snapshot: a PEFT adapter, or a model in Hugging Face's format."""
         return self.snapshots(model_id) / str(int(version))
 
     def snapshots(self, model_id: str) -> Path:

@@ -40,6 +40,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         world_size: ranks of a trainer, tensor-parallel workers of a sampler.
         max_lora_rank: largest adapter rank it accepts; 0 = no limit of its own.
         max_sequences: most sequences that a sampler has running or waiting; 0 = no limit of its own.
+        weights: full snapshot in a sampler's engine ("<model_id>@<version>"); empty = the base model.
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
     """
 
@@ -58,6 +59,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     max_lora_rank: int = 0
     max_sequences: int = 0
+    weights: str = ""
     gpus: tuple[str, ...] = ()
 
 

@@ -114,6 +114,7 @@ class Outcomes:
             version=version,
             model_path="",
             inflight=save.inflight,
+            full=model.lora_rank == 0,
         )
         stored = await self._sampling_sessions.create_if_absent(record)
         if stored != record:

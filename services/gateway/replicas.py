@@ -49,11 +49,15 @@ class Replicas:
         serving = self._directory.serving(base_model)
         return {record.incarnation: record for record in serving if record.state == "ready"}
 
-    def choose(self, base_model: str, key: bytes, avoided: set[str]) -> ServiceRecord | None:
+    def choose(self, base_model: str, wanted: router.Affinity, avoided: set[str]) -> ServiceRecord | None:
         """The replica for a sample with this affinity; None when there is none but avoided ones."""
         ready = self.ready(base_model)
-        replicas = [router.Replica(name, self._in_flight[name]) for name in ready if name not in avoided]
-        chosen = router.choose(replicas, key)
+        replicas = [
+            router.Replica(name, self._in_flight[name], record.weights)
+            for name, record in ready.items()
+            if name not in avoided
+        ]
+        chosen = router.choose(replicas, wanted)
         return None if chosen is None else ready[chosen.id]
 
     async def call(

@@ -189,11 +189,10 @@ class SampleDispatcher:
         while True:
             if session.inflight:
                 request.snapshot.version = await self._inflight.version(session)
-            key = router.affinity_key(
-                request.snapshot.model_id, request.snapshot.version, request.prompt.data
-            )
+            snapshot = request.snapshot
+            wanted = router.affinity(snapshot.model_id, snapshot.version, session.full, request.prompt.data)
             change = self._replicas.change
-            replica = self._replicas.choose(base_model, key, avoided)
+            replica = self._replicas.choose(base_model, wanted, avoided)
             if replica is None:
                 if not waiting:
                     reason = f"no sampler for {base_model} is running; the request will run when one is"

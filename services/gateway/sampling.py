@@ -66,7 +66,7 @@ class Sampling:
             Conflict: seq_id was used for another sampling session.
         """
         await self._sessions.open(owner, session_id)
-        model_id, version = "", 0
+        model_id, version, full = "", 0, False
         if model_path:
             model_id, checkpoint_id = ids.parse_tinker_path(model_path)
             if not checkpoint_id.startswith("sampler_weights/"):
@@ -78,6 +78,7 @@ class Sampling:
             if base_model and base_model != checkpoint.base_model:
                 raise InvalidRequest(f"{model_path} adapts {checkpoint.base_model}, not {base_model[:200]}")
             base_model, version = checkpoint.base_model, checkpoint.version
+            full = checkpoint.lora_rank == 0
         if not base_model:
             raise InvalidRequest("pass base_model or model_path")
         await self._catalog.sampleable(base_model)
@@ -89,6 +90,7 @@ class Sampling:
             model_id=model_id,
             version=version,
             model_path=model_path or "",
+            full=full,
         )
         stored = await self._store.create_if_absent(record)
         if stored != record:

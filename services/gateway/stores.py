@@ -63,6 +63,7 @@ class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: the snapshot, for ever; of an inflight session the first one, which later inflight saves of
             the model replace.
+        full: the snapshot is all weights of a model, not an adapter.
     """
 
     sampling_session_id: str
@@ -72,6 +73,7 @@ class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str = ""
     version: int = 0
     model_path: str = ""
+    full: bool = False
     inflight: bool = False
 
 

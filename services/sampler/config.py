@@ -37,6 +37,8 @@ class SamplerConfig:
         max_loras: adapters in one engine step; more wait for the next step.
         max_lora_rank: largest adapter rank.
         snapshot_cache_gib: host memory for snapshots that may be sampled from without a reload.
+        full_snapshot_cache_gib: host memory, of all workers together, for snapshots of full models; others
+            are read from the store when their weights go into the engine.
         kv_cache_gib: memory for keys and values; 0 = from the model on CPU, from
             gpu_memory_utilization on CUDA.
         gpu_memory_utilization: fraction of the GPU's memory for this engine.
@@ -58,6 +60,7 @@ class SamplerConfig:
     max_loras: int = 8
     max_lora_rank: int = 64
     snapshot_cache_gib: float = 4.0
+    full_snapshot_cache_gib: float = 16.0
     kv_cache_gib: float = 0.0
     gpu_memory_utilization: float = 0.4
     tensor_parallel_size: int = 1
@@ -88,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--max-loras", "adapters in one engine step", 8, type=int)
     flag("--max-lora-rank", f"largest adapter rank: one of {LORA_RANKS}", 64, type=int)
     flag("--snapshot-cache-gib", "host memory for adapter snapshots", 4.0, type=float)
+    flag("--full-snapshot-cache-gib", "host memory for snapshots of full models", 16.0, type=float)
     flag("--kv-cache-gib", "memory for keys and values; 0 = choose", 0.0, type=float)
     flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
     flag("--tensor-parallel-size", "GPUs of this replica", 1, type=int)

@@ -41,14 +41,19 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class IncomingSnapshot:
-    """A snapshot about to be broadcast."""
+    """A snapshot about to be broadcast. `rank`: of the adapter; None = a full model."""
 
     epoch: int
     key: SnapshotKey
-    rank: int
+    rank: int | None
     specs: tuple[TensorSpec, ...]
     crc32: int
     timeout: float
+
+    @property
+    def layout(self) -> list[list[object]]:
+        """[name, dtype, shape] of each tensor, in order."""
+        return [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
 
 
 def snapshot_from_pb(pb: sampler_pb2.Snapshot) -> SnapshotKey | None:
@@ -105,7 +110,8 @@ def incoming_from_pb(pb: sampler_pb2.ReceiveSnapshotRequest) -> IncomingSnapshot
     if pb.timeout_seconds <= 0:
         raise InvalidRequest("timeout_seconds must be above 0")
     specs = tuple(TensorSpec(t.name, tensors.dtype_from_pb(t.dtype), tuple(t.shape)) for t in pb.tensors)
-    return IncomingSnapshot(pb.epoch, key, pb.lora.rank, specs, pb.crc32, pb.timeout_seconds)
+    rank = pb.lora.rank if pb.HasField("lora") else None
+    return IncomingSnapshot(pb.epoch, key, rank, specs, pb.crc32, pb.timeout_seconds)
 
 
 def output_to_pb(output: SampleOutput) -> sampler_pb2.SampleResponse:

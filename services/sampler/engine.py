@@ -49,6 +49,7 @@ from services.sampler.sampling import (
     SamplingParams,
     Sequence,
     StopReason,
+    Weights,
     sequence_seed,
     tokens_left,
 )
@@ -95,6 +96,7 @@ class Engine:
         self.first_adapter_id = config.max_loras + 1
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
         self._request_numbers = itertools.count()
+        self._weights: Weights = None
 
     async def prepare(self) -> None:
         """Corrects the workers and runs one request, so that the first user does not wait for it."""
@@ -152,7 +154,10 @@ class Engine:
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
         request_id = f"{job.request_id}-{index}-{next(self._request_numbers)}"
-        prompt = tokens_input(prompt_token_ids=job.prompt, cache_salt=job.cache_namespace or None)
+        # The salt keys the prefix cache, as an adapter's name does: keys and values that one set of weights
+        # made never serve another, and still stand when it comes back.
+        salt = "/".join(part for part in (str(self._weights or ""), job.cache_namespace) if part)
+        prompt = tokens_input(prompt_token_ids=job.prompt, cache_salt=salt or None)
         last: RequestOutput | None = None
         try:
             async for output in self._llm.generate(
@@ -203,6 +208,50 @@ class Engine:
     async def drop_adapters(self, adapter_ids: list[int]) -> None:
         """Frees adapters that no request uses."""
         await self._call_workers("tinsmith_drop", adapter_ids)
+
+    async def stage_weights(
+        self, stage_id: int | None, epoch: int, specs: list[list[Any]], crc32: int, seconds: float
+    ) -> None:
+        """Receives a full model over the weight group into each worker's host memory.
+
+        Args:
+            stage_id: what to keep it under; None = take part, and keep nothing.
+            specs: [name, dtype, shape] of each tensor of the stream.
+
+        Raises:
+            DataLoss, DeadlineExceeded.
+        """
+        await self._run_job("tinsmith_stage", (stage_id, epoch, specs, crc32, seconds), seconds)
+
+    async def drop_staged(self, stage_ids: list[int]) -> None:
+        """Frees staged weights."""
+        await self._call_workers("tinsmith_drop_staged", stage_ids)
+
+    async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
+        """Replaces the engine's weights. The caller sees to it that no request runs.
+
+        After an error the engine's weights are undefined until a swap succeeds.
+
+        Args:
+            weights: what they are of.
+            source: id of staged weights, or a model's directory, or None = the base model's own files.
+
+        Raises:
+            InvalidRequest: they do not fit this model.
+        """
+        # A request that was given up a moment ago may still be in a step: the pause waits for it.
+        try:
+            async with asyncio.timeout(seconds):
+                await self._llm.pause_generation(mode="wait", clear_cache=False)
+            await self._run_job("tinsmith_swap", (source,), seconds)
+            self._weights = weights
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the engine did not come to rest in {seconds:.0f} s") from error
+        except EngineDeadError as error:
+            raise Unavailable("the engine ended; the sampler is restarting, try again") from error
+        finally:
+            if not self.dead:
+                await self._llm.resume_generation()
 
     async def _run_job(self, method: str, arguments: tuple[Any, ...], seconds: float) -> int:
         """Starts a job on every worker and waits for all of them, a little longer than `seconds`."""

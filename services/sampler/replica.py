@@ -11,14 +11,18 @@ import logging
 import time
 
 import msgspec
+from redis.exceptions import RedisError
 
 from services.common import process, redis_client, registry, rpc
 from services.common.paths import DataDir
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.engine import Engine
+from services.sampler.full_snapshots import FullSnapshots
 from services.sampler.residency import Residency
+from services.sampler.sampling import Weights
 from services.sampler.service import SamplerService
 from services.sampler.snapshots import Snapshots
+from services.sampler.staging import Staging
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -43,13 +47,16 @@ async def run(config: SamplerConfig) -> int:
 
 
 async def _serve(config: SamplerConfig, engine: Engine) -> int:
+    data_dir = DataDir(config.data_dir)
+    full = FullSnapshots(engine, data_dir, Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers))
     residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id)
-    service = SamplerService(engine, Snapshots(engine, DataDir(config.data_dir), residency))
+    service = SamplerService(engine, Snapshots(engine, data_dir, residency, full))
     name = sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name
     add = sampler_pb2_grpc.add_SamplerServiceServicer_to_server
     server = await rpc.serve([(add, service, name)], f"{config.host}:{config.port}")
     client = redis_client.connect(config.redis_url)
     announcer = registry.Announcer(client, _record(config, engine, server.port))
+    full.listen(lambda weights: _announce_weights(announcer, weights))
     await announcer.start()
     log.info("serving %s at %s", config.base_model, announcer.record.address)
 
@@ -70,6 +77,7 @@ async def _serve(config: SamplerConfig, engine: Engine) -> int:
     finally:
         for task in (signalled, died):
             task.cancel()
+        await full.close()
         await client.aclose()
 
 
@@ -90,6 +98,15 @@ def _record(config: SamplerConfig, engine: Engine, port: int) -> registry.Servic
         max_sequences=config.max_sequences,
         gpus=engine.gpus,
     )
+
+
+async def _announce_weights(announcer: registry.Announcer, weights: Weights) -> None:
+    name = "" if weights is None else str(weights)
+    try:
+        await announcer.update(msgspec.structs.replace(announcer.record, weights=name))
+    except RedisError as error:
+        # The next refresh of the record says it.
+        log.warning("could not announce %s: %s", name or "the base weights", error)
 
 
 async def _until_dead(engine: Engine) -> None:

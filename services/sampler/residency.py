@@ -50,6 +50,10 @@ class Residency:
         self._residents.move_to_end(key)
         return resident.adapter_id
 
+    def holds(self, key: SnapshotKey) -> bool:
+        """Whether the snapshot is resident."""
+        return key in self._residents
+
     def release(self, key: SnapshotKey) -> None:
         """Ends one use."""
         self._residents[key].users -= 1

@@ -20,13 +20,17 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class SnapshotKey:
-    """An immutable adapter: the model that was saved and the seq_id of the save."""
+    """An immutable snapshot, adapter or full model: the model that was saved and the seq_id of the save."""
 
     model_id: str
     version: int
 
     def __str__(self) -> str:
         return f"{self.model_id}@{self.version}"
+
+
+Weights = SnapshotKey | None
+"""What the weights below every adapter are of: a full snapshot, or None = the base model."""
 
 
 @dataclass(frozen=True)

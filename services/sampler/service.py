@@ -53,11 +53,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             self._sequences -= job.num_samples
 
     async def _sample(self, job: SampleJob) -> SampleOutput:
-        key = job.snapshot
-        if key is None:
-            return await self._engine.sample(job, None)
-        async with self._snapshots.use(key) as adapter_id:
-            adapter = Adapter(adapter_id, str(key), self._snapshots.directory(key))
+        async with self._snapshots.use(job.snapshot) as adapter:
             return await self._engine.sample(job, adapter)
 
     async def JoinGroup(
@@ -89,6 +85,8 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             running=self._requests,
             resident=[convert.snapshot_to_pb(key) for key in self._snapshots.resident()],
             group_epoch=self._snapshots.group_epoch,
+            weights=convert.snapshot_to_pb(weights) if (weights := self._snapshots.weights) else None,
+            waiting=self._snapshots.waiting,
         )
 
     def _refuse_when_draining(self) -> None:

@@ -1,7 +1,7 @@
-"""Keeps adapter snapshots in the engine: by broadcast when they are made, from the store on a miss.
+"""Keeps snapshots at hand: by broadcast when they are made, from the store on a miss.
 
-Invariant: between `acquire` and `release` every worker holds the snapshot, and what a snapshot key
-names never changes: the first copy of a version that arrives stays.
+Invariant: between the beginning and the end of `use` every worker has the snapshot, and what a snapshot
+key names never changes: the first copy of a version that arrives stays.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from services.common.errors import InvalidRequest, SnapshotNotFound, TinsmithErr
 from services.common.paths import DataDir
 from services.common.weights.medium import Medium
 from services.sampler.convert import IncomingSnapshot
+from services.sampler.full_snapshots import FullSnapshots
 from services.sampler.residency import Residency
-from services.sampler.sampling import SnapshotKey
+from services.sampler.sampling import Adapter, SnapshotKey, Weights
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +53,13 @@ class AdapterEngine(Protocol):
 class Snapshots:
     """The snapshots of one engine."""
 
-    def __init__(self, engine: AdapterEngine, data_dir: DataDir, residency: Residency) -> None:
+    def __init__(
+        self, engine: AdapterEngine, data_dir: DataDir, residency: Residency, full: FullSnapshots
+    ) -> None:
         self._engine = engine
         self._data_dir = data_dir
         self._residency = residency
+        self._full = full
         self._loads: dict[SnapshotKey, asyncio.Task[None]] = {}
         self._receiving = asyncio.Lock()
         self._cleanups: set[asyncio.Task[None]] = set()
@@ -64,26 +68,47 @@ class Snapshots:
 
     def resident(self) -> list[SnapshotKey]:
         """Snapshots in memory."""
-        return self._residency.keys()
+        return self._residency.keys() + self._full.staged()
 
-    def directory(self, key: SnapshotKey) -> str:
-        """Where the store keeps the snapshot."""
-        return str(self._data_dir.snapshot(key.model_id, key.version))
+    @property
+    def weights(self) -> Weights:
+        """Whose weights are in the engine."""
+        return self._full.weights
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until other weights are in the engine."""
+        return self._full.waiting
 
     @asynccontextmanager
-    async def use(self, key: SnapshotKey) -> AsyncIterator[int]:
-        """Adapter id of the snapshot, loaded from the store if need be, resident meanwhile.
+    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Adapter | None]:
+        """The snapshot (None = the base model) is in the engine meanwhile. Yields the adapter, if it is one.
 
         Raises:
-            SnapshotNotFound: it is neither resident nor in the store.
+            SnapshotNotFound: it is neither in memory nor in the store.
             TinsmithError: it could not be loaded.
         """
+        if key is None or await self._is_full(key):
+            async with self._full.use(key):
+                yield None
+            return
         while (adapter_id := self._residency.acquire(key)) is None:
             await self._load(key)
         try:
-            yield adapter_id
+            # Adapters belong to the base model.
+            async with self._full.use(None):
+                directory = self._data_dir.snapshot(key.model_id, key.version)
+                yield Adapter(adapter_id, str(key), str(directory))
         finally:
             self._residency.release(key)
+
+    async def _is_full(self, key: SnapshotKey) -> bool:
+        if self._full.knows(key):
+            return True
+        if self._residency.holds(key):
+            return False
+        directory = self._data_dir.snapshot(key.model_id, key.version)
+        return await asyncio.to_thread((directory / "config.json").is_file)
 
     async def _load(self, key: SnapshotKey) -> None:
         """Loads once however many requests wait; one that is cancelled does not stop the others."""
@@ -124,20 +149,16 @@ class Snapshots:
             NotInGroup: the workers are in another group or in none.
             DataLoss, DeadlineExceeded, InvalidRequest: as Engine.receive_adapter.
         """
-        specs: list[list[object]] = [[s.name, s.dtype, list(s.shape)] for s in incoming.specs]
         async with self._receiving:
             if incoming.epoch != self.group_epoch:
                 raise NotInGroup(
                     f"not in weight group {incoming.epoch} but in {self.group_epoch}; join again"
                 )
-            adapter_id = self._residency.new_adapter_id()
             try:
-                nbytes = await self._take(
-                    adapter_id,
-                    self._engine.receive_adapter(
-                        adapter_id, incoming.epoch, incoming.rank, specs, incoming.crc32, incoming.timeout
-                    ),
-                )
+                if incoming.rank is None:
+                    await self._full.receive(incoming)
+                else:
+                    await self._receive_adapter(incoming, incoming.rank)
             except TinsmithError as error:
                 log.warning("snapshot %s did not arrive: %s", incoming.key, error)
                 # An adapter that does not fit arrived whole: the group is sound.
@@ -147,8 +168,17 @@ class Snapshots:
             except asyncio.CancelledError:
                 self._leave(incoming.epoch)
                 raise
+        log.info("received snapshot %s", incoming.key)
+
+    async def _receive_adapter(self, incoming: IncomingSnapshot, rank: int) -> None:
+        adapter_id = self._residency.new_adapter_id()
+        nbytes = await self._take(
+            adapter_id,
+            self._engine.receive_adapter(
+                adapter_id, incoming.epoch, rank, incoming.layout, incoming.crc32, incoming.timeout
+            ),
+        )
         await self._note(incoming.key, adapter_id, nbytes)
-        log.info("received snapshot %s (%d bytes)", incoming.key, nbytes)
 
     async def _take(self, adapter_id: int, arrival: object) -> int:
         """Waits for an adapter to arrive on all workers, or drops it from those that have it."""

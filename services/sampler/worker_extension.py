@@ -1,4 +1,4 @@
-"""What a vLLM worker does for Tinsmith: joins weight groups and takes adapters, from memory or disk.
+"""What a vLLM worker does for Tinsmith: joins weight groups and takes weights, from memory or disk.
 
 vLLM mixes WorkerExtension into its worker class; its methods are called between engine steps with
 `collective_rpc`. Waiting and copying therefore happen in a thread ("a job"), and the engine only
@@ -7,7 +7,8 @@ registers the finished adapter, so running generations go on meanwhile.
 Invariant: an adapter is registered whole and checked, under an id that no request uses yet, or not
 at all; an adapter that is registered has been in an engine slot once, so using it cannot fail.
 
-This file, prompt_scorer.py and vllm_fixes.py are the only ones that touch vLLM's worker internals.
+This file, prompt_scorer.py, full_weights.py and vllm_fixes.py are the only ones that touch vLLM's worker
+internals.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from services.common import weights
 from services.common.errors import DataLoss, DeadlineExceeded, Internal, InvalidRequest, TinsmithError
 from services.common.weights.medium import Medium
-from services.sampler import vllm_fixes
+from services.sampler import full_weights, vllm_fixes
 from services.sampler.config import REDIS_URL_VARIABLE
 from services.sampler.prompt_scorer import PromptScorer
 
@@ -82,12 +84,22 @@ class _Job:
             return ["error", Internal.default_code, "server", f"{type(error).__name__}: {error}"]
 
 
+@contextmanager
+def _deadline() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise DeadlineExceeded(str(error)) from error
+
+
 class _State:
     """What the extension keeps; the worker class itself has no constructor of ours."""
 
     def __init__(self) -> None:
         self.group: weights.WeightGroup | None = None
         self.jobs: OrderedDict[str, _Job] = OrderedDict()
+        self.staged: dict[int, dict[str, torch.Tensor]] = {}
+        self.swapping = threading.Lock()
 
 
 class WorkerExtension:
@@ -148,18 +160,57 @@ class WorkerExtension:
         layout = [weights.TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
 
         def work() -> LoRAModel:
-            group = self.tinsmith_state.group
-            if group is None or group.epoch != epoch:
-                raise Internal(f"a worker is not in weight group {epoch}")
-            try:
-                buffer = group.receive(weights.nbytes(layout), timeout)
-            except TimeoutError as error:
-                raise DeadlineExceeded(str(error)) from error
-            if weights.crc32(buffer) != crc32:
-                raise DataLoss("the received snapshot's checksum differs; publish it again")
-            return self._tinsmith_adapter(adapter_id, rank, weights.unpack(buffer, layout))
+            tensors = self._tinsmith_received(epoch, layout, crc32, timeout)
+            return self._tinsmith_adapter(adapter_id, rank, tensors)
 
         self._tinsmith_start(job, _Job(f"receive-{adapter_id}", work, self._tinsmith_register))
+
+    def tinsmith_stage(
+        self, job: str, stage_id: int | None, epoch: int, specs: list, crc32: int, timeout: float
+    ) -> None:
+        """Starts receiving a full model into host memory; stage_id None = without keeping it."""
+        layout = [weights.TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
+
+        def work() -> dict[str, torch.Tensor]:
+            if stage_id is not None:
+                return self._tinsmith_received(epoch, layout, crc32, timeout)
+            with _deadline():
+                self._tinsmith_group(epoch).discard(weights.nbytes(layout), timeout)
+            return {}
+
+        def finish(tensors: dict[str, torch.Tensor]) -> int:
+            if stage_id is not None:
+                self.tinsmith_state.staged[stage_id] = tensors
+            return 0
+
+        self._tinsmith_start(job, _Job(f"stage-{stage_id}", work, finish))
+
+    def tinsmith_drop_staged(self, stage_ids: list[int]) -> None:
+        """Frees staged weights."""
+        for stage_id in stage_ids:
+            self.tinsmith_state.staged.pop(stage_id, None)
+
+    def tinsmith_swap(self, job: str, source: int | str | None) -> None:
+        """Starts replacing the model's weights. No request runs meanwhile.
+
+        Args:
+            source: id of staged weights, or a model's directory, or None = the base model's own files.
+        """
+        # Held here: dropping them from the stage now does no harm.
+        staged = self.tinsmith_state.staged[source] if isinstance(source, int) else None
+
+        def work() -> None:
+            if staged is not None:
+                tensors: full_weights.NamedTensors = staged.items()
+            elif source is None:
+                tensors = full_weights.base_tensors(self)
+            else:
+                tensors = full_weights.stored_tensors(Path(str(source)))
+            # One that was given up for its time may still be at it.
+            with self.tinsmith_state.swapping:
+                full_weights.load(self, tensors)
+
+        self._tinsmith_start(job, _Job(f"swap-{source}", work))
 
     def tinsmith_load(self, job: str, adapter_id: int, directory: str) -> None:
         """Starts loading an adapter from a snapshot directory in PEFT format."""
@@ -190,6 +241,22 @@ class WorkerExtension:
         for old in list(jobs)[:-_KEPT_JOBS]:
             if jobs[old].outcome is not None:
                 del jobs[old]
+
+    def _tinsmith_group(self, epoch: int) -> weights.WeightGroup:
+        group = self.tinsmith_state.group
+        if group is None or group.epoch != epoch:
+            raise Internal(f"a worker is not in weight group {epoch}")
+        return group
+
+    def _tinsmith_received(
+        self, epoch: int, layout: list[weights.TensorSpec], crc32: int, timeout: float
+    ) -> dict[str, torch.Tensor]:
+        """Tensors that arrive over the weight group, checked, in host memory. Blocking."""
+        with _deadline():
+            buffer = self._tinsmith_group(epoch).receive(weights.nbytes(layout), timeout)
+        if weights.crc32(buffer) != crc32:
+            raise DataLoss("the received snapshot's checksum differs; publish it again")
+        return weights.unpack(buffer, layout)
 
     def _tinsmith_adapter(self, adapter_id: int, rank: int, tensors: dict[str, torch.Tensor]) -> LoRAModel:
         """A LoRAModel of tensors "<module>.lora_A" [r, in] and "<module>.lora_B" [out, r]."""

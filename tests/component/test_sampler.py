@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import grpc
@@ -14,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from services.common import registry, rpc, weights
+from services.common import registry, weights
 from services.common.redis_client import connect
 from tests.component.sampler_process import (
     BASE_MODEL,
@@ -25,16 +22,17 @@ from tests.component.sampler_process import (
     Sampler,
     floats,
     ints,
-    launch,
+    join,
     make_adapter,
-    make_model,
-    redis_server,
+    prompt,
     request,
-    wait_ready,
+    sample,
+    status,
+    until_running,
     write_snapshot,
 )
 from tests.reference import Reference
-from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, types_pb2
+from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
 GLOO = sampler_pb2.WEIGHT_MEDIUM_GLOO
 
@@ -42,58 +40,7 @@ pytestmark = pytest.mark.heavy
 
 STOP, LENGTH = operation_pb2.STOP_REASON_STOP, operation_pb2.STOP_REASON_LENGTH
 TOLERANCE = 1e-4
-# (rank, what it adapts) of the stored snapshots; three of them, and the engine has two slots.
-STORED = {
-    1: (8, {}),
-    2: (4, {"mlp": False, "unembed": False}),
-    3: (16, {"attn": False}),
-}
 NEVER = operation_pb2.StopCondition(never={})
-
-
-@pytest.fixture(scope="module")
-def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
-    directory = tmp_path_factory.mktemp("sampler")
-    model_dir = make_model(directory / "model", tied=True)
-    with redis_server(directory) as redis_url:
-        started = launch(directory, model_dir, redis_url, "--max-loras", "2", "--max-sequences", "64")
-        for version, (rank, targets) in STORED.items():
-            write_snapshot(
-                started.data_dir.snapshot(MODEL_ID, version), make_adapter(version, rank, **targets), rank
-            )
-        try:
-            yield wait_ready(started)
-        finally:
-            assert started.stop() == 0, started.log.read_text()[-3000:]
-
-
-@pytest.fixture
-async def stub(sampler: Sampler) -> AsyncIterator[sampler_pb2_grpc.SamplerServiceStub]:
-    async with rpc.channel(sampler.address) as channel:
-        yield sampler_pb2_grpc.SamplerServiceStub(channel)
-
-
-@pytest.fixture(scope="module")
-def judge(sampler: Sampler):  # type: ignore[no-untyped-def]
-    """version -> the independent model of that snapshot (0 = base)."""
-
-    @cache
-    def made(version: int) -> Reference:
-        return Reference(sampler.model_dir, sampler.data_dir.snapshot(MODEL_ID, version) if version else None)
-
-    return made
-
-
-async def sample(
-    stub: sampler_pb2_grpc.SamplerServiceStub, wanted: sampler_pb2.SampleRequest
-) -> operation_pb2.SampleResult:
-    response = await stub.Sample(wanted, timeout=120)
-    assert response.WhichOneof("kind") == "result", response.error
-    return response.result
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 async def test_sampled_logprobs_are_the_models_at_any_temperature(stub, judge) -> None:
@@ -301,19 +248,6 @@ async def test_a_cancelled_request_frees_its_place_and_a_full_queue_refuses(stub
     assert len((await sample(stub, request([1], n=64, max_tokens=1))).sequences) == 64
 
 
-async def status(
-    stub: sampler_pb2_grpc.SamplerServiceStub,
-) -> sampler_pb2.GetSamplerStatusResponse:
-    return await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=10)
-
-
-async def until_running(stub: sampler_pb2_grpc.SamplerServiceStub, condition: Callable[[int], bool]) -> None:
-    """Waits for a number of running requests; there is nothing to subscribe to."""
-    async with asyncio.timeout(10):
-        while not condition((await status(stub)).running):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def test_it_announces_itself_with_what_gateways_need(sampler: Sampler) -> None:
     client = connect(sampler.redis_url)
     (record,) = await registry.live(client, "sampler")
@@ -325,19 +259,6 @@ async def test_it_announces_itself_with_what_gateways_need(sampler: Sampler) -> 
 
 
 # Weight exchange: this test process is the trainer, rank 0 of the group.
-
-
-async def join(stub, sampler: Sampler, epoch: int) -> weights.WeightGroup:
-    """Both ends join; the trainer's end is returned."""
-    with ThreadPoolExecutor(1) as pool:
-        mine = asyncio.get_running_loop().run_in_executor(
-            pool, weights.join, BASE_MODEL, epoch, 0, 2, "cpu", sampler.redis_url, 30
-        )
-        wanted = sampler_pb2.JoinGroupRequest(
-            epoch=epoch, first_rank=1, world_size=2, timeout_seconds=30, medium=GLOO
-        )
-        await stub.JoinGroup(wanted, timeout=40)
-        return await mine
 
 
 def incoming(
