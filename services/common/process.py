@@ -13,6 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+from services.common import failpoints
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,6 +55,7 @@ def setup_process(name: str, run_dir: Path) -> None:
     if os.getppid() != 0 and os.getpid() != 1:
         die_with_parent(signal.SIGTERM)
     write_pid_file(run_dir, name)
+    failpoints.name_process(name)
 
 
 async def wait_for_signal() -> signal.Signals:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from services.common import ids, keys
+from services.common import failpoints, ids, keys
 from services.common.journal import Journal
 from services.common.tasks import cancel_all, keep_running
 from services.gateway.directory import Directory
@@ -169,6 +169,7 @@ class Dispatcher:
         )
         self._runners[lease.model_id] = runner
         try:
+            await failpoints.reach("gateway.lease_taken")
             await runner.run()
         except (RedisError, OSError) as error:
             log.warning("dispatch of %s paused, the next sweep goes on: %s", lease.model_id, error)

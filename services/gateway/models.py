@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.common import errors, ids
+from services.common import errors, failpoints, ids
 from services.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, TinsmithError
 from services.common.journal import Journal
 from services.gateway import validation
@@ -340,6 +340,7 @@ class Models:
 
     async def _accept(self, operation: operation_pb2.Operation, owner: str) -> str:
         request_id = await self._journal.accept(operation, owner)
+        await failpoints.reach("gateway.after_accept")
         self._wake(operation.model_id)
         return request_id
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
+from services.common import failpoints
 from services.common.journal import Journal, Published
 from services.gateway import dispatch_plan
 from services.gateway.leases import Lease
@@ -47,8 +48,11 @@ class ResultWriter:
             attempt = 0
             while not self._lease.lost:
                 try:
+                    await failpoints.reach("gateway.before_record")
                     await self._on_result(operation, result)
+                    await failpoints.reach("gateway.before_publish")
                     await self._publish(operation, result, ran)
+                    await failpoints.reach("gateway.after_publish")
                     return
                 except (RedisError, OSError) as error:
                     attempt += 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from services.common import errors, ids, keys
+from services.common import errors, failpoints, ids, keys
 from services.common.errors import (
     Internal,
     NotFound,
@@ -160,6 +160,7 @@ class SampleDispatcher:
                 result = await self._sample(request_id, request, session)
         except TinsmithError as error:
             result = operation_pb2.OperationResult(error=errors.to_pb(error))
+        await failpoints.reach("gateway.before_publish_sample")
         await self._journal.publish(request_id, result)
 
     async def _session(self, request_id: str) -> SamplingSessionRecord:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from services.common import ids
+from services.common import failpoints, ids
 from services.common.errors import Conflict, Gone, InvalidRequest, NotFound, PermissionDenied
 from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import validation
@@ -161,6 +161,7 @@ class Sampling:
             if counted:
                 self._admission.release(request_id)
             raise
+        await failpoints.reach("gateway.after_accept_sample")
         await self._submit(request_id, sample)
         return request_id
 

@@ -27,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common import errors
+from services.common import errors, failpoints
 from services.common.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
 from services.common.sample_schema import Scoring
 from services.common.weights.medium import Medium
@@ -136,6 +136,7 @@ class Engine:
             for index in range(job.num_samples)
         ]
         try:
+            await failpoints.reach("sampler.mid_generation")
             outputs = await asyncio.gather(*tasks)
         except BaseException:
             for task in tasks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from services.common import failpoints
 from services.common.errors import InvalidRequest, Unavailable
 from services.sampler import convert
 from services.sampler.sampling import Adapter, Limits, SampleJob, SampleOutput, admit, check
@@ -45,7 +46,9 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         self._requests += 1
         self._sequences += job.num_samples
         try:
-            return convert.output_to_pb(await self._sample(job))
+            output = await self._sample(job)
+            await failpoints.reach("sampler.before_reply")
+            return convert.output_to_pb(output)
         except InvalidRequest as error:
             return convert.error_to_pb(error)
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
+from services.common import failpoints
 from services.common.age import encrypted
 from services.common.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.storage.base import Writer
@@ -114,6 +115,7 @@ class Barriers:
         finally:
             # A step that was refused has dropped the gradient: that too is to be kept.
             self._changed(model.model_id)
+        await failpoints.reach("trainer.before_step_reply")
         return convert.stepped(metrics)
 
     async def _save(self, model: Model, seq_id: int, work: Save) -> OperationResult:

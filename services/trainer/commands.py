@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from services.common import failpoints
 from services.trainer.engine import Engine
 from services.trainer.plan import AdamSpec, LoraSpec, ModelState, Pass
 
@@ -64,9 +65,15 @@ def apply(engine: Engine, command: Command) -> Any:
         case DropModel():
             return engine.drop_model(command.model_id)
         case RunPass():
-            return engine.run_pass(command.plan)
+            failpoints.hit("trainer.before_pass")
+            rows = engine.run_pass(command.plan)
+            failpoints.hit("trainer.after_pass")
+            return rows
         case OptimStep():
-            return engine.optim_step(command.model_id, command.adam)
+            failpoints.hit("trainer.before_step")
+            metrics = engine.optim_step(command.model_id, command.adam)
+            failpoints.hit("trainer.after_step")
+            return metrics
         case LoadState():
             return engine.load_state(command.model_id, command.saved, command.optimizer)
         case Tick() | Shutdown():

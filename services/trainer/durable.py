@@ -20,6 +20,7 @@ from typing import Protocol
 
 import msgspec
 
+from services.common import failpoints
 from services.common.errors import DataLoss
 from services.common.paths import DataDir
 from services.common.storage.directory import delete_directory, publish_directory
@@ -165,11 +166,13 @@ class DurableStore:
         location = str(seq_id)
         parent = self._data.state(model_id)
         await asyncio.to_thread(_write_files, parent / location, snapshot)
+        await failpoints.reach("trainer.before_pointer")
         if not await self._pointers.mark_durable(model_id, self._epoch_of(model_id), seq_id, location):
             log.warning(
                 "durable snapshot of %s at %d was not marked: another gateway leads it", model_id, seq_id
             )
             return
+        await failpoints.reach("trainer.after_pointer")
         self._on_durable(model_id, seq_id)
         await asyncio.to_thread(_delete_older, parent, location)
 

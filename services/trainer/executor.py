@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from services.common import failpoints
 from services.common.errors import (
     Internal,
     InvalidRequest,
@@ -190,6 +191,7 @@ class Executor:
             # The engine reports failed operations row by row; an error of the whole pass leaves the
             # gradients in doubt.
             raise RuntimeError(f"a pass failed: {error}") from error
+        await failpoints.reach("trainer.before_pass_reply")
         for row in rows:
             operation = operations[row.op]
             operation.rows[row.index] = row

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from services.common import failpoints
 from services.common.storage.base import ABANDONED_S, GRACE_S, Key, Storage, Writer, check_name
 
 _AT_FDCWD = -100
@@ -48,7 +49,9 @@ def publish_directory(target: Path, files: Mapping[str, Writer], replace: bool) 
             size += path.stat().st_size
         temporary.chmod(0o755)
         _sync(temporary)
+        failpoints.hit("trainer.before_rename")
         _move(temporary, target, replace)
+        failpoints.hit("trainer.after_rename")
         _sync(target.parent)
         return size
     finally:

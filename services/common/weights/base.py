@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from services.common import failpoints
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -118,6 +120,7 @@ class WeightGroup(abc.ABC):
         Raises:
             TimeoutError, RuntimeError: as `broadcast`.
         """
+        failpoints.hit("trainer.mid_broadcast")
         for bucket in buckets:
             self._transfer(bucket, timeout)
 
@@ -127,6 +130,7 @@ class WeightGroup(abc.ABC):
         Raises:
             TimeoutError, RuntimeError: as `broadcast`.
         """
+        failpoints.hit("sampler.mid_receive")
         buffer = torch.empty(size, dtype=torch.uint8)
         for bucket in buffer.split(BUCKET_BYTES):
             self._transfer(bucket, timeout)
