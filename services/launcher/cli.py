@@ -116,6 +116,12 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         "--redis-url",
         help="use this Redis, not the embedded one; give a URL with a password as TINSMITH_REDIS_URL",
     )
+    up.add_argument(
+        "--redis-appendfsync",
+        choices=("always", "everysec"),
+        help="when the embedded Redis syncs its file: `always` keeps every acknowledged request even when "
+        "the machine loses power, `everysec` all but the last second, and is faster (default: everysec)",
+    )
     up.add_argument("-v", "--verbose", action="store_true", help="print all logs, not only warnings")
 
 
@@ -145,6 +151,9 @@ def _up(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
+    redis_url = args.redis_url or os.environ.get("TINSMITH_REDIS_URL")
+    if redis_url and args.redis_appendfsync:
+        raise InvalidRequest("--redis-appendfsync is for the embedded Redis; set appendfsync in your own")
     options = plan.Options(
         models=tuple(plan.parse_model(text) for text in args.model),
         data_dir=args.data_dir.resolve(),
@@ -159,9 +168,10 @@ def _up(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         cores=machine.cores(),
         gpus=machine.gpus(),
+        redis_appendfsync=args.redis_appendfsync or "everysec",
     )
     plan.check(options)
-    return up(options, args.redis_url or os.environ.get("TINSMITH_REDIS_URL"), args.verbose)
+    return up(options, redis_url, args.verbose)
 
 
 def _absolute(location: str) -> str:

@@ -38,6 +38,7 @@ class Options:
         device: "cpu" or "cuda".
         cores: CPUs to share out.
         gpus: GPUs to share out on "cuda".
+        redis_appendfsync: when the embedded Redis syncs its file, "always" or "everysec".
     """
 
     models: tuple[Model, ...]
@@ -53,6 +54,7 @@ class Options:
     dtype: str = "auto"
     cores: tuple[int, ...] = (0, 1)
     gpus: tuple[str, ...] = ()
+    redis_appendfsync: str = "everysec"
 
 
 @dataclass(frozen=True)

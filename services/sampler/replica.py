@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from services.common import process, redis_client, registry, rpc
 from services.common.paths import DataDir
+from services.common.tasks import cancel_all
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.engine import Engine
 from services.sampler.full_snapshots import FullSnapshots
@@ -75,8 +76,7 @@ async def _serve(config: SamplerConfig, engine: Engine) -> int:
         await announcer.stop()
         return 0
     finally:
-        for task in (signalled, died):
-            task.cancel()
+        await cancel_all([signalled, died])
         await full.close()
         await client.aclose()
 

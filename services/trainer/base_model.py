@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,19 @@ def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> No
         verbose=False,
         timeout=timeout,
     )
+    if device == "cpu":
+        _unlink_shared_buffer()
+
+
+def _unlink_shared_buffer() -> None:
+    """Takes the name off this rank's segment of shared memory (69 MB), which DeepSpeed leaves behind."""
+    import torch.distributed as dist
+
+    # Once every rank has come here all of them have mapped it.
+    dist.barrier()
+    world = f"{os.environ.get('MASTER_ADDR', '')}_{os.environ.get('MASTER_PORT', '')}"
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{world}_{dist.get_rank()}"
+    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 class BaseModel:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from services.common import keys, registry, rpc, tensors, weights
 from services.common.registry import ServiceRecord
+from services.common.tasks import cancel_all
 from services.common.weights.medium import Medium, choose_medium
 from services.trainer.convert import lora_to_pb
 from services.trainer.plan import HostArray, LoraSpec
@@ -256,12 +257,12 @@ class Broadcaster:
         have_it = []
         for member, call in zip(group.members, calls, strict=True):
             if not call.done():
-                call.cancel()
                 log.warning("sampler %s did not receive a snapshot: it waits for another", member)
             elif (error := call.exception()) is not None:
                 log.warning("sampler %s did not receive a snapshot: %s", member, _described(error))
             else:
                 have_it.append(member)
+        await cancel_all(calls)
         if len(have_it) < len(group.members) or not own.done() or own.exception() is not None:
             log.warning("weight group %d is given up", group.handle.epoch)
             # The own end may be stuck until its deadline; nobody waits for it.

@@ -21,6 +21,7 @@ from services.common.journal import Journal
 from services.common.paths import DataDir
 from services.common.registry import Announcer, ServiceRecord
 from services.common.storage.location import connect
+from services.common.tasks import cancel_all
 from services.trainer.barriers import Barriers
 from services.trainer.broadcast import Broadcaster
 from services.trainer.checkpoints import CheckpointStore
@@ -161,8 +162,7 @@ class _Server:
         self._executor.stop()
         if failed is None:
             await self._drain(executing)
-        for task in failures:
-            task.cancel()
+        await cancel_all(failures)
         self._executor.abandon(Unavailable("the trainer is stopping; the operation runs after its restart"))
         await server.drain(1.0)
         await self._broadcaster.close()
@@ -173,7 +173,7 @@ class _Server:
         done, _ = await asyncio.wait([executing], timeout=_DRAIN_S)
         if not done:
             log.warning("an operation did not finish while draining; it runs again after the restart")
-            executing.cancel()
+            await cancel_all([executing])
         with suppress(TimeoutError):
             await asyncio.wait_for(self._residency.durable.drain(), _DURABLE_S)
         with suppress(Exception):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered import CHART, refusal, render
+from rendered import CHART, container, refusal, render, workloads
 
 MODEL = {"name": "a/b", "path": "a/b"}
 # Values that exist only where a user writes them.
@@ -51,6 +51,7 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"data": {"accessMode": "ReadOnlyMany"}},
         {"data": {"size": "lots"}},
         {"image": {"pullPolicy": "Sometimes"}},
+        {"redis": {"appendfsync": "no"}},
     ],
     ids=json.dumps,
 )
@@ -99,3 +100,9 @@ def test_values_yaml_shows_every_value_that_the_schema_knows() -> None:
     text = (CHART / "values.yaml").read_text()
     for name in NOT_IN_VALUES_YAML - {"global"}:
         assert f"#   {name.removeprefix('models[].')} " in text
+
+
+@pytest.mark.parametrize("when", ["always", "everysec"])
+def test_the_bundled_redis_syncs_its_file_as_asked(when: str) -> None:
+    (server,) = [container(one) for one in workloads(render({"redis": {"appendfsync": when}}), "redis")]
+    assert f"\nappendfsync {when}\n" in server["command"][2]

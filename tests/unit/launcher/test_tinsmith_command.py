@@ -28,6 +28,10 @@ def test_up_without_a_model_shows_an_example(capsys: pytest.CaptureFixture[str])
         (["--model", "a/b=/no/such/place"], "no directory"),
         (["--model", "a/b=org/model", "--samplers", "-1"], "--samplers"),
         (["--model", "a/b=org/model", "--port", "70000"], "--port"),
+        (
+            ["--model", "a/b=org/m", "--redis-url", "redis://x:1", "--redis-appendfsync", "always"],
+            "--redis-appendfsync",
+        ),
     ],
 )
 def test_up_says_what_to_change(
