@@ -167,8 +167,6 @@ class Action(Enum):
     """It ran: resolve its future with the error and go on."""
 
 
-MOST_LOST_CALLS = 5
-"""Starts of a trainer that may end while it runs one operation, before that operation is blamed."""
 _MOST_CONFLICTS = 3
 
 
@@ -176,15 +174,15 @@ def after_failure(error: TinsmithError, times: int) -> Action:
     """Chooses what to do about a failed call.
 
     Args:
-        times: how often this operation failed in this way so far, this time included; for a lost
-            trainer, how many starts of it were lost.
+        times: how often this operation failed in this way so far, this time included.
     """
     if isinstance(error, StaleEpoch):
         return Action.GIVE_UP_LEASE
     if isinstance(error, ModelNotResident):
         return Action.SYNCHRONISE
     if isinstance(error, Unavailable):
-        return Action.AWAIT_TRAINER if times < MOST_LOST_CALLS else Action.FAIL
+        # Which operation brings a trainer down the trainer itself knows best (services/trainer/crashes.py).
+        return Action.AWAIT_TRAINER
     if isinstance(error, (DeadlineExceeded, Overloaded)):
         return Action.RESEND
     if error.code == "result_lost":

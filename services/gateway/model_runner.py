@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import grpc.aio
@@ -65,7 +65,6 @@ class ModelRunner:
         self._calls: dict[int, tuple[asyncio.Task[None], int]] = {}
         self._failure: BaseException | None = None
         self._failed_calls: Counter[tuple[int, str]] = Counter()
-        self._lost_starts: defaultdict[int, set[str]] = defaultdict(set)
         self._attempt = 0
         self._not_before = 0.0
         self._paused = ""
@@ -215,7 +214,7 @@ class ModelRunner:
         stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
         for send, operation in zip(step.sends, operations, strict=True):
             assert operation is not None
-            self._start_call(stub, send, operation, trainer.incarnation)
+            self._start_call(stub, send, operation)
         moved = step.position != self._position
         self._position = step.position
         if step.sends:
@@ -262,10 +261,9 @@ class ModelRunner:
         stub: trainer_pb2_grpc.TrainerServiceStub,
         send: Send,
         operation: operation_pb2.Operation,
-        incarnation: str,
     ) -> None:
         call = asyncio.create_task(
-            self._call(stub, send, operation, incarnation), name=f"execute {self.model_id}:{send.seq_id}"
+            self._call(stub, send, operation), name=f"execute {self.model_id}:{send.seq_id}"
         )
         self._calls[send.seq_id] = (call, send.size)
         call.add_done_callback(lambda done: self._call_ended(send.seq_id, done))
@@ -283,7 +281,6 @@ class ModelRunner:
         stub: trainer_pb2_grpc.TrainerServiceStub,
         send: Send,
         operation: operation_pb2.Operation,
-        incarnation: str,
     ) -> None:
         request = trainer_pb2.ExecuteRequest(
             operation=operation, epoch=self._lease.epoch, after_seq_id=send.after_seq_id
@@ -294,7 +291,7 @@ class ModelRunner:
                 reply = await stub.Execute(request, timeout=self._settings.execute_timeout)
             except grpc.aio.AioRpcError as raw:
                 error = call_error(raw)
-                action = self._judge(send, error, incarnation)
+                action = self._judge(send, error)
                 if action is not Action.RESEND:
                     await self._act(action, send, operation, error)
                     return
@@ -310,14 +307,9 @@ class ModelRunner:
                 await self._replay_failed(send.seq_id, errors.from_pb(reply.result.error))
             return
 
-    def _judge(self, send: Send, error: TinsmithError, incarnation: str) -> Action:
+    def _judge(self, send: Send, error: TinsmithError) -> Action:
         times = 1
-        if isinstance(error, errors.Unavailable):
-            # Only the first call in line can be what brought the trainer down.
-            if send.seq_id == min(self._calls, default=send.seq_id):
-                self._lost_starts[send.seq_id].add(incarnation)
-            times = len(self._lost_starts[send.seq_id])
-        elif isinstance(error, Conflict):
+        if isinstance(error, Conflict):
             self._failed_calls[send.seq_id, error.code] += 1
             times = self._failed_calls[send.seq_id, error.code]
         return dispatch_plan.after_failure(error, times)

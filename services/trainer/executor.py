@@ -1,7 +1,8 @@
 """Carries out what the scheduler decides: passes on the engine, barriers beside them, results to waiters.
 
 Invariants: an operation gets exactly one result; an operation that fails changes nothing and stops nobody;
-a failure that leaves the world's state in doubt ends `run`, and with it the process.
+a failure that leaves the world's state in doubt ends `run`, and with it the process; an operation that was
+under way when the trainer died runs with no other beside it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from services.trainer import convert
 from services.trainer.barriers import Barriers
 from services.trainer.commands import RunPass as RunPassCommand
 from services.trainer.convert import Forward, Target
+from services.trainer.crashes import CrashLedger
 from services.trainer.models import Model, Operation, OperationResult, Rejected
 from services.trainer.plan import MicroBatch, Pass, PassOp, Row, RowResult
-from services.trainer.scheduler import Cursor, Limits, RunBarrier, RunPass, UnitRef, plan_next
+from services.trainer.scheduler import Cursor, Decision, Limits, RunBarrier, RunPass, UnitRef, plan_next
 from services.trainer.sequencer import Executed, Running
 from services.trainer.world import World
 from tinsmith.v1 import operation_pb2
@@ -45,13 +47,21 @@ class Executor:
     """
 
     def __init__(
-        self, world: World, models: dict[str, Model], barriers: Barriers, target: Target, limits: Limits
+        self,
+        world: World,
+        models: dict[str, Model],
+        barriers: Barriers,
+        target: Target,
+        limits: Limits,
+        crashes: CrashLedger,
     ) -> None:
         self._world = world
         self._models = models
         self._barriers = barriers
         self._target = target
         self._limits = limits
+        self._crashes = crashes
+        self._barriers_running = 0
         self._cursor = Cursor()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -100,17 +110,30 @@ class Executor:
             while not self._stopping:
                 self._wake.clear()
                 self._fail_broken()
-                queues = {model_id: model.runnable() for model_id, model in self._models.items()}
-                decision, self._cursor = plan_next(queues, self._limits, self._cursor)
+                decision, alone = self._decide()
                 match decision:
                     case None:
                         await self._wake.wait()
                     case RunBarrier(model_id, seq_id):
                         model = self._models[model_id]
                         model.held = True
-                        barriers.create_task(self._barrier(model), name=f"{model_id}:{seq_id}")
+                        self._barriers_running += 1
+                        task = barriers.create_task(self._barrier(model), name=f"{model_id}:{seq_id}")
+                        if alone:
+                            await asyncio.wait([task])
                     case RunPass():
                         await self._pass(decision)
+
+    def _decide(self) -> tuple[Decision | None, bool]:
+        """What to do next, and whether nothing else may be done meanwhile."""
+        queues = {model_id: list(model.runnable()) for model_id, model in self._models.items()}
+        for model_id, queue in queues.items():
+            if queue and self._crashes.is_suspect((model_id, queue[0].seq_id)):
+                if self._barriers_running:
+                    return None, True
+                return plan_next({model_id: queue[:1]}, self._limits, Cursor())[0], True
+        decision, self._cursor = plan_next(queues, self._limits, self._cursor)
+        return decision, False
 
     def stop(self) -> None:
         """Begins nothing new and refuses new operations."""
@@ -136,6 +159,9 @@ class Executor:
             work = convert.from_pb(operation, self._target)
         except InvalidRequest as error:
             work = Rejected(error)
+        given_up = self._crashes.verdict((operation.model_id, operation.seq_id))
+        if given_up is not None:
+            work = Rejected(given_up)
         result: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
         # A caller may have gone away; an error that nobody fetches is not worth a log line.
         result.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -151,6 +177,7 @@ class Executor:
     async def _barrier(self, model: Model) -> None:
         """Runs the operation at the head of a model's queue."""
         operation = model.sequence.ready[0]
+        keys = [(model.model_id, operation.seq_id)]
         released = False
 
         def release() -> None:
@@ -161,9 +188,11 @@ class Executor:
                 model.held = False
                 self._wake.set()
 
+        self._crashes.begin(keys)
         try:
             result = await self._barriers.run(model, operation, release)
         except ModelNotResident as error:
+            self._crashes.end(keys)
             self.evict(model, error)
             return
         except (TinsmithError, OSError) as caught:
@@ -171,6 +200,10 @@ class Executor:
             reason = failure(caught, what) if isinstance(caught, OSError) else caught
             log.warning("operation %s:%d failed: %s", model.model_id, operation.seq_id, caught)
             result = OperationResult(error=error_to_pb(reason))
+        finally:
+            self._barriers_running -= 1
+            self._wake.set()
+        self._crashes.end(keys)
         release()
         self._finish(model, operation, result)
         if result.HasField("unload_model"):
@@ -179,12 +212,15 @@ class Executor:
     def _finish(self, model: Model, operation: Operation, result: OperationResult) -> None:
         model.sequence.finish(operation.seq_id, result)
         self._queued_bytes -= operation.size
+        self._crashes.survived((model.model_id, operation.seq_id))
         self._wake.set()
         if not operation.result.done():
             operation.result.set_result(result)
 
     async def _pass(self, decision: RunPass) -> None:
         plan, operations = self._plan(decision)
+        keys = [(operation.model_id, operation.seq_id) for operation in operations]
+        self._crashes.begin(keys)
         try:
             rows: list[RowResult] = await self._world.call(RunPassCommand(plan))
         except TinsmithError as error:
@@ -192,6 +228,7 @@ class Executor:
             # gradients in doubt.
             raise RuntimeError(f"a pass failed: {error}") from error
         await failpoints.reach("trainer.before_pass_reply")
+        self._crashes.end(keys)
         for row in rows:
             operation = operations[row.op]
             operation.rows[row.index] = row

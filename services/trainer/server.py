@@ -28,6 +28,7 @@ from services.trainer.checkpoints import CheckpointStore
 from services.trainer.commands import Shutdown
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.convert import Target
+from services.trainer.crashes import CrashLedger
 from services.trainer.engine import Engine
 from services.trainer.executor import Executor
 from services.trainer.export_format import Base
@@ -126,12 +127,14 @@ class _Server:
             self._residency.durable.changed,
             self._residency.durable.pointer,
         )
+        self._crashes = CrashLedger(data.run / f"{config.id}.executing")
         self._executor = Executor(
             world,
             models,
             barriers,
             Target(config.base_model, config.micro_batch_tokens),
             Limits(place.world_size, config.micro_batch_tokens),
+            self._crashes,
         )
         self._servicer = TrainerServicer(
             self._executor, self._residency, models, place.world_size, config.zero_stage
@@ -162,6 +165,7 @@ class _Server:
         self._executor.stop()
         if failed is None:
             await self._drain(executing)
+            self._crashes.close()
         await cancel_all(failures)
         self._executor.abandon(Unavailable("the trainer is stopping; the operation runs after its restart"))
         await server.drain(1.0)

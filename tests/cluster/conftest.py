@@ -19,6 +19,7 @@ import psutil
 import pytest
 import tinker
 
+from services.common import failpoints
 from services.common.process import die_with_parent
 
 BASE_MODEL = "tinsmith/tiny"
@@ -36,6 +37,8 @@ class Cluster:
     port: int
     grpc_port: int
     log: Path
+    failpoints: Path
+    """Where a test arms failpoints of the cluster's processes (services/common/failpoints.py)."""
     clients: list[tinker.ServiceClient] = field(default_factory=list)
 
     @property
@@ -113,6 +116,8 @@ def start_cluster(directory: Path, model_dir: Path, *options: str, timeout: floa
     port, grpc_port = free_port(), free_port()
     data_dir = directory / "data"
     log = directory / "up.log"
+    armed = directory / "failpoints"
+    armed.mkdir(exist_ok=True)
     command = [
         *(sys.executable, "-m", "services.launcher.cli", "up", "--model", f"{BASE_MODEL}={model_dir}"),
         *("--port", str(port), "--grpc-port", str(grpc_port), "--data-dir", str(data_dir)),
@@ -124,10 +129,11 @@ def start_cluster(directory: Path, model_dir: Path, *options: str, timeout: floa
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, failpoints.VARIABLE: f"dir:{armed}"},
             # A test run that is killed leaves no cluster behind.
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )
-    cluster = Cluster(process, data_dir, model_dir, port, grpc_port, log)
+    cluster = Cluster(process, data_dir, model_dir, port, grpc_port, log, armed)
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and process.poll() is None:
         if "TINKER_BASE_URL" in log.read_text(errors="replace") and serves(cluster):

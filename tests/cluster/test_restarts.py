@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import tinker
 from tinker import types
 
+from services.common import failpoints
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster
 
@@ -62,3 +64,20 @@ def test_a_sampling_client_answers_the_same_after_the_sampler_was_killed(
     train(training, range(2))
     newer = training.save_weights_and_get_sampling_client().result()
     assert newer.sample(PROMPT, 1, GREEDY).result().sequences[0].stop_reason == "length"
+
+
+def test_a_request_that_crashes_the_trainer_three_times_fails_and_the_model_goes_on_without_it(
+    cluster: Cluster, training: tinker.TrainingClient
+) -> None:
+    train(training, range(2))
+    neighbour = cluster.service_client().create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
+    failpoints.arm(cluster.failpoints, "trainer.before_step", "kill*3")
+    poison = training.optim_step(ADAM)
+    while failpoints.armed(cluster.failpoints):
+        # Somebody else's requests are under way each time, and are not blamed.
+        neighbour.forward_backward([batches.cross_entropy(3, 20)], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="died 3 times") as failure:
+        poison.result()
+    assert failure.value.category == tinker.types.RequestErrorCategory.Server
+    assert neighbour.optim_step(ADAM).result().metrics is not None
+    assert len(train(training, range(2))) == 2

@@ -1,0 +1,58 @@
+"""What every client asked for and got, in the order in which it asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Entry:
+    """One request of one client.
+
+    Attributes:
+        kind: "create", "forward_backward", "step", "publish", "save", "load" or "sample".
+        arguments: plain data from which the request can be made again.
+        submitted: time of the call; `done`: of its result (seconds, monotonic).
+        result: plain data to be compared.
+        error: what came instead of a result.
+    """
+
+    kind: str
+    arguments: dict[str, Any]
+    submitted: float
+    done: float | None = None
+    result: dict[str, Any] | None = None
+    error: str | None = None
+
+
+@dataclass
+class History:
+    """One client's requests. `model_id` is empty for a client that only samples.
+
+    The seq_id of a model's n-th request is n, with the creation as number 0; samples are kept apart.
+    """
+
+    client: str
+    model_id: str = ""
+    training: list[Entry] = field(default_factory=list)
+    samples: list[Entry] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, kind: str, arguments: dict[str, Any]) -> Entry:
+        """Notes that a request is made now."""
+        entry = Entry(kind, arguments, time.monotonic())
+        with self._lock:
+            (self.samples if kind == "sample" else self.training).append(entry)
+        return entry
+
+    def has_result_of_request_after(self, moment: float) -> bool:
+        """Whether anything that was asked for after a moment has its result."""
+        with self._lock:
+            return any(
+                entry.submitted > moment and entry.result is not None
+                for entries in (self.training, self.samples)
+                for entry in reversed(entries[-64:])
+            )

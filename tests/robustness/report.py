@@ -1,0 +1,72 @@
+"""The table of what was injected and what came of it; several runs' tables add up."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Report:
+    """Attributes:
+    recoveries: per fault, seconds from each injection until every client had the result of a request
+        that it made afterwards.
+    lost, wrong: sentences of the checker.
+    """
+
+    recoveries: dict[str, list[float]] = field(default_factory=dict)
+    requests: int = 0
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def note(self, fault: str, seconds: float) -> None:
+        self.recoveries.setdefault(fault, []).append(round(seconds, 2))
+
+    @property
+    def injected(self) -> int:
+        return sum(map(len, self.recoveries.values()))
+
+    def add(self, other: Report) -> None:
+        for fault, seconds in other.recoveries.items():
+            self.recoveries.setdefault(fault, []).extend(seconds)
+        self.requests += other.requests
+        self.lost += other.lost
+        self.wrong += other.wrong
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    def markdown(self) -> str:
+        """The table. Lost and duplicated requests belong to a run and not to one fault, so the columns
+        show them once, for all faults together."""
+        lines = [
+            "| Fault | Injected | Recovered after, median s | at most s |",
+            "|---|---:|---:|---:|",
+        ]
+        for fault in sorted(self.recoveries):
+            seconds = self.recoveries[fault]
+            lines.append(
+                f"| {fault} | {len(seconds)} | {statistics.median(seconds):.1f} | {max(seconds):.1f} |"
+            )
+        lines.append(
+            f"\n{self.injected} faults, {self.requests} requests: {len(self.lost)} lost, "
+            f"{len(self.wrong)} duplicated, reordered or otherwise wrong"
+        )
+        return "\n".join(lines)
+
+
+def read(paths: Sequence[Path]) -> Report:
+    """The reports of these files, added up."""
+    total = Report()
+    for path in paths:
+        total.add(Report(**json.loads(path.read_text())))
+    return total
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(read([Path(name) for name in sys.argv[1:]]).markdown())

@@ -1,0 +1,121 @@
+"""One round: a cluster, clients that never pause, one fault after another, and the judgement."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import tinker
+
+from services.common import keys
+from services.trainer.publisher import read_snapshot
+from tests.robustness import checker, oracle
+from tests.robustness.checker import Stored, Verdict
+from tests.robustness.faults import Fault
+from tests.robustness.report import Report
+from tests.robustness.workload import Client, Reader, Trainee
+from tests.robustness.world import World
+
+RECOVERY_TIMEOUT_S = 180.0
+_POLL_S = 0.02
+_BETWEEN_S = 0.3
+
+
+def run_round(
+    directory: Path, model_dir: Path, faults: Sequence[Fault], trainer_ranks: int, seed: int, until: float
+) -> Report:
+    """Injects the faults in turn; what came of it.
+
+    Args:
+        until: monotonic time after which no further fault is injected.
+    """
+    chance = random.Random(seed)
+    report = Report()
+    world = World(directory, model_dir, trainer_ranks)
+    try:
+        clients = _start_clients(world, trainer_ranks)
+        _wait_until_served(clients, 0.0)
+        for fault in faults:
+            if time.monotonic() > until:
+                break
+            started = time.monotonic()
+            fault.inject(world, chance)
+            _wait_until_served(clients, time.monotonic())
+            report.note(fault.name, time.monotonic() - started)
+            print(f"  {time.monotonic() - started:6.1f} s  {fault.name}", flush=True)
+            world.redis.sync_always(False)
+            time.sleep(_BETWEEN_S)
+        for client in clients:
+            client.end()
+        for client in clients:
+            client.join(300)
+        verdict = _judge(world, clients, directory)
+    finally:
+        left = world.close()
+    assert left == [], f"processes left behind: {left}"
+    report.requests, report.lost, report.wrong = verdict.requests, verdict.lost, verdict.wrong
+    return report
+
+
+def _start_clients(world: World, trainer_ranks: int) -> list[Client]:
+    # The sum of one rank's gradient and zeros is exact: with one batch a step, ranks cannot be told apart.
+    sizes = (2, 2) if trainer_ranks == 1 else (1, 1)
+    services = [tinker.ServiceClient(base_url=world.url, api_key=world.cluster.api_key) for _ in range(3)]
+    clients: list[Client] = [
+        Trainee(services[0], 0, *sizes),
+        Trainee(services[1], 1, *sizes),
+        Reader(services[2], 2),
+    ]
+    for client in clients:
+        client.start()
+    return clients
+
+
+def _wait_until_served(clients: Sequence[Client], moment: float) -> None:
+    deadline = time.monotonic() + RECOVERY_TIMEOUT_S
+    waiting = list(clients)
+    while waiting:
+        for client in waiting:
+            if client.failure is not None:
+                raise AssertionError(f"{client.name} ended: {client.failure!r}") from client.failure
+        waiting = [one for one in waiting if not one.history.has_result_of_request_after(moment)]
+        if time.monotonic() > deadline:
+            names = ", ".join(client.name for client in waiting)
+            raise AssertionError(f"{names}: no result in {RECOVERY_TIMEOUT_S:.0f} s after a fault")
+        time.sleep(_POLL_S)
+
+
+def _judge(world: World, clients: Sequence[Client], directory: Path) -> Verdict:
+    threads = int(_environment(world.wait_ready("trainer-0").pid)["OMP_NUM_THREADS"])
+    expected = oracle.expected(
+        world.cluster.model_dir, [client.history.training for client in clients], threads, directory
+    )
+    verdict = Verdict()
+    for client, wanted in zip(clients, expected, strict=True):
+        model_id = client.history.model_id
+        verdict += checker.judge(client.history, wanted, _stored(world, model_id) if model_id else None)
+        if client.failure is not None or client.is_alive():
+            verdict.lost.append(f"{client.name} did not end by itself: {client.failure!r}")
+    return verdict + checker.judge_samples(entry for client in clients for entry in client.history.samples)
+
+
+def _stored(world: World, model_id: str) -> Stored:
+    snapshots = world.cluster.data_dir / "snapshots" / model_id
+    weights = {
+        int(path.name): oracle.digest(read_snapshot(path) or {})
+        for path in snapshots.iterdir()
+        if path.name.isdigit()
+    }
+    futures = {}
+    prefix = keys.future(model_id, 0)[:-1]
+    for name in world.redis.client.scan_iter(f"{prefix}*", count=1000):
+        state = world.redis.client.hget(name, "state")
+        futures[int(name.decode().removeprefix(prefix))] = (state or b"gone").decode()
+    return Stored(weights, futures)
+
+
+def _environment(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(pair.decode(errors="replace").split("=", 1) for pair in pairs if b"=" in pair)

@@ -1,0 +1,74 @@
+"""The checker finds what it is there to find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.robustness.checker import Stored, Verdict, judge, judge_samples
+from tests.robustness.history import Entry, History
+
+EXPECTED: list[dict[str, Any]] = [{}, {"loss": 2.5, "logprobs": "ab"}, {"grad_norm": 1.0}, {"weights": "w3"}]
+
+
+def answered(kind: str, result: dict[str, Any], **arguments: Any) -> Entry:
+    return Entry(kind, arguments, 0.0, 1.0, result)
+
+
+def history() -> History:
+    found = History("client", "s:train:0")
+    found.training = [
+        answered("create", {}),
+        answered("forward_backward", {"loss": 2.5, "logprobs": "ab"}),
+        answered("step", {"grad_norm": 1.0}),
+        answered("publish", {}),
+    ]
+    return found
+
+
+def stored(**changes: Any) -> Stored:
+    return Stored(**{"weights": {3: "w3"}, "futures": dict.fromkeys(range(4), "done")} | changes)
+
+
+def verdict(found: History | None = None, kept: Stored | None = None) -> Verdict:
+    return judge(found or history(), EXPECTED, kept or stored())
+
+
+def test_an_undisturbed_history_is_right() -> None:
+    assert verdict() == Verdict(4)
+
+
+def test_a_request_without_a_result_is_lost() -> None:
+    found = history()
+    found.training[2].result, found.training[2].error = None, "RequestFailedError: gone"
+    assert "gone" in verdict(found).lost[0]
+
+
+def test_a_result_that_differs_in_the_last_bit_is_wrong() -> None:
+    found = history()
+    found.training[1].result = {"loss": 2.5000000000000004, "logprobs": "ab"}
+    assert len(verdict(found).wrong) == 1
+
+
+def test_weights_that_differ_are_wrong_although_every_answer_was_right() -> None:
+    assert "other weights" in verdict(kept=stored(weights={3: "twice"})).wrong[0]
+
+
+def test_a_snapshot_that_is_missing_is_lost_and_one_too_many_is_wrong() -> None:
+    found = verdict(kept=stored(weights={4: "w3"}))
+    assert (len(found.lost), len(found.wrong)) == (1, 1)
+
+
+def test_a_future_that_is_pending_or_missing_is_lost_and_one_too_many_is_wrong() -> None:
+    futures = {0: "done", 1: "pending", 2: "done", 9: "done"}
+    found = verdict(kept=stored(futures=futures))
+    assert (len(found.lost), len(found.wrong)) == (2, 1)
+
+
+def test_equal_samples_must_have_equal_tokens_and_close_log_probabilities() -> None:
+    def sample(tokens: list[int], logprob: float, source: str = "m@3") -> Entry:
+        return answered("sample", {"tokens": tokens, "logprobs": [logprob]}, source=source, seed=1)
+
+    same = [sample([5], -1.0), sample([5], -1.0 + 1e-6), sample([7], -1.0, source="m@6")]
+    assert judge_samples(same).wrong == []
+    assert len(judge_samples([*same, sample([6], -1.0)]).wrong) == 1
+    assert len(judge_samples([*same, sample([5], -1.1)]).wrong) == 1

@@ -1,0 +1,149 @@
+"""A cluster whose every connection can be disturbed and whose every process can be hurt.
+
+The SDK reaches the gateways, the services reach Redis, and gateways and trainer reach trainer and samplers
+each through a proxy of their own: the last by the address that these announce, 127.0.0.2, where nothing
+listens but the proxy.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import psutil
+
+from services.common import failpoints, keys, registry
+from tests.cluster.conftest import Cluster, free_port, start_cluster, stop_cluster
+from tests.robustness.oracle import MICRO_BATCH_TOKENS
+from tests.robustness.proxy import Wire
+from tests.robustness.redis_process import RedisProcess
+
+ADVERTISED = "127.0.0.2"
+_POLL_S = 0.05
+
+
+class World:
+    """The cluster with its proxies.
+
+    Attributes:
+        sdk, state, services: what SDK and gateways, all services and Redis, and the services among
+            themselves talk through.
+        url: base URL for clients.
+    """
+
+    def __init__(self, directory: Path, model_dir: Path, trainer_ranks: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.trainer_ranks = trainer_ranks
+        self.redis = RedisProcess(directory / "redis", free_port())
+        self.sdk, self.state, self.services = Wire(), Wire(), Wire()
+        state_port = self.state.route(("127.0.0.1", 0), ("127.0.0.1", self.redis.port))
+        self._routed: set[int] = set()
+        self._closing = threading.Event()
+        self._router = threading.Thread(target=self._route_services, name="router", daemon=True)
+        self._router.start()
+        environment = {
+            "TINSMITH_ADVERTISE_HOST": ADVERTISED,
+            "TINSMITH_MICRO_BATCH_TOKENS": str(MICRO_BATCH_TOKENS),
+        }
+        options = ("--gateways", "2", "--samplers", "2", "--trainer-ranks", str(trainer_ranks))
+        with mock.patch.dict(os.environ, environment):
+            self.cluster: Cluster = start_cluster(
+                directory, model_dir, *options, "--redis-url", self.redis.url_through(state_port)
+            )
+        self.failpoints = self.cluster.failpoints
+        port = self.sdk.route(("127.0.0.1", 0), ("127.0.0.1", self.cluster.port))
+        self.url = f"http://127.0.0.1:{port}"
+
+    def close(self) -> list[psutil.Process]:
+        """Stops everything; processes that are left."""
+        for wire in (self.sdk, self.state, self.services):
+            wire.mend()
+        left = stop_cluster(self.cluster)
+        self._closing.set()
+        self._router.join(5)
+        for wire in (self.sdk, self.state, self.services):
+            wire.close()
+        self.redis.close()
+        return left
+
+    def _route_services(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            for record in self.records():
+                host, _, port = record.address.rpartition(":")
+                if host == ADVERTISED and int(port) not in self._routed:
+                    self._routed.add(int(port))
+                    self.services.route((ADVERTISED, int(port)), ("127.0.0.1", int(port)))
+
+    def records(self) -> list[registry.ServiceRecord]:
+        """Services that are announced; none while Redis is away."""
+        found = []
+        try:
+            for kind in registry.KINDS:
+                for member in self.redis.client.smembers(keys.services(kind)):
+                    raw = self.redis.client.get(keys.service(kind, member.decode()))
+                    if raw is not None:
+                        found.append(msgspec.json.decode(raw, type=registry.ServiceRecord))
+        except Exception:
+            return []
+        return found
+
+    def wait_ready(self, name: str, timeout: float = 180) -> psutil.Process:
+        """The process of that name, once it runs and its service is announced."""
+        announced = "trainer-0" if name.startswith("trainer") else name
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            try:
+                process = psutil.Process(self.cluster.pid(name))
+                started = process.create_time()
+                if any(record.id == announced for record in self.records()) and started:
+                    return process
+            except (OSError, ValueError, psutil.Error):
+                pass
+            time.sleep(_POLL_S)
+        raise AssertionError(f"{name} is not ready after {timeout:.0f} s:\n{self.cluster.tail()}")
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Signals a process once it is ready."""
+        self.wait_ready(name).send_signal(number)
+
+    def stop(self, name: str, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after so long."""
+        process = self.wait_ready(name)
+        process.suspend()
+        time.sleep(seconds)
+        process.resume()
+
+    def kill_engine(self, sampler: str) -> None:
+        """SIGKILLs the engine core of a sampler: the child that uses most memory."""
+        children = self.wait_ready(sampler).children(recursive=True)
+        max(children, key=lambda child: child.memory_info().rss).kill()
+
+    def fail_at(self, point: str, action: str, timeout: float = 90) -> None:
+        """Arms a failpoint and returns when it has fired."""
+        failpoints.arm(self.failpoints, point, action)
+        self.wait_fired(point, timeout)
+
+    def wait_fired(self, point: str, timeout: float = 90) -> None:
+        """Returns when an armed failpoint has fired."""
+        deadline = time.monotonic() + timeout
+        while point in failpoints.armed(self.failpoints):
+            if time.monotonic() > deadline:
+                failpoints.disarm(self.failpoints)
+                raise AssertionError(f"nothing came to {point} in {timeout:.0f} s:\n{self.cluster.tail()}")
+            time.sleep(0.02)
+
+    @contextmanager
+    def trouble(self, wire: Wire, seconds: float, begin: Callable[[], None]) -> Iterator[None]:
+        """Trouble on a wire for so long; then its connections are cut, as a router does that restarts."""
+        begin()
+        yield
+        time.sleep(seconds)
+        wire.mend()
+        wire.reset()
