@@ -148,7 +148,7 @@ class Reader(Client):
     """Samples from the base model without end."""
 
     def _work(self) -> None:
-        client = self._service.create_sampling_client(base_model=BASE_MODEL)
+        client = self._service.create_sampling_client(base_model=BASE_MODEL).result()
         while not self._ending.is_set():
             self._sample(client, BASE_MODEL)
             time.sleep(_PAUSE_S)
