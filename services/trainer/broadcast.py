@@ -104,6 +104,7 @@ class Broadcaster:
         self._group: _Group | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._left_out: dict[tuple[str, str], float] = {}
+        self._abandoned: set[asyncio.Future[Any]] = set()
 
     async def send(
         self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostArray]
@@ -143,6 +144,8 @@ class Broadcaster:
     async def close(self) -> None:
         """Leaves the group and closes the channels."""
         self._leave()
+        for future in list(self._abandoned):
+            future.cancel()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def _packed_adapter(self, adapter: Mapping[str, HostArray]) -> _Cargo:
@@ -189,7 +192,7 @@ class Broadcaster:
         world_size = 1 + sum(member.record.world_size for member in members)
         medium = choose_medium([self._gpu, *(gpu for member in members for gpu in member.gpus)])
         device = self._device if medium == "nccl" else "cpu"
-        calls: list[Awaitable[Any]] = []
+        calls: list[asyncio.Future[Any]] = []
         first_rank = 1
         for member in members:
             request = sampler_pb2.JoinGroupRequest(
@@ -199,7 +202,8 @@ class Broadcaster:
                 timeout_seconds=JOIN_TIMEOUT_S,
                 medium=_MEDIA[medium],
             )
-            calls.append(self._stub(member).JoinGroup(request, timeout=JOIN_TIMEOUT_S + _ANSWER_S))
+            call = self._stub(member).JoinGroup(request, timeout=JOIN_TIMEOUT_S + _ANSWER_S)
+            calls.append(asyncio.ensure_future(_answer(call)))
             first_rank += member.record.world_size
         # A thread for each group: one that is stuck until its deadline must not hold up the next.
         thread = WorkerThread(f"weights-{epoch}")
@@ -210,26 +214,38 @@ class Broadcaster:
                 )
             )
         )
-        handle, *answers = await asyncio.gather(own, *calls, return_exceptions=True)
-        if isinstance(handle, weights.WeightGroup) and not any(isinstance(a, BaseException) for a in answers):
+        await asyncio.wait([own, *calls], return_when=asyncio.FIRST_EXCEPTION)
+        if not any(_is_silence(_failure(call)) for call in calls):
+            # Whoever only waited for another in vain says so soon.
+            await asyncio.wait([own, *calls], timeout=_ANSWER_S)
+        if all(future.done() and _failure(future) is None for future in (own, *calls)):
             log.info("weight group %d (%s): %s", epoch, medium, ", ".join(map(str, members)))
-            return _Group(tuple(members), handle, thread), tuple(members)
+            return _Group(tuple(members), own.result(), thread), tuple(members)
         thread.close()
-        if isinstance(handle, weights.WeightGroup):
-            handle.abort()
-        else:
-            log.warning("could not join weight group %d: %s", epoch, handle)
+        for future in (own, *calls):
+            self._abandon(future)
+        log.warning("weight group %d did not come together", epoch)
+        answers = [_failure(call) for call in calls]
         for member, answer in zip(members, answers, strict=True):
-            if isinstance(answer, BaseException):
+            if answer is not None:
                 log.warning("sampler %s did not join weight group %d: %s", member, epoch, _described(answer))
         silent = [member for member, answer in zip(members, answers, strict=True) if _is_silence(answer)]
         # A member that answered only waited for the silent one in vain.
-        at_fault = silent or [
-            m for m, a in zip(members, answers, strict=True) if isinstance(a, BaseException)
-        ]
+        at_fault = silent or [member for member, answer in zip(members, answers, strict=True) if answer]
         self._leave_out(at_fault)
         # When no member failed, this end did: there is nothing better to try.
         return None, tuple(member for member in members if member not in at_fault) if at_fault else ()
+
+    def _abandon(self, future: asyncio.Future[Any]) -> None:
+        """Nobody waits any more for this part of a join, which ends by itself at its deadline."""
+
+        def ended(done: asyncio.Future[Any]) -> None:
+            self._abandoned.discard(done)
+            if _failure(done) is None and isinstance(done.result(), weights.WeightGroup):
+                done.result().abort()
+
+        self._abandoned.add(future)
+        future.add_done_callback(ended)
 
     def _leave_out(self, members: Sequence[_Member]) -> None:
         until = time.monotonic() + LEFT_OUT_S
@@ -296,6 +312,13 @@ def _gpu_uuid(device: str) -> str:
 
 async def _answer(call: Awaitable[T]) -> T:
     return await call
+
+
+def _failure(future: asyncio.Future[Any]) -> BaseException | None:
+    """Why a future failed; None while it runs, or when it did not."""
+    if not future.done():
+        return None
+    return asyncio.CancelledError() if future.cancelled() else future.exception()
 
 
 def _is_silence(answer: object) -> bool:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.common import failpoints
 from services.common.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.loss_schema import check_datum, check_loss
 from services.trainer.base_model import BaseModel
@@ -145,13 +144,6 @@ class Engine:
         if not tenant.has_gradient:
             tenant.clear_gradient()
             return {"skipped": 1.0, "grad_norm": 0.0, "learning_rate": adam.learning_rate, "update_norm": 0.0}
-<<<<<<< HEAD
-=======
-        gradient = tenant.take_gradient()
-        if self._world_size > 1:
-            dist.all_reduce(gradient)
-        failpoints.hit("trainer.mid_step")
->>>>>>> 98f83c2 (Failpoints: named places where a test can make a process fail)
         try:
             return tenant.step(adam)
         except FloatingPointError as error:

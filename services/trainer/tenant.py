@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.common import failpoints
 from services.common.errors import InvalidRequest
 from services.trainer.collate import host_array, host_values
 from services.trainer.lora import Adapter, LoraPair
@@ -123,6 +124,7 @@ class LoraTenant:
         gradient = self._take_gradient()
         if dist.get_world_size() > 1:
             dist.all_reduce(gradient)
+        failpoints.hit("trainer.mid_step")
         return self._optimizer.step(gradient, adam)
 
     def state(self, optimizer: bool) -> ModelState:
