@@ -204,6 +204,10 @@ class Journal:
         self._announced = {known: at for known, at in self._announced.items() if now - at < _ANNOUNCE_AGAIN_S}
         self._announced[model_id] = now
 
+    def announce_again(self) -> None:
+        """Redis may have lost which models are listed."""
+        self._announced.clear()
+
     async def models_with_work(self) -> list[tuple[str, float]]:
         """(model id, time listed) of every model that may have unfinished operations."""
         found: Any = await self._redis.zrange(keys.PENDING_MODELS, 0, -1, withscores=True)

@@ -17,6 +17,7 @@ from services.common import ids
 from services.common.errors import Gone, InvalidRequest, NotFound
 from services.common.journal import Journal
 from services.common.sample_journal import SampleJournal
+from services.gateway.acknowledged import Acknowledged
 from services.gateway.admission import Admission
 from services.gateway.auth import KeyRing
 from services.gateway.budget import BodyBudget
@@ -56,6 +57,7 @@ class Application:
     sampling: Sampling
     futures: Futures
     completions: Completions
+    acknowledged: Acknowledged
     limits: Limits
     budget: BodyBudget
     draining: asyncio.Future[None]
@@ -88,7 +90,10 @@ class Application:
         )
         if view.state == "unknown":
             message = f"request {request_id} does not exist, or its result expired"
-            raise Gone(message) if sample else NotFound(message)
+            if sample:
+                raise Gone(message)
+            await self.acknowledged.refuse_while_restoring()
+            raise NotFound(message)
         return view
 
     async def finish_session(self, owner: str, session_id: str, reason: str, detail: str) -> None:
@@ -153,11 +158,22 @@ def build(
     """
     journal, samples, catalog = Journal(client), SampleJournal(client), Catalog(client)
     futures = Futures(client)
+    acknowledged = Acknowledged(client, journal.announce_again)
     model_store, session_store = ModelStore(client), SessionStore(client)
     records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
-    sessions = Sessions(session_store, limits)
+    sessions = Sessions(session_store, limits, acknowledged)
     checkpoints = Checkpoints(records, model_store, files, limits)
-    models = Models(journal, sessions, model_store, checkpoints, sampling_sessions, catalog, wake, limits)
+    models = Models(
+        journal,
+        sessions,
+        model_store,
+        checkpoints,
+        sampling_sessions,
+        catalog,
+        wake,
+        limits,
+        acknowledged,
+    )
     return Application(
         keys=keys,
         catalog=catalog,
@@ -169,10 +185,20 @@ def build(
         downloads=Downloads(client, checkpoints, records, files.storage),
         runs=Runs(model_store, session_store, records, limits),
         sampling=Sampling(
-            samples, sessions, checkpoints, sampling_sessions, catalog, submit, gateway_id, admission, limits
+            samples,
+            sessions,
+            checkpoints,
+            sampling_sessions,
+            catalog,
+            submit,
+            gateway_id,
+            admission,
+            limits,
+            acknowledged,
         ),
         futures=futures,
         completions=Completions(samples, futures),
+        acknowledged=acknowledged,
         limits=limits,
         budget=BodyBudget(limits.pending_body_bytes),
         draining=asyncio.get_running_loop().create_future(),

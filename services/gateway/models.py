@@ -18,6 +18,7 @@ from services.common import errors, failpoints, ids
 from services.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, TinsmithError
 from services.common.journal import Journal
 from services.gateway import validation
+from services.gateway.acknowledged import Acknowledged
 from services.gateway.catalog import BaseModel, Catalog
 from services.gateway.checkpoints import Checkpoints, training_path
 from services.gateway.limits import THREAD_ABOVE_BYTES, Limits
@@ -57,7 +58,9 @@ class Models:
         catalog: Catalog,
         wake: Callable[[str], None],
         limits: Limits,
+        acknowledged: Acknowledged,
     ) -> None:
+        self._acknowledged = acknowledged
         self._journal = journal
         self._sessions = sessions
         self._models = models
@@ -79,6 +82,7 @@ class Models:
         if record is None:
             record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
             if record is None:
+                await self._acknowledged.refuse_while_restoring()
                 raise NotFound(f"model {model_id[:100]!r} does not exist; create one first")
             if record.status == "ready":
                 # From now on nothing in the record changes but the status.
@@ -173,7 +177,7 @@ class Models:
             created_at=time.time(),
             status="creating",
         )
-        stored = await self._models.create_if_absent(record)
+        stored = await self._acknowledged.make(lambda: self._models.create_if_absent(record))
         if stored != msgspec.structs.replace(record, created_at=stored.created_at, status=stored.status):
             raise Conflict(f"model {model_id} exists with other settings; use the next model_seq_id")
         operation = operation_pb2.Operation(model_id=model_id, seq_id=0, create_model=create)
@@ -339,7 +343,9 @@ class Models:
         return await self._accept(operation, owner)
 
     async def _accept(self, operation: operation_pb2.Operation, owner: str) -> str:
-        request_id = await self._journal.accept(operation, owner)
+        request_id = await self._acknowledged.make(
+            lambda: self._journal.accept(operation, owner), operation.ByteSize()
+        )
         await failpoints.reach("gateway.after_accept")
         self._wake(operation.model_id)
         return request_id

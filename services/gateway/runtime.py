@@ -62,6 +62,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Starts listening for results and dispatching."""
+        self.application.acknowledged.start()
         await self.application.futures.start()
         await self._dispatcher.start()
         await self._sample_dispatcher.start()
@@ -75,3 +76,4 @@ class Gateway:
         await self._sample_dispatcher.stop()
         await self._dispatcher.stop()
         await self.application.futures.stop()
+        await self.application.acknowledged.stop()

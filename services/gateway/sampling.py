@@ -13,6 +13,7 @@ from services.common import failpoints, ids
 from services.common.errors import Conflict, Gone, InvalidRequest, NotFound, PermissionDenied
 from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import validation
+from services.gateway.acknowledged import Acknowledged
 from services.gateway.admission import Admission
 from services.gateway.catalog import Catalog
 from services.gateway.checkpoints import Checkpoints
@@ -43,7 +44,9 @@ class Sampling:
         gateway_id: str,
         admission: Admission,
         limits: Limits,
+        acknowledged: Acknowledged,
     ) -> None:
+        self._acknowledged = acknowledged
         self._journal = journal
         self._sessions = sessions
         self._checkpoints = checkpoints
@@ -92,7 +95,7 @@ class Sampling:
             model_path=model_path or "",
             full=full,
         )
-        stored = await self._store.create_if_absent(record)
+        stored = await self._acknowledged.make(lambda: self._store.create_if_absent(record))
         if stored != record:
             raise Conflict(
                 f"sampling session {record.sampling_session_id} exists on other weights; use the next seq id"
@@ -111,6 +114,7 @@ class Sampling:
             known = ids.is_sampling_session_id(sampling_session_id)
             record = await self._store.get(sampling_session_id) if known else None
             if record is None:
+                await self._acknowledged.refuse_while_restoring()
                 raise NotFound(
                     f"sampling session {sampling_session_id[:100]!r} does not exist; create one first"
                 )

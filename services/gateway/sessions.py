@@ -16,6 +16,7 @@ from typing import Any
 from services.common import ids
 from services.common.errors import Gone, InvalidRequest, NotFound, PermissionDenied
 from services.gateway import validation
+from services.gateway.acknowledged import Acknowledged
 from services.gateway.limits import Limits
 from services.gateway.recent import Recent
 from services.gateway.stores import SessionRecord, SessionStore
@@ -41,8 +42,9 @@ class NewSession:
 class Sessions:
     """Creates, keeps alive and finishes sessions."""
 
-    def __init__(self, store: SessionStore, limits: Limits) -> None:
+    def __init__(self, store: SessionStore, limits: Limits, acknowledged: Acknowledged) -> None:
         self._store = store
+        self._acknowledged = acknowledged
         self._limits = limits
         self._recent: Recent[SessionRecord] = Recent(_FRESH_S, _CACHED)
         self._noted: Recent[bool] = Recent(_NOTED_S, _CACHED)
@@ -77,7 +79,8 @@ class Sessions:
             project_id=new.project_id,
             sdk_version=new.sdk_version,
         )
-        return (await self._store.create(record, idempotency_key)).session_id
+        stored = await self._acknowledged.make(lambda: self._store.create(record, idempotency_key))
+        return stored.session_id
 
     async def open(self, owner: str, session_id: str) -> SessionRecord:
         """A session that may be used. What another gateway did is seen within a second.
@@ -119,6 +122,7 @@ class Sessions:
     async def _get(self, session_id: str) -> SessionRecord:
         record = await self._store.get(session_id) if ids.is_session_id(session_id) else None
         if record is None:
+            await self._acknowledged.refuse_while_restoring()
             raise NotFound(f"session {session_id[:100]!r} does not exist; create one first")
         return record
 

@@ -110,14 +110,11 @@ class SessionStore:
     async def create(self, record: SessionRecord, idempotency_key: str | None = None) -> SessionRecord:
         """Stores a session; what is stored. Repeating the owner's key for a day gives the first one."""
         # The record goes first: a key never names a session that is not there.
-        await self._redis.hset(
-            keys.session(record.session_id),
-            mapping={
-                "record": msgspec.json.encode(record),
-                "last_heartbeat": repr(record.last_heartbeat),
-                "finished": int(record.finished),
-            },
-        )
+        session = keys.session(record.session_id)
+        # Only what is not there: the same may be written again after Redis lost it, or did not.
+        await self._redis.hsetnx(session, "last_heartbeat", repr(record.last_heartbeat))
+        await self._redis.hsetnx(session, "finished", str(int(record.finished)))
+        await self._redis.hsetnx(session, "record", msgspec.json.encode(record))
         if idempotency_key:
             first: Any = await self._redis.set(
                 keys.session_idempotency(record.owner, idempotency_key),
@@ -126,11 +123,12 @@ class SessionStore:
                 get=True,
                 ex=_IDEMPOTENCY_TTL_S,
             )
-            found = await self.get(first.decode()) if first is not None else None
+            repeated = first is not None and first.decode() != record.session_id
+            found = await self.get(first.decode()) if repeated else None
             if found is not None:
                 await self._redis.delete(keys.session(record.session_id))
                 return found
-        await self._redis.zadd(keys.SESSION_LIFE, {record.session_id: record.last_heartbeat})
+        await self._redis.zadd(keys.SESSION_LIFE, {record.session_id: record.last_heartbeat}, nx=True)
         created = {record.session_id: record.created_at}
         await self._redis.zadd(keys.owner_sessions(record.owner), created)
         if record.project_id:

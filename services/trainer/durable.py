@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _RESULTS = "results.msgpack"
 _CONCURRENT_WRITES = 2
+_KEPT_S = 10.0
 _REST = 4.0
 """A model's writer rests this many times as long as it wrote: training comes first."""
 
@@ -195,10 +196,13 @@ def _read(directory: Path) -> DurableSnapshot:
 
 
 def _delete_older(parent: Path, current: str) -> None:
-    """Keeps the current snapshot and the one before it, which the pointer names again should Redis lose
-    its last second."""
+    """Keeps the current snapshot, the one before it, and all of the last seconds: one of them the pointer
+    names again should Redis lose its last second."""
     others = sorted((path for path in parent.iterdir() if path.name != current), key=_age)
+    recent = time.time() - _KEPT_S
     for path in others[1:]:
+        if path.stat().st_mtime > recent:
+            continue
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -125,6 +125,11 @@ def _all_faults() -> list[Fault]:
         ),
         Fault("Redis: SIGKILL, everysec", "redis", lambda w, c: w.redis.kill(0.2)),
         Fault("Redis: SIGKILL, always", "redis", _redis_always),
+        Fault(
+            "Redis: power cut, everysec (its last 0.9 s lost)",
+            "redis",
+            lambda w, c: w.redis.cut_power(0.9, 0.2),
+        ),
         Fault("Redis: away for 10 s", "redis", lambda w, c: w.redis.kill(10.0)),
         Fault("Redis: SIGSTOP for 8 s", "redis", lambda w, c: w.redis.pause(PAST_LEASE_S)),
     ]
@@ -158,6 +163,7 @@ def _all_faults() -> list[Fault]:
 
 ALL = {fault.name: fault for fault in _all_faults()}
 SHORT = (
+    "Redis: power cut, everysec (its last 0.9 s lost)",
     "gateway: killed at gateway.after_accept",
     "trainer: killed at trainer.mid_step",
     "sampler: SIGKILL",

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import safetensors.numpy
 
 from services.trainer.plan import HostArray
 from tests.cluster import batches
@@ -47,13 +48,24 @@ def expected(
     return msgspec.msgpack.decode(target.read_bytes())
 
 
-def digest(adapter: Mapping[str, HostArray]) -> str:
-    """SHA-256 of an adapter's tensors."""
+def digest(tensors: Mapping[str, bytes]) -> str:
+    """SHA-256 of tensors by their names."""
     total = hashlib.sha256()
-    for name in sorted(adapter):
+    for name in sorted(tensors):
         total.update(name.encode())
-        total.update(adapter[name].data)
+        total.update(tensors[name])
     return total.hexdigest()
+
+
+def stored_digest(snapshot: Path) -> str:
+    """`digest` of a stored snapshot's tensors, by the names that they have in the engine."""
+    stored = safetensors.numpy.load_file(snapshot / "adapter_model.safetensors")
+    return digest(
+        {
+            name.removeprefix("base_model.model.").removesuffix(".weight"): tensor.tobytes()
+            for name, tensor in stored.items()
+        }
+    )
 
 
 def _free_port() -> int:
@@ -89,7 +101,8 @@ def _apply(engine: Any, model_id: str, history: Sequence[Any]) -> Iterator[dict[
             metrics = engine.optim_step(model_id, AdamSpec(learning_rate=arguments["learning_rate"]))
             yield {name: metrics[name] for name in ("grad_norm", "update_norm")}
         elif kind == "publish":
-            yield {"weights": digest(engine.state(model_id, optimizer=False).adapter)}
+            adapter = engine.state(model_id, optimizer=False).adapter
+            yield {"weights": digest({name: array.data for name, array in adapter.items()})}
         elif kind == "save":
             saved[arguments["name"]] = engine.state(model_id)
             yield {}

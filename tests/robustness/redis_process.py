@@ -21,6 +21,7 @@ class RedisProcess:
     def __init__(self, directory: Path, port: int) -> None:
         self._process, self.url = redis_server.prepare(directory, port, "everysec")
         self.port = port
+        self._directory = directory
         self._log = (directory / "redis.log").open("ab")
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -53,6 +54,19 @@ class RedisProcess:
         assert self._child is not None
         self._child.kill()
         self._child.wait()
+        time.sleep(down)
+        self.start()
+
+    def cut_power(self, lost: float, down: float) -> None:
+        """SIGKILL, and what was written to its file in the last `lost` seconds is gone: a machine without
+        power, whose disk lacks what was not synced."""
+        (file,) = self._directory.glob("appendonlydir/*.incr.aof")
+        size = file.stat().st_size
+        time.sleep(lost)
+        assert self._child is not None
+        self._child.kill()
+        self._child.wait()
+        os.truncate(file, size)
         time.sleep(down)
         self.start()
 

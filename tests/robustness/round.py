@@ -10,7 +10,6 @@ from pathlib import Path
 import tinker
 
 from services.common import keys
-from services.trainer.publisher import read_snapshot
 from tests.robustness import checker, oracle
 from tests.robustness.checker import Stored, Verdict
 from tests.robustness.faults import Fault
@@ -104,9 +103,7 @@ def _judge(world: World, clients: Sequence[Client], directory: Path) -> Verdict:
 def _stored(world: World, model_id: str) -> Stored:
     snapshots = world.cluster.data_dir / "snapshots" / model_id
     weights = {
-        int(path.name): oracle.digest(read_snapshot(path) or {})
-        for path in snapshots.iterdir()
-        if path.name.isdigit()
+        int(path.name): oracle.stored_digest(path) for path in snapshots.iterdir() if path.name.isdigit()
     }
     futures = {}
     prefix = keys.future(model_id, 0)[:-1]

@@ -13,6 +13,7 @@ from scripted_services import BASE, ScriptedTrainer, serving
 from services.common import errors, ids, keys
 from services.common.errors import Gone, InvalidRequest
 from services.common.journal import Journal
+from services.gateway.acknowledged import Acknowledged
 from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.dispatch_plan import DispatchSettings
 from services.gateway.dispatcher import Dispatcher
@@ -48,7 +49,7 @@ class Stage:
         self.models = ModelStore(client)
         self.checkpoints = CheckpointStore(client)
         self.store = SessionStore(client)
-        self.sessions = Sessions(self.store, Limits())
+        self.sessions = Sessions(self.store, Limits(), Acknowledged(client))
         self.samplers = SamplingSessionStore(client)
         outcomes = Outcomes(self.models, self.checkpoints, self.samplers, InflightStore(client))
         self.dispatcher = Dispatcher(
