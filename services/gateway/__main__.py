@@ -40,7 +40,15 @@ async def run(config: GatewayConfig) -> None:
         await client.ping()
         data = DataDir(config.data_dir)
         storage = connect(config.checkpoint_store, data)
-        gateway = Gateway(config.id, client, KeyRing(config.api_keys_file), config.retention, storage, data)
+        gateway = Gateway(
+            config.id,
+            client,
+            KeyRing(config.api_keys_file),
+            config.retention,
+            config.journal,
+            storage,
+            data,
+        )
         http = HttpServer(gateway.application, config.host, config.port)
         cleanup.push_async_callback(gateway.stop)
         await gateway.start()

@@ -140,6 +140,7 @@ class Application:
 def build(
     gateway_id: str,
     client: redis.asyncio.Redis,
+    journal: Journal,
     keys: KeyRing,
     wake: Callable[[str], None],
     submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
@@ -156,7 +157,7 @@ def build(
         files: of the checkpoints.
         admission: counts the samples of this gateway until they are dispatched.
     """
-    journal, samples, catalog = Journal(client), SampleJournal(client), Catalog(client)
+    samples, catalog = SampleJournal(client), Catalog(client)
     futures = Futures(client)
     acknowledged = Acknowledged(client, journal.announce_again)
     model_store, session_store = ModelStore(client), SessionStore(client)

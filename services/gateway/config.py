@@ -14,6 +14,7 @@ from pathlib import Path
 
 from services.common.errors import InvalidRequest
 from services.common.storage.location import check_location
+from services.common.journal import JournalLimits
 from services.gateway.retention_plan import RetentionSettings
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
@@ -34,6 +35,7 @@ class GatewayConfig:
         api_keys_file: one key per line, optionally followed by a space and the owner's name.
         redis_url: where all state is.
         retention: when silent sessions let go of what they hold.
+        journal: bounds of each model's journal in Redis.
     """
 
     id: str
@@ -45,6 +47,7 @@ class GatewayConfig:
     api_keys_file: Path
     redis_url: str
     retention: RetentionSettings
+    journal: JournalLimits
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> GatewayConfig:
@@ -67,6 +70,9 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
     add("--api-keys-file", "", "file of API keys; empty: DATA_DIR/api_key")
     add("--session-park-after", "1800", "seconds of silence after which a session's models are parked")
     add("--session-end-after", "604800", "seconds of silence after which a session is over")
+    limits = JournalLimits()
+    add("--pending-bytes", str(limits.pending_bytes), "most bytes of a model's requests that wait to run")
+    add("--journal-bytes", str(limits.journal_bytes), "most bytes of a model's requests kept for a replay")
     options = parser.parse_args(argv)
     redis_url = environment.get(REDIS_URL_VARIABLE, "")
     if not redis_url:
@@ -89,6 +95,12 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         check_location(options.checkpoint_store)
     except InvalidRequest as error:
         parser.error(f"--checkpoint-store: {error.message}")
+    sizes = {}
+    for name in ("pending_bytes", "journal_bytes"):
+        text = getattr(options, name)
+        if not text.isdigit() or int(text) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be a number of bytes, at least 1, not {text!r}")
+        sizes[name] = int(text)
     data_dir = Path(options.data_dir)
     return GatewayConfig(
         id=options.id,
@@ -100,5 +112,6 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         retention=RetentionSettings(
             park_after=silence["session_park_after"], end_after=silence["session_end_after"]
         ),
+        journal=JournalLimits(**sizes),
         **ports,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import redis.asyncio
 
-from services.common.journal import Journal
+from services.common.journal import Journal, JournalLimits
 from services.common.paths import DataDir
 from services.common.sample_journal import SampleJournal
 from services.common.storage.base import Storage
@@ -34,11 +34,12 @@ class Gateway:
         client: redis.asyncio.Redis,
         keys: KeyRing,
         retention: RetentionSettings,
+        journal_limits: JournalLimits,
         storage: Storage,
         data: DataDir,
     ) -> None:
         """Wires everything up over one Redis. Call within the event loop that will run it."""
-        journal = Journal(client)
+        journal = Journal(client, journal_limits)
         limits = Limits()
         admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
         records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
@@ -49,6 +50,7 @@ class Gateway:
         self.application = build(
             gateway_id,
             client,
+            journal,
             keys,
             self._dispatcher.wake,
             self._sample_dispatcher.submit,

@@ -25,6 +25,8 @@ from services.common.process import die_with_parent
 BASE_MODEL = "tinsmith/tiny"
 VOCAB = 512
 CONTEXT = 512
+PENDING_BYTES = 1_000_000
+"""What a model's requests that wait may have in these clusters."""
 
 
 @dataclass
@@ -129,7 +131,11 @@ def start_cluster(directory: Path, model_dir: Path, *options: str, timeout: floa
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, failpoints.VARIABLE: f"dir:{armed}"},
+            env={
+                **os.environ,
+                failpoints.VARIABLE: f"dir:{armed}",
+                "TINSMITH_PENDING_BYTES": str(PENDING_BYTES),
+            },
             # A test run that is killed leaves no cluster behind.
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )

@@ -332,6 +332,20 @@ def test_snapshots_reach_every_live_receiver_bit_for_bit(world: TrainerWorld, re
     assert model.run(**publish).save_for_sampler.receivers == 0
 
 
+def test_a_receiver_that_was_dead_before_the_group_formed_costs_no_deadline(
+    world: TrainerWorld, redis_url: str
+) -> None:
+    model = TrainedModel(world)
+    model.create(rank=4)
+    with Receiver(redis_url, "live"), Receiver(redis_url, "dead") as dead:
+        dead.vanish()
+        started = time.monotonic()
+        result = model.run(save_for_sampler=operation_pb2.SaveForSampler(sampling_session_id="s:sample:1"))
+        assert result.save_for_sampler.receivers == 1
+        # Forming a group may take 20 s before it is given up.
+        assert time.monotonic() - started < 12
+
+
 def test_an_unloaded_model_is_gone_and_can_be_restored(world: TrainerWorld) -> None:
     model = TrainedModel(world)
     model.create()

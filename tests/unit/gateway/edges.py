@@ -115,7 +115,15 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
     data = DataDir(directory)
     files = CheckpointFiles(connect("", data), data, sampling_sessions, SessionStore(client))
     app = build(
-        "gateway-0", client, KeyRing(directory / "keys"), lambda _: None, leave, limits, admission, files
+        "gateway-0",
+        client,
+        Journal(client),
+        KeyRing(directory / "keys"),
+        lambda _: None,
+        leave,
+        limits,
+        admission,
+        files,
     )
     await app.futures.start()
     http = HttpServer(app, "127.0.0.1", 0)

@@ -10,6 +10,7 @@ import pytest
 
 from services.common.errors import DataLoss
 from services.common.paths import DataDir
+from services.trainer import durable
 from services.trainer.checkpoints import Meta, SavedState
 from services.trainer.durable import DurableSnapshot, DurableStore
 from services.trainer.plan import ModelState
@@ -83,9 +84,21 @@ async def test_the_newest_state_comes_back_with_its_results(tmp_path: Path, trai
     assert told == [(MODEL, 4)]
 
 
-async def test_states_that_came_and_went_are_skipped_and_old_ones_deleted(
+async def test_snapshots_of_the_last_seconds_are_kept_for_a_pointer_that_redis_lost(
     tmp_path: Path, trained: Trained
 ) -> None:
+    store, _ = make(tmp_path, PointersInMemory(), trained.take)
+    for seq_id in range(1, 5):
+        trained.seq_id = seq_id
+        store.changed(MODEL)
+        await store.settle(MODEL)
+    assert {path.name for path in DataDir(tmp_path).state(MODEL).iterdir()} == {"1", "2", "3", "4"}
+
+
+async def test_states_that_came_and_went_are_skipped_and_old_ones_deleted(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "_KEPT_S", 0.0)
     pointers = PointersInMemory()
     store, _ = make(tmp_path, pointers, trained.take)
     for seq_id in range(1, 200):
