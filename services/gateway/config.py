@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import InvalidRequest
-from services.common.storage.location import check_location
 from services.common.journal import JournalLimits
+from services.common.storage.location import check_location
 from services.gateway.retention_plan import RetentionSettings
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
