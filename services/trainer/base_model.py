@@ -10,6 +10,7 @@ accepted and equal stage 0 (every rank holds the weights). Stage 3 shards the we
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 from datetime import timedelta
@@ -43,6 +44,8 @@ def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> No
 
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        _load_collectives()
     deepspeed.init_distributed(
         dist_backend="nccl" if device == "cuda" else "gloo",
         auto_mpi_discovery=False,
@@ -51,6 +54,23 @@ def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> No
     )
     if device == "cpu":
         _unlink_shared_buffer()
+
+
+def _load_collectives() -> None:
+    """Loads DeepSpeed's CPU collectives, compiling them if that was not done.
+
+    PyTorch keeps others away meanwhile by a file, and waits for ever for one whose process was killed. Whoever
+    holds the lock below, which the kernel takes from a dead process, may take such a file away.
+    """
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = ShareMemCommBuilder()
+    folder = Path(_get_build_directory(builder.name, False))
+    with (folder / "in-use").open("w") as users:
+        fcntl.flock(users, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        builder.load(verbose=False)
 
 
 def _unlink_shared_buffer() -> None:

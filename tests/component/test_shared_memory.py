@@ -1,12 +1,14 @@
-"""A trainer leaves nothing in shared memory."""
+"""A trainer that is killed leaves nothing behind that its successor could stumble over."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from scripts import compile_ops
 from tests.component.trainer_world import free_port
 
 _RANK = """
@@ -15,6 +17,33 @@ from services.trainer.base_model import init_distributed
 init_distributed("cpu")
 print("joined")
 """
+
+
+def test_a_rank_that_was_killed_while_it_compiled_does_not_hold_its_successor_up(tmp_path: Path) -> None:
+    # What PyTorch leaves behind when the process dies.
+    built = shutil.copytree(compile_ops.build_folder(), tmp_path / compile_ops.NAME)
+    (built / "lock").touch()
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "1",
+        "LOCAL_SIZE": "1",
+    }
+    rank = subprocess.run(
+        [sys.executable, "-c", _RANK],
+        env={
+            **os.environ,
+            **world,
+            "LOCAL_SIZE": "1",
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "TORCH_EXTENSIONS_DIR": str(tmp_path),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+    )
+    assert rank.stdout.splitlines()[-1] == "joined"
 
 
 def test_the_ranks_of_a_world_that_runs_have_no_named_segment() -> None:
