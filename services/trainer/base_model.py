@@ -59,8 +59,8 @@ def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> No
 def _load_collectives() -> None:
     """Loads DeepSpeed's CPU collectives, compiling them if that was not done.
 
-    PyTorch keeps others away meanwhile by a file, and waits for ever for one whose process was killed. Whoever
-    holds the lock below, which the kernel takes from a dead process, may take such a file away.
+    PyTorch keeps others away meanwhile by a file, and waits for ever for one whose process was killed.
+    Whoever holds the lock below, which the kernel takes from a dead process, may take such a file away.
     """
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
     from torch.utils.cpp_extension import _get_build_directory
