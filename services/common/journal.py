@@ -116,12 +116,17 @@ class Journal:
         self._erase_journal = Script(client, "erase_journal")
         self._forget_idle = Script(client, "forget_idle")
 
-    async def accept(self, operation: operation_pb2.Operation, owner: str) -> str:
+    async def accept(
+        self, operation: operation_pb2.Operation, owner: str, accepted_before: bool = False
+    ) -> str:
         """Journals an operation and creates its future; the request id. One round trip.
 
         The same operation again gives the same id. A `refused` operation's future fails at once, as
         does that of any operation of a model that was not created or is unloaded. A seq_id that was
         used up and forgotten (its result expired, or its gap was skipped) also gives a failed future.
+
+        Args:
+            accepted_before: this process did so moments ago, and Redis may have lost it.
 
         Raises:
             Conflict: seq_id was used for another operation.
@@ -170,6 +175,7 @@ class Journal:
             self._limits.journal_bytes,
             self._limits.entries,
             self._limits.ahead,
+            int(accepted_before),
         )
         self._check_accepted(outcome, model_id, seq_id)
         return request_id

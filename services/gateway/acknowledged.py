@@ -69,14 +69,20 @@ class Acknowledged:
     async def stop(self) -> None:
         await cancel_all([self._task])
 
-    async def make(self, write: Callable[[], Awaitable[T]], size: int = 0) -> T:
+    async def make(
+        self,
+        write: Callable[[], Awaitable[T]],
+        size: int = 0,
+        again: Callable[[], Awaitable[object]] | None = None,
+    ) -> T:
         """Makes a write that may be repeated, and remembers it.
 
         Args:
+            again: how to repeat it, when otherwise than by `write`.
             size: bytes of payload that are kept with it.
         """
         result = await write()
-        self._writes.append(_Write(write, size, asyncio.get_running_loop().time()))
+        self._writes.append(_Write(again or write, size, asyncio.get_running_loop().time()))
         self._bytes += size
         while self._bytes > self._most_bytes:
             self._forget_oldest()

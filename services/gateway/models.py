@@ -344,7 +344,9 @@ class Models:
 
     async def _accept(self, operation: operation_pb2.Operation, owner: str) -> str:
         request_id = await self._acknowledged.make(
-            lambda: self._journal.accept(operation, owner), operation.ByteSize()
+            lambda: self._journal.accept(operation, owner),
+            operation.ByteSize(),
+            lambda: self._journal.accept(operation, owner, accepted_before=True),
         )
         await failpoints.reach("gateway.after_accept")
         self._wake(operation.model_id)

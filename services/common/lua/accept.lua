@@ -2,7 +2,8 @@
 -- KEYS future, journal, order, pending, meta, lease
 -- ARGV seq, payload, digest, owner, refusal ('' = not refused), base model ('' unless a creation),
 --      result of a seq_id that was used before, result ttl (s), model id, request id,
---      work channel, done channel, max pending bytes, max journal bytes, max entries, max ahead
+--      work channel, done channel, max pending bytes, max journal bytes, max entries, max ahead,
+--      '1' = it was accepted before, and Redis may have lost that
 local seq = tonumber(ARGV[1])
 local payload, digest, owner, refusal = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local ttl = ARGV[8]
@@ -14,8 +15,10 @@ if known[1] then
 end
 
 local meta = redis.call('HMGET', KEYS[5], 'durable', 'floor', 'closed', 'pending_bytes', 'journal_bytes')
-local settled = math.max(tonumber(meta[1] or -1), tonumber(meta[2] or -1))
-if seq <= settled or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
+local floor = tonumber(meta[2] or -1)
+local settled = math.max(tonumber(meta[1] or -1), floor)
+-- What is accepted anew may be part of a durable snapshot already: the trainer has its result.
+if seq <= (ARGV[17] == '1' and floor or settled) or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
   redis.call('HSET', KEYS[1], 'state', 'done', 'digest', '', 'owner', owner, 'result', ARGV[7])
   redis.call('EXPIRE', KEYS[1], ttl)
   return 'same'

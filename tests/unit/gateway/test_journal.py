@@ -158,6 +158,20 @@ async def test_a_seq_id_that_was_used_and_forgotten_fails_instead_of_running_aga
     assert (await journal.index(MODEL, -1)).pending == 0
 
 
+async def test_an_operation_that_redis_forgot_is_pending_again_though_a_snapshot_covers_it(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = Journal(any_redis)
+    lease = await lead(any_redis)
+    await journal.mark_durable(MODEL, lease.epoch, 3, "3")
+    await journal.accept(step(2), "ann", accepted_before=True)
+    assert (await view(any_redis, 2))[0] == "pending"
+    assert (await journal.index(MODEL, -1)).lowest_pending == 2
+    assert await journal.publish_result(MODEL, lease.epoch, 2, done(7.0))
+    assert (await view(any_redis, 2))[1].optim_step.metrics["grad_norm"] == 7.0
+    assert (await journal.index(MODEL, -1)).entries == ()
+
+
 async def test_what_comes_after_its_gap_was_skipped_fails(any_redis: redis.asyncio.Redis) -> None:
     journal = Journal(any_redis)
     await journal.accept(step(3), "ann")
