@@ -131,7 +131,7 @@ async def test_a_session_that_is_stored_again_stays_what_it_became(client: redis
     store = SessionStore(client)
     record = SessionRecord(session_id="s", owner="alice", created_at=1.0, last_heartbeat=1.0)
     assert await store.create(record, "key") == record
-    await store.finish("s")
+    await store.finish("s", "done", "")
     assert (await store.create(record, "key")).session_id == "s"
     found = await store.get("s")
     assert found is not None and found.finished
