@@ -7,10 +7,9 @@ INTERNAL. `from_rpc_error` turns the status back into the same type on the calle
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -42,7 +41,7 @@ Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps exceptions of unary handlers to statuses."""
+    """Maps exceptions of handlers that take one request to statuses."""
 
     async def intercept_service(
         self,
@@ -50,34 +49,60 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if (
-            handler is None
-            or handler.unary_unary is None
-            or not inspect.iscoroutinefunction(handler.unary_unary)
-        ):
+        method = handler_call_details.method
+        make: Callable[..., grpc.RpcMethodHandler]
+        guarded: Callable[..., object]
+        if handler is not None and inspect.iscoroutinefunction(handler.unary_unary):
+            make, guarded = grpc.unary_unary_rpc_method_handler, _guarded(handler.unary_unary, method)
+        elif handler is not None and inspect.isasyncgenfunction(handler.unary_stream):
+            make, guarded = (
+                grpc.unary_stream_rpc_method_handler,
+                _guarded_stream(handler.unary_stream, method),
+            )
+        else:
             return handler
-        inner = handler.unary_unary
-
-        async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            try:
-                return await inner(request, context)
-            except errors.TinsmithError as error:
-                await _abort(context, error)
-            except RedisError as error:
-                log.warning("%s: %s", handler_call_details.method, error)
-                text = "the state store cannot be reached; try again in a moment"
-                await _abort(context, errors.Unavailable(text))
-            except (asyncio.CancelledError, grpc.aio.AbortError):
-                raise
-            except Exception as error:
-                log.exception("%s failed", handler_call_details.method)
-                await _abort(context, errors.Internal(f"{type(error).__name__}: {error}"))
-
-        return grpc.unary_unary_rpc_method_handler(
+        return make(
             guarded,
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+
+def _guarded(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await inner(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, _typed(error, method))
+
+    return guarded
+
+
+def _guarded_stream(
+    inner: Callable[..., AsyncIterator[Any]], method: str
+) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for reply in inner(request, context):
+                yield reply
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, _typed(error, method))
+
+    return guarded
+
+
+def _typed(error: Exception, method: str) -> errors.TinsmithError:
+    if isinstance(error, errors.TinsmithError):
+        return error
+    if isinstance(error, RedisError):
+        log.warning("%s: %s", method, error)
+        return errors.Unavailable("the state store cannot be reached; try again in a moment")
+    log.error("%s failed", method, exc_info=error)
+    return errors.Internal(f"{type(error).__name__}: {error}")
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: errors.TinsmithError) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode
@@ -44,7 +44,7 @@ class Download:
     size: int
     file: BinaryIO
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
         """The content. Closes the file at the end, or when the reader goes away."""
         try:
             while piece := await asyncio.to_thread(self.file.read, _PIECE):
@@ -65,12 +65,32 @@ class Downloads:
         self._storage = storage
 
     async def sign(self, owner: str, model_id: str, checkpoint_id: str) -> SignedPaths:
-        """Signed paths of every file of an export.
+        """Signed paths of every file of an export. Raises as `read`."""
+        key, files = await self._files(owner, model_id, checkpoint_id)
+        expires, secret = int(time.time()) + URL_S, await self._secret()
+        paths = {
+            name: f"{quote(f'{key.path}/{name}')}?"
+            + urlencode({"expires": expires, "signature": _signature(secret, key, name, expires)})
+            for name in files
+        }
+        return SignedPaths(paths, expires)
+
+    async def read(
+        self, owner: str, model_id: str, checkpoint_id: str
+    ) -> AsyncGenerator[tuple[str, Download], None]:
+        """Every file of an export, by name. Each is to be read to its end.
 
         Raises:
             InvalidRequest: the checkpoint is no export.
             NotFound, PermissionDenied: as Checkpoints.readable.
+            Unavailable: the storage cannot be reached.
         """
+        key, files = await self._files(owner, model_id, checkpoint_id)
+        for name in files:
+            yield name, await self._opened(key, name)
+
+    async def _files(self, owner: str, model_id: str, checkpoint_id: str) -> tuple[Key, list[str]]:
+        """Where an export is kept, and its files."""
         if not ids.check_checkpoint_id(checkpoint_id).startswith("external_weights/"):
             raise InvalidRequest(
                 f"{checkpoint_id} cannot be downloaded; save_weights_external writes what can"
@@ -83,13 +103,7 @@ class Downloads:
             raise Unavailable(f"the checkpoint storage cannot be reached: {error}") from error
         if files is None:
             raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist any more")
-        expires, secret = int(time.time()) + URL_S, await self._secret()
-        paths = {
-            name: f"{quote(f'{key.path}/{name}')}?"
-            + urlencode({"expires": expires, "signature": _signature(secret, key, name, expires)})
-            for name in files
-        }
-        return SignedPaths(paths, expires)
+        return key, sorted(files)
 
     async def open(self, key: Key, name: str, expires: str, signature: str) -> Download:
         """The file that a signature names.
@@ -108,6 +122,9 @@ class Downloads:
         record = await self._store.get(key.model_id, key.checkpoint_id)
         if record is None or record.version != key.version:
             raise NotFound(f"{ids.tinker_path(key.model_id, key.checkpoint_id)} does not exist any more")
+        return await self._opened(key, name)
+
+    async def _opened(self, key: Key, name: str) -> Download:
         try:
             return await asyncio.to_thread(self._open, key, name)
         except FileNotFoundError as error:

@@ -67,8 +67,8 @@ class Exports:
             NotFound, PermissionDenied, Gone, Overloaded: as Models.submit.
             Unavailable: the model's client goes on sending at the same time.
         """
-
-        await self._models.get(owner, model_id)
+        if (await self._models.current(owner, model_id)).status == "unloaded":
+            raise InvalidRequest(f"model {model_id} is unloaded already", "model_unloaded")
         for _ in range(_MOST_CONFLICTS):
             seq_id = await self._journal.last_seq_id(model_id) + 1
             if seq_id < 1:

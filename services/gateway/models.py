@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -99,6 +100,15 @@ class Models:
     async def base_of(self, record: ModelRecord) -> BaseModel:
         """Limits of the base model that a model adapts."""
         return await self._catalog.get(record.base_model)
+
+    async def tokenizer_of(self, record: ModelRecord) -> str:
+        """What AutoTokenizer.from_pretrained takes on any machine; empty when only this cluster has it, or
+        the base model is not served at present."""
+        try:
+            tokenizer = (await self._catalog.get(record.base_model)).tokenizer_id
+        except TinsmithError:
+            return ""
+        return "" if Path(tokenizer).is_absolute() else tokenizer
 
     async def create(
         self,

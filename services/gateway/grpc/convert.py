@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from services.common import ids
 from services.common.errors import InvalidRequest
 from services.gateway.catalog import BaseModel
 from services.gateway.futures import FutureView
 from services.gateway.limits import Limits
 from services.gateway.models import SaveOptions
+from services.gateway.runs import Run
+from services.gateway.session_search import SessionDetails
 from services.gateway.sessions import NewSession
-from services.gateway.stores import ModelRecord, ModelStatus
+from services.gateway.stores import CheckpointRecord, ModelRecord, ModelStatus
 from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
 
 _MAX_ORDINAL = 999_999_999
@@ -27,6 +32,13 @@ _STATUSES: dict[ModelStatus, tinsmith_pb2.ModelStatus.ValueType] = {
     "ready": tinsmith_pb2.MODEL_STATUS_READY,
     "failed": tinsmith_pb2.MODEL_STATUS_FAILED,
     "unloaded": tinsmith_pb2.MODEL_STATUS_UNLOADED,
+}
+
+
+_KINDS = {
+    "training": tinsmith_pb2.CHECKPOINT_KIND_TRAINING,
+    "sampler": tinsmith_pb2.CHECKPOINT_KIND_SAMPLER,
+    "external": tinsmith_pb2.CHECKPOINT_KIND_EXTERNAL,
 }
 
 
@@ -82,25 +94,90 @@ def check_save_for_sampler(request: tinsmith_pb2.SaveForSamplerRequest) -> None:
         raise InvalidRequest("set either name (a checkpoint) or sampling_session_seq_id")
 
 
-def model_info(record: ModelRecord, base: BaseModel) -> tinsmith_pb2.ModelInfo:
-    """What is known of a model. A tokenizer in a directory of the cluster means nothing to a client."""
+def model_info(record: ModelRecord, tokenizer: str) -> tinsmith_pb2.ModelInfo:
+    """What is known of a model."""
     found = tinsmith_pb2.ModelInfo(
         model_id=record.model_id,
         session_id=record.session_id,
         base_model=record.base_model,
-        tokenizer="" if Path(base.tokenizer_id).is_absolute() else base.tokenizer_id,
-        lora=types_pb2.LoraConfig(
-            rank=record.lora_rank,
-            seed=record.lora_seed,
-            train_attn=record.train_attn,
-            train_mlp=record.train_mlp,
-            train_unembed=record.train_unembed,
-        ),
+        tokenizer=tokenizer,
+        lora=_lora(record),
         role=types_pb2.MODEL_ROLE_POLICY,
         status=_STATUSES[record.status],
         user_metadata=record.user_metadata,
     )
-    found.created_at.FromMilliseconds(round(record.created_at * 1000))
+    if record.lora_seed is not None:
+        found.lora.seed = record.lora_seed
+    _set_time(found.created_at, record.created_at)
+    return found
+
+
+def _lora(record: ModelRecord | CheckpointRecord) -> types_pb2.LoraConfig:
+    return types_pb2.LoraConfig(
+        rank=record.lora_rank,
+        train_attn=record.train_attn,
+        train_mlp=record.train_mlp,
+        train_unembed=record.train_unembed,
+    )
+
+
+def _set_time(target: Timestamp, seconds: float) -> None:
+    target.FromMilliseconds(round(seconds * 1000))
+
+
+def checkpoint(record: CheckpointRecord) -> tinsmith_pb2.Checkpoint:
+    """What is known of a checkpoint."""
+    found = tinsmith_pb2.Checkpoint(
+        path=ids.tinker_path(record.model_id, record.checkpoint_id),
+        model_id=record.model_id,
+        kind=_KINDS[record.kind],
+        base_model=record.base_model,
+        lora=_lora(record),
+        size_bytes=record.size_bytes,
+        public=record.public,
+        user_metadata=record.user_metadata,
+    )
+    _set_time(found.created_at, record.created_at)
+    if record.expires_at is not None:
+        _set_time(found.expires_at, record.expires_at)
+    return found
+
+
+def check_no_page(request: tinsmith_pb2.ListCheckpointsRequest) -> None:
+    """Refuses a limit or offset where there are no pages."""
+    if request.limit or request.offset:
+        raise InvalidRequest("the checkpoints of one model come at once; leave limit and offset out")
+
+
+def training_run(run: Run, tokenizer: str) -> tinsmith_pb2.TrainingRun:
+    """What is known of a run."""
+    found = tinsmith_pb2.TrainingRun(model=model_info(run.model, tokenizer), owner=run.model.owner)
+    _set_time(found.last_request_at, run.last_request)
+    if run.last_checkpoint is not None:
+        found.last_checkpoint.CopyFrom(checkpoint(run.last_checkpoint))
+    if run.last_sampler_checkpoint is not None:
+        found.last_sampler_checkpoint.CopyFrom(checkpoint(run.last_sampler_checkpoint))
+    return found
+
+
+def session(details: SessionDetails) -> tinsmith_pb2.Session:
+    """What is known of a session. Metadata that HTTP clients gave may be any JSON."""
+    record = details.record
+    found = tinsmith_pb2.Session(
+        session_id=record.session_id,
+        finished=record.finished,
+        tags=record.tags,
+        user_metadata={
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in record.user_metadata.items()
+        },
+        display_name=record.display_name,
+        project_id=record.project_id,
+        model_ids=details.model_ids,
+        sampling_session_ids=details.sampling_session_ids,
+    )
+    _set_time(found.created_at, record.created_at)
+    _set_time(found.last_seen_at, record.last_heartbeat)
     return found
 
 

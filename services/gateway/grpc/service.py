@@ -9,13 +9,22 @@ from __future__ import annotations
 from services.common import rpc
 from services.gateway.app import Application
 from services.gateway.grpc.budget import BudgetInterceptor
+from services.gateway.grpc.checkpoints import CheckpointCalls
+from services.gateway.grpc.runs import RunCalls
 from services.gateway.grpc.sampling import SamplingCalls
 from services.gateway.grpc.sessions import SessionCalls
 from services.gateway.grpc.training import TrainingCalls
 from tinsmith.v1 import tinsmith_pb2, tinsmith_pb2_grpc
 
 
-class TinsmithService(SessionCalls, TrainingCalls, SamplingCalls, tinsmith_pb2_grpc.TinsmithServiceServicer):
+class TinsmithService(
+    SessionCalls,
+    TrainingCalls,
+    SamplingCalls,
+    RunCalls,
+    CheckpointCalls,
+    tinsmith_pb2_grpc.TinsmithServiceServicer,
+):
     """Methods as tinsmith.proto describes them."""
 
 

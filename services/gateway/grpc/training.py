@@ -48,14 +48,17 @@ class TrainingCalls(Calls):
         self, request: tinsmith_pb2.GetModelInfoRequest, context: Context
     ) -> tinsmith_pb2.GetModelInfoResponse:
         record = await self._app.models.current(self._owner(context), request.model_id)
-        base = await self._app.models.base_of(record)
-        return tinsmith_pb2.GetModelInfoResponse(model=convert.model_info(record, base))
+        tokenizer = await self._app.models.tokenizer_of(record)
+        return tinsmith_pb2.GetModelInfoResponse(model=convert.model_info(record, tokenizer))
 
     async def UnloadModel(
         self, request: tinsmith_pb2.UnloadModelRequest, context: Context
     ) -> tinsmith_pb2.UnloadModelResponse:
         owner = self._owner(context)
-        request_id = await self._app.models.unload(owner, request.model_id, request.seq_id)
+        if request.seq_id:
+            request_id = await self._app.models.unload(owner, request.model_id, request.seq_id)
+        else:
+            request_id = await self._app.exports.unload(owner, request.model_id)
         return tinsmith_pb2.UnloadModelResponse(request_id=request_id)
 
     async def ForwardBackward(
@@ -98,6 +101,19 @@ class TrainingCalls(Calls):
             self._owner(context), request.model_id, request.seq_id, request.path, request.optimizer
         )
         return tinsmith_pb2.LoadStateResponse(request_id=request_id)
+
+    async def SaveExternal(
+        self, request: tinsmith_pb2.SaveExternalRequest, context: Context
+    ) -> tinsmith_pb2.SaveExternalResponse:
+        request_id = await self._app.exports.save(
+            self._owner(context),
+            request.model_id,
+            request.seq_id,
+            request.name or None,
+            request.ttl_seconds or None,
+            list(request.age_recipients),
+        )
+        return tinsmith_pb2.SaveExternalResponse(request_id=request_id)
 
     async def SaveForSampler(
         self, request: tinsmith_pb2.SaveForSamplerRequest, context: Context

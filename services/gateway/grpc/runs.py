@@ -1,0 +1,48 @@
+"""gRPC: sessions and training runs, looked at afterwards."""
+
+from __future__ import annotations
+
+from services.gateway.grpc import convert
+from services.gateway.grpc.calls import Calls, Context
+from services.gateway.runs import Run
+from tinsmith.v1 import tinsmith_pb2
+
+_PAGE = 20
+
+
+class RunCalls(Calls):
+    """Methods as tinsmith.proto describes them."""
+
+    async def GetSession(
+        self, request: tinsmith_pb2.GetSessionRequest, context: Context
+    ) -> tinsmith_pb2.GetSessionResponse:
+        found = await self._app.session_search.details(self._owner(context), request.session_id)
+        return tinsmith_pb2.GetSessionResponse(session=convert.session(found))
+
+    async def ListSessions(
+        self, request: tinsmith_pb2.ListSessionsRequest, context: Context
+    ) -> tinsmith_pb2.ListSessionsResponse:
+        found = await self._app.session_search.page(
+            self._owner(context), request.offset, request.limit or _PAGE
+        )
+        return tinsmith_pb2.ListSessionsResponse(session_ids=found)
+
+    async def GetTrainingRun(
+        self, request: tinsmith_pb2.GetTrainingRunRequest, context: Context
+    ) -> tinsmith_pb2.GetTrainingRunResponse:
+        owner = self._owner(context)
+        run = await self._app.runs.get(owner, request.training_run_id, request.accessible)
+        return tinsmith_pb2.GetTrainingRunResponse(training_run=await self._described(run))
+
+    async def ListTrainingRuns(
+        self, request: tinsmith_pb2.ListTrainingRunsRequest, context: Context
+    ) -> tinsmith_pb2.ListTrainingRunsResponse:
+        page = await self._app.runs.page(
+            self._owner(context), request.offset, request.limit or _PAGE, request.project_id or None
+        )
+        return tinsmith_pb2.ListTrainingRunsResponse(
+            training_runs=[await self._described(run) for run in page.runs], total=page.total
+        )
+
+    async def _described(self, run: Run) -> tinsmith_pb2.TrainingRun:
+        return convert.training_run(run, await self._app.models.tokenizer_of(run.model))
