@@ -218,6 +218,9 @@ class Retention:
             step = model_step(state, now, self._settings)
             if step is ModelStep.WAIT or not await self._do(step, model_id, index.base_model):
                 return
+            if step is ModelStep.CLOSE:
+                await self._redis.zadd(keys.ENDED_MODELS, {model_id: now})
+                return
             if step in (ModelStep.DROP, ModelStep.DELETE_SNAPSHOTS):
                 await self._redis.zrem(keys.ENDED_MODELS, model_id)
                 return

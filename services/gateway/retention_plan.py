@@ -18,6 +18,7 @@ class RetentionSettings:
         park_after: silence after which a session's models leave the trainer's memory. The next request
             brings them back.
         end_after: silence after which a session is over; its checkpoints stay.
+        record_settles: by then Redis has on disk what was recorded, so that files may be deleted for it.
         snapshot_grace: how long the unnamed sampler snapshots of a session that is over stay, for samples
             that still run.
         sweep: between two looks.
@@ -25,6 +26,7 @@ class RetentionSettings:
 
     park_after: float = 1800.0
     end_after: float = 7 * 24 * 3600.0
+    record_settles: float = 5.0
     snapshot_grace: float = 600.0
     sweep: float = 5.0
 
@@ -60,7 +62,7 @@ class EndedModel:
     """A model on the list of those to be taken down.
 
     Attributes:
-        noted_at: when it was put on the list, the last time.
+        noted_at: when it was put on the list, or closed while it was there.
         session_over: nobody can use the session any more.
         closed: no operation will run any more.
         pending: operations without a result.
@@ -95,7 +97,8 @@ def model_step(model: EndedModel, now: float, settings: RetentionSettings) -> Mo
     if not model.closed:
         return ModelStep.CLOSE if model.session_over else ModelStep.DROP
     if not model.erased:
-        return ModelStep.DELETE_STATE
+        settled = now - model.noted_at >= settings.record_settles
+        return ModelStep.DELETE_STATE if settled else ModelStep.WAIT
     if not model.session_over:
         return ModelStep.DROP
     return ModelStep.DELETE_SNAPSHOTS if now - model.noted_at >= settings.snapshot_grace else ModelStep.WAIT

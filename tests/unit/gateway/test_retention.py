@@ -36,6 +36,8 @@ from tinsmith.v1 import operation_pb2, types_pb2
 
 SETTINGS = RetentionSettings(park_after=100, end_after=1000, snapshot_grace=50)
 SETTLED = 3.0
+DELETED = SETTLED + 6.0
+"""Sweeps at these two times, after a session has ended, close its models and delete what they had."""
 
 
 class Stage:
@@ -203,7 +205,10 @@ async def test_a_session_that_is_silent_for_very_long_is_over_and_its_state_dele
     await stage.sweep(later=2000)
     with pytest.raises(Gone, match="nothing was heard of it"):
         await stage.sessions.heartbeat("ann", session_id)
-    await stage.sweep(later=SETTLED)
+    await stage.sweep(later=2000)
+    assert await stage.journal.is_closed(model_id)
+    assert model_id in stage.trainer.disk
+    await stage.sweep(later=2006)
     assert model_id not in stage.trainer.models
     assert model_id not in stage.trainer.disk
     assert await stage.journal_keys(model_id) == {"meta"}
@@ -233,6 +238,7 @@ async def test_a_finished_session_is_taken_down_after_what_was_accepted_is_done(
     assert (await stage.result(model_id, 2)).HasField("optim_step")
     assert stage.trainer.order(model_id) == [0, 1, 2]
     await stage.sweep(later=SETTLED)
+    await stage.sweep(later=DELETED)
     assert model_id not in stage.trainer.disk
     # The result can still be fetched.
     assert (await stage.result(model_id, 2)).HasField("optim_step")
@@ -270,6 +276,7 @@ async def test_snapshots_go_after_their_grace_except_those_with_a_name(stage: St
     await stage.sessions.finish("cleo", samplers[1], "success", "")
     await stage.sessions.finish("ann", session_id, "success", "")
     await stage.sweep(later=SETTLED)
+    await stage.sweep(later=DELETED)
     assert [request.snapshots for request in stage.trainer.deleted] == [False]
     await stage.sweep(later=SETTLED + 60)
     last = stage.trainer.deleted[-1]
@@ -284,6 +291,8 @@ async def test_an_unloaded_model_loses_its_training_state_while_its_session_live
     unloaded = await stage.run(model_id, 2, unload_model=operation_pb2.UnloadModel())
     assert unloaded.HasField("unload_model")
     await stage.sweep()
+    assert model_id in stage.trainer.disk
+    await stage.sweep(later=6)
     assert model_id not in stage.trainer.disk
     assert await stage.journal_keys(model_id) == {"meta"}
     assert (await stage.step(model_id, 3)).error.code == "model_unloaded"
