@@ -1,0 +1,146 @@
+"""Sampler replicas that come, drain and die, and samples that nobody waits for any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+import msgspec
+import pytest
+import redis
+import tinker
+from tinker import APIFuture, types
+
+from services.common import keys
+from services.common.registry import ServiceRecord
+from tests.cluster import batches
+from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+
+SHORT = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
+LONG = types.SamplingParams(max_tokens=CONTEXT - 20, temperature=0.0, stop=[])
+NEW = "sampler-new"
+PROMPTS = range(16)
+"""Enough that both of two replicas are somebody's favourite."""
+
+
+def prompt(seed: int) -> types.ModelInput:
+    return types.ModelInput.from_ints(batches.tokens(seed, 10))
+
+
+def until(holds: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def record(cluster: Cluster, name: str) -> ServiceRecord | None:
+    """What a sampler announces."""
+    with redis.Redis.from_url((cluster.data_dir / "run" / "redis_url").read_text().strip()) as client:
+        raw = client.get(keys.service("sampler", name))
+    return None if raw is None else msgspec.json.decode(raw, type=ServiceRecord)
+
+
+def status(cluster: Cluster, name: str) -> sampler_pb2.GetSamplerStatusResponse:
+    found = record(cluster, name)
+    assert found is not None, f"{name} is not announced"
+    with grpc.insecure_channel(found.address) as channel:
+        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        return stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=10)
+
+
+@pytest.fixture
+def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
+    """A replica that joins the running cluster, with room for no snapshot but the one in use."""
+    command = [
+        *(sys.executable, "-m", "services.sampler", "--id", NEW, "--port", "0", "--device", "cpu"),
+        *("--model", f"{BASE_MODEL}={cluster.model_dir}", "--data-dir", str(cluster.data_dir)),
+        *("--dtype", "float32", "--snapshot-cache-gib", "0.0000001"),
+    ]
+    url = (cluster.data_dir / "run" / "redis_url").read_text().strip()
+    with (cluster.data_dir / "logs" / f"{NEW}.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env={**os.environ, "TINSMITH_REDIS_URL": url}, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        until(lambda: record(cluster, NEW) is not None or process.poll() is not None, cluster.tail(), 180)
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def test_given_up_samples_free_the_engine(cluster: Cluster, service: tinker.ServiceClient) -> None:
+    client = service.create_sampling_client(base_model=BASE_MODEL).result()
+    # Half a minute of work, were it not given up.
+    abandoned = [client.sample(prompt(seed), 16, LONG) for seed in range(64)]
+    until(lambda: status(cluster, "sampler-0").running >= 8, "the samples did not start")
+    for future in abandoned:
+        future.future().cancel()
+    until(lambda: status(cluster, "sampler-0").running == 0, "cancelled samples still run", 10)
+    gone = cluster.service_client()
+    client = gone.create_sampling_client(base_model=BASE_MODEL).result()
+    for seed in range(64):
+        client.sample(prompt(seed), 16, LONG)
+    until(lambda: status(cluster, "sampler-0").running >= 8, "the samples did not start")
+    cluster.clients.remove(gone)
+    gone.close("interrupted").result()
+    until(lambda: status(cluster, "sampler-0").running == 0, "samples of a finished session still run", 10)
+
+
+def test_replicas_come_drain_and_die_and_no_sample_is_lost(
+    cluster: Cluster, training: tinker.TrainingClient, second_sampler: subprocess.Popen[bytes]
+) -> None:
+    # Broadcasts before it joined did not reach the new replica: it has those versions from the store.
+    clients = []
+    for seed in range(3):
+        training.forward_backward([batches.cross_entropy(seed, 40)], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=5e-2)).result()
+        clients.append(training.save_weights_and_get_sampling_client().result())
+    expected = [starts(client) for client in clients]
+    assert len({str(found) for found in expected}) == 3, "every version answers differently"
+
+    # Draining: what runs on the old replica ends there, and new requests go to the new one.
+    running = [clients[0].sample(prompt(seed), 1, LONG) for seed in PROMPTS]
+    until(lambda: status(cluster, "sampler-0").running > 0, "nothing runs on the old replica")
+    before = cluster.pid("sampler-0")
+    os.kill(before, signal.SIGTERM)
+    check(running, expected[0])
+    until(lambda: not _alive(before), "the drained replica did not end")
+    assert [starts(client) for client in clients] == expected
+    assert len(status(cluster, NEW).resident) == 1, "the new replica holds one snapshot at a time"
+
+    # The old one is started again, and what runs on the new one when it dies is run anew.
+    until(lambda: record(cluster, "sampler-0") is not None, "the drained replica did not come back", 180)
+    running = [clients[0].sample(prompt(seed), 1, LONG) for seed in PROMPTS]
+    until(lambda: status(cluster, NEW).running > 0, "nothing runs on the new replica")
+    second_sampler.kill()
+    check(running, expected[0])
+
+
+def starts(client: tinker.SamplingClient) -> list[list[int]]:
+    """The first greedy tokens after each prompt."""
+    futures = [client.sample(prompt(seed), 1, SHORT) for seed in PROMPTS]
+    return [list(future.result().sequences[0].tokens) for future in futures]
+
+
+def check(running: Sequence[APIFuture[tinker.SampleResponse]], expected: list[list[int]]) -> None:
+    """Long generations came to their end, and began as the short ones of the same weights."""
+    for future, start in zip(running, expected, strict=True):
+        sequence = future.result().sequences[0]
+        assert (sequence.stop_reason, len(sequence.tokens)) == ("length", LONG.max_tokens)
+        assert list(sequence.tokens)[: len(start)] == start
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
