@@ -15,7 +15,7 @@ from services.gateway.models import SaveOptions
 from services.gateway.runs import Run
 from services.gateway.session_search import SessionDetails
 from services.gateway.sessions import NewSession
-from services.gateway.stores import CheckpointRecord, ModelRecord, ModelStatus
+from services.gateway.stores import CheckpointRecord, ModelRecord, ModelStatus, SessionRecord
 from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
 
 _MAX_ORDINAL = 999_999_999
@@ -108,7 +108,7 @@ def model_info(record: ModelRecord, tokenizer: str) -> tinsmith_pb2.ModelInfo:
     )
     if record.lora_seed is not None:
         found.lora.seed = record.lora_seed
-    _set_time(found.created_at, record.created_at)
+    set_time(found.created_at, record.created_at)
     return found
 
 
@@ -121,7 +121,8 @@ def _lora(record: ModelRecord | CheckpointRecord) -> types_pb2.LoraConfig:
     )
 
 
-def _set_time(target: Timestamp, seconds: float) -> None:
+def set_time(target: Timestamp, seconds: float) -> None:
+    """Sets a timestamp to a Unix time."""
     target.FromMilliseconds(round(seconds * 1000))
 
 
@@ -137,9 +138,9 @@ def checkpoint(record: CheckpointRecord) -> tinsmith_pb2.Checkpoint:
         public=record.public,
         user_metadata=record.user_metadata,
     )
-    _set_time(found.created_at, record.created_at)
+    set_time(found.created_at, record.created_at)
     if record.expires_at is not None:
-        _set_time(found.expires_at, record.expires_at)
+        set_time(found.expires_at, record.expires_at)
     return found
 
 
@@ -152,7 +153,7 @@ def check_no_page(request: tinsmith_pb2.ListCheckpointsRequest) -> None:
 def training_run(run: Run, tokenizer: str) -> tinsmith_pb2.TrainingRun:
     """What is known of a run."""
     found = tinsmith_pb2.TrainingRun(model=model_info(run.model, tokenizer), owner=run.model.owner)
-    _set_time(found.last_request_at, run.last_request)
+    set_time(found.last_request_at, run.last_request)
     if run.last_checkpoint is not None:
         found.last_checkpoint.CopyFrom(checkpoint(run.last_checkpoint))
     if run.last_sampler_checkpoint is not None:
@@ -160,24 +161,29 @@ def training_run(run: Run, tokenizer: str) -> tinsmith_pb2.TrainingRun:
     return found
 
 
+def metadata(record: SessionRecord) -> dict[str, str]:
+    """A session's metadata. What HTTP clients gave may be any JSON."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in record.user_metadata.items()
+    }
+
+
 def session(details: SessionDetails) -> tinsmith_pb2.Session:
-    """What is known of a session. Metadata that HTTP clients gave may be any JSON."""
+    """What is known of a session."""
     record = details.record
     found = tinsmith_pb2.Session(
         session_id=record.session_id,
         finished=record.finished,
         tags=record.tags,
-        user_metadata={
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in record.user_metadata.items()
-        },
+        user_metadata=metadata(record),
         display_name=record.display_name,
         project_id=record.project_id,
         model_ids=details.model_ids,
         sampling_session_ids=details.sampling_session_ids,
     )
-    _set_time(found.created_at, record.created_at)
-    _set_time(found.last_seen_at, record.last_heartbeat)
+    set_time(found.created_at, record.created_at)
+    set_time(found.last_seen_at, record.last_heartbeat)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.grpc import convert
+from services.gateway.grpc import convert, found_sessions
 from services.gateway.grpc.calls import Calls, Context
 from services.gateway.runs import Run
 from tinsmith.v1 import tinsmith_pb2
@@ -26,6 +26,20 @@ class RunCalls(Calls):
             self._owner(context), request.offset, request.limit or _PAGE
         )
         return tinsmith_pb2.ListSessionsResponse(session_ids=found)
+
+    async def SearchSessions(
+        self, request: tinsmith_pb2.SearchSessionsRequest, context: Context
+    ) -> tinsmith_pb2.SearchSessionsResponse:
+        owner = self._owner(context)
+        page = await self._app.session_search.search(owner, found_sessions.query(request))
+        return found_sessions.response(page)
+
+    async def SetSessionProject(
+        self, request: tinsmith_pb2.SetSessionProjectRequest, context: Context
+    ) -> tinsmith_pb2.SetSessionProjectResponse:
+        owner = self._owner(context)
+        await self._app.session_search.assign_project(owner, request.session_id, request.project_id)
+        return tinsmith_pb2.SetSessionProjectResponse()
 
     async def GetTrainingRun(
         self, request: tinsmith_pb2.GetTrainingRunRequest, context: Context

@@ -163,3 +163,41 @@ async def test_a_model_is_unloaded_after_all_that_was_sent(
     assert (await alice("UnloadModel", model_id=model)).request_id == f"{model}:2"
     await edges.answer(model, 2, unload_model=operation_pb2.UnloadModelResult())
     assert await alice.refusal("UnloadModel", model_id=model) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_sessions_are_searched_page_by_page(edges: Edges, callers: tuple[Caller, Caller]) -> None:
+    alice, bob = callers
+    made = []
+    for number in range(3):
+        metadata = {"run": str(number % 2)}
+        new = await alice("CreateSession", display_name=f"Run {number} of mine", user_metadata=metadata)
+        made.append(new.session_id)
+    await alice("FinishSession", session_id=made[0], reason=tinsmith_pb2.FINISH_REASON_ERRORED)
+    await alice("SetSessionProject", session_id=made[1], project_id="p")
+    stranger = await bob.refusal("SetSessionProject", session_id=made[1], project_id="q")
+    assert stranger is grpc.StatusCode.PERMISSION_DENIED
+
+    async def search(**fields: Any) -> list[str]:
+        return [one.session_id for one in (await alice("SearchSessions", **fields)).sessions]
+
+    assert await search() == made[::-1]
+    assert await search(display_name="mine RUN 1") == [made[1]]
+    assert await search(user_metadata={"run": "0"}) == [made[2], made[0]]
+    assert await search(project_ids=["p"]) == [made[1]]
+    finished = [tinsmith_pb2.SESSION_STATUS_FINISHED]
+    assert await search(statuses=finished) == [made[0]]
+    assert await search(statuses=finished, finish_reasons=[tinsmith_pb2.FINISH_REASON_SUCCESS]) == []
+    assert await search(statuses=finished, finish_reasons=[tinsmith_pb2.FINISH_REASON_ERRORED]) == [made[0]]
+    assert (await bob("SearchSessions")).sessions == []
+    first = await alice("SearchSessions", limit=2)
+    assert [one.session_id for one in first.sessions] == [made[2], made[1]]
+    (last,) = (await alice("SearchSessions", limit=2, page_token=first.next_page_token)).sessions
+    assert (last.session_id, last.status) == (made[0], tinsmith_pb2.SESSION_STATUS_FINISHED)
+    for wrong in (
+        {"page_token": "x"},
+        {"page_token": "nan/x"},
+        {"statuses": [0]},
+        {"finish_reasons": [tinsmith_pb2.FINISH_REASON_SUCCESS]},
+        {"limit": 1000},
+    ):
+        assert await alice.refusal("SearchSessions", **wrong) is grpc.StatusCode.INVALID_ARGUMENT
