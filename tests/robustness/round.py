@@ -41,9 +41,9 @@ def run_round(
                 break
             started = time.monotonic()
             fault.inject(world, chance)
-            _wait_until_served(clients, time.monotonic())
+            last = _wait_until_served(clients, time.monotonic())
             report.note(fault.name, time.monotonic() - started)
-            print(f"  {time.monotonic() - started:6.1f} s  {fault.name}", flush=True)
+            print(f"  {time.monotonic() - started:6.1f} s  {fault.name} ({last})", flush=True)
             world.redis.sync_always(False)
             time.sleep(_BETWEEN_S)
         for client in clients:
@@ -72,18 +72,22 @@ def _start_clients(world: World, trainer_ranks: int) -> list[Client]:
     return clients
 
 
-def _wait_until_served(clients: Sequence[Client], moment: float) -> None:
+def _wait_until_served(clients: Sequence[Client], moment: float) -> str:
+    """Waits until every client has the result of a request that it made after a moment; the last of them."""
+    last = ""
     deadline = time.monotonic() + RECOVERY_TIMEOUT_S
     waiting = list(clients)
     while waiting:
         for client in waiting:
             if client.failure is not None:
                 raise AssertionError(f"{client.name} ended: {client.failure!r}") from client.failure
+        last = waiting[-1].name
         waiting = [one for one in waiting if not one.history.has_result_of_request_after(moment)]
         if time.monotonic() > deadline:
             names = ", ".join(client.name for client in waiting)
             raise AssertionError(f"{names}: no result in {RECOVERY_TIMEOUT_S:.0f} s after a fault")
         time.sleep(_POLL_S)
+    return last
 
 
 def _judge(world: World, clients: Sequence[Client], directory: Path) -> Verdict:
