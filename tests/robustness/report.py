@@ -40,16 +40,18 @@ class Report:
         path.write_text(json.dumps(asdict(self), indent=1))
 
     def markdown(self) -> str:
-        """The table. Lost and duplicated requests belong to a run and not to one fault, so the columns
-        show them once, for all faults together."""
+        """The table. What is lost or wrong shows at the end of a round and belongs to no fault by itself: then
+        the faults' columns have a question mark, and the line below the table the number."""
+        lost, wrong = "?" if self.lost else "0", "?" if self.wrong else "0"
         lines = [
-            "| Fault | Injected | Recovered after, median s | at most s |",
-            "|---|---:|---:|---:|",
+            "| Fault | Injected | Recovered after, median s | at most s | Lost | Duplicated |",
+            "|---|---:|---:|---:|---:|---:|",
         ]
         for fault in sorted(self.recoveries):
             seconds = self.recoveries[fault]
             lines.append(
-                f"| {fault} | {len(seconds)} | {statistics.median(seconds):.1f} | {max(seconds):.1f} |"
+                f"| {fault} | {len(seconds)} | {statistics.median(seconds):.1f} | {max(seconds):.1f} "
+                f"| {lost} | {wrong} |"
             )
         lines.append(
             f"\n{self.injected} faults, {self.requests} requests: {len(self.lost)} lost, "
