@@ -17,7 +17,7 @@ PAST_LEASE_S = 8.0
 """Longer than a dispatch lease (6 s)."""
 PAST_RECORD_S = 13.0
 """Longer than a service's record (10 s)."""
-_TROUBLE_S = 4.0
+_TROUBLE_S = 3.0
 _BLOCKED_S = 20.0
 """Longer than the deadline of a broadcast."""
 
@@ -40,19 +40,17 @@ class Fault:
 
 def _signal(kind: str, number: signal.Signals) -> Inject:
     def inject(world: World, chance: random.Random) -> None:
-        world.send(_any(kind, chance), number)
+        world.send(_any(world, kind), number)
 
     return inject
 
 
-def _any(kind: str, chance: random.Random) -> str:
-    return {"gateway": f"gateway-{chance.randrange(2)}", "sampler": f"sampler-{chance.randrange(2)}"}.get(
-        kind, kind
-    )
+def _any(world: World, kind: str) -> str:
+    return world.any_of(kind) if kind in ("gateway", "sampler") else kind
 
 
 def _stop(kind: str, seconds: float) -> Inject:
-    return lambda world, chance: world.stop(_any(kind, chance), seconds)
+    return lambda world, chance: world.stop(_any(world, kind), seconds)
 
 
 def _point(point: str, action: str) -> Inject:
@@ -115,7 +113,7 @@ def _all_faults() -> list[Fault]:
             "trainer: stopped at trainer.mid_broadcast", "trainer", _point("trainer.mid_broadcast", "stop:15")
         ),
         Fault("sampler: SIGKILL", "sampler", _signal("sampler", signal.SIGKILL)),
-        Fault("sampler: SIGKILL of its engine", "sampler", lambda w, c: w.kill_engine(_any("sampler", c))),
+        Fault("sampler: SIGKILL of its engine", "sampler", lambda w, c: w.kill_engine(w.any_of("sampler"))),
         Fault("sampler: SIGTERM", "sampler", _signal("sampler", signal.SIGTERM)),
         Fault("sampler: SIGSTOP past its record, then SIGCONT", "sampler", _stop("sampler", PAST_RECORD_S)),
         Fault(

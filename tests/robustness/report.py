@@ -40,8 +40,8 @@ class Report:
         path.write_text(json.dumps(asdict(self), indent=1))
 
     def markdown(self) -> str:
-        """The table. What is lost or wrong shows at the end of a round and belongs to no fault by itself: then
-        the faults' columns have a question mark, and the line below the table the number."""
+        """The table. What is lost or wrong shows at the end of a round and belongs to no fault by itself:
+        then the faults' columns have a question mark, and the line below the table the number."""
         lost, wrong = "?" if self.lost else "0", "?" if self.wrong else "0"
         lines = [
             "| Fault | Injected | Recovered after, median s | at most s | Lost | Duplicated |",

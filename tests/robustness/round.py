@@ -39,11 +39,12 @@ def run_round(
         for fault in faults:
             if time.monotonic() > until:
                 break
-            started = time.monotonic()
+            world.injected_at = time.monotonic()
             fault.inject(world, chance)
             last = _wait_until_served(clients, time.monotonic())
-            report.note(fault.name, time.monotonic() - started)
-            print(f"  {time.monotonic() - started:6.1f} s  {fault.name} ({last})", flush=True)
+            seconds = time.monotonic() - world.injected_at
+            report.note(fault.name, seconds)
+            print(f"  {seconds:6.1f} s  {fault.name} ({last})", flush=True)
             world.redis.sync_always(False)
             time.sleep(_BETWEEN_S)
         for client in clients:

@@ -1,13 +1,15 @@
 """Any process is killed, stopped or cut off at any moment: no request is lost, none is done twice.
 
 One short round by default. ROUNDS=n runs n long ones, each of which injects every kind of fault once (every
-second one with a trainer of two ranks); ROUND_SECONDS bounds each, REPORT names a file for the numbers.
+second one with a trainer of two ranks). ROUND_SECONDS bounds each, FAULTS (a regular expression) and REPEAT
+choose what is injected and how often, REPORT names a file for the numbers.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -36,7 +38,8 @@ def test_no_request_is_lost_and_none_is_done_twice(
     else:
         ranks, chosen = 1, [faults.ALL[name] for name in faults.SHORT]
     if "FAULTS" in os.environ:
-        chosen = [fault for fault in chosen if os.environ["FAULTS"] in fault.name]
+        chosen = [fault for fault in chosen if re.search(os.environ["FAULTS"], fault.name)]
+    chosen = chosen * int(os.environ.get("REPEAT", "1"))
     report = run_round(tmp_path, model_dir, chosen, ranks, seed, started + ROUND_SECONDS)
     total.add(report)
     if "REPORT" in os.environ:

@@ -36,11 +36,13 @@ class World:
         sdk, state, services: what SDK and gateways, all services and Redis, and the services among
             themselves talk through.
         url: base URL for clients.
+        injected_at: monotonic time at which the last fault began.
     """
 
     def __init__(self, directory: Path, model_dir: Path, trainer_ranks: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.trainer_ranks = trainer_ranks
+        self.injected_at = 0.0
         self.redis = RedisProcess(directory / "redis", free_port())
         self.sdk, self.state, self.services = Wire(), Wire(), Wire()
         state_port = self.state.route(("127.0.0.1", 0), ("127.0.0.1", self.redis.port))
@@ -111,11 +113,14 @@ class World:
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Signals a process once it is ready."""
-        self.wait_ready(name).send_signal(number)
+        process = self.wait_ready(name)
+        self.injected_at = time.monotonic()
+        process.send_signal(number)
 
     def stop(self, name: str, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after so long."""
         process = self.wait_ready(name)
+        self.injected_at = time.monotonic()
         process.suspend()
         time.sleep(seconds)
         process.resume()
@@ -123,6 +128,7 @@ class World:
     def kill_engine(self, sampler: str) -> None:
         """SIGKILLs the engine core of a sampler: the child that uses most memory."""
         children = self.wait_ready(sampler).children(recursive=True)
+        self.injected_at = time.monotonic()
         max(children, key=lambda child: child.memory_info().rss).kill()
 
     def fail_at(self, point: str, action: str, timeout: float = 90) -> None:
@@ -138,10 +144,29 @@ class World:
                 failpoints.disarm(self.failpoints)
                 raise AssertionError(f"nothing came to {point} in {timeout:.0f} s:\n{self.cluster.tail()}")
             time.sleep(0.02)
+        self.injected_at = time.monotonic()
+
+    def any_of(self, kind: str) -> str:
+        """The name of a gateway or sampler that is ready, of several the one that is longest."""
+        deadline = time.monotonic() + 180
+        while True:
+            ready = sorted(record.id for record in self.records() if record.kind == kind)
+            alive = [name for name in ready if self._started(name) > 0]
+            if alive:
+                return min(alive, key=self._started)
+            assert time.monotonic() < deadline, f"no {kind} is ready"
+            time.sleep(_POLL_S)
+
+    def _started(self, name: str) -> float:
+        try:
+            return psutil.Process(self.cluster.pid(name)).create_time()
+        except (OSError, ValueError, psutil.Error):
+            return 0.0
 
     @contextmanager
     def trouble(self, wire: Wire, seconds: float, begin: Callable[[], None]) -> Iterator[None]:
         """Trouble on a wire for so long; then its connections are cut, as a router does that restarts."""
+        self.injected_at = time.monotonic()
         begin()
         yield
         time.sleep(seconds)
