@@ -112,7 +112,7 @@ class Acknowledged:
         """Repeats the last writes when Redis is another process than before; else forgets old ones."""
         now = asyncio.get_running_loop().time()
         info = await self._redis.info("server")
-        run_id = str(info["run_id"])
+        run_id = str(info.get("run_id", ""))
         async with self._repeating:
             if self._run_id and run_id != self._run_id:
                 self._restarted_at = asyncio.get_running_loop().time()
