@@ -24,6 +24,17 @@ class SamplingCalls(Calls):
         )
         return tinsmith_pb2.CreateSamplingSessionResponse(sampling_session_id=session_id)
 
+    async def GetSamplingSession(
+        self, request: tinsmith_pb2.GetSamplingSessionRequest, context: Context
+    ) -> tinsmith_pb2.GetSamplingSessionResponse:
+        found = await self._app.sampling.get(self._owner(context), request.sampling_session_id)
+        return tinsmith_pb2.GetSamplingSessionResponse(
+            base_model=found.base_model,
+            model_id=found.model_id,
+            model_path=found.model_path,
+            inflight=found.inflight,
+        )
+
     async def Sample(
         self, request: tinsmith_pb2.TinsmithServiceSampleRequest, context: Context
     ) -> tinsmith_pb2.TinsmithServiceSampleResponse:

@@ -116,6 +116,12 @@ async def test_a_named_save_opens_a_sampling_session(edges: Edges, channel: grpc
         tinsmith_pb2.CreateSamplingSessionRequest(session_id=model.split(":")[0], model_path=path),
     )
     assert opened.sampling_session_id == f"{model.split(':')[0]}:sample:0"
+    asked = tinsmith_pb2.GetSamplingSessionRequest(sampling_session_id=opened.sampling_session_id)
+    assert await alice("GetSamplingSession", asked) == tinsmith_pb2.GetSamplingSessionResponse(
+        base_model=BASE, model_id=model, model_path=path
+    )
+    stranger = Client(channel, BOB)("GetSamplingSession", asked)
+    assert await status(stranger) is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_a_session_lives_by_heartbeats_until_it_is_finished(
