@@ -62,6 +62,8 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 _STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length"}
 # Residency decides what is resident; vLLM's own cache must never evict by itself.
 _UNLIMITED_ADAPTERS = 1_000_000
+# Work on larger answers runs in a thread, so that other requests do not wait for it.
+_THREAD_ABOVE_CELLS = 2**16
 _RPC_TIMEOUT_S = 60.0
 _POLL_S = 0.002
 _POLL_MAX_S = 0.05
@@ -142,11 +144,10 @@ class Engine:
         except BaseException:
             await cancel_all(tasks)
             raise
-        return SampleOutput(
-            [_sequence(output, job.scoring.topk_sample_logprobs) for output in outputs],
-            outputs[0].num_cached_tokens or 0,
-            read_answer(job.scoring, plan, outputs[0].prompt_token_id_logprobs),
-        )
+        sampled = sum(len(output.outputs[0].token_ids) for output in outputs)
+        if sampled * (1 + job.scoring.topk_sample_logprobs) + plan.rows > _THREAD_ABOVE_CELLS:
+            return await asyncio.to_thread(_answer, job, plan, outputs)
+        return _answer(job, plan, outputs)
 
     async def _generate(
         self, job: SampleJob, index: int, adapter: Adapter | None, plan: ScorePlan | None
@@ -357,6 +358,14 @@ def _vllm_params(job: SampleJob, index: int, limits: Limits, plan: ScorePlan | N
         if plan is None
         else {REQUEST_KEY: plan.to_wire(), CACHE_LIMIT_KEY: int(plan.needed()[0])},
         output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _answer(job: SampleJob, plan: ScorePlan, outputs: list[RequestOutput]) -> SampleOutput:
+    return SampleOutput(
+        [_sequence(output, job.scoring.topk_sample_logprobs) for output in outputs],
+        outputs[0].num_cached_tokens or 0,
+        read_answer(job.scoring, plan, outputs[0].prompt_token_id_logprobs),
     )
 
 
