@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, SnapshotNotFound
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -40,8 +40,15 @@ def base_tensors(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model's directory, read as they are used."""
-    for path in sorted(directory.glob("*.safetensors")):
+    """The tensors of a model's directory, read as they are used.
+
+    Raises:
+        SnapshotNotFound: it has none.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise SnapshotNotFound(f"there are no weights in {directory}; save them again")
+    for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 yield name, file.get_tensor(name)
@@ -67,6 +74,8 @@ def load(worker: Any, tensors: NamedTensors) -> None:
             finalize_layerwise_reload(model, worker.vllm_config.model_config)
         except (ValueError, KeyError, AssertionError, RuntimeError) as error:
             _put_back(model)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise InvalidRequest(f"the weights do not fit this model: {error}") from error
         except BaseException:
             _put_back(model)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 import torch
 
-from services.common import keys, weights
+from services.common import keys, registry, weights
 from services.common.redis_client import connect
 from services.trainer.broadcast import Broadcaster
 from services.trainer.export_format import Base
@@ -106,6 +106,16 @@ async def test_a_stored_full_version_answers_exactly_and_base_comes_back_bit_for
     after = [await sample(stub, greedy(prompt(i, 40), 0, 30)) for i in (0, 1)]
     assert not (await status(stub)).HasField("weights")
     assert [r.SerializeToString() for r in before] == [r.SerializeToString() for r in after]
+
+
+async def test_it_announces_whose_weights_its_engine_has(stub, sampler: Sampler) -> None:
+    client = connect(sampler.redis_url)
+    for version, name in ((201, f"{MODEL_ID}@201"), (0, "")):
+        await sample(stub, greedy(prompt(1, 5), version))
+        async with asyncio.timeout(10):
+            while [r.weights for r in await registry.live(client, "sampler")] != [name]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    await client.aclose()
 
 
 async def test_a_broadcast_version_is_a_flip_and_running_requests_finish_on_their_own_weights(
