@@ -37,20 +37,30 @@ class CheckpointFiles:
         if not key.checkpoint_id.startswith("sampler_weights/"):
             await asyncio.to_thread(self.storage.delete, key)
             return True
-        if key.version in await sampled_versions(key.model_id, self._sampling_sessions, self._sessions):
+        if await sampled_versions(key.model_id, self._sampling_sessions, self._sessions, key.version):
             return False
         await asyncio.to_thread(delete_directory, self._data.snapshot(key.model_id, key.version))
         return True
 
 
 async def sampled_versions(
-    model_id: str, sampling_sessions: SamplingSessionStore, sessions: SessionStore
+    model_id: str,
+    sampling_sessions: SamplingSessionStore,
+    sessions: SessionStore,
+    version: int | None = None,
 ) -> set[int]:
-    """Versions of a model's snapshots that sampling sessions answer from which are not over."""
-    used: set[int] = set()
-    for sampling_session_id, version in await sampling_sessions.of_model(model_id):
-        if version not in used:
-            session = await sessions.get(ids.session_of(sampling_session_id))
-            if session is not None and not session.finished:
-                used.add(version)
-    return used
+    """Versions of a model's snapshots that sampling sessions answer from which are not over.
+
+    Args:
+        version: look at this one only.
+    """
+    used: dict[str, set[int]] = {}
+    for sampling_session_id, found in await sampling_sessions.of_model(model_id, version):
+        used.setdefault(ids.session_of(sampling_session_id), set()).add(found)
+    records = await asyncio.gather(*(sessions.get(session_id) for session_id in used))
+    return {
+        number
+        for record, versions in zip(records, used.values(), strict=True)
+        if record is not None and not record.finished
+        for number in versions
+    }

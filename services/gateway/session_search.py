@@ -122,9 +122,9 @@ class SessionSearch:
             chunk = await self._chunk(owner, after)
             if not chunk:
                 return SearchPage(await self._described(found), None)
-            for session_id, created_at in chunk:
+            records = await asyncio.gather(*(self._store.get(session_id) for session_id, _ in chunk))
+            for (session_id, created_at), record in zip(chunk, records, strict=True):
                 seen, after = seen + 1, Cursor(created_at, session_id)
-                record = await self._store.get(session_id)
                 if record is not None and matches(query, record, time.time()):
                     found.append(record)
                     if len(found) == query.limit:

@@ -285,9 +285,12 @@ class SamplingSessionStore:
         raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
         return None if raw is None else msgspec.json.decode(raw, type=SamplingSessionRecord)
 
-    async def of_model(self, model_id: str) -> list[tuple[str, int]]:
-        """(id, version) of every sampling session on the model's snapshots, some perhaps never made."""
-        found: Any = await self._redis.zrange(keys.model_samplers(model_id), 0, -1, withscores=True)
+    async def of_model(self, model_id: str, version: int | None) -> list[tuple[str, int]]:
+        """(id, version) of every sampling session on a model's snapshots, or on one of them; some perhaps
+        never made."""
+        low, high = ("-inf", "+inf") if version is None else (version, version)
+        name = keys.model_samplers(model_id)
+        found: Any = await self._redis.zrangebyscore(name, low, high, withscores=True)
         return [(member.decode(), int(version)) for member, version in found]
 
 

@@ -192,18 +192,31 @@ def test_on_cpu_no_pod_asks_for_a_gpu() -> None:
         assert set(container(one)["resources"]["limits"]) == {"memory"}
 
 
-def test_trainers_and_samplers_share_one_volume_and_gateways_do_not_need_it() -> None:
+def test_trainers_samplers_and_gateways_share_one_volume() -> None:
     for values, claim in ((TWO_MODELS, "tinsmith-data"), (MINIMAL, "weights")):
         objects = render(values)
-        for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
+        shared = ("trainer", "sampler", "gateway")
+        for one in [found for component in shared for found in workloads(objects, component)]:
             volumes = {volume["name"]: volume for volume in pod(one)["volumes"]}
             assert volumes["data"]["persistentVolumeClaim"]["claimName"] == claim
             assert "--data-dir=/data" in arguments(one)
-        (gateway,) = workloads(objects, "gateway")
-        assert not any("persistentVolumeClaim" in volume for volume in pod(gateway)["volumes"])
     assert pick(render(), "PersistentVolumeClaim", "tinsmith-data")["spec"]["accessModes"] == [
         "ReadWriteMany"
     ]
+
+
+def test_checkpoints_go_to_an_object_store_when_one_is_named() -> None:
+    store = {"store": "s3://bucket/prefix", "existingSecret": "s3-keys"}
+    objects = render({"checkpoints": store})
+    for component in ("trainer", "gateway", "sampler"):
+        for one in workloads(objects, component):
+            told = component != "sampler"
+            assert ("--checkpoint-store=s3://bucket/prefix" in arguments(one)) == told
+            assert ("envFrom" in container(one)) == told
+    (gateway,) = workloads(objects, "gateway")
+    assert container(gateway)["envFrom"] == [{"secretRef": {"name": "s3-keys"}}]
+    for one in workloads(render()):
+        assert "envFrom" not in container(one)
 
 
 def test_the_data_volume_outlives_the_release() -> None:

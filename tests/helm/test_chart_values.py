@@ -50,6 +50,8 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"sampler": {"maxLoraRank": 24}},
         {"data": {"accessMode": "ReadOnlyMany"}},
         {"data": {"size": "lots"}},
+        {"checkpoints": {"store": "/data/elsewhere"}},
+        {"checkpoints": {"store": "s3://key:secret@bucket/x"}},
         {"image": {"pullPolicy": "Sometimes"}},
         {"redis": {"appendfsync": "no"}},
     ],

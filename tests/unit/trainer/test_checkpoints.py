@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from services.common.errors import DataLoss, InvalidRequest, NotFound
+from services.common.errors import DataLoss, InvalidRequest, NotFound, StorageFull
 from services.common.storage.base import Key
 from services.common.storage.directory import DirectoryStorage, publish_directory
 from services.trainer.checkpoints import CheckpointStore, read_state
@@ -75,6 +76,27 @@ def test_an_export_does_not_replace_another(store: CheckpointStore) -> None:
     assert store.export(MODEL, 5, "external_weights/e", lambda: files) == 3
     with pytest.raises(InvalidRequest, match="exists"):
         store.export(MODEL, 6, "external_weights/e", lambda: files)
+
+
+def test_a_save_that_finds_no_space_fails_as_such_and_loses_nothing(
+    store: CheckpointStore, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(StorageFull, match="save again") as caught:
+        store.export(MODEL, 6, "external_weights/e", lambda: {"a": full})
+    assert (caught.value.category, caught.value.code) == ("server", "storage_full")
+    monkeypatch.setattr("services.trainer.checkpoints.state_files", lambda _: {"a": full})
+    with pytest.raises(StorageFull):
+        store.save(MODEL, 7, "weights/a", True, model_state)
+    monkeypatch.undo()
+    assert store.load(MODEL, "weights/a").meta.seq_id == 5
+    later = ModelState(model_state.lora, model_state.adapter, {}, 0)
+    store.save(MODEL, 8, "weights/a", True, later)
+    assert store.load(MODEL, "weights/a").state == later
 
 
 def test_a_missing_checkpoint_is_the_users_error(store: CheckpointStore) -> None:

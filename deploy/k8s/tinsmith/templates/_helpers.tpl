@@ -131,6 +131,26 @@ secretKeyRef:
 {{- end }}
 {{- end -}}
 
+{{/* The shared volume. */}}
+{{- define "tinsmith.dataClaim" -}}
+{{- .Values.data.existingClaim | default (printf "%s-data" (include "tinsmith.fullname" .)) -}}
+{{- end -}}
+
+{{/* Argument and environment of those who read or write checkpoints. Take the root. */}}
+{{- define "tinsmith.checkpointArgs" -}}
+{{- with .Values.checkpoints.store }}
+- --checkpoint-store={{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tinsmith.checkpointEnvFrom" -}}
+{{- with .Values.checkpoints.existingSecret }}
+envFrom:
+  - secretRef:
+      name: {{ . }}
+{{- end }}
+{{- end -}}
+
 {{/* A password kept from the live Secret, or made. Takes root, secret, entry and made. */}}
 {{- define "tinsmith.keep" -}}
 {{- $live := lookup "v1" "Secret" .root.Release.Namespace .secret | default dict -}}

@@ -84,7 +84,7 @@ exec:
 {{- define "tinsmith.modelVolumes" -}}
 - name: data
   persistentVolumeClaim:
-    claimName: {{ .root.Values.data.existingClaim | default (printf "%s-data" (include "tinsmith.fullname" .root)) }}
+    claimName: {{ include "tinsmith.dataClaim" .root }}
 - name: tmp
   emptyDir: {}
 - name: shm
