@@ -6,9 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from services.common.paths import DataDir
 from services.common.storage.base import Key, Storage
@@ -20,6 +18,9 @@ from tests.unit.common.stored import KEY, MODEL, text
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     """A bucket of a server, which the environment tells about."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -39,6 +40,8 @@ def storage(bucket: str, tmp_path: Path) -> Storage:
 
 
 def objects(bucket: str) -> list[str]:
+    import boto3
+
     found = boto3.client("s3").list_objects_v2(Bucket=bucket).get("Contents", [])
     return sorted(entry["Key"] for entry in found)
 
