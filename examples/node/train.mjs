@@ -69,15 +69,17 @@ const datum = {
     weights: tensor("FLOAT32", Float32Array, sequence.slice(1).map(() => 1)),
   },
 };
-const adam = {learning_rate: 0.02, beta1: 0.9, beta2: 0.95, eps: 1e-8};
+const adam = {learning_rate: 0.002, beta1: 0.9, beta2: 0.95, eps: 1e-8};
 let seq_id = 0; // the last one used: requests of a model are numbered 1, 2, 3 ...
-for (let step = 1; step <= 20; step++) {
+// Until the sequence is known by heart, which a model with random weights does not get to in sixty steps.
+for (let step = 1, loss = Infinity; step <= 60 && loss > 1; step++) {
   const forward_backward = {data: [datum], loss_fn: "cross_entropy"};
   const sent = await call("ForwardBackward", {model_id, seq_id: ++seq_id, forward_backward});
   const stepped = await call("OptimStep", {model_id, seq_id: ++seq_id, adam});
   const {metrics} = (await result(sent)).forward_backward;
   await result(stepped);
-  if (step % 5 === 0) console.log(`step ${step} loss ${metrics["loss:sum"].toFixed(3)}`);
+  loss = metrics["loss:sum"];
+  if (step % 5 === 0) console.log(`step ${step} loss ${loss.toFixed(3)}`);
 }
 
 const saved = await call("SaveForSampler", {model_id, seq_id: ++seq_id, sampling_session_seq_id: 0});
