@@ -67,6 +67,8 @@ class LossSchema:
 CLIP_LOW = "clip_low_threshold"
 CLIP_HIGH = "clip_high_threshold"
 SEQUENCE_RATIO_MASK = "sequence_ratio_mask"
+VALUE_CLIP = "value_clip"
+TARGETS = "target_tokens"
 
 _POLICY_INPUTS = {
     "target_tokens": InputSpec("int64", token_ids=True),
@@ -92,6 +94,15 @@ LOSS_SCHEMAS: dict[str, LossSchema] = {
     "dro": LossSchema(_POLICY_INPUTS, {"beta": None}),
     "gspo": LossSchema(
         {**_CLIPPED_INPUTS, SEQUENCE_RATIO_MASK: InputSpec("float32")}, {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}
+    ),
+    # The loss of a critic (`common.roles`): it predicts values, not tokens.
+    "ppo_critic": LossSchema(
+        {
+            "values": InputSpec("float32"),
+            "returns": InputSpec("float32"),
+            "weights": InputSpec("float32", required=False, non_negative=True),
+        },
+        {VALUE_CLIP: 0.0},
     ),
 }
 
@@ -191,7 +202,7 @@ def check_datum(
             "unknown_loss_input",
         )
     length = tokens.shape[0]
-    target_shape = tuple(inputs["target_tokens"].shape)
+    target_shape = tuple(inputs[TARGETS].shape) if TARGETS in schema.inputs else (length,)
     values = {
         key: _checked_input(f"{where}: {key}", spec, inputs[key], length, target_shape, vocab_size)
         for key, spec in schema.inputs.items()
@@ -255,7 +266,7 @@ def _checked_input(
     if shape[0] != length:
         raise InvalidRequest(
             f"{label} has {shape[0]} positions but model_input has {length} tokens; they must be equal "
-            "(position i predicts target_tokens[i])",
+            "(position i is the one after token i)",
             "length_mismatch",
         )
     if shape != target_shape or shape[-1] == 0:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from services.common import errors, failpoints, ids
+from services.common import errors, failpoints, ids, roles
 from services.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, TinsmithError
 from services.common.journal import Journal
+from services.common.roles import Role
 from services.gateway import validation
 from services.gateway.acknowledged import Acknowledged
 from services.gateway.catalog import BaseModel, Catalog
@@ -118,8 +119,12 @@ class Models:
         base_model: str,
         lora: types_pb2.LoraConfig,
         user_metadata: Mapping[str, str] | None = None,
+        role: Role | None = None,
     ) -> str:
         """Creates a fresh adapter; the request id. Nothing is used up when it is refused.
+
+        Args:
+            role: None: what user_metadata["model_role"] says, else a policy.
 
         Raises:
             InvalidRequest: the base model is not trained here, or the adapter cannot be had.
@@ -127,10 +132,11 @@ class Models:
             Conflict: model_seq_id was used for another model.
         """
         await self._sessions.open(owner, session_id)
+        role = roles.asked_for(user_metadata or {}, role) or "policy"
         base = await self._catalog.trainable(base_model)
-        validation.check_lora(lora, base, self._limits)
-        create = operation_pb2.CreateModel(base_model=base_model, lora=lora)
-        return await self._create(owner, session_id, model_seq_id, create, lora, user_metadata)
+        validation.check_lora(lora, role, base, self._limits)
+        create = operation_pb2.CreateModel(base_model=base_model, lora=lora, role=roles.to_pb(role))
+        return await self._create(owner, session_id, model_seq_id, create, lora, role, user_metadata)
 
     async def create_from_state(
         self,
@@ -150,9 +156,13 @@ class Models:
             raise InvalidRequest(
                 f"{path} was trained on {checkpoint.base_model}; leave base_model out or pass that name"
             )
+        if roles.asked_for(user_metadata or {}) not in (None, checkpoint.role):
+            raise InvalidRequest(
+                f"{path} is of a {checkpoint.role}; leave {roles.METADATA_KEY} out of user_metadata or say so"
+            )
         base = await self._catalog.trainable(checkpoint.base_model)
         lora = _lora_of(checkpoint)
-        validation.check_lora(lora, base, self._limits)
+        validation.check_lora(lora, checkpoint.role, base, self._limits)
         state = operation_pb2.LoadState(
             source_model_id=source,
             checkpoint_id=checkpoint.checkpoint_id,
@@ -160,7 +170,9 @@ class Models:
             version=checkpoint.version,
         )
         create = operation_pb2.CreateModel(base_model=checkpoint.base_model, from_state=state)
-        return await self._create(owner, session_id, model_seq_id, create, lora, user_metadata)
+        return await self._create(
+            owner, session_id, model_seq_id, create, lora, checkpoint.role, user_metadata
+        )
 
     async def _create(
         self,
@@ -169,6 +181,7 @@ class Models:
         model_seq_id: int,
         create: operation_pb2.CreateModel,
         lora: types_pb2.LoraConfig,
+        role: Role,
         user_metadata: Mapping[str, str] | None,
     ) -> str:
         validation.check_metadata(user_metadata or {}, self._limits)
@@ -183,6 +196,7 @@ class Models:
             train_attn=lora.train_attn,
             train_mlp=lora.train_mlp,
             train_unembed=lora.train_unembed,
+            role=role,
             user_metadata=dict(user_metadata or {}),
             created_at=time.time(),
             status="creating",
@@ -213,7 +227,7 @@ class Models:
 
             def make() -> None:
                 built = build()
-                validation.check_forward_backward(built, base, self._limits)
+                validation.check_forward_backward(built, record.role, base, self._limits)
                 operation.forward_backward.CopyFrom(built)
 
             if size > THREAD_ABOVE_BYTES:
@@ -263,8 +277,8 @@ class Models:
             source, checkpoint = await self._training_checkpoint(owner, path)
             if checkpoint.base_model != record.base_model or _lora_shape(checkpoint) != _lora_shape(record):
                 raise InvalidRequest(
-                    f"{path} holds another kind of adapter (rank {checkpoint.lora_rank} on "
-                    f"{checkpoint.base_model}) than model {model_id}; create a model from it instead"
+                    f"{path} holds another kind of model (a {checkpoint.role} of rank {checkpoint.lora_rank} "
+                    f"on {checkpoint.base_model}) than {model_id}; create a model from it instead"
                 )
             operation.load_state.source_model_id = source
             operation.load_state.checkpoint_id = checkpoint.checkpoint_id
@@ -279,6 +293,7 @@ class Models:
         """Accepts a named snapshot, tinker://<model_id>/sampler_weights/<name>."""
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            roles.check_samples(record.role)
             save = operation_pb2.SaveForSampler(checkpoint_id=ids.checkpoint_id("sampler_weights", name))
             self._set_options(save, options)
             await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
@@ -298,6 +313,7 @@ class Models:
         session = ids.sampling_session_id(ids.session_of(model_id), sampling_session_seq_id)
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            roles.check_samples(record.role)
             taken = await self._sampling_sessions.get(session)
             if taken is not None and (taken.model_id, taken.version) != (model_id, seq_id):
                 raise InvalidRequest(
@@ -376,8 +392,8 @@ class Models:
         return source, await self._checkpoints.readable(owner, source, checkpoint_id)
 
 
-def _lora_shape(record: ModelRecord | CheckpointRecord) -> tuple[int, bool, bool, bool]:
-    return (record.lora_rank, record.train_attn, record.train_mlp, record.train_unembed)
+def _lora_shape(record: ModelRecord | CheckpointRecord) -> tuple[int, bool, bool, bool, Role]:
+    return (record.lora_rank, record.train_attn, record.train_mlp, record.train_unembed, record.role)
 
 
 def _lora_of(record: CheckpointRecord) -> types_pb2.LoraConfig:

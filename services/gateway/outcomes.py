@@ -100,6 +100,7 @@ class Outcomes:
                 train_attn=model.train_attn,
                 train_mlp=model.train_mlp,
                 train_unembed=model.train_unembed,
+                role=model.role,
             )
         )
 

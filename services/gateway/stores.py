@@ -13,6 +13,7 @@ import msgspec
 import redis.asyncio
 
 from services.common import keys
+from services.common.roles import Role
 from services.common.scripts import Script
 
 _IDEMPOTENCY_TTL_S = 24 * 3600
@@ -52,6 +53,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    role: Role = "policy"
     user_metadata: dict[str, str] = {}
     created_at: float
     status: ModelStatus = "creating"
@@ -96,6 +98,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    role: Role = "policy"
 
 
 class SessionStore:

@@ -12,14 +12,15 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from services.common import loss_schema, sample_schema, tensors
+from services.common import loss_schema, roles, sample_schema, tensors
 from services.common.errors import InvalidRequest, TooLarge
+from services.common.roles import Role
 from services.gateway.catalog import BaseModel
 from services.gateway.limits import Limits
 from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
 
 
-def check_lora(lora: types_pb2.LoraConfig, model: BaseModel, limits: Limits) -> None:
+def check_lora(lora: types_pb2.LoraConfig, role: Role, model: BaseModel, limits: Limits) -> None:
     """Refuses an adapter that the trainers or samplers of the base model cannot hold."""
     if not 1 <= lora.rank <= limits.lora_rank:
         raise InvalidRequest(
@@ -28,9 +29,11 @@ def check_lora(lora: types_pb2.LoraConfig, model: BaseModel, limits: Limits) -> 
         )
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise InvalidRequest("at least one of train_attn, train_mlp and train_unembed must be true")
+    roles.check_trains_head(role, lora.train_unembed)
     for what, flag, largest in (
         ("trainers", "trainer", model.max_train_rank),
-        ("samplers", "sampler", model.max_sample_rank),
+        # A critic is never sampled from.
+        ("samplers", "sampler", model.max_sample_rank if role == "policy" else 0),
     ):
         if largest and lora.rank > largest:
             raise InvalidRequest(
@@ -55,7 +58,7 @@ def check_adam(adam: types_pb2.AdamParams) -> None:
 
 
 def check_forward_backward(
-    operation: operation_pb2.ForwardBackward, model: BaseModel, limits: Limits
+    operation: operation_pb2.ForwardBackward, role: Role, model: BaseModel, limits: Limits
 ) -> None:
     """Refuses data that the loss cannot be computed from. Proportional to the data: run in a thread."""
     if not operation.data:
@@ -67,6 +70,7 @@ def check_forward_backward(
             f"the batch has {operation.ByteSize()} bytes; send at most {limits.operation_bytes} at once"
         )
     loss_schema.check_loss(operation.loss_fn, operation.loss_config)
+    roles.check_loss(role, operation.loss_fn)
     for index, datum in enumerate(operation.data):
         name = f"data[{index}]"
         loss_schema.check_datum(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
-from services.common import failpoints
+from services.common import failpoints, roles
 from services.common.age import encrypted
 from services.common.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.storage.base import Writer
@@ -135,6 +135,7 @@ class Barriers:
 
     async def _publish(self, model: Model, seq_id: int, work: Publish, release: Release) -> OperationResult:
         _, state = await self._world.state(model.model_id, optimizer=False)
+        roles.check_samples(state.lora.role)
         model.publishing = True
         release()
         try:
@@ -145,6 +146,7 @@ class Barriers:
 
     async def _export(self, model: Model, seq_id: int, work: Export, release: Release) -> OperationResult:
         _, state = await self._world.state(model.model_id, optimizer=False)
+        roles.check_exports(state.lora.role)
         model.publishing = True
         release()
         try:

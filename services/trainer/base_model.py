@@ -1,7 +1,7 @@
 """The frozen base model under DeepSpeed. Everything that knows DeepSpeed's insides is here.
 
 Invariant: no parameter of the base model ever requires a gradient. Under ZeRO-3 every rank must call
-`logprobs` equally often and with the same `torch.is_grad_enabled()`, because the hooks gather weights by
+`score` equally often and with the same `torch.is_grad_enabled()`, because the hooks gather weights by
 collectives; `collective` says so.
 
 A frozen base has neither gradients nor optimizer state, which is what ZeRO stages 1 and 2 shard: they are
@@ -103,6 +103,7 @@ class BaseModel:
         init_distributed(device)
         import deepspeed
 
+        self._router = router
         self.device = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
         self.collective = zero_stage == 3
         config = _deepspeed_config(zero_stage, dtype)
@@ -120,18 +121,23 @@ class BaseModel:
         self._scorer = self._engine.module
         logger.info("loaded %s (%s, ZeRO stage %d) on %s", model_path, self.arch, zero_stage, self.device)
 
-    def logprobs(self, tokens: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-        """Log-probabilities of targets, differentiable in the routed adapters when gradients are enabled.
+    def score(
+        self, tokens: Tensor, positions: Tensor, targets: Tensor, value_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of targets and values, differentiable in the routed adapters when gradients are
+        enabled.
 
         Args:
             tokens: int64 [B, T], rows padded on the right with any id.
             positions: int64 [P], indices into the flattened [B * T] tokens: what predicts a target.
             targets: int64 [P, K].
+            value_positions: int64 [V], like `positions`: what the routed critics' value heads score.
 
         Returns:
-            float32 [P, K].
+            float32 [P, K] and float32 [V].
         """
-        return self._scorer(tokens, positions, targets)
+        logprobs, scored = self._scorer(tokens, positions, targets, value_positions)
+        return logprobs, self._router.values(scored)
 
     def backward(self, loss: Tensor) -> None:
         """Differentiates `loss` into the routed adapters."""
@@ -142,7 +148,7 @@ class BaseModel:
 
 
 class _Scorer(nn.Module):
-    """Backbone and log-probability head as the one module DeepSpeed manages."""
+    """Backbone and log-probability head as the one module DeepSpeed manages. Value heads are its tenants'."""
 
     def __init__(self, model: Any, router: LoraRouter, *, always_differentiable: bool) -> None:
         super().__init__()
@@ -150,14 +156,18 @@ class _Scorer(nn.Module):
         self.head = LogprobHead(model.get_output_embeddings(), router)
         self._always_differentiable = always_differentiable
 
-    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, targets: Tensor, value_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [P, K], and the hidden states [V, hidden] of critics' positions."""
         embedded = self.backbone.get_input_embeddings()(tokens)
         if self._always_differentiable and torch.is_grad_enabled():
             # The backward pass then runs through every module on every rank, whichever adapters are
             # routed there, and so do its collectives.
             embedded = embedded.detach().requires_grad_()
         hidden = self.backbone(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        return self.head(hidden.reshape(-1, hidden.shape[-1])[positions], targets)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        return self.head(hidden[positions], targets), hidden[value_positions]
 
 
 def _deepspeed_config(zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common import ids, tensors
+from services.common import ids, roles, tensors
 from services.common.errors import InvalidRequest
 from services.trainer.losses import combine_metrics
 from services.trainer.microbatch import split_operation
@@ -141,10 +141,13 @@ def _create(create: operation_pb2.CreateModel, target: Target) -> Create:
     if create.HasField("lora") == create.HasField("from_state"):
         raise InvalidRequest("set exactly one of lora and from_state")
     if create.HasField("from_state"):
+        if create.role:
+            raise InvalidRequest("leave role out with from_state; the saved state decides it")
         return Create(None, _load(create.from_state))
     lora = create.lora
     seed = lora.seed if lora.HasField("seed") else None
-    return Create(LoraSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed), None)
+    role = roles.from_pb(create.role)
+    return Create(LoraSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed, role), None)
 
 
 def _load(load: operation_pb2.LoadState) -> Load:
@@ -199,7 +202,9 @@ def lora_to_pb(lora: LoraSpec) -> types_pb2.LoraConfig:
 
 
 def created(lora: LoraSpec) -> operation_pb2.OperationResult:
-    return operation_pb2.OperationResult(create_model=operation_pb2.CreateModelResult(lora=lora_to_pb(lora)))
+    return operation_pb2.OperationResult(
+        create_model=operation_pb2.CreateModelResult(lora=lora_to_pb(lora), role=roles.to_pb(lora.role))
+    )
 
 
 def forwarded(work: Forward, rows: Sequence[RowResult]) -> operation_pb2.OperationResult:

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from services.common import roles
 from services.common.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.loss_schema import check_datum, check_loss
 from services.trainer.base_model import BaseModel
-from services.trainer.collate import TARGETS, Collated, collate, host_array, idle_batch, metric_values
+from services.trainer.collate import collate, idle_batch, row_output, row_results
 from services.trainer.exchange import any_rank, gather_bytes
-from services.trainer.lora import Adapter, LoraPair, LoraRouter, Segment, select_targets
+from services.trainer.lora import HEAD, Adapter, Leaves, LoraRouter, Segment, select_targets
 from services.trainer.losses import LOSS_SUM, LOSSES
 from services.trainer.microbatch import deal
 from services.trainer.plan import (
@@ -39,8 +39,6 @@ from services.trainer.plan import (
 from services.trainer.tenant import LoraTenant
 
 logger = logging.getLogger(__name__)
-
-Pairs = Mapping[str, LoraPair]
 
 
 class _RankReport(msgspec.Struct):
@@ -97,7 +95,8 @@ class Engine:
         if model_id in self._tenants:
             raise Internal(f"model {model_id} exists on this trainer already")
         targets = select_targets(self._base.linears, lora)
-        adapter = Adapter(lora, targets, model_id, self._device)
+        hidden_size = self._base.linears[HEAD].in_features
+        adapter = Adapter(lora, targets, model_id, self._device, hidden_size)
         self._tenants[model_id] = LoraTenant(adapter)
 
     def drop_model(self, model_id: str) -> None:
@@ -183,6 +182,7 @@ class Engine:
                 if earlier is not None:
                     failures[number] = earlier
                 check_loss(op.loss_fn, op.loss_config)
+                roles.check_loss(self._tenant(op.model_id).adapter.spec.role, op.loss_fn)
             except TinsmithError as error:
                 failures[number] = _failure(error)
         for row in (row for batch in work.micro_batches for row in batch.rows if row.op not in failures):
@@ -208,18 +208,19 @@ class Engine:
         batches = [sorted(rows, key=lambda row: (row.op, row.index)) for rows in kept if rows]
         dealt = deal(len(batches), self._world_size, self._first_rank(work, len(batches)))
         differentiable = [any(not work.ops[row.op].forward_only for row in rows) for rows in batches]
-        pairs: dict[int, Pairs] = {}
+        leaves: dict[int, Leaves] = {}
         results: list[RowResult] = []
         failed: dict[int, Failure] = {}
         for turn in range(max(map(len, dealt))):
             mine = dealt[self._rank][turn : turn + 1]
             if self._base.collective:
                 grad = any(differentiable[batch] for rank in dealt for batch in rank[turn : turn + 1])
-                results += self._run_batch(work.ops, batches[mine[0]] if mine else [], grad, pairs)
+                results += self._run_batch(work.ops, batches[mine[0]] if mine else [], grad, leaves)
             elif mine:
                 rows = [row for row in batches[mine[0]] if row.op not in failed]
+                grad = differentiable[mine[0]]
                 try:
-                    results += self._run_batch(work.ops, rows, differentiable[mine[0]], pairs) if rows else []
+                    results += self._run_batch(work.ops, rows, grad, leaves) if rows else []
                 except Exception as error:
                     logger.exception("a micro-batch of %d rows failed", len(rows))
                     failure = _failure(_explained(error, rows))
@@ -237,36 +238,48 @@ class Engine:
         return first
 
     def _run_batch(
-        self, ops: Sequence[PassOp], rows: Sequence[Row], grad: bool, pairs: dict[int, Pairs]
+        self, ops: Sequence[PassOp], rows: Sequence[Row], grad: bool, leaves: dict[int, Leaves]
     ) -> list[RowResult]:
-        """One physical batch forward and, with `grad`, backward. `pairs` keeps the leaves of this pass."""
+        """One physical batch forward and, with `grad`, backward. `leaves` keeps those of this pass."""
         batch = collate(rows, self._device) if rows else idle_batch(self._device)
-        segments = self._segments(ops, rows, pairs)
+        segments = self._segments(ops, rows, leaves)
         with torch.set_grad_enabled(grad), self._router.route(segments):
-            logprobs = self._base.logprobs(batch.tokens, batch.positions, batch.targets)
+            logprobs, values = self._base.score(
+                batch.tokens, batch.positions, batch.targets, batch.value_positions
+            )
+            losses, parts = [], []
             # A rank without rows to learn from still goes through the backward pass of a collective.
-            losses, parts = [(logprobs * 0).sum()] if grad and self._base.collective else [], []
+            if grad and self._base.collective:
+                losses.append((logprobs * 0).sum() + (values * 0).sum())
             for number, row in enumerate(rows):
                 op = ops[row.op]
                 loss, metrics = LOSSES[op.loss_fn].compute(
-                    _row_logprobs(logprobs, batch, number, row), batch.inputs[number], op.loss_config
+                    row_output(logprobs, values, batch, number, row), batch.inputs[number], op.loss_config
                 )
                 parts.append({LOSS_SUM: loss, **metrics})
                 if not op.forward_only:
                     losses.append(loss)
             if grad:
                 self._base.backward(torch.stack(losses).sum())
-        return _row_results(rows, logprobs.detach(), batch, parts)
+        names = [LOSSES[ops[row.op].loss_fn].output for row in rows]
+        return row_results(rows, names, logprobs.detach(), values.detach(), batch, parts)
 
-    def _segments(self, ops: Sequence[PassOp], rows: Sequence[Row], pairs: dict[int, Pairs]) -> list[Segment]:
+    def _segments(
+        self, ops: Sequence[PassOp], rows: Sequence[Row], leaves: dict[int, Leaves]
+    ) -> list[Segment]:
         grouped: dict[int, list[Row]] = {}
         for row in rows:
             grouped.setdefault(row.op, []).append(row)
-        for number in grouped.keys() - pairs.keys():
+        for number in grouped.keys() - leaves.keys():
             op = ops[number]
-            pairs[number] = self._tenants[op.model_id].pairs(None if op.forward_only else op.seq_id)
+            leaves[number] = self._tenants[op.model_id].leaves(None if op.forward_only else op.seq_id)
         return [
-            Segment(len(group), sum(row.length for row in group), pairs[number])
+            Segment(
+                len(group),
+                sum(row.length for row in group),
+                leaves[number].pairs,
+                leaves[number].value_head,
+            )
             for number, group in grouped.items()
         ]
 
@@ -299,28 +312,6 @@ class Engine:
             if row.op in failures
         ]
         return sorted(collected, key=lambda result: (result.op, result.index))
-
-
-def _row_logprobs(logprobs: Tensor, batch: Collated, number: int, row: Row) -> Tensor:
-    """A row's log-probabilities in the shape of its targets."""
-    start, stop = batch.spans[number]
-    shape = row.loss_inputs[TARGETS].shape
-    return logprobs[start:stop, 0] if len(shape) == 1 else logprobs[start:stop, : shape[1]]
-
-
-def _row_results(
-    rows: Sequence[Row], logprobs: Tensor, batch: Collated, parts: Sequence[Mapping[str, Tensor]]
-) -> list[RowResult]:
-    on_host = logprobs.cpu()
-    return [
-        RowResult(
-            row.op,
-            row.index,
-            {"logprobs": host_array(_row_logprobs(on_host, batch, number, row).numpy())},
-            metrics,
-        )
-        for number, (row, metrics) in enumerate(zip(rows, metric_values(parts), strict=True))
-    ]
 
 
 def _failure(error: TinsmithError) -> Failure:

@@ -78,6 +78,9 @@ class LogprobHead(nn.Module):
         """
         # One chunk alone is kept for the backward pass; of several, each is computed again there.
         recompute = torch.is_grad_enabled() and hidden.shape[0] > self.chunk_positions
+        if not hidden.shape[0]:
+            # Only critics' rows. Under ZeRO-3 the call as such matters: the other ranks gather the weight.
+            return self._chunk(hidden, targets, None)
         parts = []
         for start, stop, adapter in self._router.position_segments(hidden.shape[0]):
             for low in range(start, stop, self.chunk_positions):

@@ -2,7 +2,8 @@
 
 y += x A^T B^T * (alpha / rank), with A [rank, in] and B [out, rank] float32 masters. Each row of a
 batch belongs to one operation of one model; consecutive rows of an operation form a segment, and the
-forward hooks on the base model's linears add to each segment its own adapter.
+forward hooks on the base model's linears add to each segment its own adapter. A critic's adapter has a value
+head beside its matrices: v = w . h, with w [1, hidden] starting at zero and h the last hidden state.
 
 Invariant: the autograd graph never touches the masters. Each operation differentiates through leaves of
 its own that share the masters' storage and collect that operation's gradient alone, so one operation can
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from services.common import roles
 from services.common.errors import InvalidRequest
 from services.trainer.plan import LoraSpec
 
@@ -27,6 +29,7 @@ ALPHA = 32.0
 """Scale of an adapter is ALPHA / rank."""
 
 HEAD = "lm_head"
+VALUE_HEAD = "value_head.weight"
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -46,10 +49,12 @@ def select_targets(linears: Mapping[str, LinearShape], spec: LoraSpec) -> dict[s
         linears: every adaptable linear of the base model by name.
 
     Raises:
-        InvalidRequest: no target is chosen, or the base model has no linear of a chosen kind.
+        InvalidRequest: no target is chosen, the base model has no linear of a chosen kind, or a critic's
+            value head would not be trained.
     """
     if not 1 <= spec.rank <= 256:
         raise InvalidRequest(f"lora rank must be from 1 to 256, got {spec.rank}")
+    roles.check_trains_head(spec.role, spec.train_unembed)
     kinds = {
         "train_attn": (spec.train_attn, ATTENTION_PROJECTIONS),
         "train_mlp": (spec.train_mlp, MLP_PROJECTIONS),
@@ -57,6 +62,9 @@ def select_targets(linears: Mapping[str, LinearShape], spec: LoraSpec) -> dict[s
     }
     if not any(chosen for chosen, _ in kinds.values()):
         raise InvalidRequest("the adapter would train nothing; set train_attn, train_mlp or train_unembed")
+    if spec.role == "critic":
+        # Its head is the value head; the vocabulary's is no part of the model.
+        del kinds["train_unembed"]
     wanted: set[str] = set()
     for flag, (chosen, leaves) in kinds.items():
         names = {name for name in linears if name.rpartition(".")[2] in leaves}
@@ -82,17 +90,26 @@ class LoraPair:
         return torch.addmm(flat, low, self.b.to(x.dtype).T, alpha=self.scale).view_as(output)
 
 
+@dataclass(frozen=True)
+class Leaves:
+    """What one operation differentiates: matrices by module and, of a critic, the value head [1, hidden]."""
+
+    pairs: Mapping[str, LoraPair]
+    value_head: Tensor | None = None
+
+
 class Adapter:
-    """One model's adapter: all A and B in one flat float32 tensor on the device.
+    """One model's adapter: all A and B, and a critic's value head, in one flat float32 tensor on the device.
 
     Attributes:
         spec: how it was made.
         flat: the masters, one after the other.
-        layout: name ("<module>.lora_A", "<module>.lora_B") -> (offset, shape) into a flat tensor.
+        layout: name ("<module>.lora_A", "<module>.lora_B", `VALUE_HEAD`) -> (offset, shape) into a flat
+            tensor.
     """
 
     def __init__(
-        self, spec: LoraSpec, targets: Mapping[str, LinearShape], model_id: str, device: str
+        self, spec: LoraSpec, targets: Mapping[str, LinearShape], model_id: str, device: str, hidden_size: int
     ) -> None:
         self.spec = spec
         self.scale = ALPHA / spec.rank
@@ -106,6 +123,9 @@ class Adapter:
             ):
                 self.layout[f"{name}.{part}"] = (offset, size)
                 offset += size[0] * size[1]
+        if spec.role == "critic":
+            self.layout[VALUE_HEAD] = (offset, (1, hidden_size))
+            offset += hidden_size
         flat = torch.zeros(offset, dtype=torch.float32)
         seed = spec.seed if spec.seed is not None else _hashed("model", model_id)
         views = self.views(flat)
@@ -123,8 +143,8 @@ class Adapter:
             for name, (offset, (rows, columns)) in self.layout.items()
         }
 
-    def pairs(self, gradient: Tensor | None = None) -> dict[str, LoraPair]:
-        """The matrices by module, for one operation.
+    def leaves(self, gradient: Tensor | None = None) -> Leaves:
+        """The matrices, for one operation.
 
         Args:
             gradient: flat tensor that backward passes add to; None for a forward without gradient.
@@ -136,10 +156,11 @@ class Adapter:
                 leaf = master.detach().requires_grad_()
                 leaf.grad = slots[name]
                 masters[name] = leaf
-        return {
+        pairs = {
             name: LoraPair(masters[f"{name}.lora_A"], masters[f"{name}.lora_B"], self.scale)
             for name in self.targets
         }
+        return Leaves(pairs, masters.get(VALUE_HEAD))
 
 
 def _hashed(*parts: str) -> int:
@@ -149,11 +170,13 @@ def _hashed(*parts: str) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows, and their consecutive target positions, that share an adapter."""
+    """Consecutive rows that share an adapter, and their consecutive positions: target positions, or those
+    that a critic's value head scores."""
 
     rows: int
     positions: int
     pairs: Mapping[str, LoraPair]
+    value_head: Tensor | None = None
 
 
 class LoraRouter:
@@ -185,11 +208,31 @@ class LoraRouter:
             return [(0, positions, None)]
         result, start = [], 0
         for segment in self._segments:
-            result.append((start, start + segment.positions, segment.pairs.get(HEAD)))
-            start += segment.positions
+            if segment.value_head is None:
+                result.append((start, start + segment.positions, segment.pairs.get(HEAD)))
+                start += segment.positions
         if start != positions:
             raise RuntimeError(f"segments cover {start} positions of {positions}")
         return result
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Value of each position, by the value head of its segment.
+
+        Args:
+            hidden: [V, hidden], the positions of the routed critics' segments one after the other.
+
+        Returns:
+            float32 [V].
+        """
+        heads = [segment for segment in self._segments if segment.value_head is not None]
+        parts = hidden.float().split([segment.positions for segment in heads])
+        values = [
+            (part @ segment.value_head.T)[:, 0]
+            for segment, part in zip(heads, parts, strict=True)
+            if segment.value_head is not None
+        ]
+        # Also without positions the graph goes through the hidden states, on all ranks of a collective alike.
+        return torch.cat(values) if values else hidden.float().sum(-1)
 
     def _add(self, name: str, x: Tensor, output: Tensor) -> Tensor:
         if not any(name in segment.pairs for segment in self._segments):

@@ -1,11 +1,11 @@
-"""Loss functions over target log-probabilities of one datum.
+"""Loss functions over target log-probabilities, or a critic's values, of one datum.
 
 Every loss is a token SUM. Invariant: a position whose weight or advantage is zero contributes exactly
 zero to the loss and to every gradient, whatever stands there, so masked positions may hold garbage.
 (gspo's sequence ratio is the one thing that such a position can enter: it has a mask of its own.)
 
-In formulas lp is `logprobs`, q and A are the inputs "logprobs" and "advantages", r = exp(lp - q), sg stops
-the gradient, and lo and hi are the clip thresholds, absolute bounds of a ratio.
+In formulas lp is `logprobs`, v a critic's value, q and A are the inputs "logprobs" and "advantages",
+r = exp(lp - q), sg stops the gradient, and lo and hi are the clip thresholds, absolute bounds of a ratio.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.common.loss_schema import CLIP_HIGH, CLIP_LOW, SEQUENCE_RATIO_MASK, settings
+from services.common.loss_schema import CLIP_HIGH, CLIP_LOW, SEQUENCE_RATIO_MASK, VALUE_CLIP, settings
 
 LOSS_SUM = "loss:sum"
 
@@ -34,26 +34,28 @@ class Loss:
         function: like `compute`, but takes all settings.
         combine: joins the parts of all rows of an operation, in row order, into metrics
             named "name:reduction".
+        output: what it is a function of, as results name it.
     """
 
     name: str
     function: LossFunction
     combine: Callable[[Sequence[Mapping[str, float]]], dict[str, float]]
+    output: str = "logprobs"
 
     def compute(
-        self, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+        self, outputs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
     ) -> tuple[Tensor, RowMetrics]:
         """The loss of one datum.
 
         Args:
-            logprobs: float32 [N] or [N, K].
+            outputs: log-probabilities, float32 [N] or [N, K]; or values, float32 [N].
             inputs: those of `common.loss_schema`, on the same device.
             config: the request's settings; what it lacks has its default.
 
         Returns:
             The scalar loss, and this datum's parts of the metrics as 0-d tensors.
         """
-        return self.function(logprobs, inputs, settings(self.name, config))
+        return self.function(outputs, inputs, settings(self.name, config))
 
 
 def cross_entropy(
@@ -123,6 +125,34 @@ def gspo(
         **metrics,
         "importance_ratio": _masked(metrics["sampled_tokens"], metrics["sampled_tokens"] * sequence.exp()),
         "clipped_tokens": clipped.sum(),
+    }
+
+
+def ppo_critic(
+    values: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> tuple[Tensor, RowMetrics]:
+    """sum(w / 2 * max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2)), the clipped value loss of PPO.
+
+    R and v_old are the inputs "returns" and "values", w is the input "weights" or 1, c the setting
+    value_clip: with 0 nothing is clipped, and the loss is sum(w / 2 * (v - R)^2).
+    """
+    returns, old, clip = inputs["returns"], inputs["values"], config[VALUE_CLIP]
+    weights = inputs["weights"] if "weights" in inputs else torch.ones_like(values)
+    error = _masked(weights, values - returns).square()
+    fixed = values.detach()
+    bounded = fixed.clamp(old - clip, old + clip) if clip else fixed
+    bounded_error = _masked(weights, bounded - returns).square()
+    # Clipping only ever makes the loss larger; a clipped value has no gradient.
+    clipped = bounded_error > error.detach()
+    loss = 0.5 * (weights * torch.where(clipped, bounded_error, error)).sum()
+    counted = weights != 0
+    return loss, {
+        "value_tokens": counted.sum(),
+        "value": _masked(counted, fixed).sum(),
+        "return": _masked(counted, returns).sum(),
+        "return_squared": _masked(counted, returns).square().sum(),
+        "value_error": error.detach().sum(),
+        "clipped_values": clipped.sum(),
     }
 
 
@@ -200,6 +230,24 @@ def _combine_policy(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return metrics
 
 
+def _combine_critic(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Adds sums, means over the positions that count, and how much of the returns' variance is explained."""
+    totals = {name: _total(parts, name) for name in parts[0] if name != LOSS_SUM}
+    metrics = _combine_loss(parts) | {f"{name}:sum": total for name, total in totals.items()}
+    positions = totals["value_tokens"]
+    if not positions:
+        return metrics
+    mean = {name: total / positions for name, total in totals.items()}
+    metrics |= {f"{name}:mean": mean[name] for name in ("value", "return", "value_error")}
+    metrics["clipped_fraction:mean"] = mean["clipped_values"]
+    variance = mean["return_squared"] - mean["return"] ** 2
+    unexplained = mean["value_error"] - (mean["value"] - mean["return"]) ** 2
+    # Below float32's resolution of the returns there is no variance to speak of.
+    if variance > 1e-6 * mean["return_squared"]:
+        metrics["explained_variance:mean"] = 1 - unexplained / variance
+    return metrics
+
+
 def _total(parts: Sequence[Mapping[str, float]], key: str) -> float:
     values = [part[key] for part in parts]
     return math.fsum(values) if all(map(math.isfinite, values)) else float(sum(values))
@@ -214,6 +262,7 @@ LOSSES: dict[str, Loss] = {
         Loss("cispo", cispo, _combine_policy),
         Loss("dro", dro, _combine_policy),
         Loss("gspo", gspo, _combine_policy),
+        Loss("ppo_critic", ppo_critic, _combine_critic, output="values"),
     )
 }
 

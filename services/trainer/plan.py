@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from services.common.roles import Role
+
 
 class HostArray(msgspec.Struct, frozen=True):
     """A dense row-major array in host memory: little-endian bytes, dtype name, shape."""
@@ -18,13 +20,15 @@ class HostArray(msgspec.Struct, frozen=True):
 
 
 class LoraSpec(msgspec.Struct, frozen=True):
-    """Shape and initial values of an adapter. `seed` None: derived from the model's id."""
+    """Shape and initial values of an adapter, and what the model's head computes. `seed` None: derived
+    from the model's id. A critic's `train_unembed` stands for its value head, which it always trains."""
 
     rank: int
     seed: int | None = None
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    role: Role = "policy"
 
 
 class AdamSpec(msgspec.Struct, frozen=True):
@@ -93,7 +97,7 @@ class RowResult(msgspec.Struct, frozen=True):
     op: int
     index: int
     outputs: dict[str, HostArray] = {}
-    """By name; "logprobs" is float32 in the shape of target_tokens."""
+    """By name, float32: "logprobs" in the shape of target_tokens, or a critic's "values" [N]."""
     metrics: dict[str, float] = {}
     """This row's part of the operation's metrics; `losses.combine_metrics` joins the parts."""
     failure: Failure | None = None
@@ -102,9 +106,9 @@ class RowResult(msgspec.Struct, frozen=True):
 class ModelState(msgspec.Struct, frozen=True):
     """All that makes up a model between two steps, float32 on the host.
 
-    `adapter` holds `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank]; `optimizer` holds
-    `<name>.exp_avg` and `<name>.exp_avg_sq` of each, and nothing before the first step; `step` counts the
-    optimizer steps taken.
+    `adapter` holds `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank], and of a critic
+    `value_head.weight` [1, hidden]; `optimizer` holds `<name>.exp_avg` and `<name>.exp_avg_sq` of each, and
+    nothing before the first step; `step` counts the optimizer steps taken.
     """
 
     lora: LoraSpec

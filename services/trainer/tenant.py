@@ -15,7 +15,7 @@ from torch import Tensor
 from services.common import failpoints
 from services.common.errors import InvalidRequest
 from services.trainer.collate import host_array, host_values
-from services.trainer.lora import Adapter, LoraPair
+from services.trainer.lora import Adapter, Leaves
 from services.trainer.optimizer import AdapterOptimizer
 from services.trainer.plan import AdamSpec, Failure, HostArray, ModelState
 
@@ -91,14 +91,14 @@ class LoraTenant:
     def begin(self, seq_id: int) -> None:
         self._open.setdefault(seq_id, None)
 
-    def pairs(self, seq_id: int | None) -> Mapping[str, LoraPair]:
+    def leaves(self, seq_id: int | None) -> Leaves:
         """The adapter's matrices, collecting the gradient of a begun operation; None = no gradient."""
         if seq_id is None:
-            return self.adapter.pairs()
+            return self.adapter.leaves()
         gradient = self._open[seq_id]
         if gradient is None:
             gradient = self._open[seq_id] = torch.zeros_like(self.adapter.flat)
-        return self.adapter.pairs(gradient)
+        return self.adapter.leaves(gradient)
 
     def failure(self, seq_id: int) -> Failure | None:
         return self._failures.get(seq_id)

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from services.common import rpc
+from services.launcher.tiny_model import make_tiny_model
+from services.trainer.engine import Engine
+from services.trainer.plan import LoraSpec
+from tests.component.engine_data import VOCAB
 from tests.component.sampler_process import (
     MODEL_ID,
     Sampler,
@@ -73,3 +79,43 @@ def judge(sampler: Sampler):  # type: ignore[no-untyped-def]
         return Reference(sampler.model_dir, directory if version else None)
 
     return made
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), vocab=VOCAB, layers=2)
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[None]:
+    environment = pytest.MonkeyPatch()
+    environment.setenv("DS_ACCELERATOR", "cpu")
+    environment.setenv("LOCAL_RANK", "0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    environment.undo()
+
+
+@pytest.fixture(scope="session")
+def loaded(directory: Path, one_rank: None) -> Engine:
+    return Engine(
+        model_path=str(directory), device="cpu", dtype="float32", zero_stage=0, rank=0, world_size=1
+    )
+
+
+@pytest.fixture
+def engine(loaded: Engine) -> Iterator[Engine]:
+    """The engine without any model."""
+    made: list[str] = []
+    original = loaded.create_model
+
+    def create(model_id: str, lora: LoraSpec) -> None:
+        original(model_id, lora)
+        made.append(model_id)
+
+    loaded.create_model = create  # type: ignore[method-assign]
+    yield loaded
+    loaded.create_model = original  # type: ignore[method-assign]
+    for model_id in made:
+        loaded.drop_model(model_id)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from services.trainer.engine import Engine
 from services.trainer.plan import AdamSpec, HostArray, LoraSpec, MicroBatch, ModelState, Pass, PassOp, Row
+from tests.component.engine_reference import values
 
 VOCAB = 512
 
@@ -45,6 +47,18 @@ def is_row(seed: int, length: int) -> Row:
     return Row("", 0, 0, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
 
 
+def critic_row(seed: int, length: int, weighted: bool = True) -> Row:
+    """A ppo_critic row; with weights, its first third is a prompt."""
+    rng = np.random.default_rng(seed)
+    inputs = {
+        "values": array(rng.normal(0, 0.3, length).astype(np.float32)),
+        "returns": array(rng.normal(0.5, 1, length).astype(np.float32)),
+    }
+    if weighted:
+        inputs["weights"] = array((np.arange(length) >= length // 3).astype(np.float32) * 0.5)
+    return Row("", 0, 0, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
+
+
 def with_input(row: Row, name: str, values: np.ndarray) -> Row:
     return msgspec.structs.replace(row, loss_inputs={**row.loss_inputs, name: array(values)})
 
@@ -68,14 +82,30 @@ def op(model_id: str, seq_id: int = 1, loss_fn: str = "cross_entropy", forward_o
 
 
 def trained_looking(state: ModelState, seed: int) -> ModelState:
-    """The state with a B that is not zero, as after training, so that A has a gradient too."""
+    """The state with a B (and value head) that is not zero, as after training, so that A has a gradient."""
     rng = np.random.default_rng(seed)
     adapter = {
-        name: array(rng.normal(0, 0.02, held.shape).astype(np.float32)) if name.endswith("B") else held
+        name: array(rng.normal(0, 0.02, held.shape).astype(np.float32))
+        if name.endswith(("B", "weight"))
+        else held
         for name, held in state.adapter.items()
     }
     return msgspec.structs.replace(state, adapter=adapter)
 
 
 LORA = LoraSpec(rank=8, seed=3)
+CRITIC = LoraSpec(rank=8, seed=3, role="critic")
 NO_CLIP = msgspec.structs.replace(ADAM, grad_clip_norm=0.0)
+
+
+def trained_model(engine: Engine, model_id: str, lora: LoraSpec = LORA, seed: int = 0) -> ModelState:
+    """Creates a model whose adapter looks trained; returns its state."""
+    engine.create_model(model_id, lora)
+    state = trained_looking(engine.state(model_id), seed)
+    engine.load_state(model_id, state, optimizer=False)
+    return state
+
+
+def flat(state: ModelState) -> np.ndarray:
+    """All of a model's parameters."""
+    return np.concatenate([values(array).ravel() for array in state.adapter.values()])

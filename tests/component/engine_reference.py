@@ -38,7 +38,7 @@ class ReferenceModel:
             name: nn.Parameter(torch.from_numpy(values(array).copy()))
             for name, array in (adapter or {}).items()
         }
-        for name in sorted({name.rpartition(".")[0] for name in self.parameters}):
+        for name in sorted({name.rpartition(".")[0] for name in self.parameters} - {"value_head"}):
             parent, _, leaf = name.rpartition(".")
             adapted = AdaptedLinear(
                 self.model.get_submodule(name),
@@ -56,19 +56,32 @@ class ReferenceModel:
         columns = targets if targets.dim() == 2 else targets[:, None]
         return distribution.gather(1, columns).view(targets.shape)
 
-    def loss(self, row: Row, loss_fn: str) -> Tensor:
-        logprobs = self.logprobs(row)
+    def values(self, row: Row) -> Tensor:
+        """float32 [N], of a critic."""
+        tokens = torch.from_numpy(np.frombuffer(row.tokens, "<i4").astype(np.int64))
+        hidden = self.model.base_model(tokens[None]).last_hidden_state[0]
+        return (hidden * self.parameters["value_head.weight"]).sum(-1)
+
+    def loss(self, row: Row, loss_fn: str, clip: float = 0.0) -> Tensor:
         inputs = {name: torch.from_numpy(values(array).copy()) for name, array in row.loss_inputs.items()}
+        if loss_fn == "ppo_critic":
+            predicted, old = self.values(row), inputs["values"]
+            error = (predicted - inputs["returns"]) ** 2
+            if clip:
+                clipped = old + (predicted - old).clamp(-clip, clip)
+                error = torch.max(error, (clipped - inputs["returns"]) ** 2)
+            return (0.5 * inputs.get("weights", torch.ones_like(old)) * error).sum()
+        logprobs = self.logprobs(row)
         if loss_fn == "cross_entropy":
             return -(inputs["weights"] * logprobs).sum()
         ratio = torch.exp(logprobs - inputs["logprobs"])
         return -(ratio * inputs["advantages"]).sum()
 
-    def step(self, rows: Sequence[Row], loss_fn: str, adam: AdamSpec) -> float:
+    def step(self, rows: Sequence[Row], loss_fn: str, adam: AdamSpec, clip: float = 0.0) -> float:
         """One optimizer step on the sum of the rows' losses; returns the gradient's norm."""
         assert self.optimizer is not None
         for row in rows:
-            self.loss(row, loss_fn).backward()
+            self.loss(row, loss_fn, clip).backward()
         limit = adam.grad_clip_norm or float("inf")
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), limit)
         for group in self.optimizer.param_groups:

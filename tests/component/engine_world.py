@@ -16,12 +16,28 @@ from services.common.errors import InvalidRequest
 from services.trainer.base_model import init_distributed
 from services.trainer.engine import Engine
 from services.trainer.plan import AdamSpec, LoraSpec, ModelState, Pass, RowResult
-from tests.component.engine_data import ADAM, VOCAB, ce_row, is_row, op, trained_looking, with_input, work
+from tests.component.engine_data import (
+    ADAM,
+    VOCAB,
+    ce_row,
+    critic_row,
+    is_row,
+    op,
+    trained_looking,
+    with_input,
+    work,
+)
 
-LORAS = {"a": LoraSpec(8, 1), "b": LoraSpec(3, 2, train_mlp=False, train_unembed=False), "c": LoraSpec(4)}
+LORAS = {
+    "a": LoraSpec(8, 1),
+    "b": LoraSpec(3, 2, train_mlp=False, train_unembed=False),
+    "c": LoraSpec(4),
+    "v": LoraSpec(5, 3, role="critic"),
+}
 ROWS_A = [ce_row(1, 20), ce_row(2, 7), ce_row(3, 12, columns=2)]
 ROWS_B = [is_row(4, 30), is_row(5, 9)]
 ROWS_C = [ce_row(6, 11)]
+ROWS_V = [critic_row(8, 14), critic_row(9, 25)]
 
 
 class Report(msgspec.Struct):
@@ -48,13 +64,15 @@ def scenario(engine: Engine) -> Report:
         report.initial[model_id] = trained_looking(engine.state(model_id), number)
         engine.load_state(model_id, report.initial[model_id], optimizer=False)
 
-    # Three batches: two ranks have uneven work. Losses, ranks, targets and forward-only are mixed.
+    # Two ranks have uneven work, and one of them only a critic's rows in its last batch. Losses, roles,
+    # ranks, targets and forward-only are mixed.
     placed = [
         (op("a"), ROWS_A),
         (op("b", 1, "importance_sampling"), ROWS_B),
         (op("c", forward_only=True), ROWS_C),
+        (op("v", 1, "ppo_critic"), ROWS_V),
     ]
-    run(work(*placed, cut=[[(0, 0), (1, 0)], [(0, 1), (2, 0)], [(0, 2), (1, 1)]]))
+    run(work(*placed, cut=[[(0, 0), (1, 0), (3, 0)], [(0, 1), (2, 0)], [(0, 2), (1, 1)], [(3, 1)]]))
     for model_id in LORAS:
         step(model_id)
 

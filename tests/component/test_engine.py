@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from services.common.errors import InvalidRequest, ModelNotResident
-from services.launcher.tiny_model import make_tiny_model
 from services.trainer.engine import Engine
 from services.trainer.losses import LOSSES
 from services.trainer.plan import HostArray, LoraSpec, ModelState, Row, RowResult
 from tests.component.engine_data import (
     ADAM,
+    CRITIC,
     LORA,
     NO_CLIP,
     VOCAB,
     ce_row,
+    critic_row,
+    flat,
     is_row,
     op,
-    trained_looking,
+    trained_model,
     with_input,
     work,
 )
@@ -33,60 +33,6 @@ from tests.component.engine_reference import ReferenceModel, values
 pytestmark = pytest.mark.heavy
 
 LENGTHS = (5, 33, 12, 64)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), vocab=VOCAB, layers=2)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    environment = pytest.MonkeyPatch()
-    environment.setenv("DS_ACCELERATOR", "cpu")
-    environment.setenv("LOCAL_RANK", "0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    environment.undo()
-
-
-def load(directory: Path, dtype: str = "float32") -> Engine:
-    return Engine(model_path=str(directory), device="cpu", dtype=dtype, zero_stage=0, rank=0, world_size=1)
-
-
-@pytest.fixture(scope="module")
-def loaded(directory: Path, world: None) -> Engine:
-    return load(directory)
-
-
-@pytest.fixture
-def engine(loaded: Engine) -> Iterator[Engine]:
-    """The engine without any model."""
-    made: list[str] = []
-    original = loaded.create_model
-
-    def create(model_id: str, lora: LoraSpec) -> None:
-        original(model_id, lora)
-        made.append(model_id)
-
-    loaded.create_model = create  # type: ignore[method-assign]
-    yield loaded
-    loaded.create_model = original  # type: ignore[method-assign]
-    for model_id in made:
-        loaded.drop_model(model_id)
-
-
-def trained_model(engine: Engine, model_id: str, lora: LoraSpec = LORA, seed: int = 0) -> ModelState:
-    """Creates a model whose adapter looks trained; returns its state."""
-    engine.create_model(model_id, lora)
-    state = trained_looking(engine.state(model_id), seed)
-    engine.load_state(model_id, state, optimizer=False)
-    return state
-
-
-def flat(state: ModelState) -> np.ndarray:
-    return np.concatenate([values(array).ravel() for array in state.adapter.values()])
 
 
 def logprobs(result: RowResult) -> np.ndarray:
@@ -215,14 +161,16 @@ def test_every_loss_in_one_pass_trains_as_if_alone(engine: Engine) -> None:
         "dro": ({"beta": 0.5}, [is_row(6, 23)]),
         "gspo": ({}, [with_input(is_row(7, 30), "sequence_ratio_mask", sampled)]),
     }
+    tenants["ppo_critic"] = ({"value_clip": 0.2}, [critic_row(8, 22), critic_row(9, 13, weighted=False)])
     assert tenants.keys() == LOSSES.keys()
+    loras = {name: CRITIC if name == "ppo_critic" else LORA for name in tenants}
     placed = [
         (msgspec.structs.replace(op(name, 1, name), loss_config=config), rows)
         for name, (config, rows) in tenants.items()
     ]
     alone: list[tuple[list[dict[str, float]], dict[str, float], np.ndarray]] = []
     for operation, rows in placed:
-        start = flat(trained_model(engine, operation.model_id))
+        start = flat(trained_model(engine, operation.model_id, loras[operation.model_id]))
         metrics = [result.metrics for result in engine.run_pass(work((operation, rows)))]
         step = engine.optim_step(operation.model_id, NO_CLIP)
         alone.append((metrics, step, flat(engine.state(operation.model_id))))
@@ -230,8 +178,8 @@ def test_every_loss_in_one_pass_trains_as_if_alone(engine: Engine) -> None:
         engine.drop_model(operation.model_id)
 
     for name in tenants:
-        trained_model(engine, name)
-    cut = [[(2, 1), (0, 0), (5, 0), (1, 0)], [(3, 0), (0, 1), (4, 0), (2, 0)]]
+        trained_model(engine, name, loras[name])
+    cut = [[(2, 1), (6, 0), (0, 0), (5, 0), (1, 0)], [(3, 0), (0, 1), (4, 0), (6, 1), (2, 0)]]
     results = engine.run_pass(work(*placed, cut=cut))
     for number, (operation, _) in enumerate(placed):
         metrics, step, weights = alone[number]
@@ -333,14 +281,14 @@ def test_running_out_of_memory_fails_the_operations_of_that_batch_only(
 ) -> None:
     trained_model(engine, "big")
     trained_model(engine, "small", seed=1)
-    original = engine._base.logprobs
+    original = engine._base.score
 
-    def limited(tokens: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def limited(tokens: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if tokens.shape[1] > 40:
             raise torch.OutOfMemoryError("no memory")
         return original(tokens, *rest)
 
-    monkeypatch.setattr(engine._base, "logprobs", limited)
+    monkeypatch.setattr(engine._base, "score", limited)
     big = (op("big"), [ce_row(1, 10), ce_row(2, 41)])
     small = (op("small"), [ce_row(3, 7)])
     results = engine.run_pass(work(big, small, cut=[[(0, 0), (1, 0)], [(0, 1)]]))
@@ -421,8 +369,10 @@ def test_a_model_that_is_not_there_is_named(engine: Engine) -> None:
     assert result.failure.code == "model_not_resident"
 
 
-def test_a_bfloat16_base_trains_float32_adapters(directory: Path, world: None) -> None:
-    engine = load(directory, "bfloat16")
+def test_a_bfloat16_base_trains_float32_adapters(directory: Path, one_rank: None) -> None:
+    engine = Engine(
+        model_path=str(directory), device="cpu", dtype="bfloat16", zero_stage=0, rank=0, world_size=1
+    )
     state = trained_model(engine, "m")
     rows = [ce_row(seed, 24) for seed in range(4)]
     rows = [with_input(row, "weights", np.ones(24, np.float32)) for row in rows]

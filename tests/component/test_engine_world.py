@@ -17,7 +17,7 @@ import pytest
 from services.launcher.tiny_model import make_tiny_model
 from tests.component.engine_data import ADAM, VOCAB
 from tests.component.engine_reference import ReferenceModel, values
-from tests.component.engine_world import ROWS_A, ROWS_B, ROWS_C, Report
+from tests.component.engine_world import ROWS_A, ROWS_B, ROWS_C, ROWS_V, Report
 
 pytestmark = pytest.mark.heavy
 
@@ -69,9 +69,9 @@ def test_training_equals_a_plain_pytorch_loop(reports: list[Report], directory: 
     b = ReferenceModel(directory, report.initial["b"].adapter)
     c = ReferenceModel(directory, report.initial["c"].adapter)
     rows = [(a, row) for row in ROWS_A] + [(b, row) for row in ROWS_B] + [(c, row) for row in ROWS_C]
-    order = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
+    order = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
     assert [(result.op, result.index) for result in report.passes[0]] == order
-    for (model, row), result in zip(rows, report.passes[0], strict=True):
+    for (model, row), result in zip(rows, report.passes[0][:6], strict=True):
         expected = model.logprobs(row).detach().numpy()
         np.testing.assert_allclose(values(result.outputs["logprobs"]), expected, rtol=0, atol=1e-5)
 
@@ -79,12 +79,24 @@ def test_training_equals_a_plain_pytorch_loop(reports: list[Report], directory: 
     norm = b.step(ROWS_B, "importance_sampling", ADAM)
     assert report.steps["b1"]["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert report.steps["c1"]["skipped"] == 1
+    _check_critic(report, directory)
     for row, result in zip(ROWS_A, report.passes[1][:3], strict=True):
         expected = a.logprobs(row).detach().numpy()
         np.testing.assert_allclose(values(result.outputs["logprobs"]), expected, rtol=0, atol=1e-5)
     assert report.steps["a4"]["grad_norm"] == pytest.approx(a.step(ROWS_A, "cross_entropy", ADAM), rel=1e-4)
     a.assert_same_adapter(report.states["a"].adapter)
     b.assert_same_adapter(report.states["b"].adapter)
+
+
+def _check_critic(report: Report, directory: Path) -> None:
+    critic = ReferenceModel(directory, report.initial["v"].adapter)
+    for row, result in zip(ROWS_V, report.passes[0][6:], strict=True):
+        expected = critic.values(row).detach().numpy()
+        assert result.outputs.keys() == {"values"}
+        np.testing.assert_allclose(values(result.outputs["values"]), expected, rtol=0, atol=1e-5)
+    norm = critic.step(ROWS_V, "ppo_critic", ADAM)
+    assert report.steps["v1"]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    critic.assert_same_adapter(report.states["v"].adapter)
 
 
 def test_a_refused_operation_and_an_overflowing_gradient_harm_nobody(reports: list[Report]) -> None:

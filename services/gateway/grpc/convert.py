@@ -6,7 +6,7 @@ import json
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.common import ids
+from services.common import ids, roles
 from services.common.errors import InvalidRequest
 from services.gateway.catalog import BaseModel
 from services.gateway.futures import FutureView
@@ -72,8 +72,6 @@ def adapter(request: tinsmith_pb2.CreateModelRequest) -> types_pb2.LoraConfig:
         raise InvalidRequest("full fine-tuning is not served; set lora")
     if not request.HasField("lora"):
         raise InvalidRequest("lora is not set")
-    if request.role not in (types_pb2.MODEL_ROLE_UNSPECIFIED, types_pb2.MODEL_ROLE_POLICY):
-        raise InvalidRequest("critics are not served; leave role out")
     return request.lora
 
 
@@ -102,7 +100,7 @@ def model_info(record: ModelRecord, tokenizer: str) -> tinsmith_pb2.ModelInfo:
         base_model=record.base_model,
         tokenizer=tokenizer,
         lora=_lora(record),
-        role=types_pb2.MODEL_ROLE_POLICY,
+        role=roles.to_pb(record.role),
         status=_STATUSES[record.status],
         user_metadata=record.user_metadata,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common import ids
+from services.common import ids, roles
 from services.common.errors import InvalidRequest
 from services.gateway.grpc import convert
 from services.gateway.grpc.calls import Calls, Context
@@ -24,6 +24,7 @@ class TrainingCalls(Calls):
             request.base_model,
             convert.adapter(request),
             dict(request.user_metadata),
+            roles.from_pb(request.role) if request.role else None,
         )
         model_id = ids.model_id(request.session_id, number)
         return tinsmith_pb2.CreateModelResponse(request_id=request_id, model_id=model_id)

@@ -158,10 +158,10 @@ def _check_spans(datum: tinker_pb2.TinkerDatum, target: types_pb2.Datum, where: 
     if not spans and not loss_spans:
         return
     tokens = target.tokens.shape[0]
-    targets = target.loss_inputs["target_tokens"].shape if "target_tokens" in target.loss_inputs else []
+    positions = next((tensor.shape[0] for tensor in target.loss_inputs.values() if tensor.shape), 0)
     for name, given, length in (
         ("model_input_spans", spans, tokens),
-        ("loss_fn_input_spans", loss_spans, targets[0] if targets else 0),
+        ("loss_fn_input_spans", loss_spans, positions),
     ):
         lengths = [getattr(span, span.WhichOneof("source") or "prompt_tokens").length for span in given]
         if any(span < 0 for span in lengths) or sum(lengths) != length:

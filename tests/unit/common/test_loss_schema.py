@@ -31,6 +31,8 @@ def check(
         defaults |= {"logprobs": tensor("float32", [0, -1, -2]), "advantages": tensor("float32", [0, 1, -1])}
     if loss_fn == "gspo":
         defaults["sequence_ratio_mask"] = tensor("float32", [0, 1, 1])
+    if loss_fn == "ppo_critic":
+        defaults = {name: tensor("float32", [0, 1, -2]) for name in ("values", "returns")}
     merged = {name: value for name, value in {**defaults, **inputs}.items() if value is not None}
     check_datum(
         loss_fn,

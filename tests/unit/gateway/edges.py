@@ -160,7 +160,12 @@ async def new_session(client: httpx.AsyncClient) -> str:
     return response.json()["session_id"]
 
 
-async def new_model(edges: Edges, client: httpx.AsyncClient, session_id: str | None = None) -> str:
+async def new_model(
+    edges: Edges,
+    client: httpx.AsyncClient,
+    session_id: str | None = None,
+    metadata: dict[str, str] | None = None,
+) -> str:
     """A model that is ready."""
     session_id = session_id or await new_session(client)
     body = {
@@ -168,7 +173,7 @@ async def new_model(edges: Edges, client: httpx.AsyncClient, session_id: str | N
         "model_seq_id": 0,
         "base_model": BASE,
         "lora_config": {"rank": 4},
-        "user_metadata": {"run": "one"},
+        "user_metadata": metadata or {"run": "one"},
     }
     response = await client.post("create_model", json=body)
     assert response.status_code == 200, response.text

@@ -328,3 +328,17 @@ async def test_a_message_that_cannot_be_read_is_the_callers_error(
     call = channel.unary_unary("/tinsmith.v1.TinsmithService/CreateSession")
     broken = call(b"\xff\xff", timeout=10, metadata=(("x-api-key", ALICE),))
     assert await status(broken) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_role_of_a_model_is_a_field(edges: Edges, channel: grpc.aio.Channel) -> None:
+    alice = Client(channel, ALICE)
+    session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest())).session_id
+    request = tinsmith_pb2.CreateModelRequest(
+        session_id=session, base_model=BASE, lora=LORA, role=types_pb2.MODEL_ROLE_CRITIC
+    )
+    made = await alice("CreateModel", request)
+    operation = await edges.operation(made.model_id, 0)
+    assert operation is not None
+    assert operation.create_model.role == types_pb2.MODEL_ROLE_CRITIC
+    request.user_metadata["model_role"] = "policy"
+    assert await status(alice("CreateModel", request)) is grpc.StatusCode.INVALID_ARGUMENT

@@ -80,6 +80,11 @@ async def test_a_model_is_created_once_however_often_it_is_asked_for(edges: Edge
         ({"lora_config": None}, "lora_config"),
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, "dimuon"),
         ({"user_metadata": {"a": "b" * 70_000}}, "user_metadata"),
+        ({"user_metadata": {"model_role": "reward"}}, "'policy' or 'critic'"),
+        (
+            {"user_metadata": {"model_role": "critic"}, "lora_config": {"rank": 4, "train_unembed": False}},
+            "train_unembed",
+        ),
         ({"model_seq_id": -1}, "model_seq_id"),
     ],
 )
@@ -382,3 +387,37 @@ async def test_the_sdk_trains_through_the_edge(edges: Edges) -> None:
     assert output.loss_fn_outputs[0]["logprobs"].tolist() == [-1.0, -2.0]
     assert step.metrics == {"grad_norm": 1.0}
     assert info.lora_rank == 4
+
+
+async def test_a_critic_is_made_by_its_metadata_and_keeps_to_its_role(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client, metadata={"model_role": "critic"})
+        operation = await edges.operation(model, 0)
+        assert operation is not None
+        assert operation.create_model.role == types_pb2.MODEL_ROLE_CRITIC
+        await client.post("forward_backward", content=batch(model, 1, [1, 2]), headers=PROTO)
+        assert "use ppo_critic" in await failure(client, f"{model}:1")
+        for seq_id, save in ((2, {"path": "x"}), (3, {"sampling_session_seq_id": 0})):
+            await client.post("save_weights_for_sampler", json={"model_id": model, "seq_id": seq_id, **save})
+            assert "critic" in await failure(client, f"{model}:{seq_id}")
+
+
+async def test_a_saved_critic_is_loaded_as_a_critic_only(edges: Edges) -> None:
+    async with edges.http() as client:
+        critic = await new_model(edges, client, metadata={"model_role": "critic"})
+        policy = await new_model(edges, client)
+        await client.post("save_weights", json={"model_id": critic, "seq_id": 1, "path": "a"})
+        path = f"tinker://{critic}/weights/a"
+        await edges.answer(critic, 1, save_state=operation_pb2.SaveStateResult(path=path, size_bytes=9))
+        load = {"path": path, "optimizer": True}
+        await client.post("load_weights", json={**load, "model_id": policy, "seq_id": 1})
+        assert "a critic of rank 4" in await failure(client, f"{policy}:1")
+        made = {**load, "session_id": ids.session_of(critic), "model_seq_id": 7}
+        contradicted = await client.post(
+            "load_weights", json={**made, "user_metadata": {"model_role": "policy"}}
+        )
+        assert contradicted.status_code == 400
+        assert "is of a critic" in contradicted.json()["detail"]
+        assert (await client.post("load_weights", json=made)).status_code == 200
+        record = await edges.app.models.get("alice", ids.model_id(ids.session_of(critic), 7))
+    assert record.role == "critic"

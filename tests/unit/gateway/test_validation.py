@@ -58,7 +58,7 @@ def refused(check, *args: object) -> str:
 
 
 def test_a_good_batch_passes() -> None:
-    validation.check_forward_backward(batch([1, 2], [2, 3], [0, 1]), MODEL, LIMITS)
+    validation.check_forward_backward(batch([1, 2], [2, 3], [0, 1]), "policy", MODEL, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -77,31 +77,35 @@ def test_a_good_batch_passes() -> None:
 def test_a_batch_that_the_model_cannot_take_is_refused(
     operation: operation_pb2.ForwardBackward, says: str
 ) -> None:
-    assert says in refused(validation.check_forward_backward, operation, MODEL, LIMITS)
+    assert says in refused(validation.check_forward_backward, operation, "policy", MODEL, LIMITS)
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
     operation = batch([1, 2], [2, 3], [0, 1])
     operation.loss_fn = "stable_reinforce"
-    assert "importance_sampling" in refused(validation.check_forward_backward, operation, MODEL, LIMITS)
+    assert "importance_sampling" in refused(
+        validation.check_forward_backward, operation, "policy", MODEL, LIMITS
+    )
 
 
 def test_targets_of_the_wrong_dtype_are_refused() -> None:
     operation = batch([1, 2], [2, 3], [0, 1])
     operation.data[0].loss_inputs["target_tokens"].CopyFrom(tensor([2, 3], "<f4"))
-    assert "int64" in refused(validation.check_forward_backward, operation, MODEL, LIMITS)
+    assert "int64" in refused(validation.check_forward_backward, operation, "policy", MODEL, LIMITS)
 
 
 def test_too_many_datums_are_refused() -> None:
     operation = batch([1], [2], [1])
     operation.data.extend([operation.data[0]] * 2)
-    assert "at most 2" in refused(validation.check_forward_backward, operation, MODEL, Limits(datums=2))
+    assert "at most 2" in refused(
+        validation.check_forward_backward, operation, "policy", MODEL, Limits(datums=2)
+    )
 
 
 def test_a_batch_of_too_many_bytes_is_refused() -> None:
     operation = batch([1, 2], [2, 3], [0, 1])
     with pytest.raises(TooLarge):
-        validation.check_forward_backward(operation, MODEL, Limits(operation_bytes=50))
+        validation.check_forward_backward(operation, "policy", MODEL, Limits(operation_bytes=50))
 
 
 def adam(**changes: float) -> types_pb2.AdamParams:
@@ -136,14 +140,16 @@ def lora(rank: int, **flags: bool) -> types_pb2.LoraConfig:
 
 def test_ranks_are_bounded_by_the_service_and_by_what_serves_the_model() -> None:
     small = BaseModel("org/name", "", "", 100, 16, max_train_rank=0, max_sample_rank=8)
-    validation.check_lora(lora(8), small, LIMITS)
-    assert "--max-lora-rank" in refused(validation.check_lora, lora(9), small, LIMITS)
-    assert "256" in refused(validation.check_lora, lora(257), MODEL, LIMITS)
-    assert "full fine-tuning" in refused(validation.check_lora, lora(0), MODEL, LIMITS)
+    validation.check_lora(lora(8), "policy", small, LIMITS)
+    assert "--max-lora-rank" in refused(validation.check_lora, lora(9), "policy", small, LIMITS)
+    assert "256" in refused(validation.check_lora, lora(257), "policy", MODEL, LIMITS)
+    assert "full fine-tuning" in refused(validation.check_lora, lora(0), "policy", MODEL, LIMITS)
 
 
 def test_an_adapter_that_adapts_nothing_is_refused() -> None:
-    assert "at least one" in refused(validation.check_lora, lora(8, train_attn=False), MODEL, LIMITS)
+    assert "at least one" in refused(
+        validation.check_lora, lora(8, train_attn=False), "policy", MODEL, LIMITS
+    )
 
 
 def strings(*values: str) -> operation_pb2.StopCondition:
@@ -266,3 +272,17 @@ def test_the_tokenizer_of_a_hub_model_is_named_by_its_hub_id() -> None:
     assert BaseModel("n", cached, "", 1, 1).tokenizer_id == "Qwen/Qwen3-0.6B"
     assert BaseModel("n", "Qwen/Qwen3-0.6B", "", 1, 1).tokenizer_id == "Qwen/Qwen3-0.6B"
     assert BaseModel("n", "/models/tiny", "", 1, 1).tokenizer_id == "/models/tiny"
+
+
+def test_a_critic_trains_its_head_and_fits_no_sampler() -> None:
+    small = BaseModel("org/name", "", "", 100, 16, max_train_rank=0, max_sample_rank=8)
+    validation.check_lora(lora(9, train_unembed=True), "critic", small, LIMITS)
+    says = refused(validation.check_lora, lora(8, train_attn=True), "critic", MODEL, LIMITS)
+    assert "set it to true" in says
+
+
+def test_the_losses_of_a_model_are_those_of_its_role() -> None:
+    operation = batch([1, 2], [2, 3], [0, 1])
+    assert "ppo_critic" in refused(validation.check_forward_backward, operation, "critic", MODEL, LIMITS)
+    operation.loss_fn = "ppo_critic"
+    assert "model_role" in refused(validation.check_forward_backward, operation, "policy", MODEL, LIMITS)

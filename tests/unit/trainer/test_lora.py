@@ -19,9 +19,9 @@ LINEARS = {
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def adapter(model_id: str = "m", **spec: int | bool | None) -> Adapter:
+def adapter(model_id: str = "m", **spec: int | bool | str | None) -> Adapter:
     lora = LoraSpec(**{"rank": 4, "seed": 7, **spec})  # type: ignore[arg-type]
-    return Adapter(lora, select_targets(LINEARS, lora), model_id, "cpu")
+    return Adapter(lora, select_targets(LINEARS, lora), model_id, "cpu", hidden_size=8)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_each_segment_of_rows_gets_its_own_adapter_and_gradient() -> None:
     for number, tenant in enumerate(tenants):
         tenant.flat.copy_(torch.randn(tenant.flat.shape, generator=torch.Generator().manual_seed(number)))
     gradients = [torch.zeros_like(tenant.flat) for tenant in tenants]
-    pairs = [tenant.pairs(gradient) for tenant, gradient in zip(tenants, gradients, strict=True)]
+    pairs = [tenant.leaves(gradient).pairs for tenant, gradient in zip(tenants, gradients, strict=True)]
     x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(9))
     segments = [Segment(1, 3, pairs[0]), Segment(1, 3, {}), Segment(2, 6, pairs[1])]
     with router.route(segments):
@@ -114,7 +114,7 @@ def test_gradients_of_several_batches_add_up_in_the_operations_own_buffer() -> N
     once, twice = torch.zeros_like(tenant.flat), torch.zeros_like(tenant.flat)
     x = torch.randn(2, 3, 8)
     for gradient, repeats in ((once, 1), (twice, 2)):
-        pairs = tenant.pairs(gradient)
+        pairs = tenant.leaves(gradient).pairs
         for _ in range(repeats):
             with router.route([Segment(2, 6, pairs)]):
                 linear(x).sum().backward()
@@ -131,6 +131,44 @@ def test_nothing_is_routed_after_the_context() -> None:
     tenant.flat.fill_(1.0)
     x = torch.randn(1, 2, 8)
     plain = linear(x)
-    with router.route([Segment(1, 2, tenant.pairs())]):
+    with router.route([Segment(1, 2, tenant.leaves().pairs)]):
         assert not torch.equal(linear(x), plain)
     assert torch.equal(linear(x), plain)
+
+
+def test_a_critic_adapts_no_vocabulary_head_and_has_a_value_head_of_zeros() -> None:
+    critic = adapter(role="critic")
+    assert not any(name.startswith("lm_head") for name in critic.layout)
+    assert critic.layout["value_head.weight"][1] == (1, 8)
+    assert not critic.views(critic.flat)["value_head.weight"].any()
+    only_head = adapter(role="critic", train_attn=False, train_mlp=False)
+    assert only_head.layout.keys() == {"value_head.weight"}
+    policy, name = adapter(), f"{Q}.lora_A"
+    assert torch.equal(critic.views(critic.flat)[name], policy.views(policy.flat)[name])
+
+
+def test_a_critic_without_a_trained_head_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="train_unembed of a critic"):
+        adapter(role="critic", train_unembed=False)
+
+
+def test_values_come_from_each_critics_own_head_between_other_segments() -> None:
+    router = LoraRouter()
+    critics = [adapter(name, role="critic") for name in ("a", "b")]
+    for number, critic in enumerate(critics):
+        critic.flat.normal_(generator=torch.Generator().manual_seed(number))
+    gradients = [torch.zeros_like(critic.flat) for critic in critics]
+    heads = [critic.leaves(gradient).value_head for critic, gradient in zip(critics, gradients, strict=True)]
+    hidden = torch.randn(5, 8)
+    with router.route([Segment(1, 2, {}, heads[0]), Segment(1, 4, {}), Segment(1, 3, {}, heads[1])]):
+        values = router.values(hidden)
+        assert router.position_segments(4) == [(0, 4, None)]
+        values[:2].sum().backward()
+    expected = [
+        hidden[rows] @ critic.views(critic.flat)["value_head.weight"][0]
+        for critic, rows in zip(critics, (slice(0, 2), slice(2, 5)), strict=True)
+    ]
+    torch.testing.assert_close(values, torch.cat(expected))
+    head_gradient = critics[0].views(gradients[0])["value_head.weight"]
+    torch.testing.assert_close(head_gradient[0], hidden[:2].sum(0))
+    assert not gradients[1].any()
