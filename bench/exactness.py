@@ -36,8 +36,9 @@ def measure(stack: Stack) -> list[Row]:
             "trainer logprobs - plain PyTorch fp32",
             max_difference([*fresh, *trained], expected),
             "max |difference|, nats",
-            1e-5,
-            {"tokens": 2 * sum(len(s) - 1 for s in sequences), "training_moved_logprobs_by": moved},
+            at_most=1e-5,
+            required=True,
+            details={"tokens": 2 * sum(len(s) - 1 for s in sequences), "training_moved_logprobs_by": moved},
         ),
         _sampler_row(model, sampler, sequences, trained),
     ]
@@ -66,8 +67,9 @@ def _sampler_row(
         "sampler logprobs - trainer's",
         max(prompt_difference, sampled_difference),
         "max |difference|, nats",
-        1e-4,
-        {"prompt_tokens": prompt_difference, "sampled_tokens": sampled_difference},
+        at_most=1e-4,
+        required=True,
+        details={"prompt_tokens": prompt_difference, "sampled_tokens": sampled_difference},
     )
 
 

@@ -1,83 +1,55 @@
-"""How soon new weights answer, what they weigh on the wire, and how soon a training request is accepted."""
+"""How soon a training request is accepted, and what the stack adds to a small one."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-import grpc
 import httpx
 import numpy as np
 import tinker
-from tinker import types
 
-from tinsmith.v1 import tinker_pb2, tinsmith_pb2, tinsmith_pb2_grpc
+from tinsmith.v1 import tinker_pb2
 
-from .exactness import newest_snapshot
-from .stack import BASE_MODEL, RANK, Row, Stack, alternate, next_token_datum, random_tokens, seconds, train
+from .bare_engine import BareEngine
+from .exactness import trainer_logprobs
+from .stack import BASE_MODEL, RANK, Row, Stack, alternate, milliseconds, random_tokens, seconds
 
-REPETITIONS = 9
 ACCEPTS = 60
-PROMPT_TOKENS = 32
-RESULT_SECONDS = 60.0
+FORWARDS, FORWARD_TOKENS = 60, 16
 
 
-def publishing(stack: Stack) -> Row:
-    """save_weights_and_get_sampling_client to the first sampled token, over one token from old weights."""
-    rng = np.random.default_rng(5)
-    data = [next_token_datum(random_tokens(rng, stack.vocab, 1, 64)[0])]
+def small_forward(stack: Stack) -> list[Row]:
+    """One forward of 16 tokens through the SDK, against the same in the trainer's engine alone."""
     model = stack.new_model()
-    train(model, data, 1e-4)
-    old = model.save_weights_and_get_sampling_client().result()
+    engine = BareEngine(stack.model_dir, stack.threads, stack.scratch / "bare-engine.log")
+    batch = random_tokens(np.random.default_rng(10), stack.vocab, 1, FORWARD_TOKENS + 1)
+    sides = (lambda _: seconds(lambda: trainer_logprobs(model, batch)), lambda _: engine.forward(batch))
+    try:
+        alternate(3, *sides)
+        ours, alone = alternate(FORWARDS, *sides)
+    finally:
+        engine.close()
+    return [small_forward_row(ours, alone)]
 
-    def publish(_: int) -> float:
-        train(model, data, 1e-4)
-        prompt = random_tokens(rng, stack.vocab, 1, PROMPT_TOKENS)[0]
-        return seconds(lambda: _one_token(model.save_weights_and_get_sampling_client().result(), prompt))
 
-    def sample(_: int) -> float:
-        prompt = random_tokens(rng, stack.vocab, 1, PROMPT_TOKENS)[0]
-        return seconds(lambda: _one_token(old, prompt))
-
-    alternate(2, publish, sample)
-    published, sampled = alternate(REPETITIONS, publish, sample)
-    saved = _last_save(stack, str(model.model_id))
+def small_forward_row(ours: list[float], alone: list[float]) -> Row:
+    """Median of the round trip minus that of the model."""
     return Row(
-        "publishing: save to first token / one token from old weights",
-        statistics.median(published) / statistics.median(sampled),
-        "x time",
+        "forward of 16 tokens: round trip - the model's own time, p50",
+        1e3 * (statistics.median(ours) - statistics.median(alone)),
+        "ms",
+        at_most=10.0,
         details={
-            "save_to_first_token_ms": round(1e3 * statistics.median(published), 1),
-            "one_token_ms": round(1e3 * statistics.median(sampled), 1),
-            "wire_bytes": int(saved.wire_bytes),
-            "receivers": int(saved.receivers),
-            "lora_rank": RANK,
-            "repetitions": REPETITIONS,
+            "round_trip_p50_ms": milliseconds(ours),
+            "model_p50_ms": milliseconds(alone),
+            "repetitions": len(ours),
         },
     )
 
 
-def _one_token(client: tinker.SamplingClient, prompt: list[int]) -> None:
-    params = types.SamplingParams(max_tokens=1, temperature=1.0, stop=[])
-    client.sample(types.ModelInput.from_ints(prompt), 1, params).result()
-
-
-def _last_save(stack: Stack, model_id: str) -> Any:
-    """What the newest save came to; the SDK drops these figures, the gRPC service has them."""
-    version = newest_snapshot(stack.data_dir, model_id).name
-    request = tinsmith_pb2.GetResultRequest(
-        request_id=f"{model_id}:{version}", timeout_seconds=RESULT_SECONDS
-    )
-    with grpc.insecure_channel(stack.grpc_address) as channel:
-        service = tinsmith_pb2_grpc.TinsmithServiceStub(channel)
-        answer = service.GetResult(
-            request, timeout=RESULT_SECONDS + 5, metadata=(("x-api-key", stack.api_key),)
-        )
-    return answer.result.save_for_sampler
-
-
-def accepting(stack: Stack) -> Row:
-    """From POST forward_backward to its request id (journaled in Redis), over a request that does nothing.
+def accepting(stack: Stack) -> list[Row]:
+    """From POST forward_backward to its request id (journaled in Redis), beside a request that does nothing.
 
     The result is waited for before the next POST, so the trainer is idle when it is sent.
     """
@@ -102,18 +74,20 @@ def accepting(stack: Stack) -> Row:
         accepted, idle = alternate(
             ACCEPTS, accept, lambda _: seconds(lambda: http.get("healthz").raise_for_status())
         )
-    return Row(
-        "accepting: POST forward_backward / GET healthz",
-        statistics.median(accepted) / statistics.median(idle),
-        "x time",
-        details={
-            "accept_p50_ms": round(1e3 * statistics.median(accepted), 2),
-            "accept_p90_ms": round(1e3 * statistics.quantiles(accepted, n=10)[-1], 2),
-            "healthz_p50_ms": round(1e3 * statistics.median(idle), 2),
-            "tokens": len(tokens) - 1,
-            "repetitions": ACCEPTS,
-        },
-    )
+    return [
+        Row(
+            "accepting: POST forward_backward to its request id, p50",
+            milliseconds(accepted),
+            "ms",
+            at_most=5.0,
+            details={
+                "accept_p90_ms": round(1e3 * statistics.quantiles(accepted, n=10)[-1], 2),
+                "healthz_p50_ms": milliseconds(idle),
+                "tokens": len(tokens) - 1,
+                "repetitions": ACCEPTS,
+            },
+        )
+    ]
 
 
 def _forward_backward(model_id: str, seq_id: int, tokens: np.ndarray) -> bytes:

@@ -6,6 +6,7 @@ with the same number of threads each, or a time that is claimed as such; absolut
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Stack:
         service: SDK session.
         data_dir: the cluster's, with its snapshots.
         model_dir: directory of the base model.
+        scratch: for logs of yardsticks.
         vocab: tokens of the model.
         threads: of the trainer and of the sampler, and so of what they are compared with.
     """
@@ -38,6 +40,7 @@ class Stack:
     api_key: str
     data_dir: Path
     model_dir: Path
+    scratch: Path
     vocab: int
     threads: int
 
@@ -54,20 +57,25 @@ class Row:
         name: what was measured.
         value: the ratio or difference.
         unit: what `value` is: "x" for a ratio.
-        bound: a claim about `value` that this run must meet, or None.
+        at_most, at_least: the target, if there is one.
+        required: a claim about the numbers that any run must meet, however slow the machine.
         details: absolute figures behind it, with their units in the keys.
     """
 
     name: str
     value: float
     unit: str
-    bound: float | None = None
+    at_most: float | None = None
+    at_least: float | None = None
+    required: bool = False
     details: dict[str, float | int | str] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
-        """False when the value is above its bound."""
-        return self.bound is None or self.value <= self.bound
+        """Whether the value is at its target or better."""
+        if self.at_most is not None and not self.value <= self.at_most:
+            return False
+        return self.at_least is None or self.value >= self.at_least
 
 
 def random_tokens(rng: np.random.Generator, vocab: int, rows: int, length: int) -> list[list[int]]:
@@ -99,6 +107,33 @@ def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def milliseconds(times: Sequence[float]) -> float:
+    """Median of seconds, in milliseconds."""
+    return round(1e3 * statistics.median(times), 2)
+
+
+def ratio_row(name: str, ours: list[float], bare: list[float], tokens: int, at_least: float) -> Row:
+    """Tokens per second of ours over the yardstick's: the median of the ratios of neighbouring repetitions.
+
+    Args:
+        ours, bare: seconds of each repetition, for `tokens` tokens.
+    """
+    ratios = [theirs / mine for theirs, mine in zip(bare, ours, strict=True)]
+    return Row(
+        name,
+        statistics.median(ratios),
+        "x tokens/s",
+        at_least=at_least,
+        details={
+            "ours_tokens_per_s": round(tokens / statistics.median(ours), 1),
+            "bare_tokens_per_s": round(tokens / statistics.median(bare), 1),
+            "lowest_ratio": round(min(ratios), 2),
+            "highest_ratio": round(max(ratios), 2),
+            "repetitions": len(ours),
+        },
+    )
 
 
 def alternate(repetitions: int, *sides: Callable[[int], float]) -> list[list[float]]:

@@ -1,114 +1,93 @@
-"""Tokens per second through the whole stack over tokens per second without it."""
+"""Training throughput: the stack against a bare loop and against its own engine, many tenants against one."""
 
 from __future__ import annotations
 
-import statistics
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import tinker
 from tinker import types
 
+from .bare_engine import BareEngine
 from .bare_torch import BareLoop
-from .bare_vllm import BareVllm
-from .exactness import newest_snapshot
-from .stack import (
-    BASE_MODEL,
-    RANK,
-    Row,
-    Stack,
-    alternate,
-    next_token_datum,
-    random_tokens,
-    seconds,
-    train,
-)
+from .stack import RANK, Row, Stack, alternate, next_token_datum, random_tokens, ratio_row, seconds, train
 
 LEARNING_RATE = 1e-4
-TRAIN_ROWS, TRAIN_TOKENS = 16, 128
-SAMPLE_ROWS, PROMPT_TOKENS, NEW_TOKENS = 32, 64, 64
-TRAIN_REPETITIONS, SAMPLE_REPETITIONS = 7, 5
+ROWS, TOKENS, REPETITIONS = 32, 128, 3
+TENANTS = 4
+SMALL_TOKENS, SMALL_STEPS, SMALL_REPETITIONS = 16, 8, 5
 
 
-def training(stack: Stack) -> Row:
-    """forward_backward + optim_step against the loop in plain PyTorch: same model, batch, rank, threads."""
-    batch = random_tokens(np.random.default_rng(2), stack.vocab, TRAIN_ROWS, TRAIN_TOKENS + 1)
+def training(stack: Stack) -> list[Row]:
+    """forward_backward + optim_step of one batch, all on the same model, rank and number of threads.
+
+    The stack is compared with the loop one would write in plain PyTorch; with the trainer's engine alone, so
+    that the difference is what journal, snapshots, scheduling and transport cost; and with four tenants that
+    send a quarter of the batch each, at the same time.
+    """
+    batch = random_tokens(np.random.default_rng(2), stack.vocab, ROWS, TOKENS + 1)
     data = [next_token_datum(tokens) for tokens in batch]
-    model = stack.new_model()
+    share = ROWS // TENANTS
+    shares = [data[start : start + share] for start in range(0, ROWS, share)]
+    model, tenants = stack.new_model(), [stack.new_model() for _ in range(TENANTS)]
     loop = BareLoop(stack.model_dir, RANK, LEARNING_RATE, stack.threads)
-    for _ in range(2):
-        train(model, data, LEARNING_RATE)
-        loop.step(batch)
-    ours, bare = alternate(
-        TRAIN_REPETITIONS,
+    engine = BareEngine(stack.model_dir, stack.threads, stack.scratch / "bare-engine.log")
+    sides: list[Callable[[int], float]] = [
         lambda _: seconds(lambda: train(model, data, LEARNING_RATE)),
         lambda _: seconds(lambda: loop.step(batch)),
-    )
-    return _row("training: whole stack / bare PyTorch + PEFT", ours, bare, TRAIN_ROWS * TRAIN_TOKENS)
-
-
-def sampling(stack: Stack, log_dir: Path) -> list[Row]:
-    """The base model and an adapter, through the API against `LLM.generate` on the same prompts.
-
-    Both engines run eagerly, in float32, and return the log-probability of every token.
-    """
-    model = stack.new_model()
-    rng = np.random.default_rng(3)
-    train(model, [next_token_datum(random_tokens(rng, stack.vocab, 1, 64)[0])], 1e-3)
-    adapted = model.save_weights_and_get_sampling_client().result()
-    base = stack.service.create_sampling_client(base_model=BASE_MODEL).result()
-    adapter = newest_snapshot(stack.data_dir, str(model.model_id))
-    rows = []
-    for name, client, directory in (("base model", base, None), ("adapter", adapted, adapter)):
-        lora = directory is not None
-        with BareVllm(
-            stack.model_dir, stack.threads, lora, log_dir / f"bare-vllm-{name.split()[0]}.log"
-        ) as bare:
-            ours, theirs = _compare(stack, client, bare, directory)
-        peer = "LLM.generate with LoRA" if lora else "plain LLM.generate"
-        tokens = SAMPLE_ROWS * NEW_TOKENS
-        rows.append(_row(f"sampling, {name}: API / {peer}", ours, theirs, tokens))
-    return rows
-
-
-def _compare(
-    stack: Stack, client: tinker.SamplingClient, bare: BareVllm, adapter: Path | None
-) -> tuple[list[float], list[float]]:
-    # New prompts every time, so that neither side finds them in its prefix cache.
-    rng = np.random.default_rng(4)
-    prompts = [
-        random_tokens(rng, stack.vocab, SAMPLE_ROWS, PROMPT_TOKENS) for _ in range(SAMPLE_REPETITIONS + 1)
+        lambda _: engine.train(batch, LEARNING_RATE),
+        lambda _: seconds(lambda: _train_together(tenants, shares)),
     ]
-    bare.generate(prompts[-1], 8, adapter)
-    _sample(client, prompts[-1], 8)
-    ours, theirs = alternate(
-        SAMPLE_REPETITIONS,
-        lambda number: seconds(lambda: _sample(client, prompts[number], NEW_TOKENS)),
-        lambda number: bare.generate(prompts[number], NEW_TOKENS, adapter),
-    )
-    return ours, theirs
+    try:
+        alternate(1, *sides)
+        ours, bare, alone, together = alternate(REPETITIONS, *sides)
+    finally:
+        engine.close()
+    tokens = ROWS * TOKENS
+    return [
+        ratio_row("training: whole stack / bare PyTorch + PEFT", ours, bare, tokens, at_least=0.9),
+        ratio_row(
+            "training with journal and snapshots: whole stack / its engine alone",
+            ours,
+            alone,
+            tokens,
+            at_least=0.95,
+        ),
+        ratio_row(
+            f"{TENANTS} tenants at once / 1 tenant with the same batch", together, ours, tokens, at_least=0.95
+        ),
+    ]
 
 
-def _sample(client: tinker.SamplingClient, prompts: list[list[int]], max_tokens: int) -> None:
-    params = types.SamplingParams(max_tokens=max_tokens, temperature=1.0, stop=[])
-    futures = [client.sample(types.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
-    for future in futures:
-        count = len(future.result().sequences[0].tokens)
-        if count != max_tokens:
-            raise RuntimeError(f"asked for {max_tokens} tokens, got {count}")
+def _train_together(tenants: list[tinker.TrainingClient], shares: list[list[types.Datum]]) -> None:
+    """One step of every tenant; all are sent before any result is waited for."""
+    sent: list[tinker.APIFuture[Any]] = []
+    for tenant, share in zip(tenants, shares, strict=True):
+        sent.append(tenant.forward_backward(share, "cross_entropy"))
+        sent.append(tenant.optim_step(types.AdamParams(learning_rate=LEARNING_RATE)))
+    for future in sent:
+        future.result()
 
 
-def _row(name: str, ours: list[float], bare: list[float], tokens: int) -> Row:
-    ratios = [theirs / mine for theirs, mine in zip(bare, ours, strict=True)]
-    return Row(
-        name,
-        statistics.median(ratios),
-        "x tokens/s",
-        details={
-            "ours_tokens_per_s": round(tokens / statistics.median(ours), 1),
-            "bare_tokens_per_s": round(tokens / statistics.median(bare), 1),
-            "lowest_ratio": round(min(ratios), 2),
-            "highest_ratio": round(max(ratios), 2),
-            "repetitions": len(ours),
-        },
-    )
+def small_tenants(stack: Stack) -> list[Row]:
+    """Tenants that step with one small datum at a time and wait for each step: at once, and in turn."""
+    rng = np.random.default_rng(7)
+    tenants = [stack.new_model() for _ in range(TENANTS)]
+    data = [next_token_datum(random_tokens(rng, stack.vocab, 1, SMALL_TOKENS + 1)[0]) for _ in tenants]
+
+    def steps(number: int) -> None:
+        for _ in range(SMALL_STEPS):
+            train(tenants[number], [data[number]], LEARNING_RATE)
+
+    with ThreadPoolExecutor(TENANTS) as pool:
+        sides: list[Callable[[int], float]] = [
+            lambda _: seconds(lambda: list(pool.map(steps, range(TENANTS)))),
+            lambda _: seconds(lambda: list(map(steps, range(TENANTS)))),
+        ]
+        alternate(1, *sides)
+        at_once, in_turn = alternate(SMALL_REPETITIONS, *sides)
+    tokens = TENANTS * SMALL_STEPS * SMALL_TOKENS
+    name = f"{TENANTS} tenants with steps of {SMALL_TOKENS} tokens: at once / one after another"
+    return [ratio_row(name, at_once, in_turn, tokens, at_least=1.5)]

@@ -24,7 +24,7 @@ _AT_ONCE = 100
 _PROMPT_TOKENS = 16
 
 
-def heartbeats(stack: Stack) -> Row:
+def heartbeats(stack: Stack) -> list[Row]:
     """p95 of session_heartbeat while 2,000 samples are accepted and unfinished, each with an open long poll.
 
     One connection a poll is the most that any SDK opens; those that use retrieve_futures open one in all.
@@ -44,11 +44,11 @@ def heartbeats(stack: Stack) -> Row:
             busy = measured()
         _post(http, f"sessions/{session}/finish", {"reason": {"type": "success"}})
     value = _p95_ms(busy)
-    return Row(
+    row = Row(
         "heartbeat under 2,000 waiting samples, p95",
         value,
         "ms",
-        bound=BOUND_MS,
+        at_most=BOUND_MS,
         details={
             "p50_ms": round(1e3 * statistics.median(busy), 2),
             "idle_p95_ms": round(_p95_ms(idle), 2),
@@ -56,6 +56,7 @@ def heartbeats(stack: Stack) -> Row:
             "repetitions": HEARTBEATS,
         },
     )
+    return [row]
 
 
 def _p95_ms(times: list[float]) -> float:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import bench.__main__ as program
-from bench import exactness, latency, throughput, waiting
-from bench.stack import Row, alternate, next_token_datum, random_tokens
+from bench import exactness, latency, loss_memory, publishing, raw_broadcast, sampling, waiting
+from bench.bare_engine import _pass
+from bench.stack import Row, alternate, next_token_datum, random_tokens, ratio_row
+from services.trainer.plan import PassOp
 from tinsmith.v1 import tinker_pb2
 
 
@@ -27,8 +29,9 @@ def test_sides_are_measured_in_turn() -> None:
 
 
 def test_one_slow_repetition_does_not_move_the_ratio() -> None:
-    row = throughput._row("sampling", ours=[4.0, 4.0, 0.4], bare=[2.0, 2.0, 20.0], tokens=100)
+    row = ratio_row("sampling", ours=[4.0, 4.0, 0.4], bare=[2.0, 2.0, 20.0], tokens=100, at_least=0.5)
     assert row.value == 0.5
+    assert row.holds
     assert (row.details["lowest_ratio"], row.details["highest_ratio"]) == (0.5, 50.0)
     assert (row.details["ours_tokens_per_s"], row.details["bare_tokens_per_s"]) == (25.0, 50.0)
 
@@ -48,7 +51,49 @@ def test_a_few_slow_heartbeats_do_not_move_the_95th_percentile_and_a_tenth_does(
     ("value", "holds"), [(1e-6, True), (1e-5, True), (2e-5, False), (float("inf"), False)]
 )
 def test_a_row_holds_up_to_its_bound(value: float, holds: bool) -> None:
-    assert Row("difference", value, "nats", bound=1e-5).holds is holds
+    assert Row("difference", value, "nats", at_most=1e-5).holds is holds
+
+
+@pytest.mark.parametrize(("value", "holds"), [(0.9, True), (1.2, True), (0.89, False), (float("nan"), False)])
+def test_a_row_holds_from_its_floor_upwards(value: float, holds: bool) -> None:
+    row = Row("ratio", value, "x", at_least=0.9)
+    assert row.holds is holds
+    assert program.target(row) == ("≥ 0.9 met" if holds else "≥ 0.9 MISSED")
+
+
+def test_what_the_stack_adds_is_the_difference_of_the_medians() -> None:
+    assert latency.small_forward_row([0.02, 0.03, 9.0], [0.01, 0.01, 0.01]).value == pytest.approx(20.0)
+    assert sampling.one_token_row([0.05, 0.04, 0.06], [0.03, 0.04, 0.03]).value == pytest.approx(20.0)
+
+
+def test_a_publish_may_take_twice_the_broadcast_and_150_ms() -> None:
+    row = publishing.first_token_row([0.2, 0.21, 0.9], raw=0.04, wire_bytes=8, receivers=1)
+    assert row.value == pytest.approx(130.0)
+    assert row.holds
+    assert not publishing.first_token_row([0.3], raw=0.04, wire_bytes=8, receivers=1).holds
+
+
+def test_the_loss_is_measured_in_copies_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = 4 * loss_memory.POSITIONS * loss_memory.VOCAB
+    peaks = {"ours": copy // 2, "naive": 3 * copy}
+    monkeypatch.setattr(loss_memory, "_in_a_process", peaks.__getitem__)
+    (row,) = loss_memory.measure()
+    assert (row.value, row.holds) == (0.5, True)
+    assert row.details["ours_over_naive"] == pytest.approx(1 / 6, abs=1e-3)
+
+
+def test_the_bare_engine_gets_the_batch_in_the_trainers_units() -> None:
+    work = _pass(PassOp("m", 1, "cross_entropy"), [[1, 2, 3]] * 3000)
+    assert [len(batch.rows) for batch in work.micro_batches] == [3000]
+    work = _pass(PassOp("m", 1, "cross_entropy"), [list(range(4097))] * 3)
+    assert [len(batch.rows) for batch in work.micro_batches] == [2, 1]
+    row = work.micro_batches[1].rows[0]
+    targets = np.frombuffer(row.loss_inputs["target_tokens"].data, "<i8")
+    assert (row.index, row.length, targets[0], targets[-1]) == (2, 4096, 1, 4096)
+
+
+def test_two_processes_broadcast_the_bytes() -> None:
+    assert 0 < raw_broadcast.seconds(1 << 16) < 60
 
 
 def test_the_newest_snapshot_is_the_highest_number_not_the_last_name(tmp_path: Path) -> None:
@@ -84,7 +129,7 @@ def test_results_are_saved_with_the_machine_and_whether_each_row_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program, "ROOT", tmp_path)
-    rows = [Row("a", 2e-5, "nats", bound=1e-5), Row("b", 0.7, "x tokens/s", details={"ours": 7})]
+    rows = [Row("a", 2e-5, "nats", at_most=1e-5), Row("b", 0.7, "x tokens/s", details={"ours": 7})]
     path = program.save("here", rows, 12.3)
     report = json.loads(path.read_text())
     assert path == tmp_path / "bench" / "results" / "here.json"

@@ -1,0 +1,88 @@
+"""The yardstick for what surrounds the trainer's engine: that engine alone, in a process of its own.
+
+No gateway, journal, scheduler, snapshot or RPC; the same units of work as the trainer makes of a request.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .child import Child, answer_jobs
+from .stack import RANK, SEED
+
+MICRO_BATCH_TOKENS = 8192
+"""The trainer's default."""
+
+
+class BareEngine(Child):
+    """A child process with an `Engine` and one model."""
+
+    def __init__(self, model_dir: Path, threads: int, log: Path) -> None:
+        """Starts loading; the first call waits for it."""
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "DS_ACCELERATOR": "cpu",
+            "LOCAL_RANK": "0",
+        }
+        super().__init__("bench.bare_engine", [str(model_dir)], environment, log)
+
+    def train(self, batch: list[list[int]], learning_rate: float) -> float:
+        """Seconds of one pass over the batch with its gradient, and one optimizer step."""
+        return float(self.ask({"batch": batch, "learning_rate": learning_rate}))
+
+    def forward(self, batch: list[list[int]]) -> float:
+        """Seconds of one pass over the batch without a gradient."""
+        return float(self.ask({"batch": batch, "learning_rate": None}))
+
+
+def _load(model_dir: str) -> Callable[[Any], float]:
+    import torch.distributed as dist
+
+    from services.trainer.engine import Engine
+    from services.trainer.plan import AdamSpec, LoraSpec, PassOp
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0, rank=0, world_size=1)
+    engine.create_model("m", LoraSpec(RANK, SEED))
+    seq_id = 0
+
+    def run(job: Any) -> float:
+        nonlocal seq_id
+        seq_id += 1
+        learning_rate = job["learning_rate"]
+        op = PassOp("m", seq_id, "cross_entropy", forward_only=learning_rate is None)
+        work = _pass(op, job["batch"])
+        start = time.perf_counter()
+        engine.run_pass(work)
+        if learning_rate is not None:
+            engine.optim_step("m", AdamSpec(learning_rate))
+        return time.perf_counter() - start
+
+    return run
+
+
+def _pass(op: Any, batch: list[list[int]]) -> Any:
+    from services.trainer.microbatch import split_operation
+    from services.trainer.plan import HostArray, MicroBatch, Pass, Row
+
+    rows = []
+    for index, sequence in enumerate(batch):
+        count = len(sequence) - 1
+        targets = np.array(sequence[1:], "<i8").tobytes()
+        inputs = {
+            "target_tokens": HostArray("int64", (count,), targets),
+            "weights": HostArray("float32", (count,), np.ones(count, "<f4").tobytes()),
+        }
+        rows.append(Row("m", 0, index, np.array(sequence[:-1], "<i4").tobytes(), inputs))
+    units = split_operation([row.length for row in rows], MICRO_BATCH_TOKENS)
+    return Pass([op], [MicroBatch([rows[index] for index in unit]) for unit in units])
+
+
+if __name__ == "__main__":
+    answer_jobs(lambda: _load(sys.argv[1]))
