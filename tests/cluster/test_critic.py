@@ -47,19 +47,19 @@ def train(client: tinker.TrainingClient, data: list[types.Datum]) -> tinker.Forw
     return future.result()
 
 
+def saved_weights(cluster: Cluster, client: tinker.TrainingClient, name: str) -> dict[str, torch.Tensor]:
+    """Saves the model; the adapter's matrices and the value head by name."""
+    client.save_state(name).result()
+    directory = cluster.data_dir / "checkpoints" / client.model_id / "weights" / name
+    (file,) = directory.glob("*/adapter.safetensors")
+    return load_file(file)
+
+
 class CriticReference:
     """transformers' backbone, PEFT's adapter and a linear head, in float32."""
 
     def __init__(self, cluster: Cluster, client: tinker.TrainingClient) -> None:
-        client.save_state("reference").result()
-        saved = load_file(
-            cluster.data_dir
-            / "checkpoints"
-            / client.model_id
-            / "weights"
-            / "reference"
-            / "adapter.safetensors"
-        )
+        saved = saved_weights(cluster, client, "reference")
         self.head = torch.nn.Parameter(saved.pop("value_head.weight").clone())
         self.base = Reference(cluster.model_dir).model
         self.scale = 32 / 8
@@ -109,9 +109,7 @@ def test_values_and_two_steps_equal_pytorch(cluster: Cluster, critic: tinker.Tra
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.values(), 0.5)
         optimizer.step()
-    critic.save_state("trained").result()
-    directory = cluster.data_dir / "checkpoints" / critic.model_id / "weights" / "trained"
-    for name, tensor in load_file(directory / "adapter.safetensors").items():
+    for name, tensor in saved_weights(cluster, critic, "trained").items():
         torch.testing.assert_close(tensor, parameters[name].detach(), rtol=1e-4, atol=2e-6)
     assert output.metrics["value_tokens:sum"] == sum(n - n // 3 for n in LENGTHS)
 
