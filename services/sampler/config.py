@@ -134,4 +134,8 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
         # On CPU the engine core then runs the model itself instead of in one more process. The
         # core is a process of its own either way.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:
+        # Left to itself, vLLM on CPU binds each worker to a NUMA node of its own, and does not start where
+        # there are fewer.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return environment

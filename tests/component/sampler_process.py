@@ -273,15 +273,19 @@ async def until_running(stub: sampler_pb2_grpc.SamplerServiceStub, condition: Ca
 
 
 async def join(
-    stub: sampler_pb2_grpc.SamplerServiceStub, sampler: Sampler, epoch: int
+    stub: sampler_pb2_grpc.SamplerServiceStub, sampler: Sampler, epoch: int, workers: int = 1
 ) -> weights.WeightGroup:
     """Both ends join; the trainer's end is returned."""
     with ThreadPoolExecutor(1) as pool:
         mine = asyncio.get_running_loop().run_in_executor(
-            pool, weights.join, BASE_MODEL, epoch, 0, 2, "cpu", sampler.redis_url, 30
+            pool, weights.join, BASE_MODEL, epoch, 0, 1 + workers, "cpu", sampler.redis_url, 30
         )
         wanted = sampler_pb2.JoinGroupRequest(
-            epoch=epoch, first_rank=1, world_size=2, timeout_seconds=30, medium=sampler_pb2.WEIGHT_MEDIUM_GLOO
+            epoch=epoch,
+            first_rank=1,
+            world_size=1 + workers,
+            timeout_seconds=30,
+            medium=sampler_pb2.WEIGHT_MEDIUM_GLOO,
         )
         await stub.JoinGroup(wanted, timeout=40)
         return await mine
