@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.common.errors import Internal
 from services.common.storage.directory import publish_directory
 from services.launcher.tiny_model import make_tiny_model
-from services.trainer.export_format import full_model_files
-from services.trainer.plan import HostArray
+from services.trainer.export_format import adapter_files, full_model_files, read_adapter
+from services.trainer.plan import HostArray, LoraSpec
 from services.trainer.tensor_files import save_tensors
 
 SIZES = {
@@ -74,6 +75,30 @@ def test_transformers_loads_what_was_exported(
     text = "A tinsmith makes things."
     tokenizers = [AutoTokenizer.from_pretrained(path) for path in (base, tmp_path / "out")]
     assert len({tuple(tokenizer.encode(text)) for tokenizer in tokenizers}) == 1
+
+
+@pytest.mark.parametrize("rank", [4, 48])
+def test_peft_adds_the_tensors_of_an_adapter_at_the_trainers_scale(
+    base: Path, tmp_path: Path, rank: int
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    merged = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    # An adapter of the head leaves the embedding alone, also where the base ties the two.
+    merged.lm_head.weight = torch.nn.Parameter(merged.lm_head.weight.detach().clone())
+    adapter = {}
+    for module in ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "lm_head"):
+        weight = merged.get_submodule(module).weight
+        a = 0.1 * torch.randn(rank, weight.shape[1], generator=generator)
+        b = 0.1 * torch.randn(weight.shape[0], rank, generator=generator)
+        adapter |= {f"{module}.lora_A": host(a), f"{module}.lora_B": host(b)}
+        weight.data += b @ a * (32 / rank)
+    publish_directory(tmp_path / "out", adapter_files("org/base", LoraSpec(rank), adapter), replace=False)
+    assert read_adapter(tmp_path / "out") == adapter
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(plain, str(tmp_path / "out"))
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 def tied(base: Path, directory: Path, tie: bool = True) -> Path:
