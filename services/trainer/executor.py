@@ -29,7 +29,16 @@ from services.trainer.convert import Forward, Target
 from services.trainer.crashes import CrashLedger
 from services.trainer.models import Model, Operation, OperationResult, Rejected
 from services.trainer.plan import MicroBatch, Pass, PassOp, Row, RowResult
-from services.trainer.scheduler import Cursor, Decision, Limits, RunBarrier, RunPass, UnitRef, plan_next
+from services.trainer.scheduler import (
+    Cursor,
+    Decision,
+    Limits,
+    RunBarrier,
+    RunPass,
+    UnitRef,
+    only_suspect,
+    plan_next,
+)
 from services.trainer.sequencer import Executed, Running
 from services.trainer.world import World
 from tinsmith.v1 import operation_pb2
@@ -127,11 +136,10 @@ class Executor:
     def _decide(self) -> tuple[Decision | None, bool]:
         """What to do next, and whether nothing else may be done meanwhile."""
         queues = {model_id: list(model.runnable()) for model_id, model in self._models.items()}
-        for model_id, queue in queues.items():
-            if queue and self._crashes.is_suspect((model_id, queue[0].seq_id)):
-                if self._barriers_running:
-                    return None, True
-                return plan_next({model_id: queue[:1]}, self._limits, Cursor())[0], True
+        suspect = only_suspect(queues, lambda *key: self._crashes.is_suspect(key))
+        if suspect is not None:
+            # What runs now ends first.
+            return None if self._barriers_running else plan_next(suspect, self._limits, Cursor())[0], True
         decision, self._cursor = plan_next(queues, self._limits, self._cursor)
         return decision, False
 

@@ -8,7 +8,7 @@ and one barrier of every other model. Pure: plain data in, a decision out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -115,6 +115,20 @@ def plan_next(
     if passes:
         return _plan_pass(queues, _rotated(passes, cursor.last_model), limits)
     return None, cursor
+
+
+def only_suspect(
+    queues: Mapping[str, Sequence[QueuedOp]], is_suspect: Callable[[str, int], bool]
+) -> dict[str, Sequence[QueuedOp]] | None:
+    """The queues cut down to the one operation that must run alone next; None when there is none.
+
+    Args:
+        is_suspect: whether (model, seq_id) may bring the trainer down, see crashes.py.
+    """
+    for model, queue in queues.items():
+        if queue and is_suspect(model, queue[0].seq_id):
+            return {model: queue[:1]}
+    return None
 
 
 def _head(queue: Iterable[QueuedOp]) -> QueuedOp | None:

@@ -10,6 +10,7 @@ from services.trainer.scheduler import (
     RunPass,
     Unit,
     UnitRef,
+    only_suspect,
     plan_next,
 )
 
@@ -135,3 +136,11 @@ def test_the_plan_changes_no_queue() -> None:
     decision, _ = plan_next({"a": [op]}, ONE_BATCH, Cursor())
     assert decision == RunPass(((UnitRef("a", 1, 0),),))
     assert op.next_unit == 0
+
+
+def test_an_operation_that_may_bring_the_trainer_down_is_planned_without_any_other() -> None:
+    queues = {"a": [forward(1, (1, 8)), forward(2, (1, 8))], "b": [forward(4, (1, 8)), barrier(5)]}
+    cut = only_suspect(queues, lambda model, seq_id: (model, seq_id) in {("b", 4), ("a", 2)})
+    assert cut is not None
+    assert refs(plan_next(cut, TWO_BATCHES, Cursor())[0]) == [[("b", 4, 0)]]
+    assert only_suspect(queues, lambda model, seq_id: seq_id == 2) is None, "its turn has not come"
