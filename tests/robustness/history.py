@@ -49,10 +49,9 @@ class History:
         return entry
 
     def has_result_of_request_after(self, moment: float) -> bool:
-        """Whether anything that was asked for after a moment has its result."""
+        """Whether anything that was asked for after a moment has its result; of a model, any training."""
         with self._lock:
             return any(
                 entry.submitted > moment and entry.result is not None
-                for entries in (self.training, self.samples)
-                for entry in reversed(entries[-64:])
+                for entry in (self.training or self.samples)[-64:]
             )

@@ -72,3 +72,15 @@ def test_equal_samples_must_have_equal_tokens_and_close_log_probabilities() -> N
     assert judge_samples(same).wrong == []
     assert len(judge_samples([*same, sample([6], -1.0)]).wrong) == 1
     assert len(judge_samples([*same, sample([5], -1.1)]).wrong) == 1
+
+
+def test_a_client_that_trains_is_served_when_its_training_is_whatever_it_samples_meanwhile() -> None:
+    found = history()
+    for entry in found.training:
+        entry.submitted = 1.0
+    late = answered("sample", {"tokens": [], "logprobs": []})
+    late.submitted = 3.0
+    found.samples.append(late)
+    assert not found.has_result_of_request_after(2.0)
+    found.training.append(Entry("step", {}, 3.0, 4.0, {}))
+    assert found.has_result_of_request_after(2.0)
