@@ -57,6 +57,10 @@ class Cluster:
         self.clients.append(client)
         return client
 
+    def rest_client(self) -> tinker.RestClient:
+        """The SDK without a session."""
+        return tinker.RestClient(base_url=self.base_url, api_key=self.api_key)
+
     def pid(self, name: str) -> int:
         return int((self.data_dir / "run" / f"{name}.pid").read_text())
 
