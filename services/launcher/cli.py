@@ -81,7 +81,29 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         choices=(0, 1, 2, 3),
-        help="ZeRO stage of the frozen base: 3 shards it over the ranks, else each has it all (default: 0)",
+        help="ZeRO stage of the frozen base: 3 shards it over the ranks, else each has it all; and of models "
+        "that train all weights, whose optimizer state is always sharded (default: 0)",
+    )
+    up.add_argument(
+        "--offload-optimizer",
+        choices=("none", "cpu"),
+        default="none",
+        help="cpu: models that train all weights hold their optimizer state, and step, on the CPU",
+    )
+    up.add_argument(
+        "--max-full-models",
+        type=int,
+        default=1,
+        metavar="N",
+        help="models that train all weights which a trainer holds at once; idle ones make room for others "
+        "(default: 1)",
+    )
+    up.add_argument(
+        "--full-snapshot-steps",
+        type=int,
+        default=10,
+        metavar="N",
+        help="optimizer steps of such a model that a restart may have to repeat (default: 10)",
     )
     up.add_argument(
         "--samplers",
@@ -164,6 +186,9 @@ def _up(args: argparse.Namespace) -> int:
         zero_stage=args.zero_stage,
         samplers=args.samplers,
         checkpoint_store=_absolute(args.checkpoint_store),
+        offload_optimizer=args.offload_optimizer,
+        max_full_models=args.max_full_models,
+        full_snapshot_steps=args.full_snapshot_steps,
         device=machine.choose_device(args.device),
         dtype=args.dtype,
         cores=machine.cores(),

@@ -35,6 +35,9 @@ class Options:
         trainer_ranks: data-parallel ranks of each base model's trainer.
         samplers: sampler replicas of each base model; 0 = train only.
         checkpoint_store: directory or URL for named checkpoints and exports; empty = in data_dir.
+        offload_optimizer: "cpu" or "none", for models that train all weights.
+        max_full_models: such models that a trainer holds at once.
+        full_snapshot_steps: optimizer steps between durable snapshots of one.
         device: "cpu" or "cuda".
         cores: CPUs to share out.
         gpus: GPUs to share out on "cuda".
@@ -50,6 +53,9 @@ class Options:
     zero_stage: int = 0
     samplers: int = 1
     checkpoint_store: str = ""
+    offload_optimizer: str = "none"
+    max_full_models: int = 1
+    full_snapshot_steps: int = 10
     device: str = "cpu"
     dtype: str = "auto"
     cores: tuple[int, ...] = (0, 1)
@@ -113,6 +119,8 @@ def check(options: Options) -> None:
         ("--gateways", options.gateways, 1),
         ("--trainer-ranks", options.trainer_ranks, 1),
         ("--samplers", options.samplers, 0),
+        ("--max-full-models", options.max_full_models, 1),
+        ("--full-snapshot-steps", options.full_snapshot_steps, 1),
     ):
         if value < least:
             raise InvalidRequest(f"{flag} must be {least} or more, not {value}")
@@ -168,6 +176,9 @@ def _trainer(
     arguments = [
         *("--id", name, "--first-process-index", str(first)),
         *("--zero-stage", str(options.zero_stage)),
+        *("--offload-optimizer", options.offload_optimizer),
+        *("--max-full-models", str(options.max_full_models)),
+        *("--full-snapshot-steps", str(options.full_snapshot_steps)),
         *_common(options, model),
         *_store(options),
     ]

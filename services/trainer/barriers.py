@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 
 from services.common import failpoints, roles
 from services.common.age import encrypted
@@ -15,11 +16,13 @@ from services.common.errors import Internal, InvalidRequest, ModelNotResident, T
 from services.common.storage.base import Writer
 from services.trainer import convert
 from services.trainer.checkpoints import CheckpointStore, Files
+from services.trainer.collate import with_dtype
 from services.trainer.commands import CreateModel, DropModel, LoadState, OptimStep
 from services.trainer.convert import Create, Export, Load, Publish, Save, Step, Unload
 from services.trainer.export_format import Base, weight_files
+from services.trainer.full_models import FullModels, snapshot_due
 from services.trainer.models import Model, Operation, OperationResult, Rejected
-from services.trainer.plan import ModelState
+from services.trainer.plan import HostArray, ModelState
 from services.trainer.publisher import Publisher
 from services.trainer.world import World
 
@@ -33,6 +36,9 @@ class Barriers:
     Args:
         changed: told the id of a model whose state is new and should become durable.
         durable: operation in a model's durable snapshot, None when it has none.
+        full: makes room for models that train all weights.
+        snapshot_steps: optimizer steps between durable snapshots of a full model.
+        dtype: element type of the base model, in which samplers and exports get the weights of full models.
     """
 
     def __init__(
@@ -43,6 +49,9 @@ class Barriers:
         base: Base,
         changed: Callable[[str], None],
         durable: Callable[[str], Awaitable[int | None]],
+        full: FullModels,
+        snapshot_steps: int,
+        dtype: str,
     ) -> None:
         self._world = world
         self._checkpoints = checkpoints
@@ -50,6 +59,9 @@ class Barriers:
         self._base = base
         self._changed = changed
         self._durable = durable
+        self._full = full
+        self._snapshot_steps = snapshot_steps
+        self._dtype = dtype
 
     async def run(self, model: Model, operation: Operation, release: Release) -> OperationResult:
         """The result of an operation.
@@ -59,7 +71,7 @@ class Barriers:
             TinsmithError, OSError: the operation failed.
         """
         work, seq_id = operation.work, operation.seq_id
-        if isinstance(work, Rejected) and model.lora is None:
+        if isinstance(work, Rejected) and not model.created:
             model.broken = work.error
         match work:
             case Rejected():
@@ -78,13 +90,13 @@ class Barriers:
                 return await self._export(model, seq_id, work, release)
             case Unload():
                 await self._world.call(DropModel(model.model_id))
-                model.lora = None
+                model.created = False
                 return convert.unloaded()
             case _:
                 raise TypeError(f"{type(work).__name__} is not a barrier")
 
     async def _create(self, model: Model, seq_id: int, work: Create) -> OperationResult:
-        if model.lora is not None:
+        if model.created:
             raise InvalidRequest(f"model {model.model_id} exists already")
         if await self._durable(model.model_id) is not None:
             # Made afresh it would lack everything up to its snapshot, which the journal no longer has.
@@ -97,13 +109,14 @@ class Barriers:
                     self._checkpoints.load, load.source_model_id, load.checkpoint_id, load.version
                 )
                 lora, saved = found.meta.lora, found.state
-            assert lora is not None
-            await self._world.call(CreateModel(model.model_id, seq_id, lora, saved, optimizer))
+            create = CreateModel(model.model_id, seq_id, lora, saved, optimizer)
+            async with self._full.room() if lora is None else nullcontext():
+                await self._world.call(create)
+                model.created, model.lora = True, lora
         except (TinsmithError, OSError) as error:
             model.broken = error if isinstance(error, TinsmithError) else Internal(str(error))
             raise
-        model.lora = lora
-        self._changed(model.model_id)
+        self._replaced(model)
         return convert.created(lora)
 
     async def _step(self, model: Model, seq_id: int, work: Step) -> OperationResult:
@@ -114,7 +127,9 @@ class Barriers:
             raise RuntimeError(f"optim_step {model.model_id}:{seq_id}: {error}") from error
         finally:
             # A step that was refused has dropped the gradient: that too is to be kept.
-            self._changed(model.model_id)
+            model.unsaved_steps += 1
+            if snapshot_due(model, self._snapshot_steps):
+                self._replaced(model)
         await failpoints.reach("trainer.before_step_reply")
         return convert.stepped(metrics)
 
@@ -130,23 +145,24 @@ class Barriers:
             self._checkpoints.load, work.source_model_id, work.checkpoint_id, work.version
         )
         await self._world.call(LoadState(model.model_id, seq_id, found.state, work.optimizer))
-        self._changed(model.model_id)
+        self._replaced(model)
         return convert.loaded(work)
 
     async def _publish(self, model: Model, seq_id: int, work: Publish, release: Release) -> OperationResult:
         _, state = await self._world.state(model.model_id, optimizer=False)
-        roles.check_samples(state.lora.role)
+        roles.check_samples(state.role)
         model.publishing = True
         release()
         try:
-            published = await self._publisher.publish(model.model_id, seq_id, state.lora, state.adapter)
+            weights = await asyncio.to_thread(self._weights, state)
+            published = await self._publisher.publish(model.model_id, seq_id, state.lora, weights)
         finally:
             model.publishing = False
         return convert.published(model.model_id, seq_id, work, published.wire_bytes, published.receivers)
 
     async def _export(self, model: Model, seq_id: int, work: Export, release: Release) -> OperationResult:
         _, state = await self._world.state(model.model_id, optimizer=False)
-        roles.check_exports(state.lora.role)
+        roles.check_exports(state.role)
         model.publishing = True
         release()
         try:
@@ -163,7 +179,16 @@ class Barriers:
 
     def _export_files(self, state: ModelState, work: Export) -> Files:
         def make() -> Mapping[str, Writer]:
-            files = weight_files(self._base, state.lora, state.adapter)
+            files = weight_files(self._base, state.lora, self._weights(state))
             return encrypted(files, work.age_recipients) if work.age_recipients else files
 
         return make
+
+    def _weights(self, state: ModelState) -> Mapping[str, HostArray]:
+        """What others compute with: a full model's in the base's element type. Blocking."""
+        return state.adapter if state.lora is not None else with_dtype(state.adapter, self._dtype)
+
+    def _replaced(self, model: Model) -> None:
+        """The model's state is to become durable as it is now."""
+        model.unsaved_steps = model.unsaved_bytes = 0
+        self._changed(model.model_id)

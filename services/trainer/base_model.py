@@ -107,7 +107,7 @@ class BaseModel:
         self.device = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
         self.collective = zero_stage == 3
         config = _deepspeed_config(zero_stage, dtype)
-        model = _load(model_path, dtype, config if self.collective else None)
+        model = load_model(model_path, dtype, config if self.collective else None)
         self.arch = type(model).__name__
         self.vocab_size = int(model.config.vocab_size)
         self.context_length = int(model.config.max_position_embeddings)
@@ -115,7 +115,7 @@ class BaseModel:
         for name in self.linears:
             if name != HEAD:
                 router.hook(model.get_submodule(name), name)
-        scorer = _Scorer(model, router, always_differentiable=self.collective)
+        scorer = Scorer(model, router, detached=self.collective)
         self._engine, *_ = deepspeed.initialize(model=scorer, config=config)
         # The engine's own call forbids a plain backward(), so the wrapped module is called.
         self._scorer = self._engine.module
@@ -147,21 +147,25 @@ class BaseModel:
             self._engine.optimizer.release_backward_leftovers()
 
 
-class _Scorer(nn.Module):
-    """Backbone and log-probability head as the one module DeepSpeed manages. Value heads are its tenants'."""
+class Scorer(nn.Module):
+    """Backbone and log-probability head as the one module DeepSpeed manages. Value heads are its tenants'.
 
-    def __init__(self, model: Any, router: LoraRouter, *, always_differentiable: bool) -> None:
+    Args:
+        detached: differentiate from the embeddings on, whatever requires a gradient.
+    """
+
+    def __init__(self, model: Any, router: LoraRouter, *, detached: bool) -> None:
         super().__init__()
         self.backbone = model.base_model
         self.head = LogprobHead(model.get_output_embeddings(), router)
-        self._always_differentiable = always_differentiable
+        self._detached = detached
 
     def forward(
         self, tokens: Tensor, positions: Tensor, targets: Tensor, value_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities [P, K], and the hidden states [V, hidden] of critics' positions."""
         embedded = self.backbone.get_input_embeddings()(tokens)
-        if self._always_differentiable and torch.is_grad_enabled():
+        if self._detached and torch.is_grad_enabled():
             # The backward pass then runs through every module on every rank, whichever adapters are
             # routed there, and so do its collectives.
             embedded = embedded.detach().requires_grad_()
@@ -183,7 +187,15 @@ def _deepspeed_config(zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:
     return config
 
 
-def _load(model_path: str, dtype: torch.dtype, sharded_config: dict[str, Any] | None) -> Any:
+def load_model(model_path: str, dtype: torch.dtype, sharded_config: dict[str, Any] | None) -> Any:
+    """The causal language model, without gradients and in evaluation mode (no dropout).
+
+    Args:
+        sharded_config: DeepSpeed configuration under whose ZeRO-3 each weight is sharded as it is loaded.
+
+    Raises:
+        ValueError: it computes its logits in a way that is not supported.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 

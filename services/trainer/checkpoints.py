@@ -27,13 +27,14 @@ Files = Callable[[], Mapping[str, Writer]]
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What meta.json says. `seq_id` is the operation after which the state was taken."""
+    """What meta.json says. `seq_id` is the operation after which the state was taken; `lora` None: the
+    model trains all weights."""
 
     base_model: str
     model_id: str
     seq_id: int
     step: int
-    lora: LoraSpec
+    lora: LoraSpec | None
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,17 @@ def host_array(values: np.ndarray) -> HostArray:
     return HostArray("float32", tuple(values.shape), values.astype("<f4", copy=False).tobytes())
 
 
+def with_dtype(tensors: Mapping[str, HostArray], dtype: str) -> dict[str, HostArray]:
+    """Float32 host arrays as "float32" or, rounded to nearest even, "bfloat16"."""
+    if dtype == "float32":
+        return dict(tensors)
+    result = {}
+    for name, array in tensors.items():
+        rounded = torch.from_numpy(host_values(array).copy()).to(torch.bfloat16)
+        result[name] = HostArray("bfloat16", array.shape, rounded.view(torch.int16).numpy().tobytes())
+    return result
+
+
 def _columns(row: Row) -> int:
     if TARGETS not in row.loss_inputs:
         return 1

@@ -16,11 +16,11 @@ from services.trainer.plan import AdamSpec, LoraSpec, ModelState, Pass
 
 
 class CreateModel(msgspec.Struct, frozen=True, tag=True):
-    """A fresh adapter, or one with saved values."""
+    """A fresh model, or one with saved values. `lora` None: it trains all weights."""
 
     model_id: str
     seq_id: int
-    lora: LoraSpec
+    lora: LoraSpec | None
     saved: ModelState | None = None
     optimizer: bool = False
 
@@ -46,6 +46,11 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
     optimizer: bool
 
 
+class ReadState(msgspec.Struct, frozen=True, tag=True):
+    model_id: str
+    optimizer: bool
+
+
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """Nothing; keeps ranks that wait for a command from running into their deadline."""
 
@@ -54,7 +59,16 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """The other ranks end."""
 
 
-Command = CreateModel | DropModel | RunPass | OptimStep | LoadState | Tick | Shutdown
+Command = CreateModel | DropModel | RunPass | OptimStep | LoadState | ReadState | Tick | Shutdown
+
+
+def for_followers(command: Command) -> Command:
+    """The command as the other ranks get it: a full model's tensors reach them while it is loaded."""
+    saved = command.saved if isinstance(command, CreateModel | LoadState) else None
+    if saved is None or saved.lora is not None:
+        return command
+    bare = msgspec.structs.replace(saved, adapter={}, optimizer={})
+    return msgspec.structs.replace(command, saved=bare)
 
 
 def apply(engine: Engine, command: Command) -> Any:
@@ -76,6 +90,8 @@ def apply(engine: Engine, command: Command) -> Any:
             return metrics
         case LoadState():
             return engine.load_state(command.model_id, command.saved, command.optimizer)
+        case ReadState():
+            return engine.state(command.model_id, optimizer=command.optimizer)
         case Tick() | Shutdown():
             return None
 

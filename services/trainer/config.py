@@ -23,7 +23,10 @@ class TrainerConfig:
         id: name of the trainer in the registry.
         first_process_index: rank r writes the pid file trainer-<first_process_index + r>.
         base_model: name SDK users pass; `model_path` is its directory or hub id.
-        zero_stage: ZeRO stage of the frozen base, 0..3.
+        zero_stage: ZeRO stage of the frozen base, 0..3; of full models at least 1.
+        offload_optimizer: where full models hold optimizer state and step: "none" = on the device, or "cpu".
+        max_full_models: models that train all weights which are held at once.
+        full_snapshot_steps: optimizer steps between durable snapshots of a full model.
         device: "cpu" or "cuda".
         dtype: element type of the base, "float32" or "bfloat16".
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
@@ -37,6 +40,9 @@ class TrainerConfig:
     base_model: str
     model_path: str
     zero_stage: int
+    offload_optimizer: str
+    max_full_models: int
+    full_snapshot_steps: int
     device: str
     dtype: str
     host: str
@@ -80,7 +86,31 @@ def parse(argv: list[str]) -> TrainerConfig:
     flag("id", "trainer-0", "name of this trainer in the registry")
     flag("first-process-index", "0", "rank r is called trainer-<this + r>", type=int)
     flag("model", None, "NAME=PATH_OR_HUB_ID of the base model")
-    flag("zero-stage", "0", "ZeRO stage of the frozen base", type=int, choices=(0, 1, 2, 3))
+    flag(
+        "zero-stage",
+        "0",
+        "ZeRO stage of the frozen base, and of models that train all weights (those have at least 1)",
+        type=int,
+        choices=(0, 1, 2, 3),
+    )
+    flag(
+        "offload-optimizer",
+        "none",
+        "cpu: models that train all weights hold their optimizer state, and step, on the CPU",
+        choices=("none", "cpu"),
+    )
+    flag(
+        "max-full-models",
+        "1",
+        "models that train all weights which are held at once; idle ones make room for others",
+        type=int,
+    )
+    flag(
+        "full-snapshot-steps",
+        "10",
+        "optimizer steps of such a model that a restart may have to repeat",
+        type=int,
+    )
     flag("device", "auto", "where to compute", choices=("auto", "cpu", "cuda"))
     flag("dtype", "auto", "auto = bfloat16 on CUDA, float32 on CPU", choices=("auto", "float32", "bfloat16"))
     flag("host", "127.0.0.1", "address to serve gRPC on")
@@ -100,6 +130,8 @@ def parse(argv: list[str]) -> TrainerConfig:
         check_location(args.checkpoint_store)
     except InvalidRequest as error:
         parser.error(f"--checkpoint-store: {error.message}")
+    if args.max_full_models < 1 or args.full_snapshot_steps < 1:
+        parser.error("--max-full-models and --full-snapshot-steps must be at least 1")
     redis_url = os.environ.get("TINSMITH_REDIS_URL", "")
     if not redis_url:
         parser.error("TINSMITH_REDIS_URL is not set")
@@ -110,6 +142,9 @@ def parse(argv: list[str]) -> TrainerConfig:
         base_model=name,
         model_path=path,
         zero_stage=args.zero_stage,
+        offload_optimizer=args.offload_optimizer,
+        max_full_models=args.max_full_models,
+        full_snapshot_steps=args.full_snapshot_steps,
         device=device,
         dtype=("bfloat16" if device == "cuda" else "float32") if args.dtype == "auto" else args.dtype,
         host=args.host,

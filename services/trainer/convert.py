@@ -43,7 +43,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Create:
-    """Make an adapter; exactly one of the two is set."""
+    """Make a model: an adapter, or what was saved; with neither set, one that trains all weights."""
 
     lora: LoraSpec | None
     from_state: Load | None
@@ -138,12 +138,14 @@ def _create(create: operation_pb2.CreateModel, target: Target) -> Create:
             f"base model {create.base_model!r} is not served here; this trainer has {target.base_model!r}",
             "unknown_base_model",
         )
-    if create.HasField("lora") == create.HasField("from_state"):
-        raise InvalidRequest("set exactly one of lora and from_state")
+    if sum(create.HasField(kind) for kind in ("lora", "full", "from_state")) != 1:
+        raise InvalidRequest("set exactly one of lora, full and from_state")
     if create.HasField("from_state"):
         if create.role:
             raise InvalidRequest("leave role out with from_state; the saved state decides it")
         return Create(None, _load(create.from_state))
+    if create.HasField("full"):
+        return Create(None, None)
     lora = create.lora
     seed = lora.seed if lora.HasField("seed") else None
     role = roles.from_pb(create.role)
@@ -201,10 +203,10 @@ def lora_to_pb(lora: LoraSpec) -> types_pb2.LoraConfig:
     )
 
 
-def created(lora: LoraSpec) -> operation_pb2.OperationResult:
-    return operation_pb2.OperationResult(
-        create_model=operation_pb2.CreateModelResult(lora=lora_to_pb(lora), role=roles.to_pb(lora.role))
-    )
+def created(lora: LoraSpec | None) -> operation_pb2.OperationResult:
+    role = roles.to_pb("policy" if lora is None else lora.role)
+    shape = None if lora is None else lora_to_pb(lora)
+    return operation_pb2.OperationResult(create_model=operation_pb2.CreateModelResult(lora=shape, role=role))
 
 
 def forwarded(work: Forward, rows: Sequence[RowResult]) -> operation_pb2.OperationResult:

@@ -91,25 +91,32 @@ class DurableStore:
         self._changed: set[str] = set()
         self._writers: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_CONCURRENT_WRITES)
-        self._hurry = asyncio.Event()
+        self._hurry: dict[str, asyncio.Event] = {}
+        self._draining = False
 
     def changed(self, model_id: str) -> None:
         """The model has a new state that is to be made durable soon."""
         self._changed.add(model_id)
         if model_id not in self._writers:
+            self._hurry[model_id] = asyncio.Event()
+            if self._draining:
+                self._hurry[model_id].set()
             self._writers[model_id] = asyncio.create_task(
                 self._write_all(model_id), name=f"durable {model_id}"
             )
 
     async def settle(self, model_id: str) -> None:
-        """Returns when nothing of this model is being written."""
+        """Returns when nothing of this model is left to write."""
         writer = self._writers.get(model_id)
         if writer is not None:
+            self._hurry[model_id].set()
             await asyncio.wait([writer])
 
     async def drain(self) -> None:
         """Returns when nothing is left to write. From now on writers do not rest."""
-        self._hurry.set()
+        self._draining = True
+        for hurry in self._hurry.values():
+            hurry.set()
         if self._writers:
             await asyncio.wait(list(self._writers.values()))
 
@@ -158,9 +165,10 @@ class DurableStore:
                     # The journal keeps what the snapshot would have covered; the next one makes up for it.
                     log.exception("no durable snapshot of %s was written", model_id)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._hurry.wait(), _REST * (time.monotonic() - started))
+                    rest = _REST * (time.monotonic() - started)
+                    await asyncio.wait_for(self._hurry[model_id].wait(), rest)
         finally:
-            del self._writers[model_id]
+            del self._writers[model_id], self._hurry[model_id]
 
     async def _write(self, snapshot: DurableSnapshot) -> None:
         model_id, seq_id = snapshot.model_id, snapshot.seq_id

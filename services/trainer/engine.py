@@ -2,6 +2,8 @@
 
 Unless it says otherwise a method is called on every rank, with equal arguments, from one thread at a time.
 
+Adapters share passes on the frozen base model; a model that trains all its weights has a pass for itself.
+
 Invariants: an operation that fails leaves no gradient behind and touches no other operation, and all ranks
 agree on which operations failed. A model's gradient is the sum of its operations in seq_id order, each the
 sum of its own micro-batches in order, however the passes were composed.
@@ -22,6 +24,7 @@ from services.common.loss_schema import check_datum, check_loss
 from services.trainer.base_model import BaseModel
 from services.trainer.collate import collate, idle_batch, row_output, row_results
 from services.trainer.exchange import any_rank, gather_bytes
+from services.trainer.full_model import FullModel, FullModelConfig
 from services.trainer.lora import HEAD, Adapter, Leaves, LoraRouter, Segment, select_targets
 from services.trainer.losses import LOSS_SUM, LOSSES
 from services.trainer.microbatch import deal
@@ -56,7 +59,15 @@ class Engine:
     """
 
     def __init__(
-        self, *, model_path: str, device: str, dtype: str, zero_stage: int, rank: int, world_size: int
+        self,
+        *,
+        model_path: str,
+        device: str,
+        dtype: str,
+        zero_stage: int,
+        rank: int,
+        world_size: int,
+        offload_optimizer: bool = False,
     ) -> None:
         """Loads the base model, joining the launcher's process group first unless that was done.
 
@@ -65,12 +76,14 @@ class Engine:
             device: "cpu" or "cuda".
             dtype: element type of the base, "float32" or "bfloat16"; adapters are always float32.
             zero_stage: 0..3; 1 and 2 equal 0 for a frozen base.
+            offload_optimizer: full models hold optimizer state, and step, on the CPU.
         """
+        element = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._router = LoraRouter()
         self._base = BaseModel(
             model_path,
             device=device,
-            dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype],
+            dtype=element,
             zero_stage=zero_stage,
             router=self._router,
         )
@@ -81,19 +94,26 @@ class Engine:
             )
         self._rank, self._world_size = rank, world_size
         self._device = self._base.device
-        self._tenants: dict[str, LoraTenant] = {}
+        self._full = FullModelConfig(model_path, self._device, element, zero_stage, offload_optimizer)
+        self._tenants: dict[str, LoraTenant | FullModel] = {}
         self.vocab_size = self._base.vocab_size
         self.context_length = self._base.context_length
         self.arch = self._base.arch
 
-    def create_model(self, model_id: str, lora: LoraSpec) -> None:
+    def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
         """Makes a fresh adapter: equal on all ranks and any world size; it changes nothing until trained.
+
+        Args:
+            lora: None: the model trains all weights, and starts from those of the base model.
 
         Raises:
             InvalidRequest: the base model has nothing of what the adapter should train.
         """
         if model_id in self._tenants:
             raise Internal(f"model {model_id} exists on this trainer already")
+        if lora is None:
+            self._tenants[model_id] = FullModel(self._full)
+            return
         targets = select_targets(self._base.linears, lora)
         hidden_size = self._base.linears[HEAD].in_features
         adapter = Adapter(lora, targets, model_id, self._device, hidden_size)
@@ -101,7 +121,9 @@ class Engine:
 
     def drop_model(self, model_id: str) -> None:
         """Frees a model's memory. Nothing happens if there is no such model."""
-        self._tenants.pop(model_id, None)
+        tenant = self._tenants.pop(model_id, None)
+        if isinstance(tenant, FullModel):
+            tenant.close()
 
     def clear_gradient(self, model_id: str) -> None:
         """Forgets what was accumulated since the model's last step."""
@@ -112,8 +134,8 @@ class Engine:
 
         Micro-batches are dealt to the ranks. An operation may come in parts, over several passes. If any
         part of it fails, all of its rows, in this pass and later ones, have a `failure`, and no gradient of
-        it is left. Under ZeRO-3 an exception inside a forward or backward pass is raised instead: the ranks
-        are out of step, and the world must be restarted.
+        it is left. Under ZeRO-3, and of a full model, an exception inside a forward or backward pass is
+        raised instead: the ranks are out of step, or a gradient is in doubt, and the world must be restarted.
 
         Returns:
             On rank 0 one result per row, ordered by operation and index; elsewhere nothing.
@@ -153,22 +175,35 @@ class Engine:
             ) from None
 
     def state(self, model_id: str, *, optimizer: bool = True) -> ModelState:
-        """A copy of the model's state; any rank may call it alone. A pending gradient is not part of it.
+        """A copy of the model's state. A pending gradient is not part of it.
+
+        Any rank may call it alone unless `gathers_state`: then the copy is on rank 0.
 
         Args:
             optimizer: include the moments.
         """
         return self._tenant(model_id).state(optimizer)
 
+    def gathers_state(self, model_id: str) -> bool:
+        """Whether the model's state is spread over the ranks, so that all must call `state`."""
+        return isinstance(self._tenant(model_id), FullModel)
+
     def load_state(self, model_id: str, state: ModelState, optimizer: bool) -> None:
-        """Replaces the adapter, and the optimizer state or else starts that afresh. Clears the gradient.
+        """Replaces the weights, and the optimizer state or else starts that afresh. Clears the gradient.
 
         Raises:
-            InvalidRequest: the state is of an adapter of another shape; nothing changed.
+            InvalidRequest: the state is of a model of another shape; nothing changed.
         """
-        self._tenant(model_id).load_state(state, optimizer)
+        tenant = self._tenant(model_id)
+        if isinstance(tenant, FullModel) != (state.lora is None):
+            raise InvalidRequest(
+                "the saved state is of an adapter and the model trains all weights, or the other way round; "
+                "create the model from the state instead",
+                "state_mismatch",
+            )
+        tenant.load_state(state, optimizer)
 
-    def _tenant(self, model_id: str) -> LoraTenant:
+    def _tenant(self, model_id: str) -> LoraTenant | FullModel:
         if model_id not in self._tenants:
             raise ModelNotResident(f"model {model_id} is not on this trainer")
         return self._tenants[model_id]
@@ -182,7 +217,7 @@ class Engine:
                 if earlier is not None:
                     failures[number] = earlier
                 check_loss(op.loss_fn, op.loss_config)
-                roles.check_loss(self._tenant(op.model_id).adapter.spec.role, op.loss_fn)
+                roles.check_loss(self._tenant(op.model_id).role, op.loss_fn)
             except TinsmithError as error:
                 failures[number] = _failure(error)
         for row in (row for batch in work.micro_batches for row in batch.rows if row.op not in failures):
@@ -204,6 +239,7 @@ class Engine:
         self, work: Pass, failures: Mapping[int, Failure]
     ) -> tuple[list[RowResult], dict[int, Failure]]:
         """Runs this rank's micro-batches; its results, and the operations that failed while running."""
+        model = self._computes(work)
         kept = ([row for row in batch.rows if row.op not in failures] for batch in work.micro_batches)
         batches = [sorted(rows, key=lambda row: (row.op, row.index)) for rows in kept if rows]
         dealt = deal(len(batches), self._world_size, self._first_rank(work, len(batches)))
@@ -213,19 +249,27 @@ class Engine:
         failed: dict[int, Failure] = {}
         for turn in range(max(map(len, dealt))):
             mine = dealt[self._rank][turn : turn + 1]
-            if self._base.collective:
+            if model.collective:
                 grad = any(differentiable[batch] for rank in dealt for batch in rank[turn : turn + 1])
-                results += self._run_batch(work.ops, batches[mine[0]] if mine else [], grad, leaves)
+                results += self._run_batch(model, work.ops, batches[mine[0]] if mine else [], grad, leaves)
             elif mine:
                 rows = [row for row in batches[mine[0]] if row.op not in failed]
                 grad = differentiable[mine[0]]
                 try:
-                    results += self._run_batch(work.ops, rows, grad, leaves) if rows else []
+                    results += self._run_batch(model, work.ops, rows, grad, leaves) if rows else []
                 except Exception as error:
                     logger.exception("a micro-batch of %d rows failed", len(rows))
                     failure = _failure(_explained(error, rows))
                     failed.update({row.op: failure for row in rows})
         return results, failed
+
+    def _computes(self, work: Pass) -> BaseModel | FullModel:
+        """The model that a pass runs on."""
+        tenants = {op.model_id: self._tenants.get(op.model_id) for op in work.ops}
+        full = [tenant for tenant in tenants.values() if isinstance(tenant, FullModel)]
+        if full and len(tenants) > 1:
+            raise RuntimeError("a full model shares a pass with other models")
+        return full[0] if full else self._base
 
     def _first_rank(self, work: Pass, batches: int) -> int:
         """Where dealing starts. A model that has the pass for itself goes on where its last pass ended."""
@@ -233,23 +277,31 @@ class Engine:
         if len(models) != 1:
             return 0
         tenant = self._tenants[models.pop()]
+        if isinstance(tenant, FullModel):
+            # Each of its passes is a whole round of one operation, or the rest of it.
+            return 0
         first = tenant.batches
         tenant.batches += batches
         return first
 
     def _run_batch(
-        self, ops: Sequence[PassOp], rows: Sequence[Row], grad: bool, leaves: dict[int, Leaves]
+        self,
+        model: BaseModel | FullModel,
+        ops: Sequence[PassOp],
+        rows: Sequence[Row],
+        grad: bool,
+        leaves: dict[int, Leaves],
     ) -> list[RowResult]:
         """One physical batch forward and, with `grad`, backward. `leaves` keeps those of this pass."""
         batch = collate(rows, self._device) if rows else idle_batch(self._device)
-        segments = self._segments(ops, rows, leaves)
+        segments = self._segments(ops, rows, leaves) if model is self._base else []
         with torch.set_grad_enabled(grad), self._router.route(segments):
-            logprobs, values = self._base.score(
+            logprobs, values = model.score(
                 batch.tokens, batch.positions, batch.targets, batch.value_positions
             )
             losses, parts = [], []
             # A rank without rows to learn from still goes through the backward pass of a collective.
-            if grad and self._base.collective:
+            if grad and model.collective:
                 losses.append((logprobs * 0).sum() + (values * 0).sum())
             for number, row in enumerate(rows):
                 op = ops[row.op]
@@ -260,7 +312,7 @@ class Engine:
                 if not op.forward_only:
                     losses.append(loss)
             if grad:
-                self._base.backward(torch.stack(losses).sum())
+                model.backward(torch.stack(losses).sum())
         names = [LOSSES[ops[row.op].loss_fn].output for row in rows]
         return row_results(rows, names, logprobs.detach(), values.detach(), batch, parts)
 
@@ -272,7 +324,9 @@ class Engine:
             grouped.setdefault(row.op, []).append(row)
         for number in grouped.keys() - leaves.keys():
             op = ops[number]
-            leaves[number] = self._tenants[op.model_id].leaves(None if op.forward_only else op.seq_id)
+            tenant = self._tenants[op.model_id]
+            assert isinstance(tenant, LoraTenant)
+            leaves[number] = tenant.leaves(None if op.forward_only else op.seq_id)
         return [
             Segment(
                 len(group),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from services.common import failpoints
 from services.common.errors import (
@@ -136,11 +137,14 @@ class Executor:
     def _decide(self) -> tuple[Decision | None, bool]:
         """What to do next, and whether nothing else may be done meanwhile."""
         queues = {model_id: list(model.runnable()) for model_id, model in self._models.items()}
+        unshared = {model_id for model_id, model in self._models.items() if model.is_full}
         suspect = only_suspect(queues, lambda *key: self._crashes.is_suspect(key))
         if suspect is not None:
             # What runs now ends first.
-            return None if self._barriers_running else plan_next(suspect, self._limits, Cursor())[0], True
-        decision, self._cursor = plan_next(queues, self._limits, self._cursor)
+            if self._barriers_running:
+                return None, True
+            return plan_next(suspect, self._limits, Cursor(), unshared)[0], True
+        decision, self._cursor = plan_next(queues, self._limits, self._cursor, unshared)
         return decision, False
 
     def stop(self) -> None:
@@ -221,6 +225,8 @@ class Executor:
         model.sequence.finish(operation.seq_id, result)
         self._queued_bytes -= operation.size
         self._crashes.survived((model.model_id, operation.seq_id))
+        model.unsaved_bytes += operation.size
+        model.last_used = time.monotonic()
         self._wake.set()
         if not operation.result.done():
             operation.result.set_result(result)

@@ -7,6 +7,7 @@ still going on which the next operation must wait for.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -58,20 +59,38 @@ class Model:
     """One model.
 
     Attributes:
-        lora: shape of its adapter; None until it is created.
+        created: it exists on the engine.
+        lora: shape of its adapter; None of a model that trains all weights, and before it is created.
         broken: why it could not be created; every later operation fails with this.
         held: a barrier of the model is executing.
         publishing: a snapshot or an export is on its way; another one waits for it.
         durable_seq: operation in the newest durable snapshot; -1 = none.
+        unsaved_steps: optimizer steps since the last snapshot was asked for.
+        unsaved_bytes: size of the operations that ended since then.
+        last_used: `time.monotonic()` when it was created or last had an operation.
     """
 
     model_id: str
     sequence: Sequence[Operation, OperationResult] = field(default_factory=Sequence)
+    created: bool = False
     lora: LoraSpec | None = None
     broken: TinsmithError | None = None
     held: bool = False
     publishing: bool = False
     durable_seq: int = -1
+    unsaved_steps: int = 0
+    unsaved_bytes: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it trains all weights."""
+        return self.created and self.lora is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything of it is still going on."""
+        return bool(self.sequence.unfinished) or self.held or self.publishing
 
     def runnable(self) -> Iterable[Operation]:
         """Operations the scheduler may choose from, in order."""

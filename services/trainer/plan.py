@@ -107,11 +107,17 @@ class ModelState(msgspec.Struct, frozen=True):
     """All that makes up a model between two steps, float32 on the host.
 
     `adapter` holds `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank], and of a critic
-    `value_head.weight` [1, hidden]; `optimizer` holds `<name>.exp_avg` and `<name>.exp_avg_sq` of each, and
+    `value_head.weight` [1, hidden]; or with `lora` None every weight by its Hugging Face name. `optimizer`
+    holds `<name>.exp_avg` and `<name>.exp_avg_sq` of each, and
     nothing before the first step; `step` counts the optimizer steps taken.
     """
 
-    lora: LoraSpec
+    lora: LoraSpec | None
     adapter: dict[str, HostArray]
     optimizer: dict[str, HostArray]
     step: int
+
+    @property
+    def role(self) -> Role:
+        """What the model's head computes."""
+        return "policy" if self.lora is None else self.lora.role

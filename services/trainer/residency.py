@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection
+from contextlib import nullcontext
 
 from services.common.errors import ModelBusy, ModelNotResident, ModelOpen, SnapshotNotFound
 from services.common.paths import DataDir
 from services.trainer.checkpoints import Meta, SavedState
 from services.trainer.commands import CreateModel, DropModel
 from services.trainer.durable import DurableSnapshot, DurableStore, Pointers
+from services.trainer.full_models import FullModels
 from services.trainer.models import Model, OperationResult
 from services.trainer.publisher import delete_snapshots
 from services.trainer.sequencer import Sequence
@@ -28,11 +31,18 @@ class Residency:
     """Which models are here.
 
     Args:
-        models: the trainer's models by id; restored ones are added.
+        models: the trainer's models by id; restored ones are added, parked ones taken out.
+        max_full_models: models that train all weights which may be here at once.
     """
 
     def __init__(
-        self, world: World, models: dict[str, Model], base_model: str, data: DataDir, pointers: Pointers
+        self,
+        world: World,
+        models: dict[str, Model],
+        base_model: str,
+        data: DataDir,
+        pointers: Pointers,
+        max_full_models: int,
     ) -> None:
         self._world = world
         self._models = models
@@ -40,6 +50,14 @@ class Residency:
         self._data = data
         self._restoring: dict[str, asyncio.Task[int]] = {}
         self.durable = DurableStore(data, pointers, self._take, self._epoch_of, self._note_durable)
+        self.full = FullModels(models, max_full_models, self._save, self._drop)
+
+    async def drain(self) -> None:
+        """Makes everything durable that is not yet."""
+        for model in self._models.values():
+            if model.unsaved_steps:
+                self.durable.changed(model.model_id)
+        await self.durable.drain()
 
     async def restore(self, model_id: str, epoch: int) -> int:
         """Brings a model back unless it is here. Returns the operation of its durable snapshot.
@@ -72,12 +90,15 @@ class Residency:
         if snapshot is None:
             raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
         seq_id, lora = snapshot.seq_id, snapshot.saved.meta.lora
-        await self._world.call(CreateModel(model_id, seq_id, lora, snapshot.saved.state, optimizer=True))
-        model = Model(model_id, Sequence(applied=seq_id), lora, durable_seq=seq_id)
+        create = CreateModel(model_id, seq_id, lora, snapshot.saved.state, optimizer=True)
+        model = Model(model_id, Sequence(applied=seq_id), created=True, lora=lora, durable_seq=seq_id)
         model.sequence.restore_results(
             {number: OperationResult.FromString(result) for number, result in snapshot.results.items()}
         )
-        self._models[model_id] = model
+        async with self.full.room() if lora is None else nullcontext():
+            await self._world.call(create)
+            model.last_used = time.monotonic()
+            self._models[model_id] = model
         log.info("restored %s at operation %d", model_id, seq_id)
         return seq_id
 
@@ -93,10 +114,10 @@ class Residency:
             return
         model.sequence.fence(epoch)
         # The newer the snapshot, the less there is to replay.
-        await self.durable.settle(model_id)
+        await self._save(model)
         if self._models.get(model_id) is not model:
             return
-        if model.sequence.unfinished or model.held or model.publishing:
+        if model.is_busy:
             raise ModelBusy(f"operations of model {model_id} are not done")
         await self._drop(model)
         log.info("parked %s", model_id)
@@ -113,7 +134,7 @@ class Residency:
             raise ModelOpen(f"model {model_id} may still be used")
         model = self._models.get(model_id)
         if model is not None:
-            if model.sequence.unfinished or model.held or model.publishing:
+            if model.is_busy:
                 raise ModelBusy(f"operations of model {model_id} are not done")
             await self._drop(model)
         await self.durable.delete(model_id)
@@ -148,6 +169,12 @@ class Residency:
         }
         meta = Meta(self._base_model, model_id, seq_id, state.step, state.lora)
         return DurableSnapshot(SavedState(meta, state), results)
+
+    async def _save(self, model: Model) -> None:
+        if model.unsaved_steps:
+            model.unsaved_steps = model.unsaved_bytes = 0
+            self.durable.changed(model.model_id)
+        await self.durable.settle(model.model_id)
 
     def _epoch_of(self, model_id: str) -> int:
         model = self._models.get(model_id)

@@ -2,14 +2,17 @@
 
 Invariants: an operation's work is cut into units that depend on that operation alone, and two units
 of one model never share a physical batch, so a model that runs alone sees the same batches on every
-replay. Nothing of a model runs before a barrier ahead of it. No model waits for more than one pass
-and one barrier of every other model. Pure: plain data in, a decision out.
+replay. A model that computes with weights of its own has its passes for itself, each with units of one
+operation, so what is summed up with what depends on the operation alone. Nothing of a model runs before a
+barrier ahead of it. No model waits for more than one pass and one barrier of every other model. Pure: plain
+data in, a decision out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 
 
 @dataclass(frozen=True)
@@ -95,12 +98,16 @@ Decision = RunBarrier | RunPass
 
 
 def plan_next(
-    queues: Mapping[str, Iterable[QueuedOp]], limits: Limits, cursor: Cursor
+    queues: Mapping[str, Iterable[QueuedOp]],
+    limits: Limits,
+    cursor: Cursor,
+    alone: Set[str] = frozenset(),
 ) -> tuple[Decision | None, Cursor]:
     """The next decision and the cursor to pass in next time. None: there is nothing to do.
 
     Args:
         queues: per model its operations in order; leave out a model that must wait. Not modified.
+        alone: models that share no pass.
     """
     heads = {model: head for model, queue in queues.items() if (head := _head(queue)) is not None}
     barriers = [model for model, head in heads.items() if head.units is None]
@@ -113,7 +120,10 @@ def plan_next(
         served = Cursor(cursor.last_model, cursor.had_barrier | {model})
         return RunBarrier(model, heads[model].seq_id), served
     if passes:
-        return _plan_pass(queues, _rotated(passes, cursor.last_model), limits)
+        order = _rotated(passes, cursor.last_model)
+        if order[0] in alone:
+            return _plan_alone(order[0], heads[order[0]], limits)
+        return _plan_pass(queues, order, limits, alone)
     return None, cursor
 
 
@@ -165,11 +175,22 @@ class _Batch:
         self.longest = max(self.longest, unit.longest)
 
 
+def _plan_alone(model: str, op: QueuedOp, limits: Limits) -> tuple[RunPass, Cursor]:
+    """A pass with the next units of one operation."""
+    assert op.units is not None
+    units = islice(range(op.next_unit, len(op.units)), limits.micro_batches)
+    return RunPass(tuple((UnitRef(model, op.seq_id, unit),) for unit in units)), Cursor(model)
+
+
 def _plan_pass(
-    queues: Mapping[str, Iterable[QueuedOp]], order: list[str], limits: Limits
+    queues: Mapping[str, Iterable[QueuedOp]], order: list[str], limits: Limits, alone: Set[str]
 ) -> tuple[RunPass, Cursor]:
-    """Fills the pass with one unit per model in turn, until nothing more fits."""
-    pending = {model: list(_units_to_barrier(model, queues[model], limits.micro_batches)) for model in order}
+    """Fills the pass with one unit per sharing model in turn, until nothing more fits."""
+    pending = {
+        model: list(_units_to_barrier(model, queues[model], limits.micro_batches))
+        for model in order
+        if model not in alone
+    }
     batches: list[_Batch] = []
     served: set[str] = set()
     progress = True

@@ -90,6 +90,7 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel]:
         zero_stage=config.zero_stage,
         rank=place.rank,
         world_size=place.world_size,
+        offload_optimizer=config.offload_optimizer == "cpu",
     )
     return engine, Channel(place.rank, place.world_size, COLLECTIVE_TIMEOUT)
 
@@ -110,7 +111,9 @@ class _Server:
         self._client = client
         data = DataDir(config.data_dir)
         models: dict[str, Model] = {}
-        self._residency = Residency(world, models, config.base_model, data, Journal(client))
+        self._residency = Residency(
+            world, models, config.base_model, data, Journal(client), config.max_full_models
+        )
         self._broadcaster = Broadcaster(
             client,
             config.redis_url,
@@ -126,6 +129,9 @@ class _Server:
             base,
             self._residency.durable.changed,
             self._residency.durable.pointer,
+            self._residency.full,
+            config.full_snapshot_steps,
+            config.dtype,
         )
         self._crashes = CrashLedger(data.run / f"{config.id}.executing")
         self._executor = Executor(
@@ -179,7 +185,7 @@ class _Server:
             log.warning("an operation did not finish while draining; it runs again after the restart")
             await cancel_all([executing])
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._residency.durable.drain(), _DURABLE_S)
+            await asyncio.wait_for(self._residency.drain(), _DURABLE_S)
         with suppress(Exception):
             await asyncio.wait_for(self._world.call(Shutdown()), _SHUTDOWN_S)
         log.info("stopped")

@@ -74,10 +74,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 applied_seq_id=model.sequence.applied,
                 durable_seq_id=model.durable_seq,
                 queued=len(model.sequence.unfinished),
-                lora_rank=model.lora.rank,
+                lora_rank=model.lora.rank if model.lora is not None else 0,
             )
             for model in self._models.values()
-            if model.lora is not None
+            if model.created
         ]
         return trainer_pb2.GetTrainerStatusResponse(
             models=models, world_size=self._world_size, zero_stage=self._zero_stage

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.common import failpoints
 from services.common.errors import InvalidRequest
+from services.common.roles import Role
 from services.trainer.collate import host_array, host_values
 from services.trainer.lora import Adapter, Leaves
 from services.trainer.optimizer import AdapterOptimizer
@@ -22,6 +23,10 @@ from services.trainer.plan import AdamSpec, Failure, HostArray, ModelState
 
 class Tenant(Protocol):
     """A model as the engine sees it. Unless it says otherwise a method is called on every rank alike."""
+
+    @property
+    def role(self) -> Role:
+        """What its head computes."""
 
     @property
     def has_gradient(self) -> bool:
@@ -83,6 +88,10 @@ class LoraTenant:
         self._closed = False
         self._open: dict[int, Tensor | None] = {}
         self._failures: dict[int, Failure] = {}
+
+    @property
+    def role(self) -> Role:
+        return self.adapter.spec.role
 
     @property
     def has_gradient(self) -> bool:

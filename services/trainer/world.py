@@ -20,7 +20,17 @@ import torch
 import torch.distributed as dist
 
 from services.common.errors import Internal, TinsmithError
-from services.trainer.commands import Command, CreateModel, LoadState, OptimStep, Shutdown, Tick, apply
+from services.trainer.commands import (
+    Command,
+    CreateModel,
+    LoadState,
+    OptimStep,
+    ReadState,
+    Shutdown,
+    Tick,
+    apply,
+    for_followers,
+)
 from services.trainer.engine import Engine
 from services.trainer.plan import ModelState
 from services.trainer.threads import WorkerThread
@@ -50,7 +60,7 @@ class Channel:
         """Rank 0: gives a command to the other ranks."""
         if self._group is None:
             return
-        payload = bytearray(msgspec.msgpack.encode(command))
+        payload = bytearray(msgspec.msgpack.encode(for_followers(command)))
         dist.broadcast(torch.tensor([len(payload)], dtype=torch.int64), 0, self._group)
         dist.broadcast(torch.frombuffer(payload, dtype=torch.uint8), 0, self._group)
 
@@ -197,5 +207,8 @@ class World:
         return answer
 
     def _read(self, model_id: str, optimizer: bool) -> tuple[int, ModelState]:
-        state = self._engine.state(model_id, optimizer=optimizer)
+        if self._engine.gathers_state(model_id):
+            state = self._execute(ReadState(model_id, optimizer))
+        else:
+            state = self._engine.state(model_id, optimizer=optimizer)
         return self._changed_by[model_id], state

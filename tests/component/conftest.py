@@ -110,7 +110,7 @@ def engine(loaded: Engine) -> Iterator[Engine]:
     made: list[str] = []
     original = loaded.create_model
 
-    def create(model_id: str, lora: LoraSpec) -> None:
+    def create(model_id: str, lora: LoraSpec | None) -> None:
         original(model_id, lora)
         made.append(model_id)
 

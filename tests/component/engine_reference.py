@@ -29,9 +29,11 @@ class AdaptedLinear(nn.Module):
 
 
 class ReferenceModel:
-    """A base model with one adapter, trained by the textbook loop."""
+    """A base model with one adapter, or with all its weights in training, by the textbook loop."""
 
-    def __init__(self, directory: Path, adapter: Mapping[str, HostArray] | None = None) -> None:
+    def __init__(
+        self, directory: Path, adapter: Mapping[str, HostArray] | None = None, train_all: bool = False
+    ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.model.requires_grad_(False)
         self.parameters = {
@@ -46,6 +48,9 @@ class ReferenceModel:
                 self.parameters[f"{name}.lora_B"],
             )
             setattr(self.model.get_submodule(parent), leaf, adapted)
+        if train_all:
+            self.model.requires_grad_(True)
+            self.parameters = dict(self.model.named_parameters())
         self.optimizer = torch.optim.AdamW(self.parameters.values()) if self.parameters else None
 
     def logprobs(self, row: Row) -> Tensor:

@@ -46,13 +46,19 @@ def test_the_gateway_understands_its_command_line() -> None:
 def test_the_trainer_understands_its_command_line_and_advertises_the_address_of_its_pod() -> None:
     from services.trainer import config
 
-    (trainer,) = workloads(render({"trainer": {"ranks": 2, "zeroStage": 3}}), "trainer")
+    full = {"offloadOptimizer": "cpu", "maxFullModels": 2, "fullSnapshotSteps": 5}
+    (trainer,) = workloads(render({"trainer": {"ranks": 2, "zeroStage": 3, **full}}), "trainer")
     launcher_args, rank_args = split(arguments(trainer))
     assert launcher_args == ["--ranks=2"]
     settings = config.parse(rank_args)
     assert (settings.id, settings.host, settings.advertise_host) == ("a-pod-0", "0.0.0.0", "10.1.2.3")
     assert settings.base_model == settings.model_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert (settings.zero_stage, settings.device) == (3, "cpu")
+    assert (settings.offload_optimizer, settings.max_full_models, settings.full_snapshot_steps) == (
+        "cpu",
+        2,
+        5,
+    )
     assert container(trainer)["ports"][0]["containerPort"] == settings.port
 
 

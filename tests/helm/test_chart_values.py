@@ -45,6 +45,8 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"gateway": {"sessions": {"endAfter": 60}}},
         {"networkPolicy": {"gatewayFrom": [{}]}},
         {"trainer": {"zeroStage": 4}},
+        {"trainer": {"offloadOptimizer": "nvme"}},
+        {"trainer": {"maxFullModels": 0}},
         {"trainer": {"ranks": "two"}},
         {"sampler": {"gpuMemoryUtilization": 1.5}},
         {"sampler": {"maxLoraRank": 24}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def test_every_model_gets_a_trainer_and_its_samplers(tmp_path: Path) -> None:
     assert second_trainer.argv[:3] == ("launch", "2", "2")
     assert "--first-process-index" in second_trainer.argv
     assert "org/two=/models/two" in second_trainer.argv
+
+
+def test_trainers_are_told_how_to_hold_models_that_train_all_weights(tmp_path: Path) -> None:
+    settings = options(tmp_path, offload_optimizer="cpu", max_full_models=3, full_snapshot_steps=7)
+    trainer = plan.processes(settings, [1, 2], launch)[1]
+    given = dict(itertools.pairwise(trainer.argv))
+    names = ("--offload-optimizer", "--max-full-models", "--full-snapshot-steps")
+    assert [given[name] for name in names] == ["cpu", "3", "7"]
 
 
 def test_cores_are_shared_out_between_what_computes(tmp_path: Path) -> None:
@@ -70,6 +79,8 @@ def test_a_model_of_another_form_is_refused(text: str) -> None:
         {"gateways": 0},
         {"samplers": -1},
         {"trainer_ranks": -1},
+        {"max_full_models": 0},
+        {"full_snapshot_steps": 0},
         {"port": 9, "grpc_port": 9},
         {"models": (plan.Model("a/b", "x"), plan.Model("a/b", "y"))},
     ],

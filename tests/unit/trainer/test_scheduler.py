@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from services.trainer.scheduler import (
     Cursor,
     Limits,
@@ -33,11 +35,13 @@ def refs(decision: object) -> list[list[tuple[str, int, int]]]:
     return [[(r.model_id, r.seq_id, r.unit) for r in batch] for batch in decision.micro_batches]
 
 
-def drive(queues: dict[str, list[QueuedOp]], limits: Limits, steps: int) -> list[object]:
+def drive(
+    queues: dict[str, list[QueuedOp]], limits: Limits, steps: int, alone: Set[str] = frozenset()
+) -> list[object]:
     """Applies decisions as the executor does and returns them."""
     cursor, made = Cursor(), []
     for _ in range(steps):
-        decision, cursor = plan_next(queues, limits, cursor)
+        decision, cursor = plan_next(queues, limits, cursor, alone)
         if decision is None:
             break
         made.append(decision)
@@ -144,3 +148,30 @@ def test_an_operation_that_may_bring_the_trainer_down_is_planned_without_any_oth
     assert cut is not None
     assert refs(plan_next(cut, TWO_BATCHES, Cursor())[0]) == [[("b", 4, 0)]]
     assert only_suspect(queues, lambda model, seq_id: seq_id == 2) is None, "its turn has not come"
+
+
+def test_a_model_with_weights_of_its_own_has_its_passes_for_itself() -> None:
+    queues = {"full": [forward(1, (1, 4), (1, 4))], "a": [forward(1, (1, 4))], "b": [forward(1, (1, 4))]}
+    decision, cursor = plan_next(queues, TWO_BATCHES, Cursor("a"), {"full"})
+    assert refs(decision) == [[("b", 1, 0), ("a", 1, 0)]]
+    assert cursor == Cursor("b")
+    decision, cursor = plan_next(queues, TWO_BATCHES, cursor, {"full"})
+    assert refs(decision) == [[("full", 1, 0)], [("full", 1, 1)]]
+    assert cursor == Cursor("full")
+
+
+def test_a_pass_of_a_model_with_its_own_weights_has_units_of_one_operation() -> None:
+    queues = {"full": [forward(1, (1, 4), (1, 4), (1, 4)), forward(2, (1, 4)), barrier(3)]}
+    made = drive(queues, TWO_BATCHES, 10, alone={"full"})
+    passes = [refs(decision) for decision in made[:3]]
+    assert passes == [[[("full", 1, 0)], [("full", 1, 1)]], [[("full", 1, 2)]], [[("full", 2, 0)]]]
+    assert made[3] == RunBarrier("full", 3)
+
+
+def test_models_that_share_passes_and_one_that_does_not_take_turns() -> None:
+    queues = {name: [forward(1, *[(1, 4)] * 3)] for name in ("a", "full", "z")}
+    made = drive(queues, ONE_BATCH, 20, alone={"full"})
+    sharing = [{model for batch in refs(decision) for model, _, _ in batch} for decision in made]
+    assert {"a", "z"} in sharing and {"full"} in sharing
+    assert all("full" not in models or models == {"full"} for models in sharing)
+    assert sharing[:2] == [{"a", "z"}, {"full"}]

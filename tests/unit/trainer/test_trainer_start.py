@@ -32,7 +32,14 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     "flags",
-    [["--model", "nopath"], ["--device", "tpu"], ["--zero-stage", "4"], ["--micro-batch-tokens", "0"]],
+    [
+        ["--model", "nopath"],
+        ["--device", "tpu"],
+        ["--zero-stage", "4"],
+        ["--micro-batch-tokens", "0"],
+        ["--offload-optimizer", "nvme"],
+        ["--max-full-models", "0"],
+    ],
 )
 def test_senseless_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
