@@ -117,13 +117,14 @@ class Models:
         session_id: str,
         model_seq_id: int,
         base_model: str,
-        lora: types_pb2.LoraConfig,
+        lora: types_pb2.LoraConfig | None,
         user_metadata: Mapping[str, str] | None = None,
         role: Role | None = None,
     ) -> str:
-        """Creates a fresh adapter; the request id. Nothing is used up when it is refused.
+        """Creates a fresh model; the request id. Nothing is used up when it is refused.
 
         Args:
+            lora: shape of its adapter; None: all its weights are trained.
             role: None: what user_metadata["model_role"] says, else a policy.
 
         Raises:
@@ -134,8 +135,11 @@ class Models:
         await self._sessions.open(owner, session_id)
         role = roles.asked_for(user_metadata or {}, role) or "policy"
         base = await self._catalog.trainable(base_model)
-        validation.check_lora(lora, role, base, self._limits)
-        create = operation_pb2.CreateModel(base_model=base_model, lora=lora, role=roles.to_pb(role))
+        self._check_kind(lora, role, base)
+        full = types_pb2.FullFineTuning() if lora is None else None
+        create = operation_pb2.CreateModel(
+            base_model=base_model, lora=lora, full=full, role=roles.to_pb(role)
+        )
         return await self._create(owner, session_id, model_seq_id, create, lora, role, user_metadata)
 
     async def create_from_state(
@@ -162,7 +166,7 @@ class Models:
             )
         base = await self._catalog.trainable(checkpoint.base_model)
         lora = _lora_of(checkpoint)
-        validation.check_lora(lora, checkpoint.role, base, self._limits)
+        self._check_kind(lora, checkpoint.role, base)
         state = operation_pb2.LoadState(
             source_model_id=source,
             checkpoint_id=checkpoint.checkpoint_id,
@@ -180,11 +184,12 @@ class Models:
         session_id: str,
         model_seq_id: int,
         create: operation_pb2.CreateModel,
-        lora: types_pb2.LoraConfig,
+        lora: types_pb2.LoraConfig | None,
         role: Role,
         user_metadata: Mapping[str, str] | None,
     ) -> str:
         validation.check_metadata(user_metadata or {}, self._limits)
+        lora = lora or types_pb2.LoraConfig(rank=0, train_attn=True, train_mlp=True, train_unembed=True)
         model_id = ids.model_id(session_id, model_seq_id)
         record = ModelRecord(
             model_id=model_id,
@@ -206,6 +211,12 @@ class Models:
             raise Conflict(f"model {model_id} exists with other settings; use the next model_seq_id")
         operation = operation_pb2.Operation(model_id=model_id, seq_id=0, create_model=create)
         return await self._accept(operation, owner)
+
+    def _check_kind(self, lora: types_pb2.LoraConfig | None, role: Role, base: BaseModel) -> None:
+        if lora is None:
+            validation.check_full(role)
+        else:
+            validation.check_lora(lora, role, base, self._limits)
 
     async def forward_backward(
         self,
@@ -277,8 +288,8 @@ class Models:
             source, checkpoint = await self._training_checkpoint(owner, path)
             if checkpoint.base_model != record.base_model or _lora_shape(checkpoint) != _lora_shape(record):
                 raise InvalidRequest(
-                    f"{path} holds another kind of model (a {checkpoint.role} of rank {checkpoint.lora_rank} "
-                    f"on {checkpoint.base_model}) than {model_id}; create a model from it instead"
+                    f"{path} holds another kind of model (a {checkpoint.role} {_kind_of(checkpoint)} on "
+                    f"{checkpoint.base_model}) than {model_id}; create a model from it instead"
                 )
             operation.load_state.source_model_id = source
             operation.load_state.checkpoint_id = checkpoint.checkpoint_id
@@ -396,7 +407,13 @@ def _lora_shape(record: ModelRecord | CheckpointRecord) -> tuple[int, bool, bool
     return (record.lora_rank, record.train_attn, record.train_mlp, record.train_unembed, record.role)
 
 
-def _lora_of(record: CheckpointRecord) -> types_pb2.LoraConfig:
+def _kind_of(record: CheckpointRecord) -> str:
+    return f"of rank {record.lora_rank}" if record.lora_rank else "all of whose weights are trained"
+
+
+def _lora_of(record: CheckpointRecord) -> types_pb2.LoraConfig | None:
+    if record.lora_rank == 0:
+        return None
     return types_pb2.LoraConfig(
         rank=record.lora_rank,
         train_attn=record.train_attn,

@@ -42,7 +42,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter in training. `lora_seed` None: not chosen by the client."""
+    """A model in training. `lora_rank` 0: all its weights are trained. `lora_seed` None: not chosen by the
+    client."""
 
     model_id: str
     session_id: str
@@ -81,7 +82,7 @@ class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A named checkpoint. `version` is the seq_id of the save; `expires_at` None = kept; `public`: others may
-    read it, too."""
+    read it, too. `lora_rank` 0: of a model whose weights are all trained."""
 
     model_id: str
     checkpoint_id: str

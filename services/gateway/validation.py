@@ -24,8 +24,8 @@ def check_lora(lora: types_pb2.LoraConfig, role: Role, model: BaseModel, limits:
     """Refuses an adapter that the trainers or samplers of the base model cannot hold."""
     if not 1 <= lora.rank <= limits.lora_rank:
         raise InvalidRequest(
-            f"lora rank must be 1 to {limits.lora_rank}, not {lora.rank}; "
-            "full fine-tuning (rank 0) is not served"
+            f"lora rank must be 1 to {limits.lora_rank}, not {lora.rank}, or 0 (in gRPC: full) to train all "
+            "weights"
         )
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise InvalidRequest("at least one of train_attn, train_mlp and train_unembed must be true")
@@ -40,6 +40,12 @@ def check_lora(lora: types_pb2.LoraConfig, role: Role, model: BaseModel, limits:
                 f"lora rank {lora.rank} is more than the {what} of {model.name} take ({largest}); use a "
                 f"smaller rank or have the operator raise --max-lora-rank of the {flag}"
             )
+
+
+def check_full(role: Role) -> None:
+    """Refuses to train all weights of what cannot be trained so."""
+    if role != "policy":
+        raise InvalidRequest(f"a {role} trains an adapter; set a lora rank of at least 1", "wrong_role")
 
 
 def check_adam(adam: types_pb2.AdamParams) -> None:

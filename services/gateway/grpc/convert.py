@@ -62,17 +62,15 @@ def finish_reason(reason: tinsmith_pb2.FinishReason.ValueType) -> str:
     return _REASONS[reason]
 
 
-def adapter(request: tinsmith_pb2.CreateModelRequest) -> types_pb2.LoraConfig:
-    """The adapter that a new model trains.
+def adapter(request: tinsmith_pb2.CreateModelRequest) -> types_pb2.LoraConfig | None:
+    """The adapter that a new model trains; None: all its weights.
 
     Raises:
-        InvalidRequest: none is asked for, or what is not served.
+        InvalidRequest: neither is asked for, or both.
     """
-    if request.HasField("full"):
-        raise InvalidRequest("full fine-tuning is not served; set lora")
-    if not request.HasField("lora"):
-        raise InvalidRequest("lora is not set")
-    return request.lora
+    if request.HasField("full") == request.HasField("lora"):
+        raise InvalidRequest("set either lora or full")
+    return request.lora if request.HasField("lora") else None
 
 
 def save_options(request: tinsmith_pb2.SaveStateRequest | tinsmith_pb2.SaveForSamplerRequest) -> SaveOptions:
@@ -110,7 +108,9 @@ def model_info(record: ModelRecord, tokenizer: str) -> tinsmith_pb2.ModelInfo:
     return found
 
 
-def _lora(record: ModelRecord | CheckpointRecord) -> types_pb2.LoraConfig:
+def _lora(record: ModelRecord | CheckpointRecord) -> types_pb2.LoraConfig | None:
+    if record.lora_rank == 0:
+        return None
     return types_pb2.LoraConfig(
         rank=record.lora_rank,
         train_attn=record.train_attn,

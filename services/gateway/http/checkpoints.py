@@ -14,6 +14,7 @@ from services.gateway.app import Application
 from services.gateway.downloads import Download
 from services.gateway.http import messages, paging
 from services.gateway.http.routes import Call, numbered, promise, reply
+from services.gateway.http.training import lora_fields
 
 API = "/api/v1"
 DOWNLOADS = "downloads"
@@ -27,8 +28,7 @@ async def weights_info(call: Call) -> Response:
         {
             "base_model": record.base_model,
             "optimizer_config": {"type": "adamw"},
-            "is_lora": True,
-            "lora_rank": record.lora_rank,
+            **lora_fields(record),
             "train_attn": record.train_attn,
             "train_mlp": record.train_mlp,
             "train_unembed": record.train_unembed,

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from services.gateway.http import messages, paging
 from services.gateway.http.routes import Call, promise, reply
+from services.gateway.http.training import lora_fields
 from services.gateway.runs import Run
 
 
@@ -41,8 +42,7 @@ def _run(run: Run) -> dict[str, Any]:
         "training_run_id": record.model_id,
         "base_model": record.base_model,
         "model_owner": record.owner,
-        "is_lora": True,
-        "lora_rank": record.lora_rank,
+        **lora_fields(record),
         "corrupted": record.status == "failed",
         "last_request_time": paging.time(run.last_request),
         "last_checkpoint": paging.checkpoint(run.last_checkpoint),

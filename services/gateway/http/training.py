@@ -16,26 +16,48 @@ from services.gateway.http.body import received
 from services.gateway.http.routes import Call, numbered, promise, reply
 from services.gateway.limits import THREAD_ABOVE_BYTES
 from services.gateway.models import SaveOptions
+from services.gateway.stores import CheckpointRecord, ModelRecord
 from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
 
 
 async def create_model(call: Call) -> Response:
     body = await call.json(messages.CreateModel)
     if body.lora_config is None:
-        raise InvalidRequest("lora_config is missing; full fine-tuning is not served")
+        raise InvalidRequest("lora_config is missing; a rank of 0 trains all weights")
     _check_optimizer_config(body.optimizer_config)
-    given = body.lora_config
-    lora = types_pb2.LoraConfig(
+    request_id = await call.app.models.create(
+        call.owner,
+        body.session_id,
+        body.model_seq_id,
+        body.base_model,
+        _adapter(body.lora_config),
+        body.user_metadata,
+    )
+    return reply({"request_id": request_id})
+
+
+def _adapter(given: messages.LoraConfig) -> types_pb2.LoraConfig | None:
+    """The adapter to train; None: all weights. Those start from the base's, so a seed changes nothing."""
+    if given.rank == 0:
+        if not (given.train_attn and given.train_mlp and given.train_unembed):
+            raise InvalidRequest(
+                "rank 0 trains all weights; leave train_attn, train_mlp and train_unembed true, or set a rank"
+            )
+        return None
+    return types_pb2.LoraConfig(
         rank=given.rank,
         seed=given.seed,
         train_attn=given.train_attn,
         train_mlp=given.train_mlp,
         train_unembed=given.train_unembed,
     )
-    request_id = await call.app.models.create(
-        call.owner, body.session_id, body.model_seq_id, body.base_model, lora, body.user_metadata
-    )
-    return reply({"request_id": request_id})
+
+
+def lora_fields(record: ModelRecord | CheckpointRecord) -> dict[str, Any]:
+    """How the SDK is told what of a model is trained."""
+    if record.lora_rank == 0:
+        return {"is_lora": False}
+    return {"is_lora": True, "lora_rank": record.lora_rank}
 
 
 def _check_optimizer_config(config: Mapping[str, Any] | None) -> None:
@@ -58,8 +80,7 @@ async def get_info(call: Call) -> Response:
             "model_name": base.name,
             "model_data": model_data,
             "optimizer_config": {"type": "adamw"},
-            "is_lora": True,
-            "lora_rank": record.lora_rank,
+            **lora_fields(record),
         }
     )
 

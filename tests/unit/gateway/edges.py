@@ -165,6 +165,7 @@ async def new_model(
     client: httpx.AsyncClient,
     session_id: str | None = None,
     metadata: dict[str, str] | None = None,
+    rank: int = 4,
 ) -> str:
     """A model that is ready."""
     session_id = session_id or await new_session(client)
@@ -172,7 +173,7 @@ async def new_model(
         "session_id": session_id,
         "model_seq_id": 0,
         "base_model": BASE,
-        "lora_config": {"rank": 4},
+        "lora_config": {"rank": rank},
         "user_metadata": metadata or {"run": "one"},
     }
     response = await client.post("create_model", json=body)

@@ -342,3 +342,16 @@ async def test_the_role_of_a_model_is_a_field(edges: Edges, channel: grpc.aio.Ch
     assert operation.create_model.role == types_pb2.MODEL_ROLE_CRITIC
     request.user_metadata["model_role"] = "policy"
     assert await status(alice("CreateModel", request)) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_model_trains_an_adapter_or_all_its_weights(edges: Edges, channel: grpc.aio.Channel) -> None:
+    alice = Client(channel, ALICE)
+    session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest())).session_id
+    full = types_pb2.FullFineTuning()
+    both = tinsmith_pb2.CreateModelRequest(session_id=session, base_model=BASE, lora=LORA, full=full)
+    assert await status(alice("CreateModel", both)) is grpc.StatusCode.INVALID_ARGUMENT
+    request = tinsmith_pb2.CreateModelRequest(session_id=session, base_model=BASE, full=full)
+    made = await alice("CreateModel", request)
+    operation = await edges.operation(made.model_id, 0)
+    assert operation is not None
+    assert operation.create_model.HasField("full") and not operation.create_model.HasField("lora")

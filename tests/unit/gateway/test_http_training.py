@@ -74,7 +74,9 @@ async def test_a_model_is_created_once_however_often_it_is_asked_for(edges: Edge
     ("change", "says"),
     [
         ({"base_model": "org/other"}, BASE),
-        ({"lora_config": {"rank": 0}}, "rank"),
+        ({"lora_config": {"rank": -1}}, "rank"),
+        ({"lora_config": {"rank": 0, "train_mlp": False}}, "rank 0 trains all weights"),
+        ({"lora_config": {"rank": 0}, "user_metadata": {"model_role": "critic"}}, "trains an adapter"),
         ({"lora_config": {"rank": 128}}, "--max-lora-rank"),
         ({"lora_config": {"rank": 4, "alpha": 3}}, "alpha"),
         ({"lora_config": None}, "lora_config"),
@@ -400,6 +402,31 @@ async def test_a_critic_is_made_by_its_metadata_and_keeps_to_its_role(edges: Edg
         for seq_id, save in ((2, {"path": "x"}), (3, {"sampling_session_seq_id": 0})):
             await client.post("save_weights_for_sampler", json={"model_id": model, "seq_id": seq_id, **save})
             assert "critic" in await failure(client, f"{model}:{seq_id}")
+
+
+async def test_rank_0_trains_all_weights_from_creation_to_the_next_model(edges: Edges) -> None:
+    async with edges.http() as client:
+        full = await new_model(edges, client, rank=0)
+        adapter = await new_model(edges, client)
+        created = await edges.operation(full, 0)
+        assert created is not None
+        assert created.create_model.HasField("full") and not created.create_model.HasField("lora")
+        info = (await client.post("get_info", json={"model_id": full})).json()
+        assert info["is_lora"] is False and "lora_rank" not in info
+        await client.post("save_weights", json={"model_id": full, "seq_id": 1, "path": "a"})
+        path = f"tinker://{full}/weights/a"
+        await edges.answer(full, 1, save_state=operation_pb2.SaveStateResult(path=path, size_bytes=9))
+        weights = (await client.post("weights_info", json={"tinker_path": path})).json()
+        run = (await client.get(f"training_runs/{full}")).json()
+        for told in (weights, run):
+            assert told["is_lora"] is False and "lora_rank" not in told
+        load = {"path": path, "optimizer": True}
+        await client.post("load_weights", json={**load, "model_id": adapter, "seq_id": 1})
+        assert "all of whose weights are trained" in await failure(client, f"{adapter}:1")
+        made = {**load, "session_id": ids.session_of(full), "model_seq_id": 7}
+        assert (await client.post("load_weights", json=made)).status_code == 200
+        info = (await client.post("get_info", json={"model_id": f"{ids.session_of(full)}:train:7"})).json()
+    assert info["is_lora"] is False
 
 
 async def test_a_saved_critic_is_loaded_as_a_critic_only(edges: Edges) -> None:

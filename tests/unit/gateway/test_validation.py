@@ -143,7 +143,7 @@ def test_ranks_are_bounded_by_the_service_and_by_what_serves_the_model() -> None
     validation.check_lora(lora(8), "policy", small, LIMITS)
     assert "--max-lora-rank" in refused(validation.check_lora, lora(9), "policy", small, LIMITS)
     assert "256" in refused(validation.check_lora, lora(257), "policy", MODEL, LIMITS)
-    assert "full fine-tuning" in refused(validation.check_lora, lora(0), "policy", MODEL, LIMITS)
+    assert "train all weights" in refused(validation.check_lora, lora(0), "policy", MODEL, LIMITS)
 
 
 def test_an_adapter_that_adapts_nothing_is_refused() -> None:
