@@ -145,6 +145,8 @@ def _create(create: operation_pb2.CreateModel, target: Target) -> Create:
             raise InvalidRequest("leave role out with from_state; the saved state decides it")
         return Create(None, _load(create.from_state))
     if create.HasField("full"):
+        if roles.from_pb(create.role) != "policy":
+            raise InvalidRequest("a critic trains an adapter; set lora", "wrong_role")
         return Create(None, None)
     lora = create.lora
     seed = lora.seed if lora.HasField("seed") else None

@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tinker
+import torch
+from safetensors.torch import load_file
 from tinker import types
 
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster
 from tests.cluster.test_checkpoints import train
+from tests.cluster.test_training_numbers import ADAM
+from tests.reference import Reference
 
 PROBE = [batches.cross_entropy(60, 30)]
 
@@ -33,6 +37,40 @@ def test_a_model_with_all_weights_resumes_and_survives_a_killed_trainer_bit_for_
     assert train(resumed, range(3, 6)) == continued
     again = batches.logprobs(resumed.forward(PROBE, "cross_entropy").result())[0]
     assert again.tolist() == probe.tolist()
+
+
+def test_two_clipped_steps_with_decay_equal_pytorch(cluster: Cluster, service: tinker.ServiceClient) -> None:
+    client = service.create_lora_training_client(BASE_MODEL, rank=0).result()
+    reference = Reference(cluster.model_dir).model
+    optimizer = torch.optim.AdamW(
+        reference.parameters(),
+        lr=ADAM.learning_rate,
+        betas=(ADAM.beta1, ADAM.beta2),
+        eps=ADAM.eps,
+        weight_decay=ADAM.weight_decay,
+    )
+    for step in range(2):
+        data = [batches.cross_entropy(10 * step + i, n) for i, n in enumerate((5, 33, 12))]
+        # In two requests, which accumulate.
+        outputs = [client.forward_backward(part, "cross_entropy") for part in (data[:1], data[1:])]
+        metrics = client.optim_step(ADAM).result().metrics or {}
+        optimizer.zero_grad()
+        ours = [lp for output in outputs for lp in batches.logprobs(output.result())]
+        for datum, seen in zip(data, ours, strict=True):
+            logits = reference(torch.tensor([batches.inputs(datum)])).logits[0].float()
+            targets = torch.tensor(batches.targets(datum))[:, None]
+            expected = logits.log_softmax(-1).gather(1, targets)[:, 0]
+            torch.testing.assert_close(seen, expected.detach(), rtol=0, atol=1e-5)
+            (-expected.sum()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), ADAM.grad_clip_norm)
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        optimizer.step()
+    client.save_weights_for_sampler("trained").result()
+    trained = load_file(cluster.snapshot(client.model_id) / "model.safetensors")
+    expected_weights = dict(reference.named_parameters())
+    assert trained.keys() == expected_weights.keys()
+    for name, tensor in trained.items():
+        torch.testing.assert_close(tensor, expected_weights[name].detach(), rtol=1e-4, atol=2e-6)
 
 
 def test_a_sampler_answers_with_all_the_trained_weights(service: tinker.ServiceClient) -> None:

@@ -47,9 +47,11 @@ def train(client: tinker.TrainingClient) -> list[Any]:
     return seen
 
 
-def adapter(cluster: Cluster, client: tinker.TrainingClient) -> dict[str, torch.Tensor]:
+def published(
+    cluster: Cluster, client: tinker.TrainingClient, file: str = "adapter_model.safetensors"
+) -> dict[str, torch.Tensor]:
     client.save_weights_for_sampler("trained").result()
-    return load_file(cluster.snapshot(client.model_id) / "adapter_model.safetensors")
+    return load_file(cluster.snapshot(client.model_id) / file)
 
 
 def test_two_ranks_at_any_zero_stage_train_a_lora_model_as_one_rank_does(
@@ -60,7 +62,22 @@ def test_two_ranks_at_any_zero_stage_train_a_lora_model_as_one_rank_does(
         service = running.service_client()
         client = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3).result()
         seen.append(train(client))
-        weights.append(adapter(running, client))
+        weights.append(published(running, client))
+    for ours, theirs in zip(*seen, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_two_ranks_at_any_zero_stage_train_all_weights_as_one_rank_does(
+    cluster: Cluster, two_ranks: Cluster
+) -> None:
+    seen, weights = [], []
+    for running in (cluster, two_ranks):
+        client = running.service_client().create_lora_training_client(BASE_MODEL, rank=0).result()
+        seen.append(train(client))
+        weights.append(published(running, client, "model.safetensors"))
     for ours, theirs in zip(*seen, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert weights[0].keys() == weights[1].keys()
