@@ -41,6 +41,7 @@ from tinsmith.v1 import operation_pb2, sampler_pb2
 log = logging.getLogger(__name__)
 
 _AUDIT_S = 3.0
+_SESSION_AGAIN_S = 0.2
 _LOOK_AGAIN_S = 60.0
 _CACHE_S = 3600.0
 _CACHED_SESSIONS = 16_384
@@ -57,8 +58,10 @@ class SampleSettings:
         dead_after: how long a gateway must be missing before its samples are taken over.
         replica_sequences: sequences that this gateway has one replica generate at once; more wait here, where
             API keys take turns.
+        session_timeout: how long a sampling session that is not found may take to be restored.
     """
 
+    session_timeout: float = 20.0
     sample_timeout: float = 1800.0
     dead_after: float = TTL_S / 2
     replica_sequences: int = 1024
@@ -168,6 +171,11 @@ class SampleDispatcher:
         record = self._known.get(session_id)
         if record is None:
             record = await self._sessions.get(session_id)
+            deadline = asyncio.get_running_loop().time() + self._settings.session_timeout
+            # It was there when the sample was accepted. A Redis that lost its last second gets it again.
+            while record is None and asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(_SESSION_AGAIN_S)
+                record = await self._sessions.get(session_id)
             if record is None:
                 raise NotFound(f"sampling session {session_id} does not exist; create one first")
             self._known.put(session_id, record)
