@@ -358,3 +358,19 @@ async def test_a_key_with_one_sample_is_not_held_up_by_the_thousand_of_another(
         await until(lambda: not gateway.dispatcher._running)
         assert sampler.served.index(request_id) <= 8
         assert gateway.admission._held == {}
+
+
+async def test_a_sample_whose_session_redis_forgot_waits_until_it_is_restored(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+        name = keys.sampling_session(SESSION)
+        record = await redis_client.get(name)
+        await redis_client.delete(name)
+        request_id = await gateway.sample(0)
+        await asyncio.sleep(0.3)
+        assert sampler.served == []
+        await redis_client.set(name, record)
+        assert await gateway.tokens(request_id) == b"a"
