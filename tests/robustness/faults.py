@@ -161,7 +161,6 @@ def _all_faults() -> list[Fault]:
 
 ALL = {fault.name: fault for fault in _all_faults()}
 SHORT = (
-    "Redis: power cut, everysec (its last 0.9 s lost)",
     "gateway: killed at gateway.after_accept",
     "trainer: killed at trainer.mid_step",
     "sampler: SIGKILL",
