@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.common import failpoints
@@ -30,12 +30,15 @@ class Fault:
         part: whom it hits; kinds of different parts are mixed.
         inject: returns when it has happened.
         ranks: trainer ranks it needs.
+        amid: whether it can also strike while a trainer is away: it needs none to happen, and what it
+            takes away together with one is not promised to be kept otherwise.
     """
 
     name: str
     part: str
     inject: Inject
     ranks: int = 1
+    amid: bool = False
 
 
 def _signal(kind: str, number: signal.Signals) -> Inject:
@@ -93,9 +96,14 @@ def _redis_always(world: World, chance: random.Random) -> None:
 
 def _all_faults() -> list[Fault]:
     found = [
-        Fault("gateway: SIGKILL", "gateway", _signal("gateway", signal.SIGKILL)),
-        Fault("gateway: SIGTERM", "gateway", _signal("gateway", signal.SIGTERM)),
-        Fault("gateway: SIGSTOP past its leases, then SIGCONT", "gateway", _stop("gateway", PAST_LEASE_S)),
+        Fault("gateway: SIGKILL", "gateway", _signal("gateway", signal.SIGKILL), amid=True),
+        Fault("gateway: SIGTERM", "gateway", _signal("gateway", signal.SIGTERM), amid=True),
+        Fault(
+            "gateway: SIGSTOP past its leases, then SIGCONT",
+            "gateway",
+            _stop("gateway", PAST_LEASE_S),
+            amid=True,
+        ),
         Fault("gateway: killed at gateway.lease_taken", "gateway", _lease_taken),
         Fault("trainer: SIGKILL of rank 0", "trainer", _signal("trainer-0", signal.SIGKILL)),
         Fault("trainer: SIGKILL of rank 1", "trainer", _signal("trainer-1", signal.SIGKILL), ranks=2),
@@ -112,24 +120,24 @@ def _all_faults() -> list[Fault]:
         Fault(
             "trainer: stopped at trainer.mid_broadcast", "trainer", _point("trainer.mid_broadcast", "stop:15")
         ),
-        Fault("sampler: SIGKILL", "sampler", _signal("sampler", signal.SIGKILL)),
+        Fault("sampler: SIGKILL", "sampler", _signal("sampler", signal.SIGKILL), amid=True),
         Fault("sampler: SIGKILL of its engine", "sampler", lambda w, c: w.kill_engine(w.any_of("sampler"))),
-        Fault("sampler: SIGTERM", "sampler", _signal("sampler", signal.SIGTERM)),
+        Fault("sampler: SIGTERM", "sampler", _signal("sampler", signal.SIGTERM), amid=True),
         Fault("sampler: SIGSTOP past its record, then SIGCONT", "sampler", _stop("sampler", PAST_RECORD_S)),
         Fault(
             "sampler: engine stopped at sampler.mid_receive",
             "sampler",
             _point("sampler.mid_receive", f"stop:{_BLOCKED_S}"),
         ),
-        Fault("Redis: SIGKILL, everysec", "redis", lambda w, c: w.redis.kill(0.2)),
-        Fault("Redis: SIGKILL, always", "redis", _redis_always),
+        Fault("Redis: SIGKILL, everysec", "redis", lambda w, c: w.redis.kill(0.2), amid=True),
+        Fault("Redis: SIGKILL, always", "redis", _redis_always, amid=True),
         Fault(
             "Redis: power cut, everysec (its last 0.9 s lost)",
             "redis",
             lambda w, c: w.redis.cut_power(0.9, 0.2),
         ),
         Fault("Redis: away for 10 s", "redis", lambda w, c: w.redis.kill(10.0)),
-        Fault("Redis: SIGSTOP for 8 s", "redis", lambda w, c: w.redis.pause(PAST_LEASE_S)),
+        Fault("Redis: SIGSTOP for 8 s", "redis", lambda w, c: w.redis.pause(PAST_LEASE_S), amid=True),
     ]
     for which, words in (
         ("sdk", "SDK and gateway"),
@@ -137,16 +145,17 @@ def _all_faults() -> list[Fault]:
         ("services", "gateway, trainer and samplers"),
     ):
         found += [
-            Fault(f"between {words}: reset", which, _wire(which, lambda wire: None, 0.0)),
-            Fault(f"between {words}: 0.3 s slower", which, _wire(which, _slow)),
-            Fault(f"between {words}: half-open", which, _wire(which, _half_open)),
-            Fault(f"between {words}: black hole", which, _wire(which, _black_hole, PAST_LEASE_S)),
+            Fault(f"between {words}: reset", which, _wire(which, lambda wire: None, 0.0), amid=True),
+            Fault(f"between {words}: 0.3 s slower", which, _wire(which, _slow), amid=True),
+            Fault(f"between {words}: half-open", which, _wire(which, _half_open), amid=True),
+            Fault(f"between {words}: black hole", which, _wire(which, _black_hole, PAST_LEASE_S), amid=True),
         ]
     for point in failpoints.POINTS:
         part = point.partition(".")[0]
         if point != "gateway.lease_taken":
             action = "kill:0.05" if point == "sampler.mid_generation" else "kill"
-            found.append(Fault(f"{part}: killed at {point}", part, _point(point, action)))
+            amid = point in _AMID_POINTS
+            found.append(Fault(f"{part}: killed at {point}", part, _point(point, action), amid=amid))
     for point in ("trainer.before_pass", "trainer.after_pass", "trainer.mid_step", "trainer.after_step"):
         found.append(
             Fault(
@@ -159,6 +168,12 @@ def _all_faults() -> list[Fault]:
     return found
 
 
+_AMID_POINTS = (
+    "gateway.after_accept_sample",
+    "gateway.before_publish_sample",
+    "sampler.mid_generation",
+    "sampler.before_reply",
+)
 ALL = {fault.name: fault for fault in _all_faults()}
 SHORT = (
     "gateway: killed at gateway.after_accept",
@@ -174,7 +189,7 @@ SHORT = (
 )
 
 
-def mixed(faults: list[Fault], chance: random.Random) -> list[Fault]:
+def mixed(faults: Sequence[Fault], chance: random.Random) -> list[Fault]:
     """The faults in random order, those of one part spread over the whole."""
     by_part: dict[str, list[Fault]] = {}
     for fault in faults:
@@ -184,3 +199,21 @@ def mixed(faults: list[Fault], chance: random.Random) -> list[Fault]:
         chance.shuffle(group)
         placed += [((index + chance.random()) / len(group), fault) for index, fault in enumerate(group)]
     return [fault for _, fault in sorted(placed, key=lambda one: one[0])]
+
+
+def grouped(faults: Sequence[Fault], amid: int, chance: random.Random) -> list[list[Fault]]:
+    """Every fault alone, but each trainer's followed by so many of those that can strike amid it.
+
+    Those are taken in turn, each as often as the others.
+    """
+    strikers: list[Fault] = []
+    groups = []
+    for fault in faults:
+        group = [fault]
+        while fault.part == "trainer" and len(group) <= amid:
+            if not strikers:
+                strikers = [one for one in ALL.values() if one.amid]
+                chance.shuffle(strikers)
+            group.append(strikers.pop())
+        groups.append(group)
+    return groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 
@@ -48,10 +49,9 @@ class History:
             (self.samples if kind == "sample" else self.training).append(entry)
         return entry
 
-    def has_result_of_request_after(self, moment: float) -> bool:
-        """Whether anything that was asked for after a moment has its result; of a model, any training."""
+    def served_after(self, moment: float) -> float | None:
+        """When the first result came of what was asked for after a moment; of a model, of any training."""
         with self._lock:
-            return any(
-                entry.submitted > moment and entry.result is not None
-                for entry in (self.training or self.samples)[-64:]
-            )
+            entries = self.training or self.samples
+            asked = takewhile(lambda entry: entry.submitted > moment, reversed(entries))
+            return min((entry.done for entry in asked if entry.done is not None), default=None)

@@ -14,24 +14,27 @@ class Report:
     """Attributes:
     recoveries: per fault, seconds from each injection until every client had the result of a request
         that it made afterwards.
+    amid: the same for injections that began, or were followed by another, before that.
     lost, wrong: sentences of the checker.
     """
 
     recoveries: dict[str, list[float]] = field(default_factory=dict)
+    amid: dict[str, list[float]] = field(default_factory=dict)
     requests: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    def note(self, fault: str, seconds: float) -> None:
-        self.recoveries.setdefault(fault, []).append(round(seconds, 2))
+    def note(self, fault: str, seconds: float, amid: bool) -> None:
+        (self.amid if amid else self.recoveries).setdefault(fault, []).append(round(seconds, 2))
 
     @property
     def injected(self) -> int:
-        return sum(map(len, self.recoveries.values()))
+        return sum(map(len, (*self.recoveries.values(), *self.amid.values())))
 
     def add(self, other: Report) -> None:
-        for fault, seconds in other.recoveries.items():
-            self.recoveries.setdefault(fault, []).extend(seconds)
+        for mine, others in ((self.recoveries, other.recoveries), (self.amid, other.amid)):
+            for fault, seconds in others.items():
+                mine.setdefault(fault, []).extend(seconds)
         self.requests += other.requests
         self.lost += other.lost
         self.wrong += other.wrong
@@ -44,13 +47,15 @@ class Report:
         then the faults' columns have a question mark, and the line below the table the number."""
         lost, wrong = "?" if self.lost else "0", "?" if self.wrong else "0"
         lines = [
-            "| Fault | Injected | Recovered after, median s | at most s | Lost | Duplicated |",
-            "|---|---:|---:|---:|---:|---:|",
+            "| Fault | Alone | Recovered after, median s | at most s | Amid others | at most s | Lost "
+            "| Duplicated |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
-        for fault in sorted(self.recoveries):
-            seconds = self.recoveries[fault]
+        for fault in sorted({*self.recoveries, *self.amid}):
+            alone, amid = self.recoveries.get(fault, []), self.amid.get(fault, [])
+            middle = f"{statistics.median(alone):.1f}" if alone else ""
             lines.append(
-                f"| {fault} | {len(seconds)} | {statistics.median(seconds):.1f} | {max(seconds):.1f} "
+                f"| {fault} | {len(alone)} | {middle} | {_most(alone)} | {len(amid)} | {_most(amid)} "
                 f"| {lost} | {wrong} |"
             )
         lines.append(
@@ -58,6 +63,10 @@ class Report:
             f"{len(self.wrong)} duplicated, reordered or otherwise wrong"
         )
         return "\n".join(lines)
+
+
+def _most(seconds: Sequence[float]) -> str:
+    return f"{max(seconds):.1f}" if seconds else ""
 
 
 def read(paths: Sequence[Path]) -> Report:

@@ -23,12 +23,19 @@ _BETWEEN_S = 0.3
 
 
 def run_round(
-    directory: Path, model_dir: Path, faults: Sequence[Fault], trainer_ranks: int, seed: int, until: float
+    directory: Path,
+    model_dir: Path,
+    groups: Sequence[Sequence[Fault]],
+    trainer_ranks: int,
+    seed: int,
+    until: float,
 ) -> Report:
     """Injects the faults in turn; what came of it.
 
     Args:
-        until: monotonic time after which no further fault is injected.
+        groups: those of one are injected without waiting for recovery; before the next one all clients
+            have recovered.
+        until: monotonic time after which no further group is begun.
     """
     chance = random.Random(seed)
     report = Report()
@@ -36,17 +43,10 @@ def run_round(
     try:
         clients = _start_clients(world, trainer_ranks)
         _wait_until_served(clients, 0.0)
-        for fault in faults:
+        for group in groups:
             if time.monotonic() > until:
                 break
-            world.injected_at = time.monotonic()
-            fault.inject(world, chance)
-            last = _wait_until_served(clients, time.monotonic())
-            seconds = time.monotonic() - world.injected_at
-            report.note(fault.name, seconds)
-            print(f"  {seconds:6.1f} s  {fault.name} ({last})", flush=True)
-            world.redis.sync_always(False)
-            time.sleep(_BETWEEN_S)
+            _inject(world, clients, group, chance, report)
         for client in clients:
             client.end()
         for client in clients:
@@ -73,22 +73,37 @@ def _start_clients(world: World, trainer_ranks: int) -> list[Client]:
     return clients
 
 
-def _wait_until_served(clients: Sequence[Client], moment: float) -> str:
-    """Waits until every client has the result of a request that it made after a moment; the last of them."""
-    last = ""
+def _inject(
+    world: World, clients: Sequence[Client], group: Sequence[Fault], chance: random.Random, report: Report
+) -> None:
+    injected: list[tuple[Fault, float, float]] = []
+    for fault in group:
+        world.injected_at = time.monotonic()
+        fault.inject(world, chance)
+        injected.append((fault, world.injected_at, time.monotonic()))
+        time.sleep(_BETWEEN_S)
+    for fault, began, happened in injected:
+        served, last = _wait_until_served(clients, happened)
+        report.note(fault.name, served - began, amid=len(group) > 1)
+        print(f"  {served - began:6.1f} s  {fault.name} ({last})", flush=True)
+    world.redis.sync_always(False)
+
+
+def _wait_until_served(clients: Sequence[Client], moment: float) -> tuple[float, str]:
+    """Waits until every client has the result of a request that it made after a moment; when the last had."""
     deadline = time.monotonic() + RECOVERY_TIMEOUT_S
-    waiting = list(clients)
-    while waiting:
-        for client in waiting:
+    while True:
+        for client in clients:
             if client.failure is not None:
                 raise AssertionError(f"{client.name} ended: {client.failure!r}") from client.failure
-        last = waiting[-1].name
-        waiting = [one for one in waiting if not one.history.has_result_of_request_after(moment)]
+        served = {client.name: client.history.served_after(moment) for client in clients}
+        times = [(at, name) for name, at in served.items() if at is not None]
+        if len(times) == len(clients):
+            return max(times)
         if time.monotonic() > deadline:
-            names = ", ".join(client.name for client in waiting)
+            names = ", ".join(name for name, at in served.items() if at is None)
             raise AssertionError(f"{names}: no result in {RECOVERY_TIMEOUT_S:.0f} s after a fault")
         time.sleep(_POLL_S)
-    return last
 
 
 def _judge(world: World, clients: Sequence[Client], directory: Path) -> Verdict:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from typing import Any
 
+from tests.robustness import faults
 from tests.robustness.checker import Stored, Verdict, judge, judge_samples
 from tests.robustness.history import Entry, History
+from tests.robustness.report import Report
 
 EXPECTED: list[dict[str, Any]] = [{}, {"loss": 2.5, "logprobs": "ab"}, {"grad_norm": 1.0}, {"weights": "w3"}]
 
@@ -81,6 +85,35 @@ def test_a_client_that_trains_is_served_when_its_training_is_whatever_it_samples
     late = answered("sample", {"tokens": [], "logprobs": []})
     late.submitted = 3.0
     found.samples.append(late)
-    assert not found.has_result_of_request_after(2.0)
-    found.training.append(Entry("step", {}, 3.0, 4.0, {}))
-    assert found.has_result_of_request_after(2.0)
+    assert found.served_after(2.0) is None
+    found.training += [
+        Entry("step", {}, 3.0, 4.0, {}),
+        Entry("step", {}, 3.5, 5.0, {}),
+        Entry("step", {}, 6.0),
+    ]
+    assert found.served_after(2.0) == 4.0
+    assert found.served_after(3.2) == 5.0
+    assert found.served_after(5.0) is None
+
+
+def test_faults_amid_others_count_and_are_timed_apart() -> None:
+    one, other = Report(requests=5), Report(requests=7)
+    one.note("gone", 1.0, amid=False)
+    one.note("gone", 9.0, amid=True)
+    other.note("gone", 3.0, amid=False)
+    other.note("slow", 8.0, amid=True)
+    one.add(other)
+    assert one.injected == 4
+    assert "| gone | 2 | 2.0 | 3.0 | 1 | 9.0 | 0 | 0 |" in one.markdown()
+    assert "| slow | 0 |  |  | 1 | 8.0 | 0 | 0 |" in one.markdown()
+
+
+def test_only_trainer_faults_are_followed_by_others_and_those_are_taken_evenly() -> None:
+    chosen = [faults.ALL["sampler: SIGKILL"], *[faults.ALL["trainer: SIGTERM"]] * 20]
+    alone, *groups = faults.grouped(chosen, 3, random.Random(1))
+    assert alone == chosen[:1]
+    strikers = Counter(fault.name for group in groups for fault in group[1:])
+    assert sum(strikers.values()) == 60
+    assert {faults.ALL[name].part for name in strikers} >= {"gateway", "sampler", "redis", "sdk", "state"}
+    assert not any("power cut" in name for name in strikers)
+    assert max(strikers.values()) - min(strikers.values()) <= 1
