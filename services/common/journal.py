@@ -382,9 +382,18 @@ class Journal:
 
 
 def _payload(operation: operation_pb2.Operation) -> tuple[bytes, bytes]:
-    """(serialized operation, its SHA-256)."""
-    payload = operation.SerializeToString(deterministic=True)
-    return payload, hashlib.sha256(payload).digest()
+    """(serialized operation, SHA-256 of what makes a repetition the same).
+
+    The SDK numbers the sampling session of a save anew each time that it sends it again.
+    """
+    payload = request = operation.SerializeToString(deterministic=True)
+    save = operation.save_for_sampler
+    if save.sampling_session_id and not save.sampling_session_known:
+        renumbered = operation_pb2.Operation()
+        renumbered.CopyFrom(operation)
+        renumbered.save_for_sampler.sampling_session_id = ""
+        request = renumbered.SerializeToString(deterministic=True)
+    return payload, hashlib.sha256(request).digest()
 
 
 def error_result(error: errors.types_pb2.Error) -> bytes:

@@ -313,13 +313,21 @@ class Models:
         return await self.submit(owner, model_id, seq_id, fill)
 
     async def save_for_sampling_session(
-        self, owner: str, model_id: str, seq_id: int, sampling_session_seq_id: int, inflight: bool = False
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        sampling_session_seq_id: int,
+        inflight: bool = False,
+        told: bool = False,
     ) -> tuple[str, str]:
         """Accepts a snapshot that a new sampling session answers from; (request id, its session id).
 
         Args:
             inflight: the session goes on to the snapshot of every later inflight save of the model, and so do
                 those of the earlier ones.
+            told: the caller learns the session id now, and not from the result: a repetition must name the
+                same. Otherwise one that names another is answered with the first.
         """
         session = ids.sampling_session_id(ids.session_of(model_id), sampling_session_seq_id)
 
@@ -332,6 +340,7 @@ class Models:
                 )
             operation.save_for_sampler.sampling_session_id = session
             operation.save_for_sampler.inflight = inflight
+            operation.save_for_sampler.sampling_session_known = told
 
         return await self.submit(owner, model_id, seq_id, fill), session
 

@@ -55,3 +55,15 @@ class History:
             entries = self.training or self.samples
             asked = takewhile(lambda entry: entry.submitted > moment, reversed(entries))
             return min((entry.done for entry in asked if entry.done is not None), default=None)
+
+    def pending(self) -> str:
+        """What has neither result nor error, in words."""
+        now = time.monotonic()
+        with self._lock:
+            waiting = [
+                f"{entry.kind} {number} since {now - entry.submitted:.0f} s"
+                for entries in (self.training, self.samples)
+                for number, entry in enumerate(entries)
+                if entry.result is None and entry.error is None
+            ]
+        return f"{self.client} ({self.model_id}) waits for {', '.join(waiting) or 'nothing'}"

@@ -101,8 +101,8 @@ def _wait_until_served(clients: Sequence[Client], moment: float) -> tuple[float,
         if len(times) == len(clients):
             return max(times)
         if time.monotonic() > deadline:
-            names = ", ".join(name for name, at in served.items() if at is None)
-            raise AssertionError(f"{names}: no result in {RECOVERY_TIMEOUT_S:.0f} s after a fault")
+            waiting = "; ".join(client.history.pending() for client in clients if not served[client.name])
+            raise AssertionError(f"no result in {RECOVERY_TIMEOUT_S:.0f} s after a fault: {waiting}")
         time.sleep(_POLL_S)
 
 

@@ -131,6 +131,6 @@ class TrainingCalls(Calls):
             request_id = await models.save_for_sampler(owner, model_id, seq_id, request.name, options)
             return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id)
         request_id, session = await models.save_for_sampling_session(
-            owner, model_id, seq_id, request.sampling_session_seq_id, request.inflight
+            owner, model_id, seq_id, request.sampling_session_seq_id, request.inflight, told=True
         )
         return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id, sampling_session_id=session)

@@ -236,6 +236,19 @@ async def test_every_field_of_a_save_is_honoured_or_refused(edges: Edges, channe
     assert "ttl" in await refusal(alice, short)
 
 
+async def test_a_save_sent_again_must_name_the_session_that_its_caller_was_told(
+    edges: Edges, channel: grpc.aio.Channel
+) -> None:
+    alice = Client(channel, ALICE)
+    model = await create(edges, alice)
+    save = tinsmith_pb2.SaveForSamplerRequest(model_id=model, seq_id=1, sampling_session_seq_id=0)
+    assert await alice("SaveForSampler", save) == await alice("SaveForSampler", save)
+    save.sampling_session_seq_id = 1
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await alice("SaveForSampler", save)
+    assert refused.value.code() == grpc.StatusCode.ALREADY_EXISTS
+
+
 async def test_what_a_model_cannot_be_is_refused(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
     session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest())).session_id

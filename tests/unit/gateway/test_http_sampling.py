@@ -299,6 +299,20 @@ async def test_an_inflight_save_makes_a_session_with_a_cache_of_its_own(edges: E
             assert request.snapshot.version == seq_id
 
 
+async def test_a_save_that_the_sdk_sends_again_with_another_session_number_is_the_same(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        save = {"model_id": model, "seq_id": 1, "kind": "snapshot"}
+        first = await client.post("save_weights_for_sampler", json={**save, "sampling_session_seq_id": 0})
+        again = await client.post("save_weights_for_sampler", json={**save, "sampling_session_seq_id": 1})
+        assert (again.status_code, again.json()) == (200, first.json())
+        operation = await edges.operation(model, 1)
+        assert operation is not None
+        assert operation.save_for_sampler.sampling_session_id.endswith(":sample:0")
+        other = {**save, "sampling_session_seq_id": 2, "kind": "inflight"}
+        assert (await client.post("save_weights_for_sampler", json=other)).status_code == 409
+
+
 async def test_a_full_gateway_says_429_before_it_takes_anything(redis_url: str, tmp_path: Path) -> None:
     limits = Limits(waiting_sequences=8)
     async with (
