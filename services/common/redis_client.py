@@ -6,6 +6,8 @@ a restart of Redis is seen as a pause and never as a hang.
 
 from __future__ import annotations
 
+from typing import Any
+
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -31,6 +33,7 @@ def connect(url: str) -> redis.asyncio.Redis:
         retry=AsyncRetry(ExponentialBackoff(cap=1.0, base=0.05), _RETRIES),
         retry_on_error=list(_RETRYABLE),
     )
+    pool.connection_class = _noticing_resets(pool.connection_class)
     return redis.asyncio.Redis.from_pool(pool)
 
 
@@ -44,3 +47,22 @@ def connect_sync(url: str) -> redis.Redis:
         retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), _RETRIES),
         retry_on_error=list(_RETRYABLE),
     )
+
+
+def _noticing_resets(connection: type[Any]) -> type[Any]:
+    """The class of connections whose loss is a ConnectionError under uvloop too.
+
+    uvloop answers a write to a connection that the other end has reset with a RuntimeError, which redis-py
+    takes for a mistake of the program: it would not try again.
+    """
+
+    class NoticingResets(connection):
+        async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                await super().send_packed_command(*args, **kwargs)
+            except RuntimeError as error:
+                if "closed" not in str(error):
+                    raise
+                raise redis.ConnectionError("the connection was reset while it was idle") from error
+
+    return NoticingResets
