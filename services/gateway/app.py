@@ -141,6 +141,7 @@ def build(
     gateway_id: str,
     client: redis.asyncio.Redis,
     journal: Journal,
+    futures: Futures,
     keys: KeyRing,
     wake: Callable[[str], None],
     submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
@@ -158,7 +159,6 @@ def build(
         admission: counts the samples of this gateway until they are dispatched.
     """
     samples, catalog = SampleJournal(client), Catalog(client)
-    futures = Futures(client)
     acknowledged = Acknowledged(client, journal.announce_again)
     model_store, session_store = ModelStore(client), SessionStore(client)
     records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)

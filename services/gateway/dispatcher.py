@@ -18,9 +18,10 @@ from services.common.journal import Journal
 from services.common.tasks import cancel_all, keep_running
 from services.gateway.directory import Directory
 from services.gateway.dispatch_plan import DispatchSettings
+from services.gateway.futures import Futures
 from services.gateway.leases import TTL_S, Lease, Leases
 from services.gateway.model_runner import ModelRunner
-from services.gateway.result_writer import OnResult
+from services.gateway.result_writer import OnResult, ResultWriter
 from services.gateway.stores import SessionStore
 from services.gateway.subscription import Subscription
 
@@ -37,6 +38,7 @@ class Dispatcher:
         gateway_id: stable over restarts of the gateway.
         on_result: called with every operation and its result before the future is resolved; may be
             called again for the same operation.
+        futures: has those who wait for results on this gateway.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class Dispatcher:
         journal: Journal,
         gateway_id: str,
         on_result: OnResult,
+        futures: Futures,
         settings: DispatchSettings | None = None,
         lease_ttl: float = TTL_S,
     ) -> None:
+        self._futures = futures
         self._journal = journal
         self._on_result = on_result
         self._settings = settings or DispatchSettings()
@@ -165,7 +169,12 @@ class Dispatcher:
     async def _run_under(self, lease: Lease) -> bool:
         """Runs one model until its runner stops; whether there may be more to do."""
         runner = ModelRunner(
-            lease, self._journal, self.trainers, self._on_result, self._session_finished, self._settings
+            lease,
+            self._journal,
+            self.trainers,
+            ResultWriter(lease, self._journal, self._on_result, self._futures),
+            self._session_finished,
+            self._settings,
         )
         self._runners[lease.model_id] = runner
         try:

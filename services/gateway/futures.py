@@ -1,20 +1,22 @@
 """Waiting for results.
 
 Invariant: a waiter first is listed and then looks, so a result published in between wakes it; when
-the subscription was interrupted every waiter looks again. Nothing polls.
+the subscription was interrupted every waiter looks again. Nothing polls. A result that this process
+resolves a future with goes to its waiters here without another look, once it is resolved with that.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import redis.asyncio
 
 from services.common import ids, keys
+from services.common.journal import Published
 from services.common.tasks import cancel_all
 from services.gateway.subscription import Subscription
 
@@ -41,12 +43,19 @@ class FutureView:
     owner: str = ""
 
 
+@dataclass(eq=False)
+class _Waiter:
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    result: bytes | None = None
+
+
 class Futures:
     """Lets any number of callers wait for futures over one subscription."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
-        self._waiters: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._waiters: defaultdict[str, set[_Waiter]] = defaultdict(set)
+        self._resolving: set[str] = set()
         self._wanted: dict[str, asyncio.Future[FutureView]] = {}
         self._loads: set[asyncio.Task[None]] = set()
         self._listeners: list[tuple[Callable[[str], None], Callable[[], None]]] = []
@@ -74,29 +83,52 @@ class Futures:
         ids.parse_request_id(request_id)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        changed = asyncio.Event()
-        self._waiters[request_id].add(changed)
+        waiter = _Waiter()
+        self._waiters[request_id].add(waiter)
         try:
             while True:
-                changed.clear()
+                waiter.changed.clear()
                 view = await self._look(request_id)
                 left = deadline - loop.time()
                 if view.state != "pending" or left <= 0:
                     return view
                 try:
                     async with asyncio.timeout(left):
-                        await changed.wait()
+                        await waiter.changed.wait()
                 except TimeoutError:
                     return await self._look(request_id)
+                if waiter.result is not None:
+                    return FutureView("done", waiter.result, owner=view.owner)
         finally:
             waiters = self._waiters[request_id]
-            waiters.discard(changed)
+            waiters.discard(waiter)
             if not waiters:
                 del self._waiters[request_id]
 
+    async def resolve(
+        self, request_id: str, result: bytes, publish: Callable[[], Awaitable[Published]]
+    ) -> Published:
+        """Calls `publish`, which resolves a future, and hands the result to those who wait for it here.
+
+        Args:
+            result: what `publish` writes: a serialized OperationResult.
+        """
+        self._resolving.add(request_id)
+        outcome = None
+        try:
+            outcome = await publish()
+            return outcome
+        finally:
+            self._resolving.discard(request_id)
+            for waiter in self._waiters.get(request_id, ()):
+                # Whatever else came of it, perhaps it is resolved all the same: they look.
+                waiter.result = result if outcome is Published.PUBLISHED else None
+                waiter.changed.set()
+
     def _wake(self, request_id: str) -> None:
-        for waiter in self._waiters.get(request_id, ()):
-            waiter.set()
+        if request_id not in self._resolving:
+            for waiter in self._waiters.get(request_id, ()):
+                waiter.changed.set()
         for on_resolved, _ in self._listeners:
             on_resolved(request_id)
 
@@ -105,7 +137,7 @@ class Futures:
             on_gap()
         for waiters in self._waiters.values():
             for waiter in waiters:
-                waiter.set()
+                waiter.changed.set()
 
     async def _look(self, request_id: str) -> FutureView:
         """Reads one future; those asked for in the same turn of the loop share a round trip."""

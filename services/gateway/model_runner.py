@@ -24,7 +24,7 @@ from services.gateway import dispatch_plan
 from services.gateway.directory import Directory, call_error
 from services.gateway.dispatch_plan import Action, DispatchSettings, Gap, Position, Send
 from services.gateway.leases import Lease
-from services.gateway.result_writer import OnResult, ResultWriter
+from services.gateway.result_writer import ResultWriter
 from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class ModelRunner:
         lease: Lease,
         journal: Journal,
         trainers: Directory,
-        on_result: OnResult,
+        writer: ResultWriter,
         session_finished: Callable[[str], Awaitable[bool]],
         settings: DispatchSettings,
     ) -> None:
@@ -52,7 +52,7 @@ class ModelRunner:
         self._lease = lease
         self._journal = journal
         self._trainers = trainers
-        self._writer = ResultWriter(lease, journal, on_result)
+        self._writer = writer
         self._session_finished = session_finished
         self._settings = settings
         self._changed = asyncio.Event()

@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
-from services.common import failpoints
+from services.common import failpoints, ids
 from services.common.journal import Journal, Published
 from services.gateway import dispatch_plan
+from services.gateway.futures import Futures
 from services.gateway.leases import Lease
 from tinsmith.v1 import operation_pb2
 
@@ -28,12 +29,14 @@ class ResultWriter:
 
     Args:
         on_result: records what the result gives rise to; may be called again for the same operation.
+        futures: has those who wait for the results on this gateway.
 
     Attributes:
         writing: seq_ids whose results are being written.
     """
 
-    def __init__(self, lease: Lease, journal: Journal, on_result: OnResult) -> None:
+    def __init__(self, lease: Lease, journal: Journal, on_result: OnResult, futures: Futures) -> None:
+        self._futures = futures
         self._lease = lease
         self._journal = journal
         self._on_result = on_result
@@ -72,13 +75,18 @@ class ResultWriter:
     async def _publish(
         self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult, ran: bool
     ) -> None:
-        outcome = await self._journal.publish(
-            operation.model_id,
-            self._lease.epoch,
-            operation.seq_id,
-            result.SerializeToString(),
-            replay_passes_over=not ran and dispatch_plan.replay_passes_over(operation, result),
-            closing=dispatch_plan.closing_result(operation, result),
+        payload = result.SerializeToString()
+        outcome = await self._futures.resolve(
+            ids.request_id(operation.model_id, operation.seq_id),
+            payload,
+            lambda: self._journal.publish(
+                operation.model_id,
+                self._lease.epoch,
+                operation.seq_id,
+                payload,
+                replay_passes_over=not ran and dispatch_plan.replay_passes_over(operation, result),
+                closing=dispatch_plan.closing_result(operation, result),
+            ),
         )
         self._note(outcome)
 

@@ -15,6 +15,7 @@ from services.gateway.checkpoint_files import CheckpointFiles
 from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.checkpoint_sweep import CheckpointSweep
 from services.gateway.dispatcher import Dispatcher
+from services.gateway.futures import Futures
 from services.gateway.limits import Limits
 from services.gateway.outcomes import Outcomes
 from services.gateway.retention import Retention
@@ -45,12 +46,14 @@ class Gateway:
         records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
         files = CheckpointFiles(storage, data, sampling_sessions, SessionStore(client))
         outcomes = Outcomes(ModelStore(client), records, sampling_sessions, InflightStore(client))
-        self._dispatcher = Dispatcher(client, journal, gateway_id, outcomes.record)
+        futures = Futures(client)
+        self._dispatcher = Dispatcher(client, journal, gateway_id, outcomes.record, futures)
         self._sample_dispatcher = SampleDispatcher(client, SampleJournal(client), gateway_id, admission)
         self.application = build(
             gateway_id,
             client,
             journal,
+            futures,
             keys,
             self._dispatcher.wake,
             self._sample_dispatcher.submit,

@@ -26,6 +26,7 @@ from services.gateway.auth import KeyRing
 from services.gateway.checkpoint_files import CheckpointFiles
 from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.checkpoint_sweep import CheckpointSweep
+from services.gateway.futures import Futures
 from services.gateway.grpc import service
 from services.gateway.http.server import HttpServer
 from services.gateway.limits import Limits
@@ -118,6 +119,7 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
         "gateway-0",
         client,
         Journal(client),
+        Futures(client),
         KeyRing(directory / "keys"),
         lambda _: None,
         leave,

@@ -10,6 +10,7 @@ import redis.asyncio
 
 from services.common import ids
 from services.common.errors import InvalidRequest
+from services.common.journal import Published
 from services.common.sample_journal import SampleJournal
 from services.gateway.futures import Futures
 from tinsmith.v1 import operation_pb2
@@ -50,6 +51,38 @@ async def test_a_waiter_is_woken_by_the_result_and_can_fetch_it_again(
         view = await waiting
     assert (view.state, view.result, view.owner) == ("done", RESULT.SerializeToString(), "ann")
     assert await futures.wait(request_id, 10) == view
+
+
+async def test_what_this_process_resolves_a_future_with_needs_no_second_look(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+
+    async def publish() -> Published:
+        return Published.PUBLISHED
+
+    assert await futures.resolve(request_id, b"a result", publish) is Published.PUBLISHED
+    async with asyncio.timeout(1):
+        view = await waiting
+    assert (view.state, view.result, view.owner) == ("done", b"a result", "ann")
+
+
+async def test_a_result_that_came_too_late_is_not_handed_out(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+
+    async def publish_after_another() -> Published:
+        await SampleJournal(redis_client).publish(request_id, RESULT)
+        return Published.NOT_PENDING
+
+    await futures.resolve(request_id, b"too late", publish_after_another)
+    async with asyncio.timeout(1):
+        assert (await waiting).result == RESULT.SerializeToString()
 
 
 async def test_a_wait_that_runs_out_says_pending(redis_client: redis.asyncio.Redis, futures: Futures) -> None:

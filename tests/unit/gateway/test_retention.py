@@ -18,6 +18,7 @@ from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.dispatch_plan import DispatchSettings
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.futures import Futures
+from services.gateway.futures import Futures
 from services.gateway.limits import Limits
 from services.gateway.outcomes import Outcomes
 from services.gateway.retention import Retention
@@ -55,7 +56,12 @@ class Stage:
         self.samplers = SamplingSessionStore(client)
         outcomes = Outcomes(self.models, self.checkpoints, self.samplers, InflightStore(client))
         self.dispatcher = Dispatcher(
-            client, self.journal, "gateway-0", outcomes.record, DispatchSettings(idle_release=0.01)
+            client,
+            self.journal,
+            "gateway-0",
+            outcomes.record,
+            Futures(client),
+            DispatchSettings(idle_release=0.01),
         )
         self.cancelled: list[str] = []
         self.retention = self.another("gateway-0")
