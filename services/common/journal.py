@@ -51,6 +51,19 @@ class JournalLimits:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """An acknowledged operation.
+
+    Attributes:
+        to_run: it was journaled just now and waits to be run; not so what was accepted before, is refused,
+            or comes too late for its model.
+    """
+
+    request_id: str
+    to_run: bool
+
+
+@dataclass(frozen=True)
 class Entry:
     """One journaled seq_id. `size` is its payload's bytes; 0 = used up, nothing is to run."""
 
@@ -100,10 +113,17 @@ class Published(IntEnum):
 
 
 class Journal:
-    """Journals of all models in one Redis."""
+    """Journals of all models in one Redis.
 
-    def __init__(self, client: redis.asyncio.Redis, limits: JournalLimits | None = None) -> None:
+    Args:
+        gateway_id: the gateway that accepts; of the models that it leads it tells its dispatcher itself.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, limits: JournalLimits | None = None, gateway_id: str = ""
+    ) -> None:
         self._redis = client
+        self._gateway_id = gateway_id
         self._limits = limits or JournalLimits()
         self._announced: dict[str, float] = {}
         self._accept = Script(client, "accept")
@@ -118,8 +138,8 @@ class Journal:
 
     async def accept(
         self, operation: operation_pb2.Operation, owner: str, accepted_before: bool = False
-    ) -> str:
-        """Journals an operation and creates its future; the request id. One round trip.
+    ) -> Accepted:
+        """Journals an operation and creates its future. One round trip.
 
         The same operation again gives the same id. A `refused` operation's future fails at once, as
         does that of any operation of a model that was not created or is unloaded. A seq_id that was
@@ -176,9 +196,10 @@ class Journal:
             self._limits.entries,
             self._limits.ahead,
             int(accepted_before),
+            self._gateway_id,
         )
         self._check_accepted(outcome, model_id, seq_id)
-        return request_id
+        return Accepted(request_id, outcome == b"new")
 
     def _check_accepted(self, outcome: bytes, model_id: str, seq_id: int) -> None:
         if outcome == b"conflict":

@@ -30,7 +30,7 @@ from services.gateway.downloads import Downloads
 from services.gateway.exports import Exports
 from services.gateway.futures import Futures, FutureView
 from services.gateway.limits import Limits
-from services.gateway.models import Models
+from services.gateway.models import Models, Wake
 from services.gateway.runs import Runs
 from services.gateway.sampling import Sampling
 from services.gateway.session_search import SessionSearch
@@ -143,7 +143,7 @@ def build(
     journal: Journal,
     futures: Futures,
     keys: KeyRing,
-    wake: Callable[[str], None],
+    wake: Wake,
     submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
     limits: Limits,
     admission: Admission,
@@ -153,7 +153,7 @@ def build(
 
     Args:
         gateway_id: name under which accepted samples are dispatched.
-        wake: called with the id of a model that has new operations.
+        wake: called with the id of a model that has new operations, and one to be run.
         submit: called with every accepted sample.
         files: of the checkpoints.
         admission: counts the samples of this gateway until they are dispatched.

@@ -24,6 +24,7 @@ from services.gateway.model_runner import ModelRunner
 from services.gateway.result_writer import OnResult, ResultWriter
 from services.gateway.stores import SessionStore
 from services.gateway.subscription import Subscription
+from tinsmith.v1 import operation_pb2
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +84,18 @@ class Dispatcher:
         await self._leases.stop()
         await self.trainers.stop()
 
-    def wake(self, model_id: str) -> None:
-        """An operation of this model was accepted: run it, if no other gateway leads the model."""
+    def wake(self, model_id: str, accepted: operation_pb2.Operation | None = None) -> None:
+        """An operation of this model was accepted: run it, if no other gateway leads the model.
+
+        Args:
+            accepted: the operation, if it was journaled just now and is to be run.
+        """
         if self._stopping:
             return
         runner = self._runners.get(model_id)
         if runner is not None:
-            runner.wake()
+            if accepted is None or not runner.offer(accepted):
+                runner.wake()
         elif model_id not in self._leading and self._may_try(model_id):
             self._lead(model_id, only_with_work=False)
 

@@ -11,18 +11,18 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 
 from services.common import errors
 from services.common.errors import Conflict, DataLoss, Internal, NotFound, SnapshotNotFound, TinsmithError
-from services.common.journal import Journal, JournalIndex, error_result
+from services.common.journal import Entry, Journal, JournalIndex, error_result
 from services.common.registry import ServiceRecord
 from services.common.tasks import cancel_all
 from services.gateway import dispatch_plan
 from services.gateway.directory import Directory, call_error
-from services.gateway.dispatch_plan import Action, DispatchSettings, Gap, Position, Send
+from services.gateway.dispatch_plan import Action, DispatchSettings, Gap, Plan, Position, Send
 from services.gateway.leases import Lease
 from services.gateway.result_writer import ResultWriter
 from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
@@ -61,6 +61,7 @@ class ModelRunner:
         self._base_model = ""
         self._incarnation: str | None = None
         self._synchronised = False
+        self._looking = False
         self._position = Position()
         self._calls: dict[int, tuple[asyncio.Task[None], int]] = {}
         self._failure: BaseException | None = None
@@ -74,6 +75,26 @@ class ModelRunner:
     def wake(self) -> None:
         """There may be something new to do."""
         self._changed.set()
+
+    def offer(self, operation: operation_pb2.Operation) -> bool:
+        """Sends an operation that was journaled just now if it is the next and nothing stands in its way;
+        whether it did. Else the journal says what to do, and `wake` is to be called.
+
+        Between two looks at the journal the position says all that is to be known: everything up to the
+        cursor is sent, so what follows it directly is what a look would find.
+        """
+        trainer = self._trainer()
+        ready = trainer is not None and trainer.incarnation == self._incarnation and self._synchronised
+        in_doubt = self._lease.lost or self._looking or self._changed.is_set() or bool(self._paused)
+        if trainer is None or not ready or in_doubt or operation.seq_id != self._position.cursor + 1:
+            return False
+        entry = Entry(operation.seq_id, operation.ByteSize(), pending=True)
+        step = self._plan([entry], floor=-1)
+        if not step.sends:
+            return False
+        self._idle_since = None
+        self._take(step, [operation], trainer)
+        return True
 
     @property
     def woken(self) -> bool:
@@ -89,7 +110,9 @@ class ModelRunner:
         try:
             while not self._lease.lost:
                 self._changed.clear()
+                self._looking = True
                 delay = await self._advance()
+                self._looking = False
                 if self._failure is not None:
                     raise self._failure
                 if delay is None:
@@ -198,25 +221,13 @@ class ModelRunner:
         await self._pause(self._missing_reason())
 
     async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
-        bytes_under_way = sum(size for _, size in self._calls.values())
-        step = dispatch_plan.plan(
-            self._position,
-            index.entries,
-            max(index.floor, index.durable),
-            len(self._calls),
-            bytes_under_way,
-            self._settings.window,
-        )
+        step = self._plan(index.entries, max(index.floor, index.durable))
         operations = await self._journal.operations(self.model_id, [send.seq_id for send in step.sends])
         if any(operation is None for operation in operations):
             # A durable snapshot came to cover one of them just now: look again.
             return 0.0
-        stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
-        for send, operation in zip(step.sends, operations, strict=True):
-            assert operation is not None
-            self._start_call(stub, send, operation)
         moved = step.position != self._position
-        self._position = step.position
+        self._take(step, [operation for operation in operations if operation is not None], trainer)
         if step.sends:
             await self._resume()
         if step.gap is None:
@@ -232,6 +243,20 @@ class ModelRunner:
         self._synchronised = False
         self._delay()
         return 0.0
+
+    def _plan(self, entries: Sequence[Entry], floor: int) -> Plan:
+        under_way = sum(size for _, size in self._calls.values())
+        calls, window = len(self._calls), self._settings.window
+        return dispatch_plan.plan(self._position, entries, floor, calls, under_way, window)
+
+    def _take(
+        self, step: Plan, operations: Sequence[operation_pb2.Operation], trainer: ServiceRecord
+    ) -> None:
+        """Sends what was planned: one operation per send."""
+        stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
+        for send, operation in zip(step.sends, operations, strict=True):
+            self._start_call(stub, send, operation)
+        self._position = step.position
 
     async def _wait_for_gap(self, gap: Gap) -> float:
         """Waits for missing operations, but not for ever."""

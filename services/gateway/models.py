@@ -47,8 +47,15 @@ class SaveOptions:
     user_metadata: Mapping[str, str] | None = None
 
 
+Wake = Callable[[str, operation_pb2.Operation | None], None]
+
+
 class Models:
-    """Accepts training operations. `wake(model_id)` tells the dispatcher that there is work."""
+    """Accepts training operations.
+
+    Args:
+        wake: tells the dispatcher that a model has work, and the operation if it was journaled just now.
+    """
 
     def __init__(
         self,
@@ -58,7 +65,7 @@ class Models:
         checkpoints: Checkpoints,
         sampling_sessions: SamplingSessionStore,
         catalog: Catalog,
-        wake: Callable[[str], None],
+        wake: Wake,
         limits: Limits,
         acknowledged: Acknowledged,
     ) -> None:
@@ -389,14 +396,18 @@ class Models:
         return await self._accept(operation, owner)
 
     async def _accept(self, operation: operation_pb2.Operation, owner: str) -> str:
-        request_id = await self._acknowledged.make(
-            lambda: self._journal.accept(operation, owner),
-            operation.ByteSize(),
-            lambda: self._journal.accept(operation, owner, accepted_before=True),
-        )
-        await failpoints.reach("gateway.after_accept")
-        self._wake(operation.model_id)
-        return request_id
+        accepted = None
+        try:
+            accepted = await self._acknowledged.make(
+                lambda: self._journal.accept(operation, owner),
+                operation.ByteSize(),
+                lambda: self._journal.accept(operation, owner, accepted_before=True),
+            )
+            await failpoints.reach("gateway.after_accept")
+        finally:
+            # Also when the caller has gone: the operation may be in the journal.
+            self._wake(operation.model_id, operation if accepted is not None and accepted.to_run else None)
+        return accepted.request_id
 
     def _set_options(
         self, save: operation_pb2.SaveState | operation_pb2.SaveForSampler, options: SaveOptions

@@ -40,7 +40,7 @@ class Gateway:
         data: DataDir,
     ) -> None:
         """Wires everything up over one Redis. Call within the event loop that will run it."""
-        journal = Journal(client, journal_limits)
+        journal = Journal(client, journal_limits, gateway_id)
         limits = Limits()
         admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
         records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)

@@ -3,7 +3,10 @@
 -- ARGV seq, payload, digest, owner, refusal ('' = not refused), base model ('' unless a creation),
 --      result of a seq_id that was used before, result ttl (s), model id, request id,
 --      work channel, done channel, max pending bytes, max journal bytes, max entries, max ahead,
---      '1' = it was accepted before, and Redis may have lost that
+--      '1' = it was accepted before, and Redis may have lost that,
+--      gateway whose dispatcher is told otherwise ('' = none)
+-- Returns 'new' journaled and to be run, 'resolved' nothing is to be run, 'same' accepted before, or why not:
+--      'conflict', 'ahead', 'full', 'busy'
 local seq = tonumber(ARGV[1])
 local payload, digest, owner, refusal = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local ttl = ARGV[8]
@@ -29,7 +32,7 @@ if meta[3] then
   redis.call('HSET', KEYS[1], 'state', 'done', 'digest', digest, 'owner', owner, 'result', meta[3])
   redis.call('EXPIRE', KEYS[1], ttl)
   redis.call('PUBLISH', ARGV[12], ARGV[10])
-  return 'new'
+  return 'resolved'
 end
 
 local top = redis.call('ZREVRANGE', KEYS[3], 0, 0)[1]
@@ -57,5 +60,8 @@ else
 end
 redis.call('ZADD', KEYS[3], seq, ARGV[1])
 -- Without a lease holder the accepting gateway itself is about to become one.
-if redis.call('EXISTS', KEYS[6]) == 1 then redis.call('PUBLISH', ARGV[11], ARGV[9]) end
-return 'new'
+local holder = redis.call('GET', KEYS[6])
+if holder and (ARGV[18] == '' or string.sub(holder, 1, #ARGV[18] + 1) ~= ARGV[18] .. '/') then
+  redis.call('PUBLISH', ARGV[11], ARGV[9])
+end
+return refusal == '' and 'new' or 'resolved'

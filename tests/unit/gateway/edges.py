@@ -121,7 +121,7 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
         Journal(client),
         Futures(client),
         KeyRing(directory / "keys"),
-        lambda _: None,
+        lambda model_id, accepted: None,
         leave,
         limits,
         admission,

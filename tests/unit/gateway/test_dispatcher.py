@@ -51,7 +51,7 @@ class Gateway:
     def __init__(
         self, client: redis.asyncio.Redis, name: str, settings: DispatchSettings, ttl: float
     ) -> None:
-        self.journal = Journal(client)
+        self.journal = Journal(client, gateway_id=name)
         self.futures = Futures(client)
         self.recorded: list[int] = []
         self.dispatcher = Dispatcher(
@@ -67,8 +67,8 @@ class Gateway:
 
     async def accept(self, *operations: operation_pb2.Operation) -> None:
         for operation in operations:
-            await self.journal.accept(operation, "ann")
-            self.dispatcher.wake(operation.model_id)
+            accepted = await self.journal.accept(operation, "ann")
+            self.dispatcher.wake(operation.model_id, operation if accepted.to_run else None)
 
     async def result(self, seq_id: int, within: float = 10) -> operation_pb2.OperationResult:
         view = await self.futures.wait(ids.request_id(MODEL, seq_id), within)
@@ -152,6 +152,47 @@ async def test_a_duplicate_does_not_run_twice(
         await second.accept(step(2))
         await first.result(2)
         assert trainer.order(MODEL) == [0, 1, 2]
+
+
+async def test_the_next_operation_of_a_led_model_is_sent_without_reading_the_journal(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        await gateway.accept(create(), batch(1))
+        await gateway.result(1)
+        await idle(gateway)
+        read: list[list[int]] = []
+        operations = gateway.journal.operations
+
+        async def reading(model_id: str, seq_ids: list[int]) -> list[operation_pb2.Operation | None]:
+            read.append(seq_ids)
+            return await operations(model_id, seq_ids)
+
+        gateway.journal.operations = reading  # type: ignore[method-assign]
+        await gateway.accept(batch(2), step(3))
+        assert (await gateway.result(3)).optim_step.metrics["steps"] == 4
+        await idle(gateway)
+        # One that leaves a gap waits for what is missing, and what is refused is passed over.
+        await gateway.accept(step(5))
+        await asyncio.sleep(0.1)
+        assert trainer.order(MODEL) == [0, 1, 2, 3]
+        assert not any(read)
+        await gateway.accept(refused(4))
+        await gateway.result(5)
+        await idle(gateway)
+        await gateway.accept(batch(6))
+        await gateway.result(6)
+        assert trainer.order(MODEL) == [0, 1, 2, 3, 5, 6]
+        assert [seq_ids for seq_ids in read if seq_ids] == [[5]]
+
+
+async def idle(gateway: Gateway) -> None:
+    """Returns when the dispatcher has seen that nothing of the model is pending."""
+    runner = gateway.dispatcher._runners[MODEL]
+    async with asyncio.timeout(5):
+        while runner._idle_since is None or runner._looking or runner.woken:
+            await asyncio.sleep(0.01)
 
 
 async def test_an_operation_accepted_elsewhere_wakes_the_gateway_that_leads(

@@ -9,7 +9,7 @@ import redis.asyncio
 
 from services.common import errors, ids, keys
 from services.common.errors import Conflict, InvalidRequest, Overloaded
-from services.common.journal import Journal, JournalLimits, Published
+from services.common.journal import Accepted, Journal, JournalLimits, Published
 from services.gateway.futures import Futures
 from services.gateway.leases import Lease, Leases
 from tinsmith.v1 import operation_pb2, types_pb2
@@ -56,7 +56,7 @@ async def test_operations_accepted_in_any_order_are_read_in_order(any_redis: red
     journal = Journal(any_redis)
     for seq_id in (3, 0, 2, 1):
         operation = creation() if seq_id == 0 else step(seq_id)
-        assert await journal.accept(operation, "ann") == f"{MODEL}:{seq_id}"
+        assert await journal.accept(operation, "ann") == Accepted(f"{MODEL}:{seq_id}", to_run=True)
     found = await journal.read(MODEL, -1, 1 << 20)
     assert [operation.seq_id for operation in found] == [0, 1, 2, 3]
     assert [operation.seq_id for operation in await journal.read(MODEL, 1, 1)] == [2]
@@ -68,7 +68,9 @@ async def test_a_repeated_operation_is_journaled_once_and_another_payload_confli
 ) -> None:
     journal = Journal(any_redis)
     first = await journal.accept(step(1), "ann")
-    assert await journal.accept(step(1), "ann") == first
+    assert first.to_run
+    again = Accepted(first.request_id, to_run=False)
+    assert await journal.accept(step(1), "ann") == again
     with pytest.raises(Conflict, match="seq_id 1"):
         await journal.accept(step(1, rate=0.2), "ann")
     assert (await journal.index(MODEL, -1)).pending == 1
@@ -76,7 +78,7 @@ async def test_a_repeated_operation_is_journaled_once_and_another_payload_confli
     lease = await lead(any_redis)
     assert await journal.publish_result(MODEL, lease.epoch, 1, done())
     assert await journal.mark_durable(MODEL, lease.epoch, 1, "1")
-    assert await journal.accept(step(1), "ann") == first
+    assert await journal.accept(step(1), "ann") == again
     with pytest.raises(Conflict):
         await journal.accept(step(1, rate=0.2), "ann")
     assert (await journal.index(MODEL, -1)).entries == ()
@@ -87,7 +89,8 @@ async def test_many_gateways_that_accept_one_operation_at_once_make_one_entry(
 ) -> None:
     journals = [Journal(any_redis) for _ in range(20)]
     accepted = await asyncio.gather(*(journal.accept(step(1), "ann") for journal in journals))
-    assert set(accepted) == {f"{MODEL}:1"}
+    assert {one.request_id for one in accepted} == {f"{MODEL}:1"}
+    assert sum(one.to_run for one in accepted) == 1
     assert (await journals[0].index(MODEL, -1)).pending == 1
 
 
@@ -95,7 +98,7 @@ async def test_a_refused_operation_fails_its_future_and_uses_up_its_seq_id(
     any_redis: redis.asyncio.Redis,
 ) -> None:
     journal = Journal(any_redis)
-    await journal.accept(refusal(1), "ann")
+    assert not (await journal.accept(refusal(1), "ann")).to_run
     state, result = await view(any_redis, 1)
     assert state == "done"
     assert result.error.category == types_pb2.ERROR_CATEGORY_USER
@@ -152,7 +155,7 @@ async def test_a_seq_id_that_was_used_and_forgotten_fails_instead_of_running_aga
     await journal.publish_result(MODEL, lease.epoch, 1, done())
     await journal.mark_durable(MODEL, lease.epoch, 1, "1")
     await any_redis.delete(keys.future(MODEL, 1))
-    assert await journal.accept(step(1), "ann") == f"{MODEL}:1"
+    assert await journal.accept(step(1), "ann") == Accepted(f"{MODEL}:1", to_run=False)
     state, result = await view(any_redis, 1)
     assert (state, result.error.code) == ("done", "seq_id_used")
     assert (await journal.index(MODEL, -1)).pending == 0
@@ -194,7 +197,7 @@ async def test_operations_of_a_model_that_was_not_created_fail_at_once(
     await journal.publish(
         MODEL, lease.epoch, 0, failure.SerializeToString(), closing=closing.SerializeToString()
     )
-    await journal.accept(step(1), "ann")
+    assert not (await journal.accept(step(1), "ann")).to_run
     assert (await view(any_redis, 0))[1].error.code == "oom"
     assert (await view(any_redis, 1))[1].error.code == "model_not_created"
 
