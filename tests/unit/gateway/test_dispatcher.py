@@ -54,9 +54,7 @@ class Gateway:
         self.journal = Journal(client, gateway_id=name)
         self.futures = Futures(client)
         self.recorded: list[int] = []
-        self.dispatcher = Dispatcher(
-            client, self.journal, name, self._record, self.futures, settings, ttl
-        )
+        self.dispatcher = Dispatcher(client, self.journal, name, self._record, self.futures, settings, ttl)
 
     async def _record(
         self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult
