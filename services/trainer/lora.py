@@ -239,10 +239,8 @@ class LoraRouter:
             return output
         if len(self._segments) == 1:
             return self._segments[0].pairs[name].add_to(output, x)
-        parts, start = [], 0
-        for segment in self._segments:
-            rows = slice(start, start + segment.rows)
-            pair = segment.pairs.get(name)
-            parts.append(output[rows] if pair is None else pair.add_to(output[rows], x[rows]))
-            start += segment.rows
-        return torch.cat(parts)
+        # Split once: the backward pass of a slice would fill a tensor of the whole batch per segment.
+        rows = [segment.rows for segment in self._segments]
+        pairs = [segment.pairs.get(name) for segment in self._segments]
+        parts = zip(pairs, output.split(rows), x.split(rows), strict=True)
+        return torch.cat([out if pair is None else pair.add_to(out, inner) for pair, out, inner in parts])
