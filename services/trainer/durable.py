@@ -32,7 +32,7 @@ _RESULTS = "results.msgpack"
 _CONCURRENT_WRITES = 2
 _KEPT_S = 10.0
 _REST = 4.0
-"""A model's writer rests this many times as long as it wrote: training comes first."""
+"""Together the writers rest this many times as long as they write: training comes first."""
 
 
 class Pointers(Protocol):
@@ -165,7 +165,7 @@ class DurableStore:
                     # The journal keeps what the snapshot would have covered; the next one makes up for it.
                     log.exception("no durable snapshot of %s was written", model_id)
                 with suppress(TimeoutError):
-                    rest = _REST * (time.monotonic() - started)
+                    rest = _REST * len(self._writers) * (time.monotonic() - started)
                     await asyncio.wait_for(self._hurry[model_id].wait(), rest)
         finally:
             del self._writers[model_id], self._hurry[model_id]
