@@ -18,7 +18,6 @@ from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.dispatch_plan import DispatchSettings
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.futures import Futures
-from services.gateway.futures import Futures
 from services.gateway.limits import Limits
 from services.gateway.outcomes import Outcomes
 from services.gateway.retention import Retention
