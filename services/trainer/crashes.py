@@ -39,6 +39,7 @@ class CrashLedger:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._size = os.fstat(self._file).st_size
         record = _Record()
@@ -83,10 +84,12 @@ class CrashLedger:
         )
 
     def close(self) -> None:
-        """Nothing is executing any more: this process ends in order."""
+        """Nothing is executing any more: this process ends in order. Without crashes no file stays."""
         self._executing.clear()
         self._write()
         os.close(self._file)
+        if not self._crashes:
+            self._path.unlink(missing_ok=True)
 
     def _is_barred(self, key: Key) -> bool:
         return self._crashes.get(key, 0) >= MOST_CRASHES

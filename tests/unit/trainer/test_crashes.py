@@ -59,7 +59,13 @@ def test_a_process_that_ends_in_order_blames_nothing(tmp_path: Path) -> None:
     ledger = CrashLedger(tmp_path / "ledger")
     ledger.begin([KEY])
     ledger.close()
+    assert list(tmp_path.iterdir()) == []
     assert not CrashLedger(tmp_path / "ledger").is_suspect(KEY)
+
+
+def test_earlier_deaths_are_remembered_over_an_end_in_order(tmp_path: Path) -> None:
+    died_executing(tmp_path / "ledger", KEY).close()
+    assert CrashLedger(tmp_path / "ledger").is_suspect(KEY)
 
 
 def test_what_was_given_up_stays_so_when_its_failure_is_delivered(tmp_path: Path) -> None:
