@@ -78,20 +78,20 @@ def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_given_up_samples_free_the_engine(cluster: Cluster, service: tinker.ServiceClient) -> None:
     client = service.create_sampling_client(base_model=BASE_MODEL).result()
-    # Half a minute of work, were it not given up.
+    # A minute of work and more, were it not given up.
     abandoned = [client.sample(prompt(seed), 16, LONG) for seed in range(64)]
-    until(lambda: status(cluster, "sampler-0").running >= 8, "the samples did not start")
+    until(lambda: status(cluster, "sampler-0").running >= 32, "the samples did not start")
     for future in abandoned:
         future.future().cancel()
-    until(lambda: status(cluster, "sampler-0").running == 0, "cancelled samples still run", 10)
+    until(lambda: status(cluster, "sampler-0").running == 0, "cancelled samples still run", 25)
     gone = cluster.service_client()
     client = gone.create_sampling_client(base_model=BASE_MODEL).result()
     for seed in range(64):
         client.sample(prompt(seed), 16, LONG)
-    until(lambda: status(cluster, "sampler-0").running >= 8, "the samples did not start")
+    until(lambda: status(cluster, "sampler-0").running >= 32, "the samples did not start")
     cluster.clients.remove(gone)
     gone.close("interrupted").result()
-    until(lambda: status(cluster, "sampler-0").running == 0, "samples of a finished session still run", 10)
+    until(lambda: status(cluster, "sampler-0").running == 0, "samples of a finished session still run", 25)
 
 
 def test_replicas_come_drain_and_die_and_no_sample_is_lost(
