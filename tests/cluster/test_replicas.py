@@ -66,7 +66,10 @@ def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
     url = (cluster.data_dir / "run" / "redis_url").read_text().strip()
     with (cluster.data_dir / "logs" / f"{NEW}.log").open("wb") as log:
         process = subprocess.Popen(
-            command, env={**os.environ, "TINSMITH_REDIS_URL": url}, stdout=log, stderr=subprocess.STDOUT
+            command,
+            env={**os.environ, "TINSMITH_REDIS_URL": url, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
     try:
         until(lambda: record(cluster, NEW) is not None or process.poll() is not None, cluster.tail(), 180)
