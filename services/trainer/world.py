@@ -4,6 +4,8 @@ Rank 0 decides; every rank, rank 0 included, applies the same commands in the sa
 on one thread. Commands are msgpack, broadcast over a gloo group of their own also where the engine
 computes on CUDA. Invariant: after each command all ranks know that all came to the same outcome; a world
 whose ranks disagree, or wait for each other beyond the deadline, ends (its process exits and is restarted).
+From that moment nothing is read from it either: a rank may have carried out a command that the world did
+not, and its weights would pass for those before the command.
 """
 
 from __future__ import annotations
@@ -140,6 +142,8 @@ class World:
         self._timeout = timeout
         self._last_call = time.monotonic()
         self._changed_by: dict[str, int] = {}
+        self._broken: WorldFailure | None = None
+        """Of the engine's thread, which must see it before the next call that waits there already."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def watch(self) -> None:
@@ -176,7 +180,7 @@ class World:
 
     async def _run(self, function: Callable[[], T], name: str) -> T:
         # Waiting does not cancel: a caller that goes away does not undo a command the ranks have.
-        future = asyncio.wrap_future(self._thread.submit(function))
+        future = asyncio.wrap_future(self._thread.submit(lambda: self._while_whole(function)))
         done, _ = await asyncio.wait([future], timeout=self._timeout)
         try:
             if not done:
@@ -185,6 +189,15 @@ class World:
         except WorldFailure as error:
             if not self._failure.done():
                 self._failure.set_exception(error)
+            raise
+
+    def _while_whole(self, function: Callable[[], T]) -> T:
+        if self._broken is not None:
+            raise WorldFailure(f"the world failed before: {self._broken}")
+        try:
+            return function()
+        except WorldFailure as error:
+            self._broken = error
             raise
 
     def _execute(self, command: Command) -> Any:
