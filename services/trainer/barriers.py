@@ -122,9 +122,6 @@ class Barriers:
     async def _step(self, model: Model, seq_id: int, work: Step) -> OperationResult:
         try:
             metrics = await self._world.call(OptimStep(model.model_id, seq_id, work.adam))
-        except Internal as error:
-            # Weights may be half changed. A restart brings the model back from its durable snapshot.
-            raise RuntimeError(f"optim_step {model.model_id}:{seq_id}: {error}") from error
         finally:
             # A step that was refused has dropped the gradient: that too is to be kept.
             model.unsaved_steps += 1

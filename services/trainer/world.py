@@ -4,8 +4,8 @@ Rank 0 decides; every rank, rank 0 included, applies the same commands in the sa
 on one thread. Commands are msgpack, broadcast over a gloo group of their own also where the engine
 computes on CUDA. Invariant: after each command all ranks know that all came to the same outcome; a world
 whose ranks disagree, or wait for each other beyond the deadline, ends (its process exits and is restarted).
-From that moment nothing is read from it either: a rank may have carried out a command that the world did
-not, and its weights would pass for those before the command.
+From that moment nothing is read from it either: weights that a command has changed in part, or on some
+ranks, would pass for those before the command.
 """
 
 from __future__ import annotations
@@ -204,7 +204,10 @@ class World:
         try:
             self._channel.send(command)
             answer = execute(self._engine, self._channel, command)
-        except TinsmithError:
+        except TinsmithError as error:
+            if isinstance(command, OptimStep | LoadState) and isinstance(error, Internal):
+                # Not refused but broken off: a restart brings the model back from its durable snapshot.
+                raise WorldFailure(f"weights may be half changed: {error}") from error
             if isinstance(command, OptimStep):
                 # Refused, and the gradient dropped: what came before is settled.
                 self._changed_by[command.model_id] = command.seq_id

@@ -47,6 +47,14 @@ class MortalPeer(Channel):
         super().agree(error)
 
 
+class Broken(Rank0):
+    """An engine that gives out in the middle of a step."""
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        super().optim_step(model_id, adam)
+        raise MemoryError
+
+
 @pytest.fixture
 def thread() -> Iterator[WorkerThread]:
     thread = WorkerThread("engine")
@@ -76,3 +84,10 @@ async def test_what_half_a_world_did_is_never_read(thread: WorkerThread) -> None
             await asked
     with pytest.raises(WorldFailure):
         await world.watch()
+
+
+async def test_a_step_that_broke_off_ends_the_world(thread: WorkerThread) -> None:
+    world = World(thread, cast(Engine, Broken()), MortalPeer(), 5)
+    for asked in (world.call(STEP), world.state("m")):
+        with pytest.raises(WorldFailure, match="half changed"):
+            await asked
