@@ -176,6 +176,7 @@ class Dispatcher:
         """Runs one model until its runner stops; whether there may be more to do."""
         runner = ModelRunner(
             lease,
+            self._leases.fence,
             self._journal,
             self.trainers,
             ResultWriter(lease, self._journal, self._on_result, self._futures),

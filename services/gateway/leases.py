@@ -1,7 +1,8 @@
 """Dispatch leases: which gateway sends a model's operations.
 
-Invariant: every change of holder comes with a higher fencing epoch, and a holder that could not
-renew in time stops before another may start. Where clocks fail it, the epoch still fences.
+Invariant: every change of holder, and every change of the trainer under one holder, comes with a higher
+fencing epoch; a holder that could not renew in time stops before another may start. Where clocks fail it,
+the epoch still fences.
 """
 
 from __future__ import annotations
@@ -85,6 +86,20 @@ class Leases:
             return max(0.0, reply[1] / 1000)
         lease = self._held[model_id] = Lease(model_id, reply[1], asked + self._ttl)
         return lease
+
+    async def fence(self, lease: Lease) -> None:
+        """Gives a held lease a higher epoch: what works under the one so far changes nothing any more.
+        A lease that another gateway has taken is lost.
+
+        Raises:
+            redis.exceptions.RedisError: Redis does not answer.
+        """
+        renewed = await self.acquire(lease.model_id) if self._held.get(lease.model_id) is lease else None
+        if not isinstance(renewed, Lease):
+            lease.lose()
+            return
+        self._held[lease.model_id] = lease
+        lease.epoch, lease.valid_until = renewed.epoch, renewed.valid_until
 
     async def release(self, lease: Lease) -> None:
         """Gives a lease back, so that the next holder need not wait."""

@@ -1,8 +1,8 @@
 """Sends one model's journaled operations to its trainer, for as long as this gateway leads the model.
 
-Invariants: all writes carry the lease's epoch; an operation's records are written before its future
-is resolved; whatever goes wrong in between, the operation stays pending in the journal and is sent
-again, by this runner or the next holder of the lease.
+Invariants: all writes carry the lease's epoch, and no two trainers ever get the same; an operation's
+records are written before its future is resolved; whatever goes wrong in between, the operation stays
+pending in the journal and is sent again, by this runner or the next holder of the lease.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from services.common.registry import ServiceRecord
 from services.common.tasks import cancel_all
 from services.gateway import dispatch_plan
 from services.gateway.directory import Directory, call_error
-from services.gateway.dispatch_plan import Action, DispatchSettings, Gap, Plan, Position, Send
+from services.gateway.dispatch_plan import Action, DispatchSettings, Plan, Position, Send
+from services.gateway.gaps import GapWatch
 from services.gateway.leases import Lease
 from services.gateway.result_writer import ResultWriter
 from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_GAP_CHECK_S = 1.0
 _IDLE_CHECK_S = 3.0
 _NO_SNAPSHOT = (NotFound, SnapshotNotFound)
 _RECHECK_S = 30.0
@@ -42,6 +42,7 @@ class ModelRunner:
     def __init__(
         self,
         lease: Lease,
+        fence: Callable[[Lease], Awaitable[None]],
         journal: Journal,
         trainers: Directory,
         writer: ResultWriter,
@@ -50,6 +51,7 @@ class ModelRunner:
     ) -> None:
         self.model_id = lease.model_id
         self._lease = lease
+        self._fence = fence
         self._journal = journal
         self._trainers = trainers
         self._writer = writer
@@ -69,7 +71,7 @@ class ModelRunner:
         self._attempt = 0
         self._not_before = 0.0
         self._paused = ""
-        self._gap: tuple[int, float] | None = None
+        self._gap = GapWatch(lease, journal, session_finished, settings.gap_timeout)
         self._idle_since: float | None = None
 
     def wake(self) -> None:
@@ -144,8 +146,11 @@ class ModelRunner:
             return wait
         if restarted or not self._synchronised:
             await self._cancel_calls()
+            if restarted and self._incarnation is not None:
+                # The last one may live on, cut off, and must not move the pointer under the replay.
+                await self._fence(self._lease)
             self._incarnation = trainer.incarnation
-            self._synchronised = await self._synchronise(trainer)
+            self._synchronised = not self._lease.lost and await self._synchronise(trainer)
             return 0.0
         return await self._send(index, trainer, quiet)
 
@@ -231,14 +236,14 @@ class ModelRunner:
         if step.sends:
             await self._resume()
         if step.gap is None:
-            self._gap = None
+            self._gap.closed()
         if self._calls:
             return _RECHECK_S
         if moved or not quiet:
             # A call that ended since the index was read may have changed what it says.
             return 0.0
         if step.gap is not None:
-            return await self._wait_for_gap(step.gap)
+            return await self._gap.wait_for(step.gap)
         # Everything is sent and answered, and still something is pending: find out where things are.
         self._synchronised = False
         self._delay()
@@ -257,29 +262,6 @@ class ModelRunner:
         for send, operation in zip(step.sends, operations, strict=True):
             self._start_call(stub, send, operation)
         self._position = step.position
-
-    async def _wait_for_gap(self, gap: Gap) -> float:
-        """Waits for missing operations, but not for ever."""
-        left = await self._gap_time_left(gap)
-        if left is None:
-            self._lease.lose()
-            return 0.0
-        if left > 0 and not await self._session_finished(self.model_id):
-            return min(_GAP_CHECK_S, left)
-        log.warning("operations %d to %d of %s never came; going on", gap.first, gap.last, self.model_id)
-        if not await self._journal.skip(self.model_id, self._lease.epoch, gap.last):
-            self._lease.lose()
-        return 0.0
-
-    async def _gap_time_left(self, gap: Gap) -> float | None:
-        """Seconds until a gap counts as permanent, whoever saw it first; None on a stale epoch."""
-        now = asyncio.get_running_loop().time()
-        if self._gap is None or self._gap[0] != gap.first:
-            age = await self._journal.gap_age(self.model_id, self._lease.epoch, gap.first)
-            if age is None:
-                return None
-            self._gap = (gap.first, now + self._settings.gap_timeout - age)
-        return self._gap[1] - now
 
     def _start_call(
         self,

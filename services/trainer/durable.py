@@ -172,11 +172,13 @@ class DurableStore:
 
     async def _write(self, snapshot: DurableSnapshot) -> None:
         model_id, seq_id = snapshot.model_id, snapshot.seq_id
-        location = str(seq_id)
+        epoch = self._epoch_of(model_id)
+        # Another trainer may write the same operation's snapshot: under another epoch, so elsewhere.
+        location = f"{seq_id}-{epoch}"
         parent = self._data.state(model_id)
         await asyncio.to_thread(_write_files, parent / location, snapshot)
         await failpoints.reach("trainer.before_pointer")
-        if not await self._pointers.mark_durable(model_id, self._epoch_of(model_id), seq_id, location):
+        if not await self._pointers.mark_durable(model_id, epoch, seq_id, location):
             log.warning(
                 "durable snapshot of %s at %d was not marked: another gateway leads it", model_id, seq_id
             )
@@ -205,14 +207,16 @@ def _read(directory: Path) -> DurableSnapshot:
 
 def _delete_older(parent: Path, current: str) -> None:
     """Keeps the current snapshot, the one before it, and all of the last seconds: one of them the pointer
-    names again should Redis lose its last second."""
-    others = sorted((path for path in parent.iterdir() if path.name != current), key=_age)
-    recent = time.time() - _KEPT_S
-    for path in others[1:]:
-        if path.stat().st_mtime > recent:
-            continue
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _age(path: Path) -> float:
-    return -path.stat().st_mtime
+    names again should Redis lose its last second. Newer ones may be another trainer's."""
+    written = {}
+    for path in parent.iterdir():
+        # Another trainer may be deleting, too.
+        with suppress(FileNotFoundError):
+            written[path] = path.stat().st_mtime_ns
+    older = sorted(
+        (path for path, at in written.items() if at < written[parent / current]), key=written.__getitem__
+    )
+    recent = time.time_ns() - int(_KEPT_S * 1e9)
+    for path in older[:-1]:
+        if written[path] < recent:
+            shutil.rmtree(path, ignore_errors=True)

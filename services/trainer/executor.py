@@ -160,7 +160,7 @@ class Executor:
     def evict(self, model: Model, error: TinsmithError) -> None:
         """Forgets a model; whoever waits for one of its operations gets the error."""
         self._models.pop(model.model_id, None)
-        for operation in model.sequence.unfinished.values():
+        for operation in model.sequence.give_up():
             self._queued_bytes -= operation.size
             if not operation.result.done():
                 operation.result.set_exception(error)
@@ -222,8 +222,9 @@ class Executor:
             self.evict(model, ModelNotResident(f"model {model.model_id} was unloaded"))
 
     def _finish(self, model: Model, operation: Operation, result: OperationResult) -> None:
+        if operation.seq_id in model.sequence.unfinished:
+            self._queued_bytes -= operation.size
         model.sequence.finish(operation.seq_id, result)
-        self._queued_bytes -= operation.size
         self._crashes.survived((model.model_id, operation.seq_id))
         model.unsaved_bytes += operation.size
         model.last_used = time.monotonic()
@@ -249,10 +250,9 @@ class Executor:
             if row.failure is not None:
                 operation.failed = by_code(row.failure.code, row.failure.category, row.failure.message)
                 operation.next_unit = len(operation.units or ())
-        for model in {
-            operation.model_id: self._models[operation.model_id] for operation in operations
-        }.values():
-            self._finish_complete(model)
+        for model_id in dict.fromkeys(operation.model_id for operation in operations):
+            if model_id in self._models:
+                self._finish_complete(self._models[model_id])
 
     def _finish_complete(self, model: Model) -> None:
         ready = model.sequence.ready

@@ -1,8 +1,8 @@
 """Brings models back from their durable snapshots, takes those snapshots, and lets models go.
 
 Invariant: a restored model is exactly what its snapshot says, results of its last operations included;
-a snapshot is taken only once every operation it covers has its result; and a model leaves the memory only
-when nothing of it is running.
+a snapshot is taken only once every operation it covers has its result; a model leaves the memory only when
+nothing of it is running; and one that another trainer took further is not gone on with.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 
-from services.common.errors import ModelBusy, ModelNotResident, ModelOpen, SnapshotNotFound
+from services.common.errors import (
+    ModelBusy,
+    ModelNotResident,
+    ModelOpen,
+    SnapshotNotFound,
+    TinsmithError,
+)
 from services.common.paths import DataDir
 from services.trainer.checkpoints import Meta, SavedState
 from services.trainer.commands import CreateModel, DropModel
@@ -25,6 +31,9 @@ from services.trainer.sequencer import Sequence
 from services.trainer.world import World
 
 log = logging.getLogger(__name__)
+
+Evict = Callable[[Model, TinsmithError], None]
+_LOOK_AGAIN_S = 0.05
 
 
 class Residency:
@@ -59,8 +68,11 @@ class Residency:
                 self.durable.changed(model.model_id)
         await self.durable.drain()
 
-    async def restore(self, model_id: str, epoch: int) -> int:
+    async def restore(self, model_id: str, epoch: int, evict: Evict) -> int:
         """Brings a model back unless it is here. Returns the operation of its durable snapshot.
+
+        Args:
+            evict: forgets a model that is here and that another trainer has taken further.
 
         Raises:
             SnapshotNotFound: it has none.
@@ -69,7 +81,7 @@ class Residency:
         """
         task = self._restoring.get(model_id)
         if task is None:
-            task = asyncio.create_task(self._restore(model_id), name=f"restore {model_id}")
+            task = asyncio.create_task(self._restore(model_id, evict), name=f"restore {model_id}")
             self._restoring[model_id] = task
             task.add_done_callback(lambda _: self._restoring.pop(model_id, None))
         seq_id = await asyncio.shield(task)
@@ -77,7 +89,7 @@ class Residency:
             self._models[model_id].sequence.fence(epoch)
         return seq_id
 
-    async def _restore(self, model_id: str) -> int:
+    async def _restore(self, model_id: str, evict: Evict) -> int:
         # A snapshot still being written would move the pointer under the replay.
         await self.durable.settle(model_id)
         model = self._models.get(model_id)
@@ -85,7 +97,14 @@ class Residency:
             pointer = await self.durable.pointer(model_id)
             if pointer is None:
                 raise SnapshotNotFound(f"model {model_id} has no durable snapshot yet")
-            return pointer
+            if not model.sequence.is_behind(pointer):
+                return pointer
+            evict(model, ModelNotResident(f"another trainer went on with model {model_id}"))
+            # What is under way must not meet the model that comes in its place.
+            while model.held:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            await self._world.call(DropModel(model_id))
+            log.info("dropped %s: it was behind its durable snapshot at %d", model_id, pointer)
         snapshot = await self.durable.read(model_id)
         if snapshot is None:
             raise SnapshotNotFound(f"model {model_id} has no durable snapshot")

@@ -109,6 +109,10 @@ class Sequence(Generic[OpT, ResultT]):
         """
         return after <= self._tail
 
+    def is_behind(self, seq_id: int) -> bool:
+        """Whether an operation was executed elsewhere that did not get here in order."""
+        return seq_id > self._tail
+
     def executed(self, seq_id: int) -> OpT:
         """The head of `ready` has run (its result may follow later). Returns and removes it."""
         operation = self.ready.popleft()
@@ -116,11 +120,17 @@ class Sequence(Generic[OpT, ResultT]):
         return operation
 
     def finish(self, seq_id: int, result: ResultT) -> None:
-        """Keeps the result of an executed operation for those who send it again."""
-        del self.unfinished[seq_id]
+        """Keeps the result of an executed operation (that may be given up) for those who send it again."""
+        self.unfinished.pop(seq_id, None)
         self.results[seq_id] = result
         while len(self.results) > KEPT_RESULTS:
             self.results.popitem(last=False)
+
+    def give_up(self) -> list[OpT]:
+        """Forgets what has no result, and returns it; the sequence is not used any more."""
+        given_up = list(self.unfinished.values())
+        self.unfinished.clear()
+        return given_up
 
     def restore_results(self, results: dict[int, ResultT]) -> None:
         """Results of operations up to `applied`, kept by an earlier process."""

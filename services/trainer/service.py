@@ -46,7 +46,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.RestoreResponse:
         _check_model_id(request.model_id)
         return trainer_pb2.RestoreResponse(
-            seq_id=await self._residency.restore(request.model_id, request.epoch)
+            seq_id=await self._residency.restore(request.model_id, request.epoch, self._executor.evict)
         )
 
     async def Park(

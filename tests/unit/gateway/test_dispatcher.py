@@ -287,6 +287,25 @@ async def test_a_restarted_trainer_is_restored_and_replayed_and_no_result_is_pub
     assert sorted(gateway.recorded) == [0, 1, 2, 3, 4, 5, 6]
 
 
+async def test_a_trainer_that_was_left_for_another_moves_no_pointer_any_more(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    async with serving(redis_client, trainer, "trainer-0"):
+        await gateway.accept(create(), step(1), batch(2))
+        await gateway.result(2)
+    another = again(trainer)
+    async with serving(redis_client, another, "trainer-1"):
+        await gateway.accept(batch(3))
+        await gateway.result(3)
+        # Cut off and alive: it made more of the model than was ever asked of the other.
+        assert not await gateway.journal.mark_durable(MODEL, trainer.epochs[MODEL], 9, "9-0")
+        await gateway.accept(step(4))
+        await gateway.result(4)
+    assert another.order(MODEL) == [2, 3, 4]
+    assert (await gateway.journal.durable(MODEL)) == (4, "4")
+
+
 async def test_a_trainer_that_dies_during_an_operation_runs_it_after_its_restart(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
 ) -> None:

@@ -54,6 +54,26 @@ async def test_a_holder_that_finds_its_lease_taken_stops(any_redis: redis.asynci
     assert await any_redis.get(keys.lease(MODEL)) == b"gateway-9/other"
 
 
+async def test_a_held_lease_gets_a_higher_epoch_and_one_taken_by_another_is_lost(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    leases = Leases(any_redis, "gateway-0", ttl=0.5)
+    lease = await leases.acquire(MODEL)
+    assert isinstance(lease, Lease)
+    first = lease.epoch
+    await leases.fence(lease)
+    assert lease.epoch > first
+    assert not lease.lost
+    assert await any_redis.get(keys.epoch(MODEL)) == str(lease.epoch).encode()
+    leases.start()
+    await asyncio.sleep(0.7)
+    assert not lease.lost, "it is renewed as before"
+    await any_redis.set(keys.lease(MODEL), "gateway-9/other")
+    await leases.fence(lease)
+    assert lease.lost
+    await leases.stop()
+
+
 async def test_a_gateway_that_restarts_takes_its_leases_back_at_once(any_redis: redis.asyncio.Redis) -> None:
     before = await Leases(any_redis, "gateway-0").acquire(MODEL)
     after = await Leases(any_redis, "gateway-0").acquire(MODEL)

@@ -92,7 +92,7 @@ async def test_snapshots_of_the_last_seconds_are_kept_for_a_pointer_that_redis_l
         trained.seq_id = seq_id
         store.changed(MODEL)
         await store.settle(MODEL)
-    assert {path.name for path in DataDir(tmp_path).state(MODEL).iterdir()} == {"1", "2", "3", "4"}
+    assert {path.name for path in DataDir(tmp_path).state(MODEL).iterdir()} == {"1-1", "2-1", "3-1", "4-1"}
 
 
 async def test_states_that_came_and_went_are_skipped_and_old_ones_deleted(
@@ -109,7 +109,7 @@ async def test_states_that_came_and_went_are_skipped_and_old_ones_deleted(
     assert pointers.marked[-1] == 199
     assert len(pointers.marked) < 100
     kept = {path.name for path in DataDir(tmp_path).state(MODEL).iterdir()}
-    assert kept == {"2", "199"}, "the newest, and the one before it for a pointer that Redis lost"
+    assert kept == {"2-1", "199-1"}, "the newest, and the one before it for a pointer that Redis lost"
 
 
 async def test_a_stale_epoch_moves_no_pointer_and_deletes_nothing(tmp_path: Path, trained: Trained) -> None:
@@ -120,7 +120,7 @@ async def test_a_stale_epoch_moves_no_pointer_and_deletes_nothing(tmp_path: Path
     pointers.epoch, trained.seq_id = 2, 9
     store.changed(MODEL)
     await store.settle(MODEL)
-    assert pointers.pointer == (0, "0")
+    assert pointers.pointer == (0, "0-1")
     assert told == [(MODEL, 0)]
     assert (await store.read(MODEL)) is not None
 
