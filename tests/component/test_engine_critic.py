@@ -23,7 +23,7 @@ from tests.component.engine_data import (
     trained_model,
     work,
 )
-from tests.component.engine_reference import ReferenceModel, values
+from tests.component.engine_reference import ReferenceModel, assert_same_outputs, values
 
 pytestmark = pytest.mark.heavy
 
@@ -62,10 +62,9 @@ def test_training_a_critic_equals_a_plain_pytorch_loop(
         operation = msgspec.structs.replace(op("v", step + 1, "ppo_critic"), loss_config={"value_clip": clip})
         results = engine.run_pass(work((operation, rows)))
         for row, result in zip(rows, results, strict=True):
-            expected = reference.values(row).detach()
-            np.testing.assert_allclose(value_output(result), expected, rtol=0, atol=1e-5)
+            assert_same_outputs(value_output(result), reference.values(row))
             loss = float(reference.loss(row, "ppo_critic", clip).detach())
-            assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+            assert result.metrics["loss:sum"] == pytest.approx(loss, rel=5e-5)
         norm = reference.step(rows, "ppo_critic", ADAM, clip)
         assert engine.optim_step("v", ADAM)["grad_norm"] == pytest.approx(norm, rel=1e-4)
         reference.assert_same_adapter(engine.state("v").adapter)
