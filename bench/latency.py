@@ -13,7 +13,7 @@ from tinsmith.v1 import tinker_pb2
 
 from .bare_engine import BareEngine
 from .exactness import trainer_logprobs
-from .stack import BASE_MODEL, RANK, Row, Stack, alternate, milliseconds, random_tokens, seconds
+from .stack import BASE_MODEL, RANK, Row, Stack, added_row, alternate, milliseconds, random_tokens, seconds
 
 ACCEPTS = 60
 FORWARDS, FORWARD_TOKENS = 60, 16
@@ -35,17 +35,8 @@ def small_forward(stack: Stack) -> list[Row]:
 
 def small_forward_row(ours: list[float], alone: list[float]) -> Row:
     """Median of the round trip minus that of the model."""
-    return Row(
-        "forward of 16 tokens: round trip - the model's own time, p50",
-        1e3 * (statistics.median(ours) - statistics.median(alone)),
-        "ms",
-        at_most=10.0,
-        details={
-            "round_trip_p50_ms": milliseconds(ours),
-            "model_p50_ms": milliseconds(alone),
-            "repetitions": len(ours),
-        },
-    )
+    name = "forward of 16 tokens: round trip - the model's own time"
+    return added_row(name, ours, alone, ("round_trip", "model"), at_most=10.0)
 
 
 def accepting(stack: Stack) -> list[Row]:

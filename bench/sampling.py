@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 import numpy as np
 import tinker
 from tinker import types
@@ -14,8 +12,8 @@ from .stack import (
     BASE_MODEL,
     Row,
     Stack,
+    added_row,
     alternate,
-    milliseconds,
     next_token_datum,
     random_tokens,
     ratio_row,
@@ -91,18 +89,9 @@ def _one_token(stack: Stack, client: tinker.SamplingClient, bare: BareVllm) -> R
 
 def one_token_row(ours: list[float], theirs: list[float]) -> Row:
     """Median of one token through the API minus that of the engine alone."""
-    return Row(
-        "sampling one token: API - LLM.generate, p50",
-        1e3 * (statistics.median(ours) - statistics.median(theirs)),
-        "ms",
-        at_most=15.0,
-        details={
-            "ours_p50_ms": milliseconds(ours),
-            "engine_p50_ms": milliseconds(theirs),
-            "prompt_tokens": PROMPT_TOKENS,
-            "repetitions": len(ours),
-        },
-    )
+    row = added_row("sampling one token: API - LLM.generate", ours, theirs, ("ours", "engine"), at_most=15.0)
+    row.details["prompt_tokens"] = PROMPT_TOKENS
+    return row
 
 
 def sample(clients: list[tinker.SamplingClient], prompts: list[list[int]], max_tokens: int) -> None:

@@ -136,6 +136,28 @@ def ratio_row(name: str, ours: list[float], bare: list[float], tokens: int, at_l
     )
 
 
+def added_row(
+    name: str, ours: list[float], alone: list[float], sides: tuple[str, str], at_most: float
+) -> Row:
+    """What ours takes beyond the yardstick: median minus median, in milliseconds.
+
+    Args:
+        ours, alone: seconds of each repetition.
+        sides: what the two are called in the details.
+    """
+    return Row(
+        f"{name}, p50",
+        1e3 * (statistics.median(ours) - statistics.median(alone)),
+        "ms",
+        at_most=at_most,
+        details={
+            f"{sides[0]}_p50_ms": milliseconds(ours),
+            f"{sides[1]}_p50_ms": milliseconds(alone),
+            "repetitions": len(ours),
+        },
+    )
+
+
 def alternate(repetitions: int, *sides: Callable[[int], float]) -> list[list[float]]:
     """Calls the sides in turn, `repetitions` times, so that a slow minute of the machine meets all of them.
 

@@ -16,17 +16,16 @@ from redis.exceptions import RedisError
 
 from services.common import keys
 from services.common.errors import TinsmithError
-from services.common.scripts import Script
 from services.common.storage.base import Key
 from services.common.tasks import cancel_all, keep_running
 from services.gateway.checkpoint_files import CheckpointFiles
 from services.gateway.checkpoint_store import CheckpointStore, has_expired
+from services.gateway.sweep_lease import SweepLease
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 5.0
 _CLEAN_S = 600.0
-_LEASE_S = 60.0
 _AT_ONCE = 200
 _IN_USE_S = 600.0
 """A snapshot that is still sampled is looked at again after this long."""
@@ -40,11 +39,9 @@ class CheckpointSweep:
     def __init__(
         self, client: redis.asyncio.Redis, store: CheckpointStore, files: CheckpointFiles, gateway_id: str
     ) -> None:
-        self._redis = client
         self._store = store
         self._files = files
-        self._gateway_id = gateway_id
-        self._renew = Script(client, "renew_lease")
+        self._lease = SweepLease(client, keys.CHECKPOINT_SWEEP_LEASE, gateway_id)
         self._cleaned = time.monotonic()
         self._task: asyncio.Task[None] | None = None
 
@@ -58,19 +55,12 @@ class CheckpointSweep:
     async def _keep_sweeping(self) -> None:
         while True:
             try:
-                if await self._may_sweep():
+                if await self._lease.take():
                     await self.sweep()
                     await self._clean()
             except (RedisError, OSError, TinsmithError) as error:
                 log.warning("could not remove what expired, trying again: %s", error)
             await asyncio.sleep(_SWEEP_S)
-
-    async def _may_sweep(self) -> bool:
-        """Whether this gateway is the one that sweeps."""
-        ttl = int(_LEASE_S * 1000)
-        if await self._renew([keys.CHECKPOINT_SWEEP_LEASE], self._gateway_id, ttl):
-            return True
-        return bool(await self._redis.set(keys.CHECKPOINT_SWEEP_LEASE, self._gateway_id, nx=True, px=ttl))
 
     async def sweep(self) -> None:
         """Looks once at every version that is due."""

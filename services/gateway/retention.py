@@ -21,7 +21,6 @@ from redis.exceptions import RedisError
 from services.common import errors, ids, keys
 from services.common.errors import Gone, ModelBusy, TinsmithError
 from services.common.journal import Closing, Journal, error_result
-from services.common.scripts import Script
 from services.common.tasks import cancel_all, keep_running
 from services.gateway.checkpoint_files import sampled_versions
 from services.gateway.checkpoint_store import CheckpointStore
@@ -37,11 +36,11 @@ from services.gateway.retention_plan import (
     session_step,
 )
 from services.gateway.stores import ModelStore, SamplingSessionStore, SessionStore
+from services.gateway.sweep_lease import SweepLease
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_LEASE_S = 60.0
 _CONCURRENCY = 8
 _MOST_SESSIONS = 1000
 _CALL_S = 120.0
@@ -74,12 +73,11 @@ class Retention:
         self._dispatcher = dispatcher
         self._sampling_sessions = SamplingSessionStore(client)
         self._cancel_samples = cancel_samples
-        self._gateway_id = gateway_id
         self._settings = settings
         self._sessions = SessionStore(client)
         self._models = ModelStore(client)
         self._checkpoints = CheckpointStore(client)
-        self._renew = Script(client, "renew_lease")
+        self._lease = SweepLease(client, keys.RETENTION_LEASE, gateway_id)
         self._slots = asyncio.Semaphore(_CONCURRENCY)
         self._task: asyncio.Task[None] | None = None
 
@@ -93,18 +91,11 @@ class Retention:
     async def _keep_sweeping(self) -> None:
         while True:
             try:
-                if await self._may_sweep():
+                if await self._lease.take():
                     await self.sweep(time.time())
             except (RedisError, OSError) as error:
                 log.warning("could not look after unused sessions, trying again: %s", error)
             await asyncio.sleep(self._settings.sweep)
-
-    async def _may_sweep(self) -> bool:
-        """Whether this gateway is the one that sweeps."""
-        ttl = int(_LEASE_S * 1000)
-        if await self._renew([keys.RETENTION_LEASE], self._gateway_id, ttl):
-            return True
-        return bool(await self._redis.set(keys.RETENTION_LEASE, self._gateway_id, nx=True, px=ttl))
 
     async def sweep(self, now: float) -> None:
         """Looks once at every session and model that may hold something without need."""

@@ -1,24 +1,18 @@
-"""One rank of a world that plays the scenario of test_engine_full; started by DeepSpeed's launcher.
-
-Arguments: model directory, ZeRO stage, "none" or "cpu" for the optimizer, output directory. Rank r writes
-rank<r>.msgpack.
-"""
+"""One rank of a world that plays the scenario of test_engine_full; see engine_process."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 
 from services.common.errors import InvalidRequest
-from services.trainer.base_model import init_distributed
 from services.trainer.engine import Engine
 from services.trainer.plan import ModelState, Pass, Row, RowResult
 from tests.component.engine_data import ADAM, LORA, ce_row, is_row, op, with_input, work
+from tests.component.engine_process import run_rank
 
 ADAM_FULL = msgspec.structs.replace(ADAM, learning_rate=0.05)
 STEPS: list[tuple[str, list[Row]]] = [
@@ -66,8 +60,8 @@ class Player:
         return ""
 
 
-def scenario(engine: Engine, ranks: int) -> Report:
-    report, player = Report(), Player(engine, ranks)
+def scenario(engine: Engine) -> Report:
+    report, player = Report(), Player(engine, dist.get_world_size())
     engine.create_model("lora", LORA)
     engine.create_model("full", None)
     report.states["fresh"] = engine.state("full")
@@ -118,22 +112,5 @@ def scenario(engine: Engine, ranks: int) -> Report:
     return report
 
 
-def main() -> None:
-    directory, stage, offload, out = sys.argv[1:5]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    init_distributed("cpu")
-    engine = Engine(
-        model_path=directory,
-        device="cpu",
-        dtype="float32",
-        zero_stage=int(stage),
-        rank=rank,
-        world_size=world_size,
-        offload_optimizer=offload == "cpu",
-    )
-    report = scenario(engine, world_size)
-    (Path(out) / f"rank{rank}.msgpack").write_bytes(msgspec.msgpack.encode(report))
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(scenario)

@@ -1,4 +1,4 @@
-"""Runs a script of this folder as every rank of a world, under DeepSpeed's launcher."""
+"""Plays a scenario on every rank of a world under DeepSpeed's launcher, and collects the reports."""
 
 from __future__ import annotations
 
@@ -8,13 +8,32 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from services.trainer.base_model import init_distributed
+from services.trainer.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 
+R = TypeVar("R", bound=msgspec.Struct)
 
-def run_world(script: str, ranks: int, *arguments: str) -> None:
-    """Returns when all ranks have ended well; fails with what they printed otherwise."""
+
+def play(
+    script: str, directory: Path, out: Path, kind: type[R], ranks: int, stage: int, offload: bool = False
+) -> list[R]:
+    """The reports of all ranks that ran a script of this folder; fails with what they printed otherwise.
+
+    Args:
+        directory: of the model.
+        out: a directory for the reports.
+        kind: of the reports.
+        stage: ZeRO stage.
+        offload: full models hold their optimizer on the CPU.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -22,8 +41,27 @@ def run_world(script: str, ranks: int, *arguments: str) -> None:
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--no_local_rank"),
         *("--master_addr=127.0.0.1", f"--master_port={port}"),
-        *(str(Path(__file__).with_name(script)), *arguments),
+        *(str(Path(__file__).with_name(script)), str(directory), str(stage), str(int(offload)), str(out)),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    files = [out / f"rank{rank}.msgpack" for rank in range(ranks)]
+    return [msgspec.msgpack.decode(file.read_bytes(), type=kind) for file in files]
+
+
+def run_rank(scenario: Callable[[Engine], msgspec.Struct]) -> None:
+    """What a script that `play` starts does: the scenario on this rank's engine, then its report."""
+    directory, stage, offload, out = sys.argv[1:5]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init_distributed("cpu")
+    engine = Engine(
+        model_path=directory,
+        device="cpu",
+        dtype="float32",
+        zero_stage=int(stage),
+        rank=rank,
+        world_size=world_size,
+        offload_optimizer=bool(int(offload)),
+    )
+    (Path(out) / f"rank{rank}.msgpack").write_bytes(msgspec.msgpack.encode(scenario(engine)))

@@ -1,19 +1,11 @@
-"""One rank of a world that plays the scenario of test_engine_world; started by DeepSpeed's launcher.
-
-Arguments: model directory, ZeRO stage, output directory. Writes rank<r>.msgpack.
-"""
+"""One rank of a world that plays the scenario of test_engine_world; see engine_process."""
 
 from __future__ import annotations
-
-import os
-import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from services.common.errors import InvalidRequest
-from services.trainer.base_model import init_distributed
 from services.trainer.engine import Engine
 from services.trainer.plan import AdamSpec, LoraSpec, ModelState, Pass, RowResult
 from tests.component.engine_data import (
@@ -27,6 +19,7 @@ from tests.component.engine_data import (
     with_input,
     work,
 )
+from tests.component.engine_process import run_rank
 
 LORAS = {
     "a": LoraSpec(8, 1),
@@ -91,7 +84,7 @@ def scenario(engine: Engine) -> Report:
     except InvalidRequest as error:
         report.non_finite = error.code
 
-    _replay(engine, report)
+    _replay(engine)
     for model_id in (*LORAS, "r0", "r1"):
         report.states[model_id] = engine.state(model_id)
     parameters = list(engine._base._scorer.parameters())
@@ -100,7 +93,7 @@ def scenario(engine: Engine) -> Report:
     return report
 
 
-def _replay(engine: Engine, report: Report) -> None:
+def _replay(engine: Engine) -> None:
     """The same operations twice, each time alone but in other passes."""
     one = (op("", 1), [ce_row(seed, 9 + seed) for seed in range(3)])
     two = (op("", 2), [ce_row(seed, 5 + seed) for seed in range(2)])
@@ -121,20 +114,5 @@ def _replay(engine: Engine, report: Report) -> None:
         engine.optim_step(model_id, ADAM)
 
 
-def main() -> None:
-    directory, stage, out = sys.argv[1:4]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    init_distributed("cpu")
-    engine = Engine(
-        model_path=directory,
-        device="cpu",
-        dtype="float32",
-        zero_stage=int(stage),
-        rank=rank,
-        world_size=world_size,
-    )
-    (Path(out) / f"rank{rank}.msgpack").write_bytes(msgspec.msgpack.encode(scenario(engine)))
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(scenario)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from services.launcher.tiny_model import make_tiny_model
 from tests.component.engine_data import ADAM, VOCAB
+from tests.component.engine_process import play
 from tests.component.engine_reference import ReferenceModel, values
 from tests.component.engine_world import ROWS_A, ROWS_B, ROWS_C, ROWS_V, Report
 
 pytestmark = pytest.mark.heavy
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("engine_world.py")
 WORLDS = {"1 rank": (1, 0), "2 ranks": (2, 0), "2 ranks ZeRO-3": (2, 3)}
 
 
@@ -33,27 +25,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(path, vocab=VOCAB, layers=2, tie_embeddings=False)
 
 
-def play(directory: Path, ranks: int, stage: int, out: Path) -> list[Report]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    command = [
-        *(sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--no_local_rank"),
-        *("--master_addr=127.0.0.1", f"--master_port={port}"),
-        *(str(SCRIPT), str(directory), str(stage), str(out)),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    files = [out / f"rank{rank}.msgpack" for rank in range(ranks)]
-    return [msgspec.msgpack.decode(file.read_bytes(), type=Report) for file in files]
-
-
 @pytest.fixture(scope="module")
 def played(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
     return {
-        name: play(directory, ranks, stage, tmp_path_factory.mktemp("world"))
+        name: play("engine_world.py", directory, tmp_path_factory.mktemp("world"), Report, ranks, stage)
         for name, (ranks, stage) in WORLDS.items()
     }
 

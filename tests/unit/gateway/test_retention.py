@@ -320,11 +320,11 @@ async def test_a_trainer_that_is_away_is_waited_for(stage: Stage, redis_client: 
 
 async def test_only_one_gateway_sweeps_at_a_time(stage: Stage) -> None:
     other = stage.another("gateway-1")
-    assert await stage.retention._may_sweep()
-    assert await stage.retention._may_sweep()
-    assert not await other._may_sweep()
+    assert await stage.retention._lease.take()
+    assert await stage.retention._lease.take()
+    assert not await other._lease.take()
     await stage.redis.delete(keys.RETENTION_LEASE)
-    assert await other._may_sweep()
+    assert await other._lease.take()
 
 
 async def test_a_closed_model_stays_closed_and_an_open_one_is_never_erased(stage: Stage) -> None:
