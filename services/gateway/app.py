@@ -33,6 +33,7 @@ from services.gateway.limits import Limits
 from services.gateway.models import Models, Wake
 from services.gateway.runs import Runs
 from services.gateway.sampling import Sampling
+from services.gateway.saves import Saves
 from services.gateway.session_search import SessionSearch
 from services.gateway.sessions import Sessions
 from services.gateway.stores import ModelStore, SamplingSessionStore, SessionStore
@@ -50,6 +51,7 @@ class Application:
     sessions: Sessions
     session_search: SessionSearch
     models: Models
+    saves: Saves
     exports: Exports
     checkpoints: Checkpoints
     downloads: Downloads
@@ -169,7 +171,6 @@ def build(
         sessions,
         model_store,
         checkpoints,
-        sampling_sessions,
         catalog,
         wake,
         limits,
@@ -181,6 +182,7 @@ def build(
         sessions=sessions,
         session_search=SessionSearch(session_store, records, limits),
         models=models,
+        saves=Saves(models, checkpoints, sampling_sessions, limits),
         exports=Exports(models, checkpoints, journal, limits),
         checkpoints=checkpoints,
         downloads=Downloads(client, checkpoints, records, files.storage),

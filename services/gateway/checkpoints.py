@@ -53,6 +53,20 @@ class Checkpoints:
             raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist, or it expired")
         return record
 
+    async def training(self, owner: str, path: str) -> tuple[str, CheckpointRecord]:
+        """The model that wrote the training state at a path, and its checkpoint. Raises as `readable`.
+
+        Raises:
+            InvalidRequest: the path has another form, or names something else.
+        """
+        model_id, checkpoint_id = ids.parse_tinker_path(path)
+        if not checkpoint_id.startswith("weights/"):
+            raise InvalidRequest(
+                f"{path} has no training state; save_state writes one, at "
+                "tinker://<training_run_id>/weights/<name>"
+            )
+        return model_id, await self.readable(owner, model_id, checkpoint_id)
+
     async def owned(self, owner: str, model_id: str, checkpoint_id: str) -> CheckpointRecord:
         """A checkpoint of one of the caller's models. Raises as `readable`, also for published ones."""
         record = await self.readable(owner, model_id, checkpoint_id)
@@ -152,20 +166,6 @@ class Checkpoints:
         if record is None:
             raise NotFound(f"training run {model_id[:100]!r} does not exist")
         return record.owner
-
-
-def training_path(path: str) -> tuple[str, str]:
-    """(model id, checkpoint id) of a path to training state.
-
-    Raises:
-        InvalidRequest: the path has another form, or names something else.
-    """
-    model_id, checkpoint_id = ids.parse_tinker_path(path)
-    if not checkpoint_id.startswith("weights/"):
-        raise InvalidRequest(
-            f"{path} has no training state; save_state writes one, at tinker://<training_run_id>/weights/<name>"
-        )
-    return model_id, checkpoint_id
 
 
 def _path(record: CheckpointRecord) -> str:

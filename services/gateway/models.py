@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,32 +18,19 @@ from services.common import errors, failpoints, ids, roles
 from services.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, TinsmithError
 from services.common.journal import Journal
 from services.common.roles import Role
-from services.gateway import validation
+from services.gateway import shapes, validation
 from services.gateway.acknowledged import Acknowledged
 from services.gateway.catalog import BaseModel, Catalog
-from services.gateway.checkpoints import Checkpoints, training_path
+from services.gateway.checkpoints import Checkpoints
 from services.gateway.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.recent import Recent
 from services.gateway.sessions import Sessions
-from services.gateway.stores import (
-    CheckpointRecord,
-    ModelRecord,
-    ModelStore,
-    SamplingSessionStore,
-)
+from services.gateway.stores import ModelRecord, ModelStore
 from tinsmith.v1 import operation_pb2, types_pb2
 
 _CACHE_S = 3600.0
 _CACHED = 4096
 _MAX_SEQ_ID = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """How long a named checkpoint lives and what is remembered with it."""
-
-    ttl_seconds: int | None = None
-    user_metadata: Mapping[str, str] | None = None
 
 
 Wake = Callable[[str, operation_pb2.Operation | None], None]
@@ -63,7 +49,6 @@ class Models:
         sessions: Sessions,
         models: ModelStore,
         checkpoints: Checkpoints,
-        sampling_sessions: SamplingSessionStore,
         catalog: Catalog,
         wake: Wake,
         limits: Limits,
@@ -74,7 +59,6 @@ class Models:
         self._sessions = sessions
         self._models = models
         self._checkpoints = checkpoints
-        self._sampling_sessions = sampling_sessions
         self._catalog = catalog
         self._wake = wake
         self._limits = limits
@@ -162,7 +146,7 @@ class Models:
         """Creates a model that continues from a saved one; the request id. Raises as `create`, and
         NotFound when there is no such checkpoint."""
         await self._sessions.open(owner, session_id)
-        source, checkpoint = await self._training_checkpoint(owner, path)
+        source, checkpoint = await self._checkpoints.training(owner, path)
         if base_model not in (None, checkpoint.base_model):
             raise InvalidRequest(
                 f"{path} was trained on {checkpoint.base_model}; leave base_model out or pass that name"
@@ -172,7 +156,7 @@ class Models:
                 f"{path} is of a {checkpoint.role}; leave {roles.METADATA_KEY} out of user_metadata or say so"
             )
         base = await self._catalog.trainable(checkpoint.base_model)
-        lora = _lora_of(checkpoint)
+        lora = shapes.lora_of(checkpoint)
         self._check_kind(lora, checkpoint.role, base)
         state = operation_pb2.LoadState(
             source_model_id=source,
@@ -267,90 +251,6 @@ class Models:
 
         return await self.submit(owner, model_id, seq_id, fill)
 
-    async def save_state(
-        self, owner: str, model_id: str, seq_id: int, name: str | None, overwrite: bool, options: SaveOptions
-    ) -> str:
-        """Accepts saving of adapter and optimizer as tinker://<model_id>/weights/<name>.
-
-        Args:
-            name: None: the place in the model's order is the name.
-        """
-
-        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
-            save = operation_pb2.SaveState(
-                checkpoint_id=ids.checkpoint_id("weights", f"{seq_id:06d}" if name is None else name),
-                overwrite=overwrite,
-            )
-            self._set_options(save, options)
-            if not overwrite:
-                await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
-            operation.save_state.CopyFrom(save)
-
-        return await self.submit(owner, model_id, seq_id, fill)
-
-    async def load_state(self, owner: str, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
-        """Accepts loading of a checkpoint into an existing model of the same base and adapter shape."""
-
-        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
-            source, checkpoint = await self._training_checkpoint(owner, path)
-            if checkpoint.base_model != record.base_model or _lora_shape(checkpoint) != _lora_shape(record):
-                raise InvalidRequest(
-                    f"{path} holds another kind of model (a {checkpoint.role} {_kind_of(checkpoint)} on "
-                    f"{checkpoint.base_model}) than {model_id}; create a model from it instead"
-                )
-            operation.load_state.source_model_id = source
-            operation.load_state.checkpoint_id = checkpoint.checkpoint_id
-            operation.load_state.optimizer = optimizer
-            operation.load_state.version = checkpoint.version
-
-        return await self.submit(owner, model_id, seq_id, fill)
-
-    async def save_for_sampler(
-        self, owner: str, model_id: str, seq_id: int, name: str, options: SaveOptions
-    ) -> str:
-        """Accepts a named snapshot, tinker://<model_id>/sampler_weights/<name>."""
-
-        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
-            roles.check_samples(record.role)
-            save = operation_pb2.SaveForSampler(checkpoint_id=ids.checkpoint_id("sampler_weights", name))
-            self._set_options(save, options)
-            await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
-            operation.save_for_sampler.CopyFrom(save)
-
-        return await self.submit(owner, model_id, seq_id, fill)
-
-    async def save_for_sampling_session(
-        self,
-        owner: str,
-        model_id: str,
-        seq_id: int,
-        sampling_session_seq_id: int,
-        inflight: bool = False,
-        told: bool = False,
-    ) -> tuple[str, str]:
-        """Accepts a snapshot that a new sampling session answers from; (request id, its session id).
-
-        Args:
-            inflight: the session goes on to the snapshot of every later inflight save of the model, and so do
-                those of the earlier ones.
-            told: the caller learns the session id now, and not from the result: a repetition must name the
-                same. Otherwise one that names another is answered with the first.
-        """
-        session = ids.sampling_session_id(ids.session_of(model_id), sampling_session_seq_id)
-
-        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
-            roles.check_samples(record.role)
-            taken = await self._sampling_sessions.get(session)
-            if taken is not None and (taken.model_id, taken.version) != (model_id, seq_id):
-                raise InvalidRequest(
-                    f"sampling session {session} exists; use the next sampling_session_seq_id"
-                )
-            operation.save_for_sampler.sampling_session_id = session
-            operation.save_for_sampler.inflight = inflight
-            operation.save_for_sampler.sampling_session_known = told
-
-        return await self.submit(owner, model_id, seq_id, fill), session
-
     async def unload(self, owner: str, model_id: str, seq_id: int) -> str:
         """Accepts the end of a model; every later operation of it fails."""
 
@@ -408,35 +308,3 @@ class Models:
             # Also when the caller has gone: the operation may be in the journal.
             self._wake(operation.model_id, operation if accepted is not None and accepted.to_run else None)
         return accepted.request_id
-
-    def _set_options(
-        self, save: operation_pb2.SaveState | operation_pb2.SaveForSampler, options: SaveOptions
-    ) -> None:
-        validation.check_ttl(options.ttl_seconds, self._limits)
-        validation.check_metadata(options.user_metadata or {}, self._limits)
-        save.ttl_seconds = options.ttl_seconds or 0
-        save.user_metadata.update(options.user_metadata or {})
-
-    async def _training_checkpoint(self, owner: str, path: str) -> tuple[str, CheckpointRecord]:
-        """Model that wrote a training checkpoint, and its record."""
-        source, checkpoint_id = training_path(path)
-        return source, await self._checkpoints.readable(owner, source, checkpoint_id)
-
-
-def _lora_shape(record: ModelRecord | CheckpointRecord) -> tuple[int, bool, bool, bool, Role]:
-    return (record.lora_rank, record.train_attn, record.train_mlp, record.train_unembed, record.role)
-
-
-def _kind_of(record: CheckpointRecord) -> str:
-    return f"of rank {record.lora_rank}" if record.lora_rank else "all of whose weights are trained"
-
-
-def _lora_of(record: CheckpointRecord) -> types_pb2.LoraConfig | None:
-    if record.lora_rank == 0:
-        return None
-    return types_pb2.LoraConfig(
-        rank=record.lora_rank,
-        train_attn=record.train_attn,
-        train_mlp=record.train_mlp,
-        train_unembed=record.train_unembed,
-    )

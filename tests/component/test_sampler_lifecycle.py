@@ -16,6 +16,7 @@ import torch
 
 from services.common import registry, rpc
 from services.common.redis_client import connect
+from tests.component.own_redis import redis_server
 from tests.component.sampler_process import (
     MODEL_ID,
     floats,
@@ -23,7 +24,6 @@ from tests.component.sampler_process import (
     launch,
     make_adapter,
     make_model,
-    redis_server,
     request,
     wait_ready,
     write_snapshot,

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from scripts import compile_ops
-from tests.component.trainer_world import free_port
+from services.launcher.machine import free_port
 
 _RANK = """
 import sys

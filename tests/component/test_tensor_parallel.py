@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.common import rpc, weights
+from tests.component.own_redis import redis_server
 from tests.component.sampler_process import (
     MODEL_ID,
     Sampler,
@@ -21,7 +22,6 @@ from tests.component.sampler_process import (
     make_full,
     make_model,
     prompt,
-    redis_server,
     request,
     sample,
     wait_ready,

@@ -10,8 +10,8 @@ import grpc
 import numpy as np
 import pytest
 
-from services.launcher.tiny_model import make_tiny_model
 from services.trainer.full_models import IDLE_S
+from tests.component.own_redis import redis_server
 from tests.component.trainer_world import (
     BASE_MODEL,
     VOCAB,
@@ -19,7 +19,7 @@ from tests.component.trainer_world import (
     TrainerWorld,
     batch,
     forward_backward,
-    start_redis,
+    make_model,
     step,
 )
 from tinsmith.v1 import operation_pb2, types_pb2
@@ -32,15 +32,13 @@ FULL = operation_pb2.CreateModel(base_model=BASE_MODEL, full=types_pb2.FullFineT
 
 @pytest.fixture
 def redis_url(tmp_path: Path) -> Iterator[str]:
-    process, url = start_redis(tmp_path)
-    yield url
-    process.kill()
-    process.wait()
+    with redis_server(tmp_path) as url:
+        yield url
 
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    return make_tiny_model(tmp_path / "tiny", vocab=VOCAB, hidden=32, layers=2, intermediate=64, context=128)
+    return make_model(tmp_path / "tiny")
 
 
 def test_full_models_survive_a_killed_world_and_make_room_for_each_other(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,12 +11,11 @@ from typing import Any
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 from safetensors.numpy import load_file
 
 from services.common import keys
-from services.launcher.tiny_model import make_tiny_model
+from tests.component.own_redis import redis_server
 from tests.component.receiver import Receiver
 from tests.component.trainer_world import (
     BASE_MODEL,
@@ -30,7 +28,8 @@ from tests.component.trainer_world import (
     create,
     forward_backward,
     logprobs,
-    start_redis,
+    make_model,
+    status_of,
     step,
 )
 from tinsmith.v1 import operation_pb2, trainer_pb2, types_pb2
@@ -40,17 +39,13 @@ pytestmark = pytest.mark.heavy
 
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    process, url = start_redis(tmp_path_factory.mktemp("redis"))
-    yield url
-    process.kill()
-    process.wait()
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(
-        tmp_path_factory.mktemp("tiny"), vocab=VOCAB, hidden=32, layers=2, intermediate=64, context=128
-    )
+    return make_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module", params=[(1, 0), (2, 3)], ids=["1-rank-zero-0", "2-ranks-zero-3"])
@@ -63,12 +58,6 @@ def world(
     )
     yield started
     assert started.stop() == 0
-
-
-def status_of(call: Future[operation_pb2.OperationResult]) -> grpc.StatusCode:
-    with pytest.raises(grpc.RpcError) as caught:
-        call.result()
-    return caught.value.code()
 
 
 def test_the_world_announces_what_it_serves(world: TrainerWorld) -> None:
@@ -402,88 +391,3 @@ def test_a_model_without_durable_snapshot_cannot_be_restored(world: TrainerWorld
     with pytest.raises(grpc.RpcError) as caught:
         world.restore("nobody:train:0")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-def alive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that still run after waiting that long for their end."""
-    return list(psutil.wait_procs(processes, timeout=seconds)[1])
-
-
-def test_a_killed_world_comes_back_with_every_accepted_operation(
-    redis_url: str, model_dir: Path, tmp_path: Path
-) -> None:
-    data, more = batch(14), batch(15, rows=3)
-    first = TrainerWorld(redis_url, model_dir, tmp_path, 2, 0, "--micro-batch-tokens", "64")
-    model = TrainedModel(first)
-    try:
-        model.create()
-        results = [model.forward_backward(data), model.step()]
-        first.wait_durable(model.model_id, 2)
-        # The gradient of these is in no snapshot.
-        results += [model.forward_backward(more), model.forward_backward(data)]
-
-        # A rank that dies takes the whole world with it.
-        processes = first.processes()
-        psutil.Process(first.rank_pid(1)).kill()
-        assert first.process.wait(60) != 0
-        assert alive(processes, 20) == []
-    finally:
-        first.kill()
-
-    second = TrainerWorld(redis_url, model_dir, tmp_path, 2, 0, "--micro-batch-tokens", "64")
-    try:
-        assert status_of(second.send(model.sent[3])) is grpc.StatusCode.FAILED_PRECONDITION
-        # Not made afresh: it exists.
-        assert status_of(second.send(model.sent[0])) is grpc.StatusCode.FAILED_PRECONDITION
-        assert second.restore(model.model_id) == 2
-        assert second.restore(model.model_id) == 2
-        # Results from before the snapshot are still there for who never got them.
-        assert second.send(model.sent[1]).result() == results[0]
-        assert second.send(model.sent[2]).result() == results[1]
-        replayed = [second.send(operation) for operation in model.sent[3:]]
-        assert [call.result() for call in replayed] == results[2:]
-
-        # From here on it is as if nothing had happened.
-        model.world = second
-        twin = TrainedModel(second)
-        for kind in (
-            {"create_model": create()},
-            {"forward_backward": forward_backward(data)},
-            {"optim_step": step()},
-        ):
-            twin.run(**kind)
-        twin.forward_backward(more)
-        twin.forward_backward(data)
-        assert model.step() == twin.step()
-        for a, b in zip(model.forward(data), twin.forward(data), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-        # A launcher that is killed leaves no rank behind.
-        processes = second.processes()
-        second.process.kill()
-        assert alive(processes, 40) == []
-    finally:
-        second.kill()
-
-
-def test_sigterm_drains_and_leaves_nothing_behind(redis_url: str, model_dir: Path, tmp_path: Path) -> None:
-    world = TrainerWorld(redis_url, model_dir, tmp_path, 2, 0)
-    try:
-        model = TrainedModel(world)
-        model.create()
-        call = world.send(model.operation(forward_backward=forward_backward(batch(16, rows=40))))
-        time.sleep(0.05)
-        processes = world.processes()
-        started = time.monotonic()
-        world.process.send_signal(signal.SIGTERM)
-        assert world.process.wait(40) == 0
-        assert time.monotonic() - started < 25
-        assert alive(processes, 1) == []
-        assert list((tmp_path / "run").iterdir()) == []
-        assert world.redis.get(world.key) is None
-        error = call.exception()
-        if error is not None:
-            assert isinstance(error, grpc.RpcError)
-            assert error.code() is grpc.StatusCode.UNAVAILABLE
-    finally:
-        world.kill()

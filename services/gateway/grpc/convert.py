@@ -8,11 +8,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from services.common import ids, roles
 from services.common.errors import InvalidRequest
+from services.gateway import shapes
 from services.gateway.catalog import BaseModel
 from services.gateway.futures import FutureView
 from services.gateway.limits import Limits
-from services.gateway.models import SaveOptions
 from services.gateway.runs import Run
+from services.gateway.saves import SaveOptions
 from services.gateway.session_search import SessionDetails
 from services.gateway.sessions import NewSession
 from services.gateway.stores import CheckpointRecord, ModelRecord, ModelStatus, SessionRecord
@@ -97,7 +98,7 @@ def model_info(record: ModelRecord, tokenizer: str) -> tinsmith_pb2.ModelInfo:
         session_id=record.session_id,
         base_model=record.base_model,
         tokenizer=tokenizer,
-        lora=_lora(record),
+        lora=shapes.lora_of(record),
         role=roles.to_pb(record.role),
         status=_STATUSES[record.status],
         user_metadata=record.user_metadata,
@@ -106,17 +107,6 @@ def model_info(record: ModelRecord, tokenizer: str) -> tinsmith_pb2.ModelInfo:
         found.lora.seed = record.lora_seed
     set_time(found.created_at, record.created_at)
     return found
-
-
-def _lora(record: ModelRecord | CheckpointRecord) -> types_pb2.LoraConfig | None:
-    if record.lora_rank == 0:
-        return None
-    return types_pb2.LoraConfig(
-        rank=record.lora_rank,
-        train_attn=record.train_attn,
-        train_mlp=record.train_mlp,
-        train_unembed=record.train_unembed,
-    )
 
 
 def set_time(target: Timestamp, seconds: float) -> None:
@@ -131,7 +121,7 @@ def checkpoint(record: CheckpointRecord) -> tinsmith_pb2.Checkpoint:
         model_id=record.model_id,
         kind=_KINDS[record.kind],
         base_model=record.base_model,
-        lora=_lora(record),
+        lora=shapes.lora_of(record),
         size_bytes=record.size_bytes,
         public=record.public,
         user_metadata=record.user_metadata,

@@ -85,7 +85,7 @@ class TrainingCalls(Calls):
     async def SaveState(
         self, request: tinsmith_pb2.SaveStateRequest, context: Context
     ) -> tinsmith_pb2.SaveStateResponse:
-        request_id = await self._app.models.save_state(
+        request_id = await self._app.saves.save_state(
             self._owner(context),
             request.model_id,
             request.seq_id,
@@ -98,7 +98,7 @@ class TrainingCalls(Calls):
     async def LoadState(
         self, request: tinsmith_pb2.LoadStateRequest, context: Context
     ) -> tinsmith_pb2.LoadStateResponse:
-        request_id = await self._app.models.load_state(
+        request_id = await self._app.saves.load_state(
             self._owner(context), request.model_id, request.seq_id, request.path, request.optimizer
         )
         return tinsmith_pb2.LoadStateResponse(request_id=request_id)
@@ -119,18 +119,18 @@ class TrainingCalls(Calls):
     async def SaveForSampler(
         self, request: tinsmith_pb2.SaveForSamplerRequest, context: Context
     ) -> tinsmith_pb2.SaveForSamplerResponse:
-        models, owner = self._app.models, self._owner(context)
+        saves, owner = self._app.saves, self._owner(context)
         model_id, seq_id = request.model_id, request.seq_id
         try:
             convert.check_save_for_sampler(request)
         except InvalidRequest as error:
-            request_id = await models.refuse(owner, model_id, seq_id, error)
+            request_id = await self._app.models.refuse(owner, model_id, seq_id, error)
             return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id)
         if request.name:
             options = convert.save_options(request)
-            request_id = await models.save_for_sampler(owner, model_id, seq_id, request.name, options)
+            request_id = await saves.save_for_sampler(owner, model_id, seq_id, request.name, options)
             return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id)
-        request_id, session = await models.save_for_sampling_session(
+        request_id, session = await saves.save_for_sampling_session(
             owner, model_id, seq_id, request.sampling_session_seq_id, request.inflight, told=True
         )
         return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id, sampling_session_id=session)

@@ -15,7 +15,7 @@ from services.gateway.http import decode, messages
 from services.gateway.http.body import received
 from services.gateway.http.routes import Call, numbered, promise, reply
 from services.gateway.limits import THREAD_ABOVE_BYTES
-from services.gateway.models import SaveOptions
+from services.gateway.saves import SaveOptions
 from services.gateway.stores import CheckpointRecord, ModelRecord
 from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
 
@@ -146,7 +146,7 @@ async def optim_step(call: Call) -> Response:
 
 async def save_weights(call: Call) -> Response:
     async def accept(body: messages.SaveWeights) -> Response:
-        request_id = await call.app.models.save_state(
+        request_id = await call.app.saves.save_state(
             call.owner, body.model_id, body.seq_id, body.path, body.overwrite, _options(body)
         )
         return promise(request_id, body.model_id)
@@ -160,18 +160,18 @@ def _options(body: messages.SaveWeights | messages.SaveWeightsForSampler) -> Sav
 
 async def save_weights_for_sampler(call: Call) -> Response:
     async def accept(body: messages.SaveWeightsForSampler) -> Response:
-        models = call.app.models
+        saves = call.app.saves
         try:
             named = _is_named(body)
         except InvalidRequest as error:
-            request_id = await models.refuse(call.owner, body.model_id, body.seq_id, error)
+            request_id = await call.app.models.refuse(call.owner, body.model_id, body.seq_id, error)
             return promise(request_id, body.model_id)
         if named:
-            request_id = await models.save_for_sampler(
+            request_id = await saves.save_for_sampler(
                 call.owner, body.model_id, body.seq_id, body.path or "", _options(body)
             )
         else:
-            request_id, _ = await models.save_for_sampling_session(
+            request_id, _ = await saves.save_for_sampling_session(
                 call.owner,
                 body.model_id,
                 body.seq_id,
@@ -229,7 +229,6 @@ async def _create_from_state(
 
 
 async def _load_state(call: Call, body: messages.LoadWeights, model_id: str, seq_id: int) -> Response:
-    models = call.app.models
     try:
         _check_load(body)
         for name in ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config"):
@@ -238,8 +237,8 @@ async def _load_state(call: Call, body: messages.LoadWeights, model_id: str, seq
                     f"{name} has no meaning when loading into an existing model; leave it out"
                 )
     except InvalidRequest as error:
-        return promise(await models.refuse(call.owner, model_id, seq_id, error), model_id)
-    request_id = await models.load_state(call.owner, model_id, seq_id, body.path, body.optimizer)
+        return promise(await call.app.models.refuse(call.owner, model_id, seq_id, error), model_id)
+    request_id = await call.app.saves.load_state(call.owner, model_id, seq_id, body.path, body.optimizer)
     return promise(request_id, model_id)
 
 

@@ -220,12 +220,7 @@ async def test_a_cancelled_sample_frees_its_place_on_whichever_gateway_it_runs(
 async def test_a_cancellation_whose_word_was_lost_is_seen_by_the_audit(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:
-    sampler = ScriptedSampler("a")
-    sampler.gate.clear()
-    async with serving(redis_client, sampler, "sampler-0"):
-        gateway = await gateway_on()
-        request_id = await gateway.sample(0)
-        await sampler.arrived.wait()
+    async with running_sample(redis_client, gateway_on) as (gateway, sampler, request_id):
         await gateway.dispatcher._cancellations.stop()
         await gateway.journal.cancel(request_id, "given up")
         async with asyncio.timeout(5):
@@ -235,12 +230,7 @@ async def test_a_cancellation_whose_word_was_lost_is_seen_by_the_audit(
 async def test_a_running_sample_that_redis_forgot_goes_on(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:
-    sampler = ScriptedSampler("a")
-    sampler.gate.clear()
-    async with serving(redis_client, sampler, "sampler-0"):
-        gateway = await gateway_on()
-        request_id = await gateway.sample(0)
-        await sampler.arrived.wait()
+    async with running_sample(redis_client, gateway_on) as (gateway, sampler, request_id):
         await redis_client.delete(keys.future(SESSION, 0), keys.gateway_samples("gateway-0"))
         await asyncio.sleep(0.4)
         assert not sampler.cancelled.is_set()
@@ -268,6 +258,20 @@ async def test_a_draining_replica_finishes_what_it_runs_and_gets_nothing_new(
         assert {await gateway.tokens(name) for name in requests} == {b"old", b"new"}
     assert set(old.served) <= set(requests)
     assert sorted(old.served + new.served) == sorted(requests + later), "each ran once"
+
+
+@asynccontextmanager
+async def running_sample(
+    client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> AsyncIterator[tuple[Gateway, ScriptedSampler, str]]:
+    """A gateway, and a sampler that has begun with its sample and is held there."""
+    sampler = ScriptedSampler("a")
+    sampler.gate.clear()
+    async with serving(client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+        request_id = await gateway.sample(0)
+        await sampler.arrived.wait()
+        yield gateway, sampler, request_id
 
 
 async def until(holds: Callable[[], bool]) -> None:

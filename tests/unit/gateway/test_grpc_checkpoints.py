@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 import saved
-from edges import ALICE, BASE, BOB, Edges, new_model, new_session, running
+from edges import ALICE, BASE, BOB, Edges, new_model, new_session
 
 from services.common import ids, rpc
 from services.common.storage.base import Key
 from tinsmith.v1 import operation_pb2, tinsmith_pb2, tinsmith_pb2_grpc, types_pb2
-
-
-@pytest.fixture
-async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
-    async with running(redis_url, tmp_path) as found:
-        yield found
 
 
 class Caller:

@@ -4,23 +4,16 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from edges import ALICE, BASE, BOB, LORA, VOCAB, Edges, running
+from edges import ALICE, BASE, BOB, LORA, VOCAB, Edges
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common import rpc
 from tinsmith.v1 import operation_pb2, tinsmith_pb2, tinsmith_pb2_grpc, types_pb2
-
-
-@pytest.fixture
-async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
-    async with running(redis_url, tmp_path) as found:
-        yield found
 
 
 class Client:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-from edges import BOB, Edges, new_model, new_session, running
+from edges import BOB, Edges, new_model, new_session
 from saved import CONTENT, expire, names, save, save_sampler, url
 
 from services.common import ids, keys
@@ -15,9 +13,8 @@ from services.gateway.limits import Limits
 
 
 @pytest.fixture
-async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
-    async with running(redis_url, tmp_path, Limits(min_ttl_seconds=1)) as found:
-        yield found
+def limits() -> Limits:
+    return Limits(min_ttl_seconds=1)
 
 
 async def test_a_page_shows_the_newest_checkpoints_of_all_runs_of_the_caller(edges: Edges) -> None:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
-import pytest
 import tinker
-from edges import ALICE, BASE, BOB, Edges, new_model, new_session, running
+from edges import ALICE, BASE, BOB, Edges, new_model, new_session
 
 from tinsmith.v1 import operation_pb2, types_pb2
 
 RESULT = operation_pb2.SampleResult()
-
-
-@pytest.fixture
-async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
-    async with running(redis_url, tmp_path) as found:
-        yield found
 
 
 async def sampling_session(client: httpx.AsyncClient) -> str:

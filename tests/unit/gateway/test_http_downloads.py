@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
 import httpx
 import pyrage
 import pytest
-from edges import BOB, Edges, new_model, running
+from edges import BOB, Edges, new_model
 from saved import CONTENT, export, failure, save, url
 
 from services.gateway.limits import Limits
 
 
 @pytest.fixture
-async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
-    async with running(redis_url, tmp_path, Limits(min_ttl_seconds=1)) as found:
-        yield found
+def limits() -> Limits:
+    return Limits(min_ttl_seconds=1)
 
 
 async def urls(client: httpx.AsyncClient, path: str) -> dict[str, str]:

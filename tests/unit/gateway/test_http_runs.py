@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from edges import BASE, BOB, Edges, new_model, new_session, running
+from edges import BASE, BOB, Edges, new_model, new_session
 from saved import CONTENT, failure, save
 
 from services.gateway.limits import Limits
@@ -15,9 +13,8 @@ from tinsmith.v1 import operation_pb2
 
 
 @pytest.fixture
-async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
-    async with running(redis_url, tmp_path, Limits(min_ttl_seconds=1)) as found:
-        yield found
+def limits() -> Limits:
+    return Limits(min_ttl_seconds=1)
 
 
 async def test_runs_are_listed_by_page_and_project(edges: Edges) -> None:

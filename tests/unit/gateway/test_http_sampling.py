@@ -1,7 +1,6 @@
 """HTTP: sampling sessions and samples."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,6 @@ from edges import ALICE, BASE, BOB, Edges, new_model, new_session, running
 
 from services.gateway.limits import Limits
 from tinsmith.v1 import operation_pb2, types_pb2
-
-
-@pytest.fixture
-async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
-    async with running(redis_url, tmp_path) as found:
-        yield found
 
 
 async def base_session(client, seq_id: int = 0) -> str:

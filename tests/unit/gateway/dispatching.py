@@ -1,0 +1,86 @@
+"""The dispatching half of a gateway, and the operations that its tests have it dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import redis.asyncio
+from scripted_services import BASE
+
+from services.common import errors, ids
+from services.common.errors import InvalidRequest
+from services.common.journal import Journal
+from services.gateway.dispatch_plan import DispatchSettings
+from services.gateway.dispatcher import Dispatcher
+from services.gateway.futures import Futures
+from tinsmith.v1 import operation_pb2, types_pb2
+
+MODEL = ids.model_id("s", 0)
+SETTINGS = DispatchSettings(gap_timeout=60, trainer_poll=0.2)
+
+
+def create() -> operation_pb2.Operation:
+    made = operation_pb2.CreateModel(base_model=BASE, lora=types_pb2.LoraConfig(rank=8))
+    return operation_pb2.Operation(model_id=MODEL, seq_id=0, create_model=made)
+
+
+def batch(seq_id: int, forward_only: bool = False) -> operation_pb2.Operation:
+    made = operation_pb2.ForwardBackward(loss_fn="cross_entropy", forward_only=forward_only)
+    return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, forward_backward=made)
+
+
+def step(seq_id: int) -> operation_pb2.Operation:
+    made = operation_pb2.OptimStep(adam=types_pb2.AdamParams(learning_rate=0.1))
+    return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, optim_step=made)
+
+
+def refused(seq_id: int) -> operation_pb2.Operation:
+    error = errors.to_pb(InvalidRequest("no data"))
+    return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, refused=error)
+
+
+class Gateway:
+    """The dispatching half of a gateway."""
+
+    def __init__(
+        self, client: redis.asyncio.Redis, name: str, settings: DispatchSettings, ttl: float
+    ) -> None:
+        self.journal = Journal(client, gateway_id=name)
+        self.futures = Futures(client)
+        self.recorded: list[int] = []
+        self.dispatcher = Dispatcher(client, self.journal, name, self._record, self.futures, settings, ttl)
+
+    async def _record(
+        self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult
+    ) -> None:
+        view = await self.futures.wait(ids.request_id(operation.model_id, operation.seq_id), 0)
+        assert view.state == "pending", "records are written before the future is resolved"
+        self.recorded.append(operation.seq_id)
+
+    async def accept(self, *operations: operation_pb2.Operation) -> None:
+        for operation in operations:
+            accepted = await self.journal.accept(operation, "ann")
+            self.dispatcher.wake(operation.model_id, operation if accepted.to_run else None)
+
+    async def result(self, seq_id: int, within: float = 10) -> operation_pb2.OperationResult:
+        view = await self.futures.wait(ids.request_id(MODEL, seq_id), within)
+        assert view.state == "done", f"operation {seq_id} is {view.state}: {view.queue_state_reason}"
+        return operation_pb2.OperationResult.FromString(view.result or b"")
+
+
+GatewayFactory = Callable[..., Awaitable[Gateway]]
+
+
+@asynccontextmanager
+async def started(
+    client: redis.asyncio.Redis, name: str, settings: DispatchSettings, ttl: float
+) -> AsyncIterator[Gateway]:
+    gateway = Gateway(client, name, settings, ttl)
+    await gateway.futures.start()
+    await gateway.dispatcher.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.dispatcher.stop()
+        await gateway.futures.stop()
