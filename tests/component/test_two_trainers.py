@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from services.common import keys
-from services.launcher.tiny_model import make_tiny_model
+from tests.component.own_redis import redis_server
 from tests.component.trainer_world import (
     EPOCH,
-    VOCAB,
     TrainedModel,
     TrainerWorld,
     batch,
     forward_backward,
     logprobs,
-    start_redis,
+    make_model,
     step,
 )
 from tinsmith.v1 import operation_pb2
@@ -29,20 +28,16 @@ pytestmark = pytest.mark.heavy
 
 @pytest.fixture
 def worlds(tmp_path: Path) -> Iterator[tuple[TrainerWorld, TrainerWorld]]:
-    process, url = start_redis(tmp_path)
-    model_dir = make_tiny_model(
-        tmp_path / "tiny", vocab=VOCAB, hidden=32, layers=2, intermediate=64, context=128
-    )
+    model_dir = make_model(tmp_path / "tiny")
     found: list[TrainerWorld] = []
-    try:
-        for _ in range(2):
-            found.append(TrainerWorld(url, model_dir, tmp_path / "data", 1, 0))
-        yield found[0], found[1]
-    finally:
-        for world in found:
-            world.kill()
-        process.kill()
-        process.wait()
+    with redis_server(tmp_path) as url:
+        try:
+            for _ in range(2):
+                found.append(TrainerWorld(url, model_dir, tmp_path / "data", 1, 0))
+            yield found[0], found[1]
+        finally:
+            for world in found:
+                world.kill()
 
 
 def test_a_trainer_that_was_cut_off_changes_nothing_and_catches_up(
