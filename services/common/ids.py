@@ -114,6 +114,6 @@ def parse_tinker_path(path: str) -> tuple[str, str]:
     if match is None:
         raise InvalidRequest(
             f"{path[:200]!r} is not a checkpoint path: expected "
-            "tinker://<training_run_id>/<weights|sampler_weights>/<name>"
+            "tinker://<training_run_id>/<weights|sampler_weights|external_weights>/<name>"
         )
     return match[1], match[2]

@@ -118,14 +118,27 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
         lines.append(f"  {status['world_size']} ranks, ZeRO stage {status['zero_stage']}")
     for model in status.get("models", []):
         lines.append(
-            f"  {model['model_id']}  rank {model['lora_rank']}  at operation {model['applied_seq_id']}"
+            f"  {model['model_id']}  {_trained(model)}  at operation {model['applied_seq_id']}"
             f" (durable {model['durable_seq_id']}), {model['queued']} queued"
         )
     if "running" in status:
-        lines.append(f"  {status['running']} requests, weight group {status['group_epoch']}")
+        lines.append(
+            f"  {status['running']} requests, {status['waiting']} waiting for other weights, "
+            f"weight group {status['group_epoch']}"
+        )
+    if status.get("weights"):
+        lines.append(f"  has the weights of {_snapshot(status['weights'])}")
     for snapshot in status.get("resident", []):
-        lines.append(f"  {snapshot['model_id']} version {snapshot['version']}")
+        lines.append(f"  {_snapshot(snapshot)}")
     return lines
+
+
+def _trained(model: dict[str, Any]) -> str:
+    return f"rank {model['lora_rank']}" if model["lora_rank"] else "all weights"
+
+
+def _snapshot(snapshot: dict[str, Any]) -> str:
+    return f"{snapshot['model_id']} version {snapshot['version']}"
 
 
 def healthy(report: dict[str, Any]) -> bool:

@@ -39,7 +39,7 @@ from services.trainer.plan import (
     Row,
     RowResult,
 )
-from services.trainer.tenant import LoraTenant
+from services.trainer.tenant import LoraTenant, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Engine:
             )
         tenant.load_state(state, optimizer)
 
-    def _tenant(self, model_id: str) -> LoraTenant | FullModel:
+    def _tenant(self, model_id: str) -> Tenant:
         if model_id not in self._tenants:
             raise ModelNotResident(f"model {model_id} is not on this trainer")
         return self._tenants[model_id]

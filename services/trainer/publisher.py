@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,9 @@ class Publisher:
         return Published(*await sent)
 
     def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> None:
-        publish_directory(target, weight_files(self._base, lora, tensors), replace=False)
+        # Another trainer that had to run the same save may have stored it meanwhile: the first one stands.
+        with suppress(FileExistsError):
+            publish_directory(target, weight_files(self._base, lora, tensors), replace=False)
 
 
 def delete_snapshots(data: DataDir, model_id: str, kept: Collection[int]) -> None:

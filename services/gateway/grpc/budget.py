@@ -1,7 +1,8 @@
 """The byte budget of the gRPC edge.
 
 Invariant: a message is parsed only after its bytes were taken from the gateway's budget, and they are given
-back when its call ends. (gRPC itself has read them by then; it takes no message above its own limit.)
+back when its call ends. (gRPC itself has read them by then; it takes no message above its own limit.) No
+method sees a message with fields that are not in the contract.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from services.common.errors import InvalidRequest
 from services.gateway.budget import BodyBudget
+from services.gateway.unknown_fields import refuse_unknown
 
 
 class BudgetInterceptor(grpc.aio.ServerInterceptor):
@@ -49,6 +51,8 @@ class BudgetInterceptor(grpc.aio.ServerInterceptor):
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
     try:
-        return parse(raw)
+        message = parse(raw)
     except DecodeError as error:
         raise InvalidRequest(f"the message cannot be read: {error}", "bad_body") from error
+    refuse_unknown(message, "the request")
+    return message

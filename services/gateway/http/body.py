@@ -1,7 +1,7 @@
 """Reading request bodies within bounds.
 
 Invariant: no body is held in memory that is larger than its route allows, and all bodies that
-are held at once stay within one budget per process.
+are held at once stay within one budget per process, which none holds that has stopped arriving.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from contextlib import asynccontextmanager
 import zstandard
 from starlette.requests import Request
 
-from services.common.errors import InvalidRequest, TooLarge
+from services.common.errors import DeadlineExceeded, InvalidRequest, TooLarge
 from services.gateway.budget import BodyBudget
 from services.gateway.limits import THREAD_ABOVE_BYTES
+
+_PAUSE_S = 60.0
+"""Longest time between two parts of a body."""
 
 
 @asynccontextmanager
@@ -32,6 +35,7 @@ async def received(
         TooLarge: it is larger.
         InvalidRequest: it cannot be decompressed.
         Overloaded: the budget is used up.
+        DeadlineExceeded: the client stopped sending it.
     """
     taken = 0
     try:
@@ -39,7 +43,7 @@ async def received(
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise TooLarge(f"the body has {declared} bytes; this call takes at most {limit}")
-        async for part in request.stream():
+        async for part in _parts(request):
             budget.take(len(part))
             taken += len(part)
             if taken > limit:
@@ -58,6 +62,24 @@ async def received(
         yield body
     finally:
         budget.give_back(taken)
+
+
+async def _parts(request: Request) -> AsyncIterator[bytes]:
+    """The body as it arrives.
+
+    Raises:
+        DeadlineExceeded: nothing more of it came for a while. It would hold its share of the budget for ever.
+    """
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(_PAUSE_S):
+                part = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"nothing more of the body came for {_PAUSE_S:g} s") from error
+        yield part
 
 
 def inflated_size(body: bytes, encoding: str, limit: int | None) -> int:

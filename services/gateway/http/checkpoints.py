@@ -52,6 +52,7 @@ async def save_weights_external(call: Call) -> Response:
 
 
 async def list_all(call: Call) -> Response:
+    call.check_query("limit", "offset")
     limit, offset = paging.number(call, "limit", 100), paging.number(call, "offset", 0)
     page = await call.app.checkpoints.page(call.owner, offset, limit)
     return reply(
@@ -63,6 +64,7 @@ async def list_all(call: Call) -> Response:
 
 
 async def list_of_run(call: Call) -> Response:
+    call.check_query()
     records = await call.app.checkpoints.of_model(call.owner, call.request.path_params["training_run_id"])
     return reply({"checkpoints": [paging.checkpoint(record) for record in reversed(records)]})
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+from google.protobuf.message import DecodeError
 
 from services.common.errors import InvalidRequest, TooLarge
+from services.gateway.unknown_fields import refuse_unknown
 from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
 
 _NUMPY: dict[int, np.dtype] = {
@@ -52,13 +52,13 @@ def forward_backward(
         InvalidRequest: a tensor is malformed, or something is asked for that is not served.
         TooLarge: the dense tensors would be larger than `max_bytes`.
     """
-    _refuse_unknown(message, "the request")
+    refuse_unknown(message, "the request")
     operation = operation_pb2.ForwardBackward(loss_fn=message.loss_fn, forward_only=message.forward_only)
     operation.loss_config.update(_loss_config(message))
     left = max_bytes
     for index, datum in enumerate(message.data):
         where = f"data[{index}]"
-        _refuse_unknown(datum, where)
+        refuse_unknown(datum, where)
         target = operation.data.add()
         target.tokens.CopyFrom(_tokens(datum.model_input, where))
         left -= len(target.tokens.data)
@@ -87,6 +87,7 @@ def _tokens(chunks: Iterable[tinker_pb2.TinkerChunk], where: str) -> types_pb2.T
     """All text chunks of a model input as one int32 tensor."""
     parts = []
     for chunk in chunks:
+        refuse_unknown(chunk, f"{where}.model_input")
         kind = chunk.WhichOneof("kind")
         if kind != "encoded_text":
             what = _UNSERVED_CHUNKS.get(kind or "", "this kind of chunk")
@@ -101,6 +102,7 @@ def _tokens(chunks: Iterable[tinker_pb2.TinkerChunk], where: str) -> types_pb2.T
 
 def _dense(tensor: tinker_pb2.TinkerTensor, where: str, left: int) -> types_pb2.Tensor:
     """The tensor with every element spelled out. Without a shape it is one-dimensional."""
+    refuse_unknown(tensor, where)
     dtype = _NUMPY.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest(f"{where}: dtype is not set; send float32 or int64")
@@ -168,15 +170,6 @@ def _check_spans(datum: tinker_pb2.TinkerDatum, target: types_pb2.Datum, where: 
             raise InvalidRequest(
                 f"{where}.{name} cover {sum(lengths)} positions of {length}; they must cover all"
             )
-
-
-def _refuse_unknown(message: Message, where: str) -> None:
-    fields = UnknownFieldSet(message)
-    numbers = sorted({fields[place].field_number for place in range(len(fields))})
-    if numbers:
-        raise InvalidRequest(
-            f"{where} has protobuf fields {numbers} that this service does not know; it speaks tinker 0.38"
-        )
 
 
 def _too_large(limit: int) -> TooLarge:

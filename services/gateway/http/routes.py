@@ -44,6 +44,17 @@ class Call:
         except ValueError:
             return False
 
+    def check_query(self, *names: str) -> None:
+        """Refuses parameters of the query other than these.
+
+        Raises:
+            InvalidRequest: there is another.
+        """
+        for name in self.request.query_params:
+            if name not in names:
+                known = ", ".join(names) or "no parameters"
+                raise InvalidRequest(f"the query has {name[:50]!r}; {self.request.url.path} takes {known}")
+
     def body(self) -> AbstractAsyncContextManager[bytes]:
         """The JSON body as bytes."""
         return received(self.request, self.budget, self.app.limits.json_body_bytes)

@@ -13,6 +13,7 @@ from services.gateway.runs import Run
 
 
 async def list_runs(call: Call) -> Response:
+    call.check_query("limit", "offset", "access_scope", "project_id")
     # Runs as such are not shared between API keys, so the accessible ones are those that are owned.
     paging.is_accessible(call)
     limit, offset = paging.number(call, "limit", 20), paging.number(call, "offset", 0)
@@ -27,6 +28,7 @@ async def list_runs(call: Call) -> Response:
 
 
 async def get_run(call: Call) -> Response:
+    call.check_query("access_scope")
     model_id = call.request.path_params["training_run_id"]
     return reply(_run(await call.app.runs.get(call.owner, model_id, paging.is_accessible(call))))
 

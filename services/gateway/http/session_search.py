@@ -16,12 +16,14 @@ from services.gateway.stores import SessionRecord
 
 
 async def list_sessions(call: Call) -> Response:
+    call.check_query("limit", "offset", "access_scope")
     paging.is_accessible(call)
     limit, offset = paging.number(call, "limit", 20), paging.number(call, "offset", 0)
     return reply({"sessions": await call.app.session_search.page(call.owner, offset, limit)})
 
 
 async def get_session(call: Call) -> Response:
+    call.check_query("access_scope")
     paging.is_accessible(call)
     found = await call.app.session_search.details(call.owner, call.request.path_params["session_id"])
     return reply(

@@ -214,6 +214,28 @@ def test_a_damaged_zstd_body_is_refused(damage) -> None:
         body.inflate(packed, body.inflated_size(packed, "zstd", MIB))
 
 
+def test_a_field_that_this_service_does_not_know_is_refused_wherever_it_is() -> None:
+    unknown = b"\xf8\x07\x01"  # Field 127, the number 1.
+    for place in ("request", "datum", "chunk", "text", "tensor"):
+        message = tinker_pb2.TinkerForwardBackwardRequest(model_id="s:train:0", seq_id=1)
+        datum = message.data.add()
+        chunk = datum.model_input.add()
+        chunk.encoded_text.tokens = bytes(4)
+        tensor = datum.loss_fn_inputs["weights"]
+        tensor.dense, tensor.dtype = bytes(4), tinker_pb2.TINKER_DATA_TYPE_FLOAT32
+        decode.forward_backward(message, MIB)
+        places = {
+            "request": message,
+            "datum": datum,
+            "chunk": chunk,
+            "text": chunk.encoded_text,
+            "tensor": tensor,
+        }
+        places[place].MergeFromString(unknown)
+        with pytest.raises(InvalidRequest, match="127"):
+            decode.forward_backward(message, MIB)
+
+
 def test_an_encoding_other_than_zstd_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="gzip"):
         body.inflated_size(b"", "gzip", MIB)

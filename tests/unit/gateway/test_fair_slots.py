@@ -29,7 +29,8 @@ class Runs:
 
     async def end(self, name: str) -> None:
         self.ends[name].set()
-        await self.tasks[name]
+        async with asyncio.timeout(5):
+            await self.tasks[name]
         await asyncio.sleep(0)
 
 

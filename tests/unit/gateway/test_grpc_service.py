@@ -117,6 +117,22 @@ async def test_a_named_save_opens_a_sampling_session(edges: Edges, channel: grpc
     assert await status(stranger) is grpc.StatusCode.PERMISSION_DENIED
 
 
+async def test_a_field_of_a_newer_contract_is_refused_and_not_passed_over(
+    edges: Edges, channel: grpc.aio.Channel
+) -> None:
+    alice = Client(channel, ALICE)
+    model = await create(edges, alice)
+    unknown = b"\xf8\x07\x01"  # Field 127, the number 1.
+    step = tinsmith_pb2.OptimStepRequest(model_id=model, seq_id=1)
+    outer = tinsmith_pb2.OptimStepRequest.FromString(step.SerializeToString() + unknown)
+    step.adam.ParseFromString(unknown)
+    for request in (outer, step):
+        with pytest.raises(grpc.aio.AioRpcError, match="127") as caught:
+            await alice("OptimStep", request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await edges.operation(model, 1) is None
+
+
 async def test_a_session_lives_by_heartbeats_until_it_is_finished(
     edges: Edges, channel: grpc.aio.Channel
 ) -> None:

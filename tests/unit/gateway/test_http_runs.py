@@ -39,6 +39,21 @@ async def test_runs_are_listed_by_page_and_project(edges: Edges) -> None:
         assert (await client.get("training_runs?access_scope=all")).status_code == 400
 
 
+async def test_a_parameter_that_changes_nothing_is_refused_by_its_name(edges: Edges) -> None:
+    async with edges.http() as client:
+        session = await new_session(client)
+        model = await new_model(edges, client, session)
+        for path in (
+            *("training_runs", f"training_runs/{model}", "sessions", f"sessions/{session}"),
+            *("checkpoints", f"training_runs/{model}/checkpoints"),
+        ):
+            response = await client.get(path, params={"sort": "name"})
+            assert response.status_code == 400, path
+            assert "'sort'" in response.json()["detail"]
+            assert (await client.get(path)).status_code == 200
+        assert (await client.get(f"training_runs/{model}/checkpoints?limit=1")).status_code == 400
+
+
 async def test_sessions_are_listed_and_described(edges: Edges) -> None:
     async with edges.http() as client, edges.http(BOB) as other:
         session = await new_session(client)

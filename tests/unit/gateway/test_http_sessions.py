@@ -9,6 +9,7 @@ import pytest
 import tinker
 from edges import ALICE, BASE, BOB, CONTEXT, Edges, new_model, new_session, running
 
+from services.gateway.http import body as body_module
 from services.gateway.limits import Limits
 
 
@@ -62,6 +63,23 @@ async def test_a_body_beyond_the_limit_is_413(redis_url: str, tmp_path: Path) ->
 
         assert (await client.post("telemetry", content=chunks())).status_code == 413
         assert (await client.post("telemetry", content=b"x" * 1000)).status_code == 200
+
+
+async def test_a_body_that_stops_arriving_is_given_up_and_its_budget_comes_back(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_module, "_PAUSE_S", 0.1)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"x" * 900
+        await asyncio.sleep(2)
+
+    limits = Limits(pending_body_bytes=1000)
+    async with running(redis_url, tmp_path, limits) as edges, edges.http() as client:
+        stopped = asyncio.create_task(client.post("telemetry", content=half()))
+        await asyncio.sleep(0.5)
+        assert (await client.post("telemetry", content=b"x" * 900)).status_code == 200
+        assert (await stopped).status_code == 504
 
 
 async def test_bodies_beyond_the_budget_are_429_and_the_budget_comes_back(

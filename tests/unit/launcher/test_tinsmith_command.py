@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import Unavailable
-from services.launcher import cli, plan, up
+from services.launcher import cli, plan, status, up
 from services.launcher.progress import Progress
 
 
@@ -54,6 +54,28 @@ def test_status_of_a_directory_where_nothing_runs(
     report = json.loads(capsys.readouterr().out)
     assert report["processes"] == []
     assert "no cluster runs" in report["error"]
+
+
+def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
+    trainer = {
+        "world_size": 2,
+        "zero_stage": 1,
+        "models": [
+            {"model_id": name, "lora_rank": rank, "applied_seq_id": 3, "durable_seq_id": 2, "queued": 0}
+            for name, rank in (("s:train:0", 8), ("s:train:1", 0))
+        ],
+    }
+    snapshot = {"model_id": "s:train:1", "version": 3}
+    sampler = {"running": 1, "waiting": 4, "group_epoch": 2, "resident": [], "weights": snapshot}
+    services = [
+        {"id": name, "state": "ready", "address": "h:1", "status": status}
+        for name, status in (("trainer-0", trainer), ("sampler-0", sampler))
+    ]
+    shown = status.show({"processes": [], "services": services})
+    assert "s:train:0  rank 8 " in shown
+    assert "s:train:1  all weights " in shown
+    assert "1 requests, 4 waiting for other weights" in shown
+    assert "has the weights of s:train:1 version 3" in shown
 
 
 def test_the_api_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:

@@ -69,6 +69,24 @@ async def test_an_adapter_is_stored_once_in_peft_format_and_sent_as_stored(
     assert wire.sent == [(MODEL, 7, lora, adapter)] * 2
 
 
+async def test_a_snapshot_that_another_trainer_stored_meanwhile_stands(
+    tmp_path: Path, publisher: Publisher, wire: Wire, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora, adapter = model_state.lora, model_state.adapter
+    other = {name: HostArray("float32", a.shape, bytes(len(a.data))) for name, a in adapter.items()}
+    another = Publisher(publisher._data, publisher._base, cast(Broadcaster, Wire()))
+    store = publisher._store
+
+    def store_late(target: Path, *what: Any) -> None:
+        another._store(target, lora, other)
+        store(target, *what)
+
+    monkeypatch.setattr(publisher, "_store", store_late)
+    await publisher.publish(MODEL, 7, lora, adapter)
+    assert read_adapter(DataDir(tmp_path).snapshot(MODEL, 7)) == other
+    assert wire.sent == [(MODEL, 7, lora, adapter)]
+
+
 async def test_a_full_model_is_stored_as_one_that_transformers_loads_and_sent_as_it_is(
     tmp_path: Path, publisher: Publisher, wire: Wire
 ) -> None:
