@@ -8,10 +8,11 @@ client's completions under a cursor above all earlier ones.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, Literal
 
 import redis.asyncio
@@ -27,6 +28,9 @@ GATEWAY_SAMPLES = 65_536
 CLONE_SEQ_IDS = 10**9
 """Each copy of a sampling client numbers its requests in a block of its own of this size."""
 
+ACCEPTANCE_S = 60.0
+"""What was put on a list and is not accepted so long after is taken off it."""
+
 _FETCHED_TTL_S = 60
 _COMPLETIONS = 4096
 _FREE_AT_ONCE = 512
@@ -39,6 +43,15 @@ class Completion:
     request_id: str
     state: Literal["finished", "failed"]
     size: int
+
+
+class Unclaimed(Enum):
+    """Why a sample cannot be dispatched."""
+
+    SETTLED = "settled"
+    """It is resolved, or with a third gateway."""
+    UNKNOWN = "unknown"
+    """It is not accepted: not yet, or its gateway died over it."""
 
 
 class Resolution(IntEnum):
@@ -82,23 +95,41 @@ class SampleJournal:
             raise Overloaded(f"{self._most} samples wait on this gateway; send this again later")
         digest = hashlib.sha256(request).digest()
         future = keys.future(sampling_session_id, seq_id)
-        if await self._accept([future], request, digest, gateway_id, owner) == b"conflict":
+        listed = time.monotonic()
+        outcome, dispatcher = await self._accept([future], request, digest, gateway_id, owner)
+        if outcome == b"conflict":
             raise Conflict(
                 f"seq_id {seq_id} of sampling session {sampling_session_id} was used for another request"
             )
+        # Before it is acknowledged: a process that was stopped in between may find its entry taken off.
+        if dispatcher and (outcome == b"same" or time.monotonic() - listed > ACCEPTANCE_S / 2):
+            await self.join(dispatcher.decode())
+            await self._redis.sadd(keys.gateway_samples(dispatcher.decode()), request_id)
         return request_id
 
-    async def claim(self, request_id: str, from_gateway: str, to_gateway: str) -> bytes | None:
-        """The request of a pending sample, which the second gateway now dispatches; else None."""
+    async def claim(self, request_id: str, from_gateway: str, to_gateway: str) -> bytes | Unclaimed:
+        """The request of a pending sample, which the second gateway dispatches from now on."""
         object_id, seq_id = ids.parse_request_id(request_id)
-        if from_gateway != to_gateway:
+        takes_over = from_gateway != to_gateway
+        if takes_over:
             await self._redis.sadd(keys.gateway_samples(to_gateway), request_id)
         found = await self._claim([keys.future(object_id, seq_id)], from_gateway, to_gateway)
-        if found is None:
+        if not found and (takes_over or found is not None):
             await self._redis.srem(keys.gateway_samples(to_gateway), request_id)
-        if from_gateway != to_gateway:
+        if found is None:
+            return Unclaimed.UNKNOWN
+        if takes_over:
             await self._redis.srem(keys.gateway_samples(from_gateway), request_id)
-        return found if found is None else bytes(found)
+        return bytes(found) or Unclaimed.SETTLED
+
+    async def give_up(self, request_id: str, gateway_id: str) -> None:
+        """Takes a sample that was never accepted off a gateway's list."""
+        listed = keys.gateway_samples(gateway_id)
+        await self._redis.srem(listed, request_id)
+        state: Any = await self._redis.hget(keys.future(*ids.parse_request_id(request_id)), "state")
+        if state == b"pending":
+            # Just now, after all.
+            await self._redis.sadd(listed, request_id)
 
     async def samples_of(self, gateway_id: str) -> set[str]:
         """Request ids of the unfinished samples of a gateway."""
@@ -114,6 +145,14 @@ class SampleJournal:
             pipeline.hget(keys.future(*ids.parse_request_id(request_id)), "state")
         states = await pipeline.execute()
         return [name for name, state in zip(request_ids, states, strict=True) if state == b"done"]
+
+    async def join(self, gateway_id: str) -> None:
+        """Makes a gateway one that may have unfinished samples."""
+        await self._redis.sadd(keys.SAMPLE_GATEWAYS, gateway_id)
+
+    async def leave(self, gateway_id: str) -> None:
+        """The gateway is gone, and its list empty."""
+        await self._redis.srem(keys.SAMPLE_GATEWAYS, gateway_id)
 
     async def gateways(self) -> set[str]:
         """Ids of the gateways that may have unfinished samples."""

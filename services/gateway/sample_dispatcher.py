@@ -25,7 +25,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.registry import TTL_S
-from services.common.sample_journal import SampleJournal
+from services.common.sample_journal import ACCEPTANCE_S, SampleJournal, Unclaimed
 from services.common.tasks import cancel_all, keep_running
 from services.gateway import router
 from services.gateway.admission import Admission
@@ -99,6 +99,7 @@ class SampleDispatcher:
         self._admission = admission
         self._slots_of: dict[str, FairSlots] = {}
         self._missing_since: dict[str, float] = {}
+        self._unknown_since: dict[str, float] = {}
         self._stopping = False
         self._auditor: asyncio.Task[None] | None = None
 
@@ -106,7 +107,7 @@ class SampleDispatcher:
         """Starts dispatching; samples that an earlier start of this gateway left are run too."""
         await self._replicas.start()
         await self._gateways.start()
-        await self._redis.sadd(keys.SAMPLE_GATEWAYS, self._gateway_id)
+        await self._journal.join(self._gateway_id)
         self._cancellations.start()
         self._auditor = keep_running(self._keep_auditing(), name="sample audit")
 
@@ -152,7 +153,9 @@ class SampleDispatcher:
 
     async def _run(self, request_id: str, from_gateway: str) -> None:
         payload = await self._journal.claim(request_id, from_gateway, self._gateway_id)
-        if payload is None:
+        if payload is Unclaimed.UNKNOWN:
+            await self._not_accepted(request_id, from_gateway)
+        if isinstance(payload, Unclaimed):
             return
         self._claimed.add(request_id)
         request = sampler_pb2.SampleRequest.FromString(payload)
@@ -165,6 +168,12 @@ class SampleDispatcher:
             result = operation_pb2.OperationResult(error=errors.to_pb(error))
         await failpoints.reach("gateway.before_publish_sample")
         await self._journal.publish(request_id, result)
+
+    async def _not_accepted(self, request_id: str, gateway_id: str) -> None:
+        """The list has a sample that nothing else is known of: its acceptance is under way, or broke off."""
+        now = asyncio.get_running_loop().time()
+        if now - self._unknown_since.setdefault(request_id, now) >= ACCEPTANCE_S:
+            await self._journal.give_up(request_id, gateway_id)
 
     async def _session(self, request_id: str) -> SamplingSessionRecord:
         session_id, _ = ids.parse_request_id(request_id)
@@ -258,6 +267,8 @@ class SampleDispatcher:
     async def _audit(self) -> None:
         """Starts what is on this gateway's list and not running, stops what is no longer on it, and takes
         over the lists of dead gateways."""
+        # Another gateway may have struck this one off while it was stopped.
+        await self._journal.join(self._gateway_id)
         claimed = set(self._claimed)
         listed = await self._journal.samples_of(self._gateway_id)
         for request_id in await self._journal.resolved(claimed - listed):
@@ -270,13 +281,17 @@ class SampleDispatcher:
         self._missing_since = {name: self._missing_since.get(name, now) for name in known - live}
         for name, since in self._missing_since.items():
             if now - since >= self._settings.dead_after:
-                await self._take_over(name)
+                listed |= await self._take_over(name)
+        unknown = self._unknown_since.items()
+        self._unknown_since = {name: since for name, since in unknown if name in listed}
 
-    async def _take_over(self, gateway_id: str) -> None:
+    async def _take_over(self, gateway_id: str) -> set[str]:
+        """Starts what a dead gateway left; returns that."""
         left = await self._journal.samples_of(gateway_id)
         if left:
             log.info("taking over %d samples of gateway %s", len(left), gateway_id)
         for request_id in left:
             self._start(request_id, gateway_id)
         if not left:
-            await self._redis.srem(keys.SAMPLE_GATEWAYS, gateway_id)
+            await self._journal.leave(gateway_id)
+        return left

@@ -77,7 +77,7 @@ class Edges:
     async def sample(self, request_id: str, gateway_id: str = "gateway-0") -> sampler_pb2.SampleRequest:
         """What a sampler would be asked."""
         raw = await self.samples.claim(request_id, gateway_id, gateway_id)
-        assert raw is not None
+        assert isinstance(raw, bytes)
         return sampler_pb2.SampleRequest.FromString(raw)
 
     async def answer_sample(self, request_id: str, result: operation_pb2.SampleResult) -> None:

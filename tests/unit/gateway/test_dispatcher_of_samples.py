@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -172,6 +173,43 @@ async def test_a_dead_gateways_samples_are_taken_over(
     async with serving(redis_client, ScriptedSampler("b"), "sampler-0"):
         assert [await other.tokens(name) for name in requests] == [b"b"] * 3
     assert await other.journal.samples_of("gateway-0") == set()
+
+
+async def test_a_sample_is_run_although_the_list_was_looked_through_before_it_was_accepted(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await gateway_on()
+    accept = gateway.journal._accept
+
+    async def late(*args: Any) -> Any:
+        await asyncio.sleep(0.4)
+        return await accept(*args)
+
+    monkeypatch.setattr(gateway.journal, "_accept", late)
+    request_id = ids.request_id(SESSION, 0)
+    payload = sampler_pb2.SampleRequest(request_id=request_id, num_samples=1).SerializeToString()
+    async with serving(redis_client, ScriptedSampler("a"), "sampler-0"):
+        await gateway.journal.accept(SESSION, 0, payload, gateway.name)
+        assert await gateway.tokens(request_id) == b"a"
+
+
+async def test_an_acceptance_that_broke_off_is_taken_off_the_list(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ACCEPTANCE_S", 0.3)
+    gateway = await gateway_on()
+    for name in ("gateway-0", "gateway-9"):
+        await redis_client.sadd(keys.gateway_samples(name), ids.request_id(SESSION, 0))
+        await gateway.journal.join(name)
+    await asyncio.sleep(0.2)
+    assert await gateway.journal.samples_of("gateway-0")
+    for _ in range(100):
+        if not await gateway.journal.samples_of("gateway-0") and await gateway.journal.gateways() == {
+            "gateway-0"
+        }:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("what was never accepted is still listed")
 
 
 async def test_a_failure_caused_by_the_request_is_the_result(

@@ -9,7 +9,7 @@ import redis.asyncio
 
 from services.common import errors, ids, keys
 from services.common.errors import Conflict, Internal, Overloaded
-from services.common.sample_journal import CLONE_SEQ_IDS, Resolution, SampleJournal
+from services.common.sample_journal import CLONE_SEQ_IDS, Resolution, SampleJournal, Unclaimed
 from services.gateway.futures import Futures
 from tinsmith.v1 import operation_pb2
 
@@ -37,7 +37,7 @@ async def test_a_sample_is_kept_with_its_gateway_until_it_is_resolved(any_redis:
     assert await journal.accept(SESSION, 10**18, b"request", "gateway-1") == request_id
     with pytest.raises(Conflict):
         await journal.accept(SESSION, 10**18, b"another", "gateway-0")
-    assert await journal.claim(request_id, "gateway-1", "gateway-1") is None
+    assert await journal.claim(request_id, "gateway-1", "gateway-1") is Unclaimed.SETTLED
     assert await journal.samples_of("gateway-1") == set()
     assert await journal.claim(request_id, "gateway-0", "gateway-0") == b"request"
     assert await journal.claim(request_id, "gateway-0", "gateway-2") == b"request"
@@ -50,6 +50,43 @@ async def test_a_sample_is_kept_with_its_gateway_until_it_is_resolved(any_redis:
     await accepted(journal, 1, 2, gateway="gateway-3")
     with pytest.raises(Overloaded):
         await accepted(journal, 3, gateway="gateway-3")
+
+
+async def test_a_sample_whose_acceptance_is_under_way_stays_on_its_list(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = SampleJournal(any_redis)
+    request_id = ids.request_id(SESSION, 7)
+    await any_redis.sadd(keys.gateway_samples("gateway-0"), request_id)
+    assert await journal.claim(request_id, "gateway-0", "gateway-0") is Unclaimed.UNKNOWN
+    assert await journal.claim(request_id, "gateway-0", "gateway-1") is Unclaimed.UNKNOWN
+    assert await journal.samples_of("gateway-0") == {request_id}
+    assert await journal.samples_of("gateway-1") == set()
+    assert await accepted(journal, 7) == [request_id]
+    assert await journal.claim(request_id, "gateway-0", "gateway-1") == b"request"
+
+
+async def test_what_was_never_accepted_can_be_given_up_and_nothing_else(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = SampleJournal(any_redis)
+    never = ids.request_id(SESSION, 8)
+    await any_redis.sadd(keys.gateway_samples("gateway-0"), never)
+    (request_id,) = await accepted(journal, 9)
+    for name in (never, request_id):
+        await journal.give_up(name, "gateway-0")
+    assert await journal.samples_of("gateway-0") == {request_id}
+
+
+async def test_a_repeated_sample_is_on_a_list_although_its_gateway_was_struck_off(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = SampleJournal(any_redis)
+    (request_id,) = await accepted(journal, 10)
+    await any_redis.delete(keys.gateway_samples("gateway-0"), keys.SAMPLE_GATEWAYS)
+    assert await journal.accept(SESSION, 10, b"request", "gateway-1") == request_id
+    assert await journal.samples_of("gateway-0") == {request_id}
+    assert await journal.gateways() == {"gateway-0"}
 
 
 async def test_completions_come_in_the_order_of_their_results_with_state_and_size(
@@ -126,7 +163,7 @@ async def test_a_cancelled_sample_fails_once_and_leaves_its_gateway(any_redis: r
     error = operation_pb2.OperationResult.FromString(view.result or b"").error
     assert (error.code, error.message) == ("cancelled", "given up")
     assert await journal.samples_of("gateway-0") == set()
-    assert await journal.claim(cancelled, "gateway-0", "gateway-0") is None
+    assert await journal.claim(cancelled, "gateway-0", "gateway-0") is Unclaimed.SETTLED
     found, _ = await journal.completions(SESSION, 0, 0)
     assert [(c.request_id, c.state) for c in found] == [(cancelled, "failed"), (finished, "finished")]
     told = []
