@@ -211,4 +211,6 @@ def _common(options: Options, model: Model) -> tuple[str, ...]:
     return (
         *("--model", f"{model.name}={model.source}", "--data-dir", str(options.data_dir)),
         *("--device", options.device, "--dtype", options.dtype),
+        # Given, so that a TINSMITH_PORT in the environment is not every process's.
+        *("--port", "0"),
     )

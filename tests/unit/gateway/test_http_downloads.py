@@ -9,8 +9,9 @@ import httpx
 import pyrage
 import pytest
 from edges import BOB, Edges, new_model
-from saved import CONTENT, export, failure, save, url
+from saved import CONTENT, export, failure, files, save, url
 
+from services.common.storage.base import Key
 from services.gateway.limits import Limits
 
 
@@ -72,6 +73,19 @@ async def test_a_signature_ends_with_its_time(edges: Edges, monkeypatch: pytest.
         monkeypatch.setattr("services.gateway.downloads.URL_S", -1)
         response = await anyone.get((await urls(client, path))["adapter.safetensors"])
         assert (response.status_code, response.json()["code"]) == (403, "url_expired")
+
+
+async def test_a_signature_for_a_deleted_export_does_not_name_the_next_one(edges: Edges) -> None:
+    async with edges.http() as client, httpx.AsyncClient() as anyone:
+        model = await new_model(edges, client)
+        path = await export(edges, client, model, 1, "e")
+        old = (await urls(client, path))["adapter.safetensors"]
+        assert (await client.delete(url(path))).status_code == 200
+        # As if the files could not be removed yet.
+        edges.files.storage.publish(Key(model, "external_weights/e", 1), files())
+        assert await export(edges, client, model, 2, "e") == path
+        assert (await anyone.get(old)).status_code == 404
+        assert (await anyone.get((await urls(client, path))["adapter.safetensors"])).status_code == 200
 
 
 async def test_recipients_of_an_export_are_checked_before_it_runs(edges: Edges) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import redis.asyncio
@@ -18,6 +18,7 @@ from services.gateway.checkpoint_store import CheckpointStore
 from services.gateway.dispatch_plan import DispatchSettings
 from services.gateway.dispatcher import Dispatcher
 from services.gateway.futures import Futures
+from services.gateway.leases import Lease
 from services.gateway.limits import Limits
 from services.gateway.outcomes import Outcomes
 from services.gateway.retention import Retention
@@ -170,6 +171,27 @@ async def test_a_session_that_came_back_is_parked_again_when_it_falls_silent_aga
     assert stage.trainer.parked == [model_id]
     await stage.sweep(later=200)
     assert stage.trainer.parked == [model_id, model_id]
+
+
+async def test_a_model_that_gets_work_while_it_is_looked_at_is_not_parked(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_id = await stage.model(await stage.session())
+    lead_idle = stage.dispatcher.lead_idle
+
+    async def lead_late(led: str, work: Callable[[Lease], Awaitable[bool]]) -> bool:
+        # Accepted by another gateway, after the sweep saw that nothing waits.
+        adam = types_pb2.AdamParams(learning_rate=0.1)
+        step = operation_pb2.OptimStep(adam=adam)
+        operation = operation_pb2.Operation(model_id=model_id, seq_id=2, optim_step=step)
+        await stage.journal.accept(operation, "ann")
+        return await lead_idle(led, work)
+
+    monkeypatch.setattr(stage.dispatcher, "lead_idle", lead_late)
+    await stage.sweep(later=200)
+    assert stage.trainer.parked == []
+    stage.dispatcher.wake(model_id)
+    assert (await stage.result(model_id, 2)).HasField("optim_step")
 
 
 async def test_a_session_with_work_is_not_parked_until_it_is_done(stage: Stage) -> None:
