@@ -22,6 +22,7 @@ from services.common import roles
 from services.common.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.loss_schema import check_datum, check_loss
 from services.trainer.base_model import BaseModel
+from services.trainer.buffers import FlatBuffers
 from services.trainer.collate import collate, idle_batch, row_output, row_results
 from services.trainer.exchange import any_rank, gather_bytes
 from services.trainer.full_model import FullModel, FullModelConfig
@@ -96,6 +97,7 @@ class Engine:
         self._device = self._base.device
         self._full = FullModelConfig(model_path, self._device, element, zero_stage, offload_optimizer)
         self._tenants: dict[str, LoraTenant | FullModel] = {}
+        self._buffers = FlatBuffers(self._device)
         self.vocab_size = self._base.vocab_size
         self.context_length = self._base.context_length
         self.arch = self._base.arch
@@ -117,7 +119,7 @@ class Engine:
         targets = select_targets(self._base.linears, lora)
         hidden_size = self._base.linears[HEAD].in_features
         adapter = Adapter(lora, targets, model_id, self._device, hidden_size)
-        self._tenants[model_id] = LoraTenant(adapter)
+        self._tenants[model_id] = LoraTenant(adapter, self._buffers)
 
     def drop_model(self, model_id: str) -> None:
         """Frees a model's memory. Nothing happens if there is no such model."""

@@ -1,11 +1,12 @@
 """Log-probabilities of target tokens, computed without ever holding all the logits.
 
-Invariant: at most one chunk of float32 logits ([positions, vocabulary], `CHUNK_ELEMENTS` elements) exists
-at a time, in the forward and in the backward pass; the log-softmax itself is always float32.
+Invariant: the logits ([positions, vocabulary]) of at most one chunk, of `CHUNK_ELEMENTS` elements, exist at a
+time, in the forward and in the backward pass; the log-softmax itself is always float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.lora import LoraRouter
+from services.trainer.lora import LoraRouter, Part, add_adapters
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits in one chunk: 256 MiB of float32."""
@@ -80,27 +81,25 @@ class LogprobHead(nn.Module):
         recompute = torch.is_grad_enabled() and hidden.shape[0] > self.chunk_positions
         if not hidden.shape[0]:
             # Only critics' rows. Under ZeRO-3 the call as such matters: the other ranks gather the weight.
-            return self._chunk(hidden, targets, None)
-        parts = []
-        for start, stop, adapter in self._router.position_segments(hidden.shape[0]):
-            for low in range(start, stop, self.chunk_positions):
-                chunk = slice(low, min(low + self.chunk_positions, stop))
-                if recompute:
-                    part = checkpoint(
-                        self._chunk,
-                        hidden[chunk],
-                        targets[chunk],
-                        adapter,
-                        use_reentrant=False,
-                        preserve_rng_state=False,
-                    )
-                else:
-                    part = self._chunk(hidden[chunk], targets[chunk], adapter)
-                parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return self._chunk(hidden, targets, [])
+        outputs = []
+        for low in range(0, hidden.shape[0], self.chunk_positions):
+            chunk = slice(low, min(low + self.chunk_positions, hidden.shape[0]))
+            parts = self._router.head_parts(chunk.start, chunk.stop)
+            if recompute:
+                output = checkpoint(
+                    self._chunk,
+                    hidden[chunk],
+                    targets[chunk],
+                    parts,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                output = self._chunk(hidden[chunk], targets[chunk], parts)
+            outputs.append(output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, adapter: Any) -> Tensor:
-        logits = F.linear(hidden, self.weight, self.bias)
-        if adapter is not None:
-            logits = adapter.add_to(logits, hidden)
+    def _chunk(self, hidden: Tensor, targets: Tensor, parts: Sequence[Part]) -> Tensor:
+        logits = add_adapters(parts, hidden, F.linear(hidden, self.weight, self.bias))
         return selective_log_softmax(logits, targets)

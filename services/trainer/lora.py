@@ -90,6 +90,10 @@ class LoraPair:
         return torch.addmm(flat, low, self.b.to(x.dtype).T, alpha=self.scale).view_as(output)
 
 
+Part = tuple[int, LoraPair | None]
+"""So many consecutive rows or positions, and the adapter of one linear that they use."""
+
+
 @dataclass(frozen=True)
 class Leaves:
     """What one operation differentiates: matrices by module and, of a critic, the value head [1, hidden]."""
@@ -202,18 +206,20 @@ class LoraRouter:
 
         linear.register_forward_hook(add_adapters)
 
-    def position_segments(self, positions: int) -> list[tuple[int, int, LoraPair | None]]:
-        """(start, stop, head adapter) over target positions; one whole segment when nothing is routed."""
+    def head_parts(self, start: int, stop: int) -> list[Part]:
+        """Target positions `start` .. `stop` - 1, by head adapter; one part when nothing is routed."""
         if not self._segments:
-            return [(0, positions, None)]
-        result, start = [], 0
+            return [(stop - start, None)]
+        parts, low = [], 0
         for segment in self._segments:
             if segment.value_head is None:
-                result.append((start, start + segment.positions, segment.pairs.get(HEAD)))
-                start += segment.positions
-        if start != positions:
-            raise RuntimeError(f"segments cover {start} positions of {positions}")
-        return result
+                high = low + segment.positions
+                if (within := min(high, stop) - max(low, start)) > 0:
+                    parts.append((within, segment.pairs.get(HEAD)))
+                low = high
+        if low < stop:
+            raise RuntimeError(f"segments cover {low} positions of {stop}")
+        return parts
 
     def values(self, hidden: Tensor) -> Tensor:
         """Value of each position, by the value head of its segment.
@@ -235,12 +241,21 @@ class LoraRouter:
         return torch.cat(values) if values else hidden.float().sum(-1)
 
     def _add(self, name: str, x: Tensor, output: Tensor) -> Tensor:
-        if not any(name in segment.pairs for segment in self._segments):
-            return output
-        if len(self._segments) == 1:
-            return self._segments[0].pairs[name].add_to(output, x)
-        # Split once: the backward pass of a slice would fill a tensor of the whole batch per segment.
-        rows = [segment.rows for segment in self._segments]
-        pairs = [segment.pairs.get(name) for segment in self._segments]
-        parts = zip(pairs, output.split(rows), x.split(rows), strict=True)
-        return torch.cat([out if pair is None else pair.add_to(out, inner) for pair, out, inner in parts])
+        parts = [(segment.rows, segment.pairs.get(name)) for segment in self._segments]
+        return add_adapters(parts, x, output)
+
+
+def add_adapters(parts: Sequence[Part], x: Tensor, output: Tensor) -> Tensor:
+    """What a linear of the base made of `x`, with each part's adapter added.
+
+    The parts tile the first axis of both.
+    """
+    if all(pair is None for _, pair in parts):
+        return output
+    if len(parts) == 1:
+        ((_, pair),) = parts
+        return output if pair is None else pair.add_to(output, x)
+    # Split once: the backward pass of a slice would fill a tensor of the whole batch per part.
+    sizes = [size for size, _ in parts]
+    split = zip((pair for _, pair in parts), output.split(sizes), x.split(sizes), strict=True)
+    return torch.cat([out if pair is None else pair.add_to(out, inner) for pair, out, inner in split])

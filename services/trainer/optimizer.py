@@ -11,14 +11,23 @@ import math
 import torch
 from torch import Tensor
 
+from services.trainer.buffers import FlatBuffers
 from services.trainer.plan import AdamSpec
+
+_BLOCK = 2**15
+"""Elements whose float64 copy stays in a core's cache."""
 
 
 class AdapterOptimizer:
-    """torch.optim.AdamW (decoupled weight decay) of one flat float32 tensor."""
+    """torch.optim.AdamW (decoupled weight decay) of one flat float32 tensor.
 
-    def __init__(self, flat: Tensor) -> None:
+    Args:
+        buffers: where a step gets its scratch from.
+    """
+
+    def __init__(self, flat: Tensor, buffers: FlatBuffers) -> None:
         self._flat = flat
+        self._buffers = buffers
         # One sweep over the tensors: the step of a small model costs as much as its memory traffic.
         self._adam = torch.optim.AdamW([flat], fused=True)
 
@@ -48,11 +57,12 @@ class AdapterOptimizer:
             eps=adam.eps,
             weight_decay=adam.weight_decay,
         )
-        before = self._flat.clone()
+        before = self._buffers.take(self._flat.numel()).copy_(self._flat)
         self._flat.grad = gradient
         self._adam.step()
         self._flat.grad = None
         change = _norm(before.sub_(self._flat))
+        self._buffers.give(before)
         return {"grad_norm": norm, "learning_rate": adam.learning_rate, "update_norm": change}
 
     def export(self) -> tuple[int, dict[str, Tensor]]:
@@ -74,5 +84,10 @@ class AdapterOptimizer:
 
 
 def _norm(values: Tensor) -> float:
-    """L2 norm, summed up in float64. On CPUs torch.linalg.vector_norm takes ten times as long for that."""
-    return math.sqrt(float(values.double().square_().sum()))
+    """L2 norm of a flat tensor, summed up in float64.
+
+    On CPUs block by block: torch.linalg.vector_norm takes ten times as long for that, and a float64 copy of
+    the whole would have to be fetched from fresh memory.
+    """
+    blocks = values.split(_BLOCK if values.device.type == "cpu" else values.numel())
+    return math.sqrt(float(torch.stack([block.double().square_().sum() for block in blocks]).sum()))

@@ -15,6 +15,7 @@ from torch import Tensor
 from services.common import failpoints
 from services.common.errors import InvalidRequest
 from services.common.roles import Role
+from services.trainer.buffers import FlatBuffers
 from services.trainer.collate import host_array, host_values
 from services.trainer.lora import Adapter, Leaves
 from services.trainer.optimizer import AdapterOptimizer
@@ -75,15 +76,19 @@ class LoraTenant:
     any of its micro-batches leaves nothing behind; the total is always added up in seq_id order. All but
     the gradient's values is equal on every rank.
 
+    Args:
+        buffers: of the device of the masters; gradients are taken from it and given back.
+
     Attributes:
         adapter: the masters.
         batches: physical batches dealt to ranks since the last step, of passes the model had for itself.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, buffers: FlatBuffers) -> None:
         self.adapter = adapter
         self.batches = 0
-        self._optimizer = AdapterOptimizer(adapter.flat)
+        self._optimizer = AdapterOptimizer(adapter.flat, buffers)
+        self._buffers = buffers
         self._total: Tensor | None = None
         self._closed = False
         self._open: dict[int, Tensor | None] = {}
@@ -106,7 +111,7 @@ class LoraTenant:
             return self.adapter.leaves()
         gradient = self._open[seq_id]
         if gradient is None:
-            gradient = self._open[seq_id] = torch.zeros_like(self.adapter.flat)
+            gradient = self._open[seq_id] = self._zeros()
         return self.adapter.leaves(gradient)
 
     def failure(self, seq_id: int) -> Failure | None:
@@ -121,10 +126,17 @@ class LoraTenant:
         for done in sorted(number for number in self._open if number < seq_id):
             gradient = self._open.pop(done)
             self._closed = True
-            if gradient is not None:
-                self._total = gradient if self._total is None else self._total.add_(gradient)
+            if gradient is None:
+                continue
+            if self._total is None:
+                self._total = gradient
+            else:
+                self._total.add_(gradient)
+                self._buffers.give(gradient)
 
     def clear_gradient(self) -> None:
+        if self._total is not None:
+            self._buffers.give(self._total)
         self._total, self._closed, self.batches = None, False, 0
         self._open.clear()
         self._failures.clear()
@@ -134,7 +146,10 @@ class LoraTenant:
         if dist.get_world_size() > 1:
             dist.all_reduce(gradient)
         failpoints.hit("trainer.mid_step")
-        return self._optimizer.step(gradient, adam)
+        try:
+            return self._optimizer.step(gradient, adam)
+        finally:
+            self._buffers.give(gradient)
 
     def state(self, optimizer: bool) -> ModelState:
         """See `Tenant.state`; any rank may call it alone."""
@@ -165,9 +180,12 @@ class LoraTenant:
         """This rank's total, flat; zeros when the rank had no rows. Clears the gradient."""
         if self._open:
             self.close_before(max(self._open) + 1)
-        total = self._total if self._total is not None else torch.zeros_like(self.adapter.flat)
+        total, self._total = self._total, None
         self.clear_gradient()
-        return total
+        return self._zeros() if total is None else total
+
+    def _zeros(self) -> Tensor:
+        return self._buffers.take(self.adapter.flat.numel()).zero_()
 
 
 def _named(adapter: Adapter, flat: Tensor) -> dict[str, HostArray]:

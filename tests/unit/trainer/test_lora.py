@@ -162,7 +162,7 @@ def test_values_come_from_each_critics_own_head_between_other_segments() -> None
     hidden = torch.randn(5, 8)
     with router.route([Segment(1, 2, {}, heads[0]), Segment(1, 4, {}), Segment(1, 3, {}, heads[1])]):
         values = router.values(hidden)
-        assert router.position_segments(4) == [(0, 4, None)]
+        assert router.head_parts(1, 4) == [(3, None)]
         values[:2].sum().backward()
     expected = [
         hidden[rows] @ critic.views(critic.flat)["value_head.weight"][0]

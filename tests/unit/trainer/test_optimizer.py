@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from services.trainer.buffers import FlatBuffers
 from services.trainer.optimizer import AdapterOptimizer
 from services.trainer.plan import AdamSpec
 
@@ -43,7 +44,7 @@ def gradients() -> list[torch.Tensor]:
 
 def test_steps_equal_adamw_written_out(flat: torch.Tensor, gradients: list[torch.Tensor]) -> None:
     expected = by_hand(flat.clone(), gradients, STEPS)
-    optimizer = AdapterOptimizer(flat)
+    optimizer = AdapterOptimizer(flat, FlatBuffers("cpu"))
     for gradient, adam in zip(gradients, STEPS, strict=True):
         optimizer.step(gradient.clone(), adam)
     torch.testing.assert_close(flat.double(), expected, rtol=1e-5, atol=1e-6)
@@ -51,15 +52,26 @@ def test_steps_equal_adamw_written_out(flat: torch.Tensor, gradients: list[torch
 
 def test_metrics_are_the_norm_before_clipping_and_the_norm_of_the_change(flat: torch.Tensor) -> None:
     before = flat.clone()
-    metrics = AdapterOptimizer(flat).step(torch.full((1000,), 2.0), AdamSpec(1e-3, grad_clip_norm=0.1))
+    metrics = AdapterOptimizer(flat, FlatBuffers("cpu")).step(
+        torch.full((1000,), 2.0), AdamSpec(1e-3, grad_clip_norm=0.1)
+    )
     assert metrics["grad_norm"] == pytest.approx(2.0 * 1000**0.5)
     assert metrics["update_norm"] == pytest.approx(float((flat - before).norm()), rel=1e-5)
     assert metrics["learning_rate"] == 1e-3
 
 
+def test_norms_of_large_tensors_are_exact() -> None:
+    flat = torch.randn(100_003, generator=torch.Generator().manual_seed(2))
+    gradient, before = flat * 3, flat.clone()
+    expected = float(gradient.double().norm())
+    metrics = AdapterOptimizer(flat, FlatBuffers("cpu")).step(gradient, AdamSpec(1e-3))
+    assert metrics["grad_norm"] == pytest.approx(expected, rel=1e-12)
+    assert metrics["update_norm"] == pytest.approx(float((before - flat).double().norm()), rel=1e-12)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(flat: torch.Tensor, value: float) -> None:
-    optimizer = AdapterOptimizer(flat)
+    optimizer = AdapterOptimizer(flat, FlatBuffers("cpu"))
     optimizer.step(torch.ones(1000), STEPS[0])
     before = flat.clone()
     gradient = torch.ones(1000)
@@ -71,12 +83,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(flat: torch.Tensor, value
 
 
 def test_exported_state_goes_on_bit_for_bit(flat: torch.Tensor, gradients: list[torch.Tensor]) -> None:
-    optimizer = AdapterOptimizer(flat)
+    optimizer = AdapterOptimizer(flat, FlatBuffers("cpu"))
     for gradient, adam in zip(gradients[:2], STEPS[:2], strict=True):
         optimizer.step(gradient.clone(), adam)
     steps, moments = optimizer.export()
     copy = flat.clone()
-    resumed = AdapterOptimizer(copy)
+    resumed = AdapterOptimizer(copy, FlatBuffers("cpu"))
     resumed.restore(steps, {name: tensor.clone() for name, tensor in moments.items()})
     for gradient, adam in zip(gradients[2:], STEPS[2:], strict=True):
         optimizer.step(gradient.clone(), adam)
@@ -85,4 +97,4 @@ def test_exported_state_goes_on_bit_for_bit(flat: torch.Tensor, gradients: list[
 
 
 def test_there_are_no_moments_before_the_first_step(flat: torch.Tensor) -> None:
-    assert AdapterOptimizer(flat).export() == (0, {})
+    assert AdapterOptimizer(flat, FlatBuffers("cpu")).export() == (0, {})
