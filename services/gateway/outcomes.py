@@ -70,7 +70,7 @@ class Outcomes:
             await self._put_checkpoint(model, operation.seq_id, external, result.save_external.size_bytes)
         elif operation.save_for_sampler.checkpoint_id:
             sampler = operation.save_for_sampler
-            await self._put_checkpoint(model, operation.seq_id, sampler, result.save_for_sampler.wire_bytes)
+            await self._put_checkpoint(model, operation.seq_id, sampler, result.save_for_sampler.size_bytes)
         else:
             await self._bind(model, operation.seq_id, operation.save_for_sampler)
 

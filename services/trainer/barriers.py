@@ -155,7 +155,9 @@ class Barriers:
             published = await self._publisher.publish(model.model_id, seq_id, state.lora, weights)
         finally:
             model.publishing = False
-        return convert.published(model.model_id, seq_id, work, published.wire_bytes, published.receivers)
+        return convert.published(
+            model.model_id, seq_id, work, published.size_bytes, published.wire_bytes, published.receivers
+        )
 
     async def _export(self, model: Model, seq_id: int, work: Export, release: Release) -> OperationResult:
         _, state = await self._world.state(model.model_id, optimizer=False)

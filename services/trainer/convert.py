@@ -249,7 +249,7 @@ def loaded(work: Load) -> operation_pb2.OperationResult:
 
 
 def published(
-    model_id: str, seq_id: int, work: Publish, wire_bytes: int, receivers: int
+    model_id: str, seq_id: int, work: Publish, size_bytes: int, wire_bytes: int, receivers: int
 ) -> operation_pb2.OperationResult:
     path = ids.tinker_path(model_id, work.checkpoint_id) if work.checkpoint_id else ""
     return operation_pb2.OperationResult(
@@ -257,6 +257,7 @@ def published(
             path=path,
             sampling_session_id=work.sampling_session_id,
             version=seq_id,
+            size_bytes=size_bytes,
             wire_bytes=wire_bytes,
             receivers=receivers,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.paths import DataDir
-from services.common.storage.directory import delete_directory, publish_directory
+from services.common.storage.directory import delete_directory, directory_bytes, publish_directory
 from services.trainer.broadcast import Broadcaster
 from services.trainer.export_format import Base, read_adapter, weight_files
 from services.trainer.plan import HostArray, LoraSpec
@@ -24,8 +24,14 @@ from services.trainer.plan import HostArray, LoraSpec
 
 @dataclass(frozen=True)
 class Published:
-    """What became of a publish. `receivers`: sampler workers that have it from the wire."""
+    """What became of a publish.
 
+    Attributes:
+        size_bytes: of the stored files.
+        receivers: sampler workers that have it from the wire.
+    """
+
+    size_bytes: int
     wire_bytes: int
     receivers: int
 
@@ -55,23 +61,25 @@ class Publisher:
         target = self._data.snapshot(model_id, version)
         if await asyncio.to_thread(target.is_dir):
             # Executed again after a restart: the first one stands, somebody may sample from it.
+            size = await asyncio.to_thread(directory_bytes, target)
             if lora is None:
                 # Not worth its memory: samplers read it from the store.
-                return Published(wire_bytes=0, receivers=0)
+                return Published(size, wire_bytes=0, receivers=0)
             tensors = await asyncio.to_thread(read_adapter, target)
-            return Published(*await self._broadcaster.send(model_id, version, lora, tensors))
+            return Published(size, *await self._broadcaster.send(model_id, version, lora, tensors))
         sent = asyncio.ensure_future(self._broadcaster.send(model_id, version, lora, tensors))
         try:
-            await asyncio.to_thread(self._store, target, lora, tensors)
+            size = await asyncio.to_thread(self._store, target, lora, tensors)
         except BaseException:
             await asyncio.gather(sent, return_exceptions=True)
             raise
-        return Published(*await sent)
+        return Published(size, *await sent)
 
-    def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> None:
+    def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> int:
         # Another trainer that had to run the same save may have stored it meanwhile: the first one stands.
         with suppress(FileExistsError):
-            publish_directory(target, weight_files(self._base, lora, tensors), replace=False)
+            return publish_directory(target, weight_files(self._base, lora, tensors), replace=False)
+        return directory_bytes(target)
 
 
 def delete_snapshots(data: DataDir, model_id: str, kept: Collection[int]) -> None:

@@ -282,6 +282,7 @@ def test_a_snapshot_is_stored_in_peft_format_without_any_sampler(world: TrainerW
     result = model.run(save_for_sampler=operation_pb2.SaveForSampler(checkpoint_id="sampler_weights/v"))
     assert (result.save_for_sampler.version, result.save_for_sampler.receivers) == (3, 0)
     directory = world.data_dir / "snapshots" / model.model_id / "3"
+    assert result.save_for_sampler.size_bytes == sum(path.stat().st_size for path in directory.iterdir())
     config = json.loads((directory / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 32, "LORA")
     tensors = load_file(directory / "adapter_model.safetensors")

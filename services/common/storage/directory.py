@@ -59,6 +59,11 @@ def publish_directory(target: Path, files: Mapping[str, Writer], replace: bool) 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def directory_bytes(target: Path) -> int:
+    """Bytes of the files of a published directory. Blocking."""
+    return sum(path.stat().st_size for path in target.iterdir())
+
+
 def delete_directory(target: Path) -> None:
     """Deletes a directory, unless it is gone. Blocking.
 

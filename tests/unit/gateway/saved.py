@@ -60,7 +60,7 @@ async def save_sampler(edges: Edges, client: httpx.AsyncClient, model: str, seq_
     assert (await client.post("save_weights_for_sampler", json=body)).status_code == 200
     directory = edges.data.snapshot(model, seq_id)
     publish_directory(directory, files(), replace=False)
-    result = operation_pb2.SaveForSamplerResult(path="x", version=seq_id, wire_bytes=10)
+    result = operation_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=10)
     await edges.answer(model, seq_id, save_for_sampler=result)
     return directory
 

@@ -181,7 +181,7 @@ async def test_a_sampling_session_that_exists_is_not_opened_on_other_weights(edg
         named = {"model_id": model, "seq_id": 1, "path": "a", "kind": "snapshot"}
         await client.post("save_weights_for_sampler", json=named)
         path = f"tinker://{model}/sampler_weights/a"
-        saved = operation_pb2.SaveForSamplerResult(path=path, version=1, wire_bytes=10)
+        saved = operation_pb2.SaveForSamplerResult(path=path, version=1, size_bytes=10)
         await edges.answer(model, 1, save_for_sampler=saved)
         opening = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
         first = await client.post("create_sampling_session", json=opening)

@@ -54,17 +54,22 @@ def weights(directory: Path, factor: float) -> dict[str, HostArray]:
     }
 
 
+def stored_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
 async def test_an_adapter_is_stored_once_in_peft_format_and_sent_as_stored(
     tmp_path: Path, publisher: Publisher, wire: Wire, model_state: ModelState
 ) -> None:
     lora, adapter = model_state.lora, model_state.adapter
-    await publisher.publish(MODEL, 7, lora, adapter)
+    published = await publisher.publish(MODEL, 7, lora, adapter)
     target = DataDir(tmp_path).snapshot(MODEL, 7)
+    assert published.size_bytes == stored_bytes(target) > 0
     config = json.loads((target / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 32, ["lm_head"])
     assert read_adapter(target) == adapter
     other = {name: HostArray("float32", a.shape, bytes(len(a.data))) for name, a in adapter.items()}
-    await publisher.publish(MODEL, 7, lora, other)
+    assert await publisher.publish(MODEL, 7, lora, other) == published
     assert read_adapter(target) == adapter
     assert wire.sent == [(MODEL, 7, lora, adapter)] * 2
 
@@ -92,7 +97,8 @@ async def test_a_full_model_is_stored_as_one_that_transformers_loads_and_sent_as
 ) -> None:
     tensors = weights(tmp_path / "base", 2.0)
     published = await publisher.publish(MODEL, 7, None, tensors)
-    assert published == Published(sum(len(array.data) for array in tensors.values()), 1)
+    size = stored_bytes(DataDir(tmp_path).snapshot(MODEL, 7))
+    assert published == Published(size, sum(len(array.data) for array in tensors.values()), 1)
     assert wire.sent == [(MODEL, 7, None, tensors)]
     loaded = AutoModelForCausalLM.from_pretrained(DataDir(tmp_path).snapshot(MODEL, 7)).state_dict()
     for name, array in tensors.items():
@@ -105,6 +111,7 @@ async def test_a_full_model_that_is_stored_stays_as_it_is_and_is_not_sent_again(
 ) -> None:
     await publisher.publish(MODEL, 7, None, weights(tmp_path / "base", 2.0))
     stored = (DataDir(tmp_path).snapshot(MODEL, 7) / "model.safetensors").read_bytes()
-    assert await publisher.publish(MODEL, 7, None, weights(tmp_path / "base", 3.0)) == Published(0, 0)
+    size = stored_bytes(DataDir(tmp_path).snapshot(MODEL, 7))
+    assert await publisher.publish(MODEL, 7, None, weights(tmp_path / "base", 3.0)) == Published(size, 0, 0)
     assert (DataDir(tmp_path).snapshot(MODEL, 7) / "model.safetensors").read_bytes() == stored
     assert len(wire.sent) == 1
