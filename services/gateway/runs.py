@@ -62,11 +62,12 @@ class Runs:
         record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
         if record is None:
             raise NotFound(f"training run {model_id[:100]!r} does not exist")
-        run = await self._run(owner, record)
-        published = run.last_checkpoint or run.last_sampler_checkpoint
-        if record.owner != owner and not (accessible and published):
+        if record.owner != owner and not (accessible and await self._published(model_id)):
             raise PermissionDenied(f"training run {model_id} belongs to another API key")
-        return run
+        return await self._run(owner, record)
+
+    async def _published(self, model_id: str) -> bool:
+        return any(checkpoint.public for checkpoint in await self._checkpoints.of_model(model_id))
 
     async def page(self, owner: str, offset: int, limit: int, project_id: str | None = None) -> RunPage:
         """Some of the caller's runs, newest first; with a project, only of its sessions.

@@ -15,6 +15,7 @@ from services.common.storage.base import Key
 from services.common.storage.directory import publish_directory
 from tinsmith.v1 import operation_pb2
 
+SNAPSHOT_BYTES = 10
 CONTENT = bytes(range(256)) * 10_000
 
 
@@ -60,7 +61,7 @@ async def save_sampler(edges: Edges, client: httpx.AsyncClient, model: str, seq_
     assert (await client.post("save_weights_for_sampler", json=body)).status_code == 200
     directory = edges.data.snapshot(model, seq_id)
     publish_directory(directory, files(), replace=False)
-    result = operation_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=10)
+    result = operation_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=SNAPSHOT_BYTES)
     await edges.answer(model, seq_id, save_for_sampler=result)
     return directory
 

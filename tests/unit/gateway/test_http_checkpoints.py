@@ -6,7 +6,7 @@ import time
 
 import pytest
 from edges import BOB, Edges, new_model, new_session
-from saved import CONTENT, expire, names, save, save_sampler, url
+from saved import CONTENT, SNAPSHOT_BYTES, expire, export, names, save, save_sampler, url
 
 from services.common import ids, keys
 from services.gateway.limits import Limits
@@ -151,6 +151,17 @@ async def test_only_the_owner_changes_a_checkpoint(edges: Edges) -> None:
         assert missing.status_code == 404
 
 
+async def test_a_run_is_accessible_by_any_published_checkpoint_of_it(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        model = await new_model(edges, client)
+        path = await export(edges, client, model, 1, "e")
+        run = f"training_runs/{model}?access_scope=accessible"
+        assert (await other.get(run)).status_code == 403
+        assert (await client.post(f"{url(path)}/publish")).status_code == 200
+        assert (await other.get(run)).json()["training_run_id"] == model
+        assert (await other.get(f"training_runs/{model}")).status_code == 403
+
+
 async def test_a_published_checkpoint_can_be_read_loaded_and_sampled_by_others(edges: Edges) -> None:
     async with edges.http() as client, edges.http(BOB) as other:
         model = await new_model(edges, client)
@@ -176,7 +187,10 @@ async def test_a_published_checkpoint_can_be_read_loaded_and_sampled_by_others(e
         for path in (weights, sampler):
             assert (await client.post(f"{url(path)}/publish")).status_code == 200
         assert await statuses() == [200] * 5
-        assert len((await other.get(listed)).json()["checkpoints"]) == 2
+        sizes = {
+            one["checkpoint_id"]: one["size_bytes"] for one in (await other.get(listed)).json()["checkpoints"]
+        }
+        assert sizes == {"weights/a": len(CONTENT), "sampler_weights/s": SNAPSHOT_BYTES}
         assert (await other.get("checkpoints")).json()["checkpoints"] == []
         for path in (weights, sampler):
             assert (await client.delete(f"{url(path)}/publish")).status_code == 200
