@@ -13,7 +13,7 @@ import redis.asyncio
 from scripted_services import BASE, ScriptedSampler, serving
 
 from services.common import ids, keys, registry
-from services.common.errors import SnapshotNotFound
+from services.common.errors import SnapshotNotFound, Unavailable
 from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import sample_dispatcher as module
 from services.gateway.admission import Admission
@@ -224,6 +224,24 @@ async def test_a_failure_caused_by_the_request_is_the_result(
         sampler.answer = _not_found
         error = (await gateway.result(await gateway.sample(1))).error
         assert error.code == "snapshot_not_found"
+
+
+async def test_a_sample_that_five_replicas_in_turn_did_not_survive_is_given_up(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    samplers = [ScriptedSampler(str(number)) for number in range(6)]
+    async with AsyncExitStack() as running:
+        for number, sampler in enumerate(samplers):
+            sampler.answer = _end
+            await running.enter_async_context(serving(redis_client, sampler, f"sampler-{number}"))
+        gateway = await gateway_on()
+        error = (await gateway.result(await gateway.sample(0))).error
+    assert error.category == types_pb2.ERROR_CATEGORY_SERVER
+    assert "5 samplers stopped" in error.message
+
+
+def _end(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+    raise Unavailable("this sampler is going")
 
 
 def _refuse(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:

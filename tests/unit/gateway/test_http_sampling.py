@@ -174,6 +174,18 @@ async def test_a_lost_sample_is_410_so_that_the_client_samples_anew(edges: Edges
             assert response.status_code == 410
 
 
+async def test_a_save_does_not_take_a_sampling_session_that_exists(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        opened = {"session_id": model.split(":")[0], "sampling_session_seq_id": 3, "base_model": BASE}
+        assert (await client.post("create_sampling_session", json=opened)).status_code == 200
+        body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 3}
+        assert (await client.post("save_weights_for_sampler", json=body)).status_code == 200
+        answer = (await client.post("retrieve_future", json={"request_id": f"{model}:1"})).json()
+    assert answer["category"] == "user"
+    assert "use the next sampling_session_seq_id" in answer["error"]
+
+
 async def test_a_sampling_session_that_exists_is_not_opened_on_other_weights(edges: Edges) -> None:
     async with edges.http() as client:
         model = await new_model(edges, client)

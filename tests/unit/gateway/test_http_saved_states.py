@@ -8,6 +8,7 @@ import tinker
 from edges import BASE, BOB, LORA, Edges, new_model, new_session
 
 from services.common import ids
+from services.common.errors import Unavailable
 from tinsmith.v1 import operation_pb2
 
 
@@ -38,6 +39,22 @@ async def test_a_name_that_is_taken_is_refused_unless_it_may_be_overwritten(edge
         await client.post("save_weights", json={"model_id": model, "seq_id": 2, "path": "a"})
         assert path in (await saved.failure(client, model, 2))["error"]
         await saved.save(edges, client, model, 3, "a", overwrite=True)
+
+
+async def test_a_fault_of_the_service_uses_up_no_seq_id(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*arguments: object) -> None:
+        raise Unavailable("the checkpoint store cannot be reached")
+
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        with monkeypatch.context() as patched:
+            patched.setattr(edges.app.checkpoints, "refuse_taken", fail)
+            body = {"model_id": model, "seq_id": 1, "path": "a"}
+            assert (await client.post("save_weights", json=body)).status_code == 503
+        assert await edges.operation(model, 1) is None
+        await saved.save(edges, client, model, 1, "a")
 
 
 async def test_a_model_can_be_created_from_a_saved_state(edges: Edges) -> None:

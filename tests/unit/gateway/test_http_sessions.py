@@ -92,6 +92,24 @@ async def test_bodies_beyond_the_budget_are_429_and_the_budget_comes_back(
             assert (await client.post("telemetry", content=b"x" * 900)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tags": ["a"] * 65}, "at most 64"),
+        ({"tags": ["a" * 257]}, "tag has 257"),
+        ({"display_name": "a" * 257}, "display_name"),
+        ({"user_metadata": {"a": "b" * 70_000}}, "user_metadata"),
+    ],
+)
+async def test_a_session_with_more_labels_than_are_kept_is_refused(
+    edges: Edges, change: dict, says: str
+) -> None:
+    async with edges.http() as client:
+        response = await client.post("create_session", json={"tags": [], **change})
+    assert response.status_code == 400
+    assert says in response.json()["detail"]
+
+
 async def test_one_idempotency_key_makes_one_session(edges: Edges) -> None:
     headers = {"x-idempotency-key": "again"}
     async with edges.http() as client, edges.http(BOB) as other:

@@ -1,6 +1,7 @@
 """HTTP: models, training requests and their futures."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import tinker
 import torch
 import zstandard
 from edges import ALICE, BASE, BOB, LORA, Edges, new_model, new_session
+from redis.exceptions import ConnectionError as RedisConnectionError
 
+from services.common.errors import Unavailable
 from services.gateway.http import decode
 from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
 
@@ -53,8 +56,9 @@ async def test_a_model_is_created_once_however_often_it_is_asked_for(edges: Edge
         first = await client.post("create_model", json=body)
         again = await client.post("create_model", json=body)
         other = await client.post("create_model", json={**body, "lora_config": {"rank": 8}})
+        named = await client.post("create_model", json={**body, "user_metadata": {"run": "two"}})
     assert first.json() == again.json() == {"request_id": f"{session}:train:3:0"}
-    assert other.status_code == 409
+    assert other.status_code == named.status_code == 409
     operation = await edges.operation(f"{session}:train:3", 0)
     assert operation is not None
     expected = types_pb2.LoraConfig(rank=4, seed=7, train_attn=True, train_unembed=True)
@@ -248,6 +252,25 @@ async def test_a_poll_returns_as_soon_as_the_result_is_there_and_again_later(edg
         first = await asyncio.wait_for(waiting, 5)
         again = await client.post("retrieve_future", json=poll)
     assert first.json() == again.json() == {"metrics": metrics}
+
+
+async def test_trouble_of_the_service_during_a_poll_is_429_which_the_sdk_waits_after(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        for trouble in (Unavailable("the state store has just restarted"), RedisConnectionError("gone")):
+            monkeypatch.setattr(edges.app.futures, "wait", raising(trouble))
+            response = await client.post("retrieve_future", json={"request_id": f"{model}:0"})
+            assert response.status_code == 429
+            assert response.headers["retry-after"] == "1"
+
+
+def raising(error: Exception) -> Callable[..., Awaitable[None]]:
+    async def fail(*arguments: object) -> None:
+        raise error
+
+    return fail
 
 
 async def test_an_unknown_request_of_a_model_is_404(edges: Edges) -> None:

@@ -143,7 +143,7 @@ def test_the_plan_changes_no_queue() -> None:
 
 
 def test_an_operation_that_may_bring_the_trainer_down_is_planned_without_any_other() -> None:
-    queues = {"a": [forward(1, (1, 8)), forward(2, (1, 8))], "b": [forward(4, (1, 8)), barrier(5)]}
+    queues = {"a": [forward(1, (1, 8)), forward(2, (1, 8))], "b": [forward(4, (1, 8)), forward(5, (1, 8))]}
     cut = only_suspect(queues, lambda model, seq_id: (model, seq_id) in {("b", 4), ("a", 2)})
     assert cut is not None
     assert refs(plan_next(cut, TWO_BATCHES, Cursor())[0]) == [[("b", 4, 0)]]
