@@ -45,6 +45,8 @@ class SamplerConfig:
         tensor_parallel_size: workers (and GPUs) of this replica.
         max_sequences: most sequences running or waiting; more are refused.
         drain_seconds: how long running requests may take after SIGTERM.
+        stall_seconds: an engine that finishes no step for this long while requests run, or answers nothing,
+            is stuck, and this process ends to be started again.
     """
 
     id: str
@@ -66,6 +68,7 @@ class SamplerConfig:
     tensor_parallel_size: int = 1
     max_sequences: int = 2048
     drain_seconds: float = 60.0
+    stall_seconds: float = 300.0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--tensor-parallel-size", "GPUs of this replica", 1, type=int)
     flag("--max-sequences", "most sequences running or waiting", 2048, type=int)
     flag("--drain-seconds", "time for running requests after SIGTERM", 60.0, type=float)
+    flag("--stall-seconds", "time without progress after which a stuck engine ends", 300.0, type=float)
     return parser
 
 
@@ -113,6 +117,8 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
         raise InvalidRequest("--model must be NAME=PATH, for example Qwen/Qwen3-4B=/models/qwen3-4b")
     if args["max_lora_rank"] not in LORA_RANKS:
         raise InvalidRequest(f"--max-lora-rank is {args['max_lora_rank']}; use one of {LORA_RANKS}")
+    if not args["stall_seconds"] > 0:
+        raise InvalidRequest(f"--stall-seconds is {args['stall_seconds']}; it must be above 0")
     redis_url = os.environ.get(REDIS_URL_VARIABLE)
     if not redis_url:
         raise InvalidRequest(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")
@@ -128,6 +134,9 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         # prompt_scorer.py is for this model runner.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # On cores that others use too, threads that spin at each barrier take the core from the thread that
+        # they wait for, and a step with its hundreds of barriers takes seconds.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         REDIS_URL_VARIABLE: config.redis_url,
     }
     if config.tensor_parallel_size == 1:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import multiprocessing
 import os
 import secrets
 from typing import Any
 
 import numpy as np
 from vllm import SamplingParams as VllmParams
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
@@ -32,7 +32,9 @@ from services.common.errors import DeadlineExceeded, Internal, InvalidRequest, U
 from services.common.sample_schema import Scoring
 from services.common.tasks import cancel_all
 from services.common.weights.medium import Medium
-from services.sampler.config import GIB, SamplerConfig
+from services.sampler.child import STACKS_SIGNAL
+from services.sampler.config import SamplerConfig
+from services.sampler.engine_settings import engine_args
 from services.sampler.prompt_scores import (
     CACHE_LIMIT_KEY,
     REQUEST_KEY,
@@ -57,11 +59,7 @@ from services.sampler.sampling import (
 
 log = logging.getLogger(__name__)
 
-# What train_attn, train_mlp and train_unembed adapt.
-LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 _STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length"}
-# Residency decides what is resident; vLLM's own cache must never evict by itself.
-_UNLIMITED_ADAPTERS = 1_000_000
 # Work on larger answers runs in a thread, so that other requests do not wait for it.
 _THREAD_ABOVE_CELLS = 2**16
 _RPC_TIMEOUT_S = 60.0
@@ -88,7 +86,7 @@ class Engine:
             # Nothing of the model is compiled there; compiling the sampler's helpers only costs start-up.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
         self._config = config
-        self._llm = AsyncLLM.from_engine_args(_engine_args(config, device))
+        self._llm = AsyncLLM.from_engine_args(engine_args(config, device))
         model = self._llm.model_config
         self.device = device
         self.dtype = str(model.dtype).removeprefix("torch.")
@@ -114,6 +112,30 @@ class Engine:
     def dead(self) -> bool:
         """The engine's process is gone; only a restart of this one helps."""
         return bool(self._llm.errored)
+
+    @property
+    def running(self) -> int:
+        """Sequences that the engine has not finished."""
+        return int(self._llm.get_num_unfinished_requests())
+
+    async def steps(self) -> int:
+        """Steps that all workers have finished. An engine that is stuck does not answer.
+
+        Raises:
+            Unavailable: the engine died.
+        """
+        return min(await self._call_workers("tinsmith_steps"))
+
+    def dump_stacks(self) -> None:
+        """Has the engine core write where its threads are to the log, whatever they wait for."""
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                os.kill(child.pid, STACKS_SIGNAL)
+
+    def kill(self) -> None:
+        """Ends the engine's processes at once; a stuck one heeds nothing else."""
+        for child in multiprocessing.active_children():
+            child.kill()
 
     def shutdown(self, seconds: float) -> None:
         """Ends the engine's processes, killing them after `seconds`."""
@@ -284,55 +306,6 @@ class Engine:
             return list(await self._llm.collective_rpc(method, timeout=_RPC_TIMEOUT_S, args=arguments))
         except EngineDeadError as error:
             raise Unavailable("the engine ended; the sampler is restarting, try again") from error
-
-
-def _engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
-    on_cpu = device == "cpu"
-    arguments: dict[str, Any] = {
-        "model": config.model_path,
-        "dtype": "float32" if config.dtype == "auto" and on_cpu else config.dtype,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": _kv_cache_bytes(config, on_cpu),
-        "enforce_eager": on_cpu,
-        "enable_prefix_caching": True,
-        "logprobs_mode": "raw_logprobs",
-        "max_logprobs": -1,
-        # Requests without a seed differ between replicas and after a restart.
-        "seed": secrets.randbits(31),
-        "enable_lora": True,
-        "max_loras": config.max_loras,
-        "max_lora_rank": config.max_lora_rank,
-        "max_cpu_loras": _UNLIMITED_ADAPTERS,
-        "lora_target_modules": LORA_TARGETS,
-        "scheduler_cls": "services.sampler.scheduler.make_scheduler",
-        "worker_extension_cls": "services.sampler.worker_extension.WorkerExtension",
-        "disable_log_stats": True,
-        # A supervisor that signals every process must not cut off what is being drained.
-        "shutdown_timeout": int(config.drain_seconds),
-    }
-    if on_cpu:
-        arguments["max_num_batched_tokens"] = 2048
-        if config.tensor_parallel_size == 1:
-            arguments["distributed_executor_backend"] = "uni"
-    return AsyncEngineArgs(**arguments)
-
-
-def _kv_cache_bytes(config: SamplerConfig, on_cpu: bool) -> int | None:
-    """Bytes for keys and values; None = vLLM measures what the GPU has left."""
-    if config.kv_cache_gib > 0:
-        return int(config.kv_cache_gib * GIB)
-    if not on_cpu:
-        return None
-    from transformers import AutoConfig
-
-    model = AutoConfig.from_pretrained(config.model_path).get_text_config()
-    head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    item = 2 if config.dtype == "bfloat16" else 4
-    sequence = 2 * model.num_hidden_layers * heads * head * item * model.max_position_embeddings
-    # Room for two full contexts, and for a prefix cache worth the name on tiny models.
-    return max(GIB, 2 * sequence)
 
 
 def _vllm_params(job: SampleJob, index: int, limits: Limits, plan: ScorePlan | None) -> VllmParams:

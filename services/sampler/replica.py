@@ -1,7 +1,7 @@
 """Puts one replica together and sees it through its life: start, announce, serve, drain, stop.
 
 Invariant: it is announced only after a request went through the engine, and when the engine ends
-the process ends too, with a non-zero exit code, so that its supervisor starts a new one.
+or is stuck the process ends too, with a non-zero exit code, so that its supervisor starts a new one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from services.common import process, redis_client, registry, rpc
 from services.common.paths import DataDir
 from services.common.tasks import cancel_all
+from services.sampler import watchdog
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.engine import Engine
 from services.sampler.full_snapshots import FullSnapshots
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _LIVENESS_S = 0.5
 _ENGINE_SHUTDOWN_S = 10.0
+_STACKS_S = 0.5
 
 
 async def run(config: SamplerConfig) -> int:
@@ -63,8 +65,21 @@ async def _serve(config: SamplerConfig, engine: Engine) -> int:
 
     signalled = asyncio.create_task(process.wait_for_signal(), name="signal")
     died = asyncio.create_task(_until_dead(engine), name="liveness")
+    stuck = asyncio.create_task(watchdog.until_stuck(engine, config.stall_seconds), name="watchdog")
     try:
-        await asyncio.wait({signalled, died}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({signalled, died, stuck}, return_when=asyncio.FIRST_COMPLETED)
+        if stuck.done():
+            log.error(
+                "the engine is stuck: no progress in %.0f s (--stall-seconds) with %d sequences; it is at:",
+                config.stall_seconds,
+                engine.running,
+                exc_info=stuck.exception(),
+            )
+            engine.dump_stacks()
+            await asyncio.sleep(_STACKS_S)
+            # Its requests fail now, as when it dies by itself.
+            engine.kill()
+            await died
         if died.done():
             log.error("the engine ended; this process ends too, to be started again")
             await announcer.stop()
@@ -76,7 +91,7 @@ async def _serve(config: SamplerConfig, engine: Engine) -> int:
         await announcer.stop()
         return 0
     finally:
-        await cancel_all([signalled, died])
+        await cancel_all([signalled, died, stuck])
         await full.close()
         await client.aclose()
 

@@ -1,12 +1,12 @@
 """Which snapshots an engine holds, and which one gives way: pure decisions, no input or output.
 
-Invariant: a snapshot that a request uses is never evicted, and an adapter id is never given twice,
-so a late message about an evicted adapter cannot touch another one.
+Invariants: a snapshot that a request uses or waits for is never evicted, and an adapter id is never given
+twice, so a late message about an evicted adapter cannot touch another one.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from services.sampler.sampling import SnapshotKey
@@ -25,18 +25,33 @@ class Residency:
     def __init__(self, budget_bytes: int, first_adapter_id: int) -> None:
         """
         Args:
-            budget_bytes: bytes of tensors to keep. Snapshots in use, and the newest, stay even
-                when they alone exceed it.
+            budget_bytes: bytes of tensors to keep. Snapshots in use or waited for, and the
+                newest, stay even when they alone exceed it.
             first_adapter_id: ids count up from here.
         """
         self._budget = budget_bytes
         self._next_id = first_adapter_id
         self._residents: OrderedDict[SnapshotKey, _Resident] = OrderedDict()
+        self._awaited: Counter[SnapshotKey] = Counter()
 
     def new_adapter_id(self) -> int:
         """An id that was never given before."""
         self._next_id += 1
         return self._next_id - 1
+
+    def wait_for(self, key: SnapshotKey) -> None:
+        """A request waits for a snapshot: once it is there it stays until the request had its turn.
+
+        Otherwise snapshots that do not fit together could evict each other for ever before any is used.
+        Every wait needs one `stop_waiting`.
+        """
+        self._awaited[key] += 1
+
+    def stop_waiting(self, key: SnapshotKey) -> None:
+        """The request uses the snapshot now, or gave up."""
+        self._awaited[key] -= 1
+        if not self._awaited[key]:
+            del self._awaited[key]
 
     def acquire(self, key: SnapshotKey) -> int | None:
         """Adapter id of a resident snapshot, now in use and most recently used; None on a miss.
@@ -75,7 +90,7 @@ class Residency:
         for key, resident in list(self._residents.items()):
             if used <= self._budget:
                 break
-            if resident.users == 0 and key != keep:
+            if resident.users == 0 and key not in self._awaited and key != keep:
                 del self._residents[key]
                 used -= resident.nbytes
                 dropped.append(resident.adapter_id)

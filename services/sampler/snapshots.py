@@ -92,8 +92,12 @@ class Snapshots:
             async with self._full.use(key):
                 yield None
             return
-        while (adapter_id := self._residency.acquire(key)) is None:
-            await self._load(key)
+        self._residency.wait_for(key)
+        try:
+            while (adapter_id := self._residency.acquire(key)) is None:
+                await self._load(key)
+        finally:
+            self._residency.stop_waiting(key)
         try:
             # Adapters belong to the base model.
             async with self._full.use(None):

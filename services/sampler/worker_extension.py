@@ -100,6 +100,7 @@ class _State:
         self.jobs: OrderedDict[str, _Job] = OrderedDict()
         self.staged: dict[int, dict[str, torch.Tensor]] = {}
         self.swapping = threading.Lock()
+        self.steps = 0
 
 
 class WorkerExtension:
@@ -115,9 +116,25 @@ class WorkerExtension:
         self.tinsmith_state = _State()
         vllm_fixes.apply(self.model_runner)
         PromptScorer(self.model_runner)
+        self._tinsmith_count_steps()
         if self.device.type != "cuda":
             return ""
         return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def tinsmith_steps(self) -> int:
+        """Steps that this worker has finished."""
+        return self.tinsmith_state.steps
+
+    def _tinsmith_count_steps(self) -> None:
+        execute = self.model_runner.execute_model
+
+        def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            result = execute(scheduled, *args, **kwargs)
+            # A step that nothing was scheduled for is no progress.
+            self.tinsmith_state.steps += scheduled.total_num_scheduled_tokens > 0
+            return result
+
+        self.model_runner.execute_model = counted
 
     def tinsmith_join(
         self,

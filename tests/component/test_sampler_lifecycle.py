@@ -81,10 +81,12 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(
     await client.aclose()
 
 
-async def test_when_the_engine_dies_requests_fail_as_retryable_and_the_process_ends(
-    tmp_path: Path, model_dir: Path, redis_url: str
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_when_the_engine_dies_or_hangs_requests_fail_as_retryable_and_the_process_ends(
+    tmp_path: Path, model_dir: Path, redis_url: str, fault: signal.Signals
 ) -> None:
-    sampler = await asyncio.to_thread(wait_ready, launch(tmp_path, model_dir, redis_url))
+    started = launch(tmp_path, model_dir, redis_url, "--stall-seconds", "6")
+    sampler = await asyncio.to_thread(wait_ready, started)
     family = sampler.family()
     async with rpc.channel(sampler.address) as channel:
         stub = sampler_pb2_grpc.SamplerServiceStub(channel)
@@ -92,12 +94,15 @@ async def test_when_the_engine_dies_requests_fail_as_retryable_and_the_process_e
         while not (await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest())).running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for process in family:
-            process.kill()
+            # Python's own helper ends with the pipe to its parent, unless it is stopped.
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                process.send_signal(fault)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await running
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert await asyncio.to_thread(sampler.process.wait, 30) == 1
     assert gone(family)
+    assert ("the engine is stuck" in sampler.log.read_text()) == (fault == signal.SIGSTOP)
 
 
 def test_sigkill_at_any_time_leaves_no_engine_behind(tmp_path: Path, model_dir: Path, redis_url: str) -> None:

@@ -34,6 +34,19 @@ def test_a_snapshot_in_use_stays_until_its_last_user_is_gone() -> None:
     assert residency.add(C, 11, 10) == [9, 10]
 
 
+def test_a_snapshot_that_a_request_waits_for_stays_until_it_is_used() -> None:
+    residency = filled(10)
+    residency.wait_for(A)
+    residency.wait_for(A)
+    assert residency.add(A, 9, 10) == []
+    residency.stop_waiting(A)
+    assert residency.add(B, 10, 10) == []
+    assert residency.acquire(A) == 9
+    residency.stop_waiting(A)
+    residency.release(A)
+    assert residency.add(C, 11, 10) == [10, 9]
+
+
 def test_the_newest_snapshot_stays_even_when_it_alone_is_over_the_budget() -> None:
     residency = filled(10)
     assert residency.add(A, 9, 1000) == []

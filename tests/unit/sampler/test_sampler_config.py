@@ -30,9 +30,11 @@ def test_an_environment_variable_stands_in_for_a_flag(monkeypatch: pytest.Monkey
     assert config.parse([*ARGUMENTS, "--max-lora-rank", "32"]).max_lora_rank == 32
 
 
-@pytest.mark.parametrize("wrong", [["--model", "no-path"], ["--max-lora-rank", "7"]])
+@pytest.mark.parametrize(
+    "wrong", [["--model", "no-path"], ["--max-lora-rank", "7"], ["--stall-seconds", "0"]]
+)
 def test_a_wrong_value_is_refused_with_what_to_use(wrong: list[str]) -> None:
-    with pytest.raises(InvalidRequest, match=r"--(model|max-lora-rank)"):
+    with pytest.raises(InvalidRequest, match=r"--(model|max-lora-rank|stall-seconds)"):
         config.parse([*ARGUMENTS, *wrong])
 
 
@@ -46,3 +48,13 @@ def test_secrets_reach_the_engine_by_environment() -> None:
     environment = config.engine_environment(config.parse(ARGUMENTS))
     assert environment["TINSMITH_REDIS_URL"] == "redis://:secret@host/0"
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def test_threads_sleep_at_barriers_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    settings = config.parse(ARGUMENTS)
+    assert config.engine_environment(settings)["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert config.engine_environment(settings)["OMP_WAIT_POLICY"] == "active"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from services.sampler.staging import Staging
 
 KEY = SnapshotKey("session:train:0", 3)
 OTHER = SnapshotKey("session:train:0", 4)
+THIRD = SnapshotKey("session:train:0", 5)
 INCOMING = IncomingSnapshot(1, KEY, 4, (TensorSpec("lm_head.lora_A", "float32", (4, 8)),), 7, 5.0)
 
 
@@ -85,7 +87,7 @@ def engine() -> Engine:
 @pytest.fixture
 def snapshots(engine: Engine, tmp_path: Path) -> Snapshots:
     data_dir = DataDir(tmp_path)
-    for key in (KEY, OTHER):
+    for key in (KEY, OTHER, THIRD):
         directory = data_dir.snapshot(key.model_id, key.version)
         directory.mkdir(parents=True)
         (directory / "adapter_config.json").write_text("{}")
@@ -105,6 +107,35 @@ async def test_many_requests_for_an_absent_snapshot_load_it_once(
     assert await asyncio.gather(*(use(snapshots) for _ in range(8))) == [100] * 8
     assert engine.loads == [100]
     assert snapshots.resident() == [KEY]
+
+
+async def test_snapshots_that_do_not_fit_together_do_not_evict_each_other_unused(
+    engine: Engine, snapshots: Snapshots
+) -> None:
+    await use(snapshots, THIRD)
+    # Dropping waits for a step of the engine, and the next snapshot is there before that.
+    dropping = asyncio.Event()
+    drop = engine.drop_adapters
+
+    async def slowly(adapter_ids: list[int]) -> None:
+        await dropping.wait()
+        await drop(adapter_ids)
+
+    engine.drop_adapters = slowly  # type: ignore[method-assign]
+    first = asyncio.create_task(use(snapshots, KEY))
+    await until(lambda: KEY in snapshots.resident())
+    second = asyncio.create_task(use(snapshots, OTHER))
+    await until(lambda: OTHER in snapshots.resident())
+    dropping.set()
+    assert await asyncio.gather(first, second) == [101, 102]
+    assert engine.loads == [100, 101, 102]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for what there is no event for."""
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_cancelled_request_does_not_stop_the_load_that_another_waits_for(
