@@ -19,7 +19,8 @@ import redis.asyncio
 
 from services.common import errors, ids, keys
 from services.common.errors import Cancelled, Conflict, Overloaded
-from services.common.journal import RESULT_TTL_S, error_result
+from services.common.journal import RESULT_TTL_S
+from services.common.journal_records import error_result
 from services.common.scripts import Script
 from tinsmith.v1 import operation_pb2
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import InvalidRequest
-from services.common.journal import JournalLimits
+from services.common.journal_records import JournalLimits
 from services.common.storage.location import check_location
 from services.gateway.retention_plan import RetentionSettings
 

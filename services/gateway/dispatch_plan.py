@@ -21,7 +21,7 @@ from services.common.errors import (
     TinsmithError,
     Unavailable,
 )
-from services.common.journal import Entry, JournalIndex, error_result
+from services.common.journal_records import Entry, JournalIndex, error_result
 from tinsmith.v1 import operation_pb2
 
 

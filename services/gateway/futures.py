@@ -16,7 +16,7 @@ from typing import Any, Literal
 import redis.asyncio
 
 from services.common import ids, keys
-from services.common.journal import Published
+from services.common.journal_records import Published
 from services.common.tasks import cancel_all
 from services.gateway.subscription import Subscription
 

@@ -17,7 +17,8 @@ import grpc.aio
 
 from services.common import errors
 from services.common.errors import Conflict, DataLoss, Internal, NotFound, SnapshotNotFound, TinsmithError
-from services.common.journal import Entry, Journal, JournalIndex, error_result
+from services.common.journal import Journal
+from services.common.journal_records import Entry, JournalIndex, error_result
 from services.common.registry import ServiceRecord
 from services.common.tasks import cancel_all
 from services.gateway import dispatch_plan

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from redis.exceptions import RedisError
 
 from services.common import failpoints, ids
-from services.common.journal import Journal, Published
+from services.common.journal import Journal
+from services.common.journal_records import Published
 from services.gateway import dispatch_plan
 from services.gateway.futures import Futures
 from services.gateway.leases import Lease

@@ -20,7 +20,8 @@ from redis.exceptions import RedisError
 
 from services.common import errors, ids, keys
 from services.common.errors import Gone, ModelBusy, TinsmithError
-from services.common.journal import Closing, Journal, error_result
+from services.common.journal import Journal
+from services.common.journal_records import Closing, error_result
 from services.common.tasks import cancel_all, keep_running
 from services.gateway.checkpoint_files import sampled_versions
 from services.gateway.checkpoint_store import CheckpointStore

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import redis.asyncio
 
-from services.common.journal import Journal, JournalLimits
+from services.common.journal import Journal
+from services.common.journal_records import JournalLimits
 from services.common.paths import DataDir
 from services.common.sample_journal import SampleJournal
 from services.common.storage.base import Storage

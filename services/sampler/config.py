@@ -6,6 +6,7 @@ Invariant: secrets come from the environment only (the Redis URL may hold a pass
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,21 @@ class SamplerConfig:
     stall_seconds: float = 300.0
 
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "max_loras": (1, math.inf),
+    "snapshot_cache_gib": (0, math.inf),
+    "full_snapshot_cache_gib": (0, math.inf),
+    "kv_cache_gib": (0, math.inf),
+    "gpu_memory_utilization": (0.01, 1),
+    "tensor_parallel_size": (1, math.inf),
+    "max_sequences": (1, math.inf),
+    "drain_seconds": (0, math.inf),
+    "stall_seconds": (1, math.inf),
+}
+"""Least and most that a number may be."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m services.sampler",
@@ -117,8 +133,11 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
         raise InvalidRequest("--model must be NAME=PATH, for example Qwen/Qwen3-4B=/models/qwen3-4b")
     if args["max_lora_rank"] not in LORA_RANKS:
         raise InvalidRequest(f"--max-lora-rank is {args['max_lora_rank']}; use one of {LORA_RANKS}")
-    if not args["stall_seconds"] > 0:
-        raise InvalidRequest(f"--stall-seconds is {args['stall_seconds']}; it must be above 0")
+    for setting, (low, high) in _RANGES.items():
+        if not low <= args[setting] <= high:
+            flag = "--" + setting.replace("_", "-")
+            most = "" if math.isinf(high) else f" and at most {high:g}"
+            raise InvalidRequest(f"{flag} is {args[setting]}; it must be at least {low:g}{most}")
     redis_url = os.environ.get(REDIS_URL_VARIABLE)
     if not redis_url:
         raise InvalidRequest(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")

@@ -63,6 +63,10 @@ def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any
     assert "don't meet the specifications of the schema" in refusal(values)
 
 
+def test_credentials_of_no_store_are_refused() -> None:
+    assert "set checkpoints.store" in refusal({"checkpoints": {"existingSecret": "s3-keys"}})
+
+
 def test_a_chart_that_contains_this_one_may_have_global_values() -> None:
     assert render({"global": {"anything": 1}})
 

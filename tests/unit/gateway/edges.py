@@ -16,6 +16,7 @@ import redis.asyncio
 
 from services.common import ids, keys, redis_client
 from services.common.journal import Journal
+from services.common.journal_records import Published
 from services.common.paths import DataDir
 from services.common.registry import Announcer, ServiceRecord
 from services.common.sample_journal import SampleJournal
@@ -72,7 +73,8 @@ class Edges:
         outcome = operation_pb2.OperationResult(**result)
         await self.outcomes.record(operation, outcome)
         await self.redis.set(keys.epoch(model_id), EPOCH)
-        assert await self.journal.publish_result(model_id, EPOCH, seq_id, outcome.SerializeToString())
+        published = await self.journal.publish(model_id, EPOCH, seq_id, outcome.SerializeToString())
+        assert published is Published.PUBLISHED
 
     async def sample(self, request_id: str, gateway_id: str = "gateway-0") -> sampler_pb2.SampleRequest:
         """What a sampler would be asked."""

@@ -15,7 +15,7 @@ from services.common.errors import (
     TinsmithError,
     Unavailable,
 )
-from services.common.journal import Entry, JournalIndex
+from services.common.journal_records import Entry, JournalIndex
 from services.gateway.dispatch_plan import (
     DROPPED_GRADIENT,
     Action,

@@ -10,7 +10,7 @@ import redis.asyncio
 
 from services.common import ids
 from services.common.errors import InvalidRequest
-from services.common.journal import Published
+from services.common.journal_records import Published
 from services.common.sample_journal import SampleJournal
 from services.gateway.futures import Futures
 from tinsmith.v1 import operation_pb2

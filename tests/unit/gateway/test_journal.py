@@ -9,7 +9,8 @@ import redis.asyncio
 
 from services.common import errors, ids, keys
 from services.common.errors import Conflict, InvalidRequest, Overloaded
-from services.common.journal import Accepted, Journal, JournalLimits, Published
+from services.common.journal import Journal
+from services.common.journal_records import Accepted, JournalLimits, Published
 from services.gateway.futures import Futures
 from services.gateway.leases import Lease, Leases
 from tinsmith.v1 import operation_pb2, types_pb2
@@ -76,7 +77,7 @@ async def test_a_repeated_operation_is_journaled_once_and_another_payload_confli
     assert (await journal.index(MODEL, -1)).pending == 1
     # The same holds when the operation is done and gone from the journal.
     lease = await lead(any_redis)
-    assert await journal.publish_result(MODEL, lease.epoch, 1, done())
+    assert await journal.publish(MODEL, lease.epoch, 1, done()) is Published.PUBLISHED
     assert await journal.mark_durable(MODEL, lease.epoch, 1, "1")
     assert await journal.accept(step(1), "ann") == again
     with pytest.raises(Conflict):
@@ -131,16 +132,16 @@ async def test_a_durable_snapshot_trims_what_is_published_and_the_rest_when_it_i
         await journal.accept(step(seq_id), "ann")
     lease = await lead(any_redis)
     assert await journal.durable(MODEL) is None
-    assert await journal.publish_result(MODEL, lease.epoch, 1, done())
+    assert await journal.publish(MODEL, lease.epoch, 1, done()) is Published.PUBLISHED
     assert await journal.mark_durable(MODEL, lease.epoch, 2, "here")
     assert await journal.durable(MODEL) == (2, "here")
     assert [entry.seq_id for entry in (await journal.index(MODEL, -1)).entries] == [2, 3]
-    assert await journal.publish_result(MODEL, lease.epoch, 2, done())
+    assert await journal.publish(MODEL, lease.epoch, 2, done()) is Published.PUBLISHED
     assert [entry.seq_id for entry in (await journal.index(MODEL, -1)).entries] == [3]
     assert not await journal.mark_durable(MODEL, lease.epoch, 1, "older")
     assert not await journal.mark_durable(MODEL, lease.epoch - 1, 3, "stale")
     assert await journal.durable(MODEL) == (2, "here")
-    assert await journal.publish_result(MODEL, lease.epoch, 3, done())
+    assert await journal.publish(MODEL, lease.epoch, 3, done()) is Published.PUBLISHED
     assert await journal.mark_durable(MODEL, lease.epoch, 3, "3")
     sizes = await any_redis.hmget(keys.journal_meta(MODEL), ["pending_bytes", "journal_bytes"])
     assert sizes == [b"0", b"0"]
@@ -152,7 +153,7 @@ async def test_a_seq_id_that_was_used_and_forgotten_fails_instead_of_running_aga
     journal = Journal(any_redis)
     await journal.accept(step(1), "ann")
     lease = await lead(any_redis)
-    await journal.publish_result(MODEL, lease.epoch, 1, done())
+    await journal.publish(MODEL, lease.epoch, 1, done())
     await journal.mark_durable(MODEL, lease.epoch, 1, "1")
     await any_redis.delete(keys.future(MODEL, 1))
     assert await journal.accept(step(1), "ann") == Accepted(f"{MODEL}:1", to_run=False)
@@ -170,7 +171,7 @@ async def test_an_operation_that_redis_forgot_is_pending_again_though_a_snapshot
     await journal.accept(step(2), "ann", accepted_before=True)
     assert (await view(any_redis, 2))[0] == "pending"
     assert (await journal.index(MODEL, -1)).lowest_pending == 2
-    assert await journal.publish_result(MODEL, lease.epoch, 2, done(7.0))
+    assert await journal.publish(MODEL, lease.epoch, 2, done(7.0)) is Published.PUBLISHED
     assert (await view(any_redis, 2))[1].optim_step.metrics["grad_norm"] == 7.0
     assert (await journal.index(MODEL, -1)).entries == ()
 
@@ -213,7 +214,7 @@ async def test_a_full_journal_turns_operations_away_until_it_has_room(any_redis:
     await journal.accept(refusal(4), "ann")
     await journal.accept(step(2), "ann")
     lease = await lead(any_redis)
-    await journal.publish_result(MODEL, lease.epoch, 1, done())
+    await journal.publish(MODEL, lease.epoch, 1, done())
     await journal.accept(step(3), "ann")
     with pytest.raises(InvalidRequest, match="without gaps"):
         await journal.accept(step(100), "ann")

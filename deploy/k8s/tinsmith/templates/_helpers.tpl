@@ -145,6 +145,9 @@ secretKeyRef:
 
 {{- define "tinsmith.checkpointEnvFrom" -}}
 {{- with .Values.checkpoints.existingSecret }}
+{{- if not $.Values.checkpoints.store }}
+{{- fail "checkpoints.existingSecret is for an object store: set checkpoints.store, or leave it out" }}
+{{- end }}
 envFrom:
   - secretRef:
       name: {{ . }}
