@@ -154,8 +154,10 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
         # prompt_scorer.py is for this model runner.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         # On cores that others use too, threads that spin at each barrier take the core from the thread that
-        # they wait for, and a step with its hundreds of barriers takes seconds.
+        # they wait for, and a step with its hundreds of barriers takes seconds. With GNU's OpenMP they spin
+        # for some microseconds and then sleep: shorter than that, waking them costs more than it saves.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
         REDIS_URL_VARIABLE: config.redis_url,
     }
     if config.tensor_parallel_size == 1:

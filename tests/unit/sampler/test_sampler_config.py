@@ -61,11 +61,12 @@ def test_secrets_reach_the_engine_by_environment() -> None:
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
-def test_threads_sleep_at_barriers_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("variable", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_threads_hardly_spin_at_barriers_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv(variable, raising=False)
     settings = config.parse(ARGUMENTS)
-    assert config.engine_environment(settings)["OMP_WAIT_POLICY"] == "passive"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert config.engine_environment(settings)["OMP_WAIT_POLICY"] == "active"
+    assert config.engine_environment(settings)[variable] in ("passive", "2000")
+    monkeypatch.setenv(variable, "7")
+    assert config.engine_environment(settings)[variable] == "7"
