@@ -74,6 +74,10 @@ class Cluster:
         """SIGKILLs a process and waits until the supervisor has it running and ready again."""
         before = self.pid(name)
         os.kill(before, signal.SIGKILL)
+        self.wait_until_back(name, before, timeout)
+
+    def wait_until_back(self, name: str, before: int, timeout: float = 120) -> None:
+        """Waits until a process that had the pid `before` serves again."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if self._back(name, before):

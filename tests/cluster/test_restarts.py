@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
+import redis
 import tinker
 from tinker import types
 
-from services.common import failpoints
+from services.common import failpoints, keys
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster
 
@@ -29,6 +33,34 @@ def test_a_killed_gateway_is_not_noticed(cluster: Cluster, training: tinker.Trai
     undisturbed = train(training, range(2))
     cluster.kill_and_wait("gateway-1")
     assert train(training, range(2, 4))[0] < undisturbed[0]
+
+
+def test_two_hundred_waiting_futures_resolve_through_the_other_gateway(
+    cluster: Cluster, training: tinker.TrainingClient, service: tinker.ServiceClient
+) -> None:
+    sampling = service.create_sampling_client(base_model=BASE_MODEL).result()
+    expected = sampling.sample(PROMPT, 1, GREEDY).result().sequences[0].tokens
+    data = [batches.cross_entropy(0, 200)]
+    loss = training.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    forwards = [training.forward(data, "cross_entropy") for _ in range(100)]
+    samples = [sampling.sample(PROMPT, 1, GREEDY) for _ in range(100)]
+    with redis.Redis.from_url((cluster.data_dir / "run" / "redis_url").read_text().strip()) as client:
+        holder = client.get(keys.lease(str(training.model_id)))
+    assert isinstance(holder, bytes)
+    leader = holder.decode().partition("/")[0]
+    killed = cluster.pid(leader)
+    # Whatever the dead one had to do is the other's: nobody restarts it.
+    cluster.process.send_signal(signal.SIGSTOP)
+    try:
+        os.kill(killed, signal.SIGKILL)
+        assert sum(not future.future().done() for future in [*forwards, *samples]) > 100
+        assert {future.result(120).metrics["loss:sum"] for future in forwards} == {loss}
+        answers = [future.result(120).sequences[0].tokens for future in samples]
+        assert answers == [expected] * 100
+        assert cluster.pid(leader) == killed
+    finally:
+        cluster.process.send_signal(signal.SIGCONT)
+    cluster.wait_until_back(leader, killed)
 
 
 def test_training_goes_on_bit_for_bit_after_the_trainer_was_killed(
