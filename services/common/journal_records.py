@@ -28,7 +28,7 @@ class JournalLimits:
 
 @dataclass(frozen=True)
 class Accepted:
-    """An acknowledged operation.
+    """An acknowledged operation or sample.
 
     Attributes:
         to_run: it was journaled just now and waits to be run; not so what was accepted before, is refused,

@@ -20,7 +20,7 @@ import redis.asyncio
 from services.common import errors, ids, keys
 from services.common.errors import Cancelled, Conflict, Overloaded
 from services.common.journal import RESULT_TTL_S
-from services.common.journal_records import error_result
+from services.common.journal_records import Accepted, error_result
 from services.common.scripts import Script
 from tinsmith.v1 import operation_pb2
 
@@ -79,8 +79,8 @@ class SampleJournal:
 
     async def accept(
         self, sampling_session_id: str, seq_id: int, request: bytes, gateway_id: str, owner: str = ""
-    ) -> str:
-        """Keeps a sample's request and creates its future; the request id.
+    ) -> Accepted:
+        """Keeps a sample's request and creates its future.
 
         Args:
             request: serialized sampler_pb2.SampleRequest.
@@ -106,7 +106,7 @@ class SampleJournal:
         if dispatcher and (outcome == b"same" or time.monotonic() - listed > ACCEPTANCE_S / 2):
             await self.join(dispatcher.decode())
             await self._redis.sadd(keys.gateway_samples(dispatcher.decode()), request_id)
-        return request_id
+        return Accepted(request_id, outcome == b"new")
 
     async def claim(self, request_id: str, from_gateway: str, to_gateway: str) -> bytes | Unclaimed:
         """The request of a pending sample, which the second gateway dispatches from now on."""

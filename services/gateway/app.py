@@ -16,6 +16,7 @@ import redis.asyncio
 from services.common import ids
 from services.common.errors import Gone, InvalidRequest, NotFound
 from services.common.journal import Journal
+from services.common.journal_records import Accepted
 from services.common.sample_journal import SampleJournal
 from services.gateway.acknowledged import Acknowledged
 from services.gateway.admission import Admission
@@ -146,7 +147,7 @@ def build(
     futures: Futures,
     keys: KeyRing,
     wake: Wake,
-    submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
+    submit: Callable[[Accepted, sampler_pb2.SampleRequest], None],
     limits: Limits,
     admission: Admission,
     files: CheckpointFiles,

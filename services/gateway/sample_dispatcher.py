@@ -24,6 +24,7 @@ from services.common.errors import (
     TinsmithError,
     Unavailable,
 )
+from services.common.journal_records import Accepted
 from services.common.registry import TTL_S
 from services.common.sample_journal import ACCEPTANCE_S, SampleJournal, Unclaimed
 from services.common.tasks import cancel_all, keep_running
@@ -120,17 +121,21 @@ class SampleDispatcher:
         await self._replicas.stop()
         await self._gateways.stop()
 
-    async def submit(self, request_id: str, request: sampler_pb2.SampleRequest) -> None:
+    def submit(self, accepted: Accepted, request: sampler_pb2.SampleRequest) -> None:
         """Runs a sample that `SampleJournal.accept` accepted for this gateway. Returns at once.
 
         A sample that is done, or with another gateway, is left alone.
         """
-        self._start(request_id, self._gateway_id)
+        self._start(accepted.request_id, self._gateway_id, request if accepted.to_run else None)
 
-    def _start(self, request_id: str, from_gateway: str) -> None:
+    def _start(
+        self, request_id: str, from_gateway: str, request: sampler_pb2.SampleRequest | None = None
+    ) -> None:
+        """Runs a sample unless it runs. `request`: given when the sample is known to be this gateway's."""
         if self._stopping or request_id in self._running:
             return
-        task = asyncio.create_task(self._run(request_id, from_gateway), name=f"sample {request_id}")
+        running = self._run(request_id, from_gateway, request)
+        task = asyncio.create_task(running, name=f"sample {request_id}")
         self._running[request_id] = task
         task.add_done_callback(lambda done: self._ended(request_id, done))
 
@@ -151,23 +156,30 @@ class SampleDispatcher:
         else:
             log.error("sample %s broke off, the next audit goes on", request_id, exc_info=error)
 
-    async def _run(self, request_id: str, from_gateway: str) -> None:
-        payload = await self._journal.claim(request_id, from_gateway, self._gateway_id)
-        if payload is Unclaimed.UNKNOWN:
-            await self._not_accepted(request_id, from_gateway)
-        if isinstance(payload, Unclaimed):
+    async def _run(
+        self, request_id: str, from_gateway: str, request: sampler_pb2.SampleRequest | None
+    ) -> None:
+        request = request or await self._claim(request_id, from_gateway)
+        if request is None:
             return
         self._claimed.add(request_id)
-        request = sampler_pb2.SampleRequest.FromString(payload)
+        size = request.ByteSize()
         try:
             session = await self._session(request_id)
-            self._admission.hold(request_id, session.owner, request.num_samples, len(payload))
+            self._admission.hold(request_id, session.owner, request.num_samples, size)
             async with self._slots(session.base_model).held(session.owner, request.num_samples):
                 result = await self._sample(request_id, request, session)
         except TinsmithError as error:
             result = operation_pb2.OperationResult(error=errors.to_pb(error))
         await failpoints.reach("gateway.before_publish_sample")
         await self._journal.publish(request_id, result)
+
+    async def _claim(self, request_id: str, from_gateway: str) -> sampler_pb2.SampleRequest | None:
+        """The request of a sample that waits on a gateway's list, unless it is not to be run."""
+        payload = await self._journal.claim(request_id, from_gateway, self._gateway_id)
+        if payload is Unclaimed.UNKNOWN:
+            await self._not_accepted(request_id, from_gateway)
+        return None if isinstance(payload, Unclaimed) else sampler_pb2.SampleRequest.FromString(payload)
 
     async def _not_accepted(self, request_id: str, gateway_id: str) -> None:
         """The list has a sample that nothing else is known of: its acceptance is under way, or broke off."""

@@ -7,10 +7,11 @@ never changes; an inflight session follows its model, but only when the dispatch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from services.common import failpoints, ids
 from services.common.errors import Conflict, Gone, InvalidRequest, NotFound, PermissionDenied
+from services.common.journal_records import Accepted
 from services.common.sample_journal import Resolution, SampleJournal
 from services.gateway import validation
 from services.gateway.acknowledged import Acknowledged
@@ -30,7 +31,7 @@ _CACHED = 16384
 class Sampling:
     """Opens sampling sessions and accepts samples.
 
-    `submit(request_id, request)` hands an accepted sample to this gateway's sample dispatcher.
+    `submit(accepted, request)` hands an accepted sample to this gateway's sample dispatcher.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Sampling:
         checkpoints: Checkpoints,
         store: SamplingSessionStore,
         catalog: Catalog,
-        submit: Callable[[str, sampler_pb2.SampleRequest], Awaitable[None]],
+        submit: Callable[[Accepted, sampler_pb2.SampleRequest], None],
         gateway_id: str,
         admission: Admission,
         limits: Limits,
@@ -158,7 +159,7 @@ class Sampling:
         request_id, payload = sample.request_id, sample.SerializeToString(deterministic=True)
         counted = self._admission.admit(request_id, owner, sample.num_samples, len(payload))
         try:
-            await self._journal.accept(
+            accepted = await self._journal.accept(
                 record.sampling_session_id, request.seq_id, payload, self._gateway_id, owner
             )
         except BaseException:
@@ -166,7 +167,7 @@ class Sampling:
                 self._admission.release(request_id)
             raise
         await failpoints.reach("gateway.after_accept_sample")
-        await self._submit(request_id, sample)
+        self._submit(accepted, sample)
         return request_id
 
     def check_room(self, owner: str) -> None:

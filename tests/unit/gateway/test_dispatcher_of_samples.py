@@ -50,9 +50,9 @@ class Gateway:
         request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, seq_id), num_samples=1)
         request.prompt.data = prompt
         payload = request.SerializeToString()
-        request_id = await self.journal.accept(SESSION, seq_id, payload, self.name)
-        await self.dispatcher.submit(request_id, request)
-        return request_id
+        accepted = await self.journal.accept(SESSION, seq_id, payload, self.name)
+        self.dispatcher.submit(accepted, request)
+        return accepted.request_id
 
     async def result(self, request_id: str, within: float = 10) -> operation_pb2.OperationResult:
         view = await self.futures.wait(request_id, within)
@@ -173,6 +173,23 @@ async def test_a_dead_gateways_samples_are_taken_over(
     async with serving(redis_client, ScriptedSampler("b"), "sampler-0"):
         assert [await other.tokens(name) for name in requests] == [b"b"] * 3
     assert await other.journal.samples_of("gateway-0") == set()
+
+
+async def test_a_sample_that_was_accepted_just_now_is_run_without_asking_for_it(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await gateway_on()
+    claimed: list[str] = []
+    claim = gateway.journal.claim
+
+    async def counted(request_id: str, *gateways: str) -> Any:
+        claimed.append(request_id)
+        return await claim(request_id, *gateways)
+
+    monkeypatch.setattr(gateway.journal, "claim", counted)
+    async with serving(redis_client, ScriptedSampler("a"), "sampler-0"):
+        assert await gateway.tokens(await gateway.sample(0)) == b"a"
+    assert claimed == []
 
 
 async def test_a_sample_is_run_although_the_list_was_looked_through_before_it_was_accepted(
@@ -371,8 +388,10 @@ async def test_inflight_sessions_follow_their_model_and_running_samples_keep_the
             request_id = ids.request_id(session, seq_id)
             request = sampler_pb2.SampleRequest(request_id=request_id, num_samples=1)
             request.snapshot.model_id, request.snapshot.version = MODEL, 3
-            await gateway.journal.accept(session, seq_id, request.SerializeToString(), gateway.name)
-            await gateway.dispatcher.submit(request_id, request)
+            accepted = await gateway.journal.accept(
+                session, seq_id, request.SerializeToString(), gateway.name
+            )
+            gateway.dispatcher.submit(accepted, request)
             if wait:
                 await gateway.result(request_id)
             return request_id
@@ -409,8 +428,8 @@ async def test_a_key_with_one_sample_is_not_held_up_by_the_thousand_of_another(
         await until(lambda: len(gateway.dispatcher._claimed) == 40)
         request_id = ids.request_id(other, 0)
         request = sampler_pb2.SampleRequest(request_id=request_id, num_samples=1)
-        await gateway.journal.accept(other, 0, request.SerializeToString(), gateway.name)
-        await gateway.dispatcher.submit(request_id, request)
+        accepted = await gateway.journal.accept(other, 0, request.SerializeToString(), gateway.name)
+        gateway.dispatcher.submit(accepted, request)
         await until(lambda: len(gateway.dispatcher._claimed) == 41)
         sampler.gate.set()
         for name in [*many, request_id]:

@@ -36,7 +36,8 @@ async def futures(redis_client: redis.asyncio.Redis) -> AsyncIterator[Futures]:
 
 
 async def sample(client: redis.asyncio.Redis, seq_id: int) -> str:
-    return await SampleJournal(client).accept(SESSION, seq_id, b"request", "gateway-0", owner="ann")
+    journal = SampleJournal(client)
+    return (await journal.accept(SESSION, seq_id, b"request", "gateway-0", owner="ann")).request_id
 
 
 async def test_a_waiter_is_woken_by_the_result_and_can_fetch_it_again(
@@ -110,7 +111,7 @@ async def test_thousands_wait_over_one_subscription(
         accepting = [
             journal.accept(SESSION, seq_id, b"", "gateway-0") for seq_id in range(start, start + 100)
         ]
-        requests += await asyncio.gather(*accepting)
+        requests += [accepted.request_id for accepted in await asyncio.gather(*accepting)]
     waits = [asyncio.create_task(futures.wait(request_id, 30)) for request_id in requests]
     await asyncio.sleep(0.3)
     assert (await redis_client.info("clients"))["pubsub_clients"] == 1

@@ -9,6 +9,7 @@ import redis.asyncio
 
 from services.common import errors, ids, keys
 from services.common.errors import Conflict, Internal, Overloaded
+from services.common.journal_records import Accepted
 from services.common.sample_journal import CLONE_SEQ_IDS, Resolution, SampleJournal, Unclaimed
 from services.gateway.futures import Futures
 from tinsmith.v1 import operation_pb2
@@ -23,7 +24,7 @@ def result(name: str = "") -> operation_pb2.OperationResult:
 
 
 async def accepted(journal: SampleJournal, *seq_ids: int, gateway: str = "gateway-0") -> list[str]:
-    return [await journal.accept(SESSION, seq_id, b"request", gateway) for seq_id in seq_ids]
+    return [(await journal.accept(SESSION, seq_id, b"request", gateway)).request_id for seq_id in seq_ids]
 
 
 async def names(journal: SampleJournal, cursor: int, clone: int = 0) -> tuple[list[str], int]:
@@ -34,7 +35,9 @@ async def names(journal: SampleJournal, cursor: int, clone: int = 0) -> tuple[li
 async def test_a_sample_is_kept_with_its_gateway_until_it_is_resolved(any_redis: redis.asyncio.Redis) -> None:
     journal = SampleJournal(any_redis, gateway_samples=2)
     (request_id,) = await accepted(journal, 10**18)
-    assert await journal.accept(SESSION, 10**18, b"request", "gateway-1") == request_id
+    assert await journal.accept(SESSION, 10**18, b"request", "gateway-1") == Accepted(
+        request_id, to_run=False
+    )
     with pytest.raises(Conflict):
         await journal.accept(SESSION, 10**18, b"another", "gateway-0")
     assert await journal.claim(request_id, "gateway-1", "gateway-1") is Unclaimed.SETTLED
@@ -84,7 +87,7 @@ async def test_a_repeated_sample_is_on_a_list_although_its_gateway_was_struck_of
     journal = SampleJournal(any_redis)
     (request_id,) = await accepted(journal, 10)
     await any_redis.delete(keys.gateway_samples("gateway-0"), keys.SAMPLE_GATEWAYS)
-    assert await journal.accept(SESSION, 10, b"request", "gateway-1") == request_id
+    assert (await journal.accept(SESSION, 10, b"request", "gateway-1")).request_id == request_id
     assert await journal.samples_of("gateway-0") == {request_id}
     assert await journal.gateways() == {"gateway-0"}
 
