@@ -79,8 +79,8 @@ async def _serve(config: SamplerConfig, engine: Engine) -> int:
             await asyncio.sleep(_STACKS_S)
             # Its requests fail now, as when it dies by itself.
             engine.kill()
-            await died
-        if died.done():
+            await asyncio.wait({died}, timeout=_ENGINE_SHUTDOWN_S)
+        if died.done() or stuck.done():
             log.error("the engine ended; this process ends too, to be started again")
             await announcer.stop()
             return 1

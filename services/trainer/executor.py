@@ -205,6 +205,7 @@ class Executor:
             result = await self._barriers.run(model, operation, release)
         except ModelNotResident as error:
             self._crashes.end(keys)
+            model.held = False
             self.evict(model, error)
             return
         except (TinsmithError, OSError) as caught:
