@@ -44,8 +44,8 @@ class BareEngine(Child):
 def _load(model_dir: str) -> Callable[[Any], float]:
     import torch.distributed as dist
 
-    from services.trainer.engine import Engine
-    from services.trainer.plan import AdamSpec, LoraSpec, PassOp
+    from services.trainer.compute.data import AdamSpec, LoraSpec, PassOp
+    from services.trainer.compute.engine import Engine
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0, rank=0, world_size=1)
@@ -68,8 +68,8 @@ def _load(model_dir: str) -> Callable[[Any], float]:
 
 
 def _pass(op: Any, batch: list[list[int]]) -> Any:
-    from services.trainer.microbatch import split_operation
-    from services.trainer.plan import HostArray, MicroBatch, Pass, Row
+    from services.trainer.compute.data import HostArray, MicroBatch, Pass, Row
+    from services.trainer.order.microbatch import split_operation
 
     rows = []
     for index, sequence in enumerate(batch):

@@ -53,8 +53,8 @@ def _peak_bytes(which: str) -> int:
     import torch
     from torch import nn
 
-    from services.trainer.logprobs import LogprobHead
-    from services.trainer.lora import LoraRouter
+    from services.trainer.compute.logprobs import LogprobHead
+    from services.trainer.compute.lora import LoraRouter
 
     linear = nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
     hidden = torch.randn(POSITIONS, HIDDEN, requires_grad=True)

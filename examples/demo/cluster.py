@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.process import die_with_parent
+from services.common.process.process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300.0

@@ -10,17 +10,18 @@ import sys
 import uvloop
 from redis.exceptions import RedisError
 
-from services.common import logs, redis_client
-from services.common.errors import Internal, TinsmithError
-from services.common.paths import DataDir
-from services.common.process import setup_process, wait_for_signal
-from services.common.registry import Announcer, ServiceRecord
+from services.common.contract.errors import Internal, TinsmithError
+from services.common.process import logs
+from services.common.process.process import setup_process, wait_for_signal
+from services.common.state import redis_client
+from services.common.state.registry import Announcer, ServiceRecord
+from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
-from services.gateway.auth import KeyRing
+from services.gateway.access.auth import KeyRing
 from services.gateway.config import GatewayConfig, parse
-from services.gateway.grpc import service
-from services.gateway.http.server import HttpServer
-from services.gateway.runtime import Gateway
+from services.gateway.edge.grpc import service
+from services.gateway.edge.http.server import HttpServer
+from services.gateway.wiring import Gateway
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.errors import InvalidRequest
-from services.common.journal_records import JournalLimits
+from services.common.contract.errors import InvalidRequest
+from services.common.state.journal_records import JournalLimits
 from services.common.storage.location import check_location
-from services.gateway.retention_plan import RetentionSettings
+from services.gateway.retention.plan import RetentionSettings
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
 

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from services.common.errors import InvalidRequest, TinsmithError
-from services.common.paths import DataDir
+from services.common.contract.errors import InvalidRequest, TinsmithError
+from services.common.storage.data_dir import DataDir
 
 _DESCRIPTION = """\
 Tinsmith is the self-hosted Tinker: the unmodified tinker SDK trains and samples on your own machines.

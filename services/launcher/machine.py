@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from services.common.errors import InvalidRequest, Unavailable
+from services.common.contract.errors import InvalidRequest, Unavailable
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 10_000

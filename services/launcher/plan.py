@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.common.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest
 from services.common.storage.location import check_location
 from services.launcher.placement import Place, places
 
@@ -141,7 +141,7 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
 
     Args:
         master_ports: a free port per model, for the rendezvous of its trainer's ranks.
-        launch_trainer: services.trainer.launch.launch_command.
+        launch_trainer: services.trainer.world.launch.launch_command.
     """
     gpus = options.gpus if options.device == "cuda" else ()
     count = len(options.models)

@@ -12,7 +12,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from services.common.errors import Unavailable
+from services.common.contract.errors import Unavailable
 from services.launcher.plan import Process
 
 

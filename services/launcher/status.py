@@ -15,8 +15,9 @@ import psutil
 from google.protobuf.json_format import MessageToDict
 from redis.exceptions import RedisError
 
-from services.common import redis_client, registry, rpc
-from services.common.paths import DataDir
+from services.common.process import rpc
+from services.common.state import redis_client, registry
+from services.common.storage.data_dir import DataDir
 from services.launcher import machine
 from services.launcher.up import redis_url_file
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.errors import Unavailable
-from services.common.process import die_with_parent
-from services.common.tasks import cancel_all
+from services.common.contract.errors import Unavailable
+from services.common.process.process import die_with_parent
+from services.common.process.tasks import cancel_all
 from services.launcher.plan import Process
 
 log = logging.getLogger(__name__)

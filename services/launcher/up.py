@@ -18,15 +18,15 @@ from pathlib import Path
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from services.common import redis_client, registry
-from services.common.errors import Unavailable
-from services.common.paths import DataDir
-from services.common.process import wait_for_signal
-from services.common.tasks import cancel_all
+from services.common.contract.errors import Unavailable
+from services.common.process.process import wait_for_signal
+from services.common.process.tasks import cancel_all
+from services.common.state import redis_client, registry
+from services.common.storage.data_dir import DataDir
 from services.launcher import machine, plan, redis_server
 from services.launcher.progress import Progress
 from services.launcher.supervisor import Supervisor
-from services.trainer.launch import launch_command
+from services.trainer.world.launch import launch_command
 
 REDIS_START_S = 20.0
 _POLL_S = 0.3

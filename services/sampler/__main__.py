@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 
-from services.common import logs, process
-from services.common.errors import TinsmithError
-from services.common.paths import DataDir
+from services.common.contract.errors import TinsmithError
+from services.common.process import logs, process
+from services.common.storage.data_dir import DataDir
 from services.sampler import config
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     os.environ.update(config.engine_environment(settings))
     # A spawned process begins with the main module of the one that started it, but multiprocessing
     # passes over a package's __main__: name it the module to begin with.
-    sys.modules["__main__"].__spec__ = importlib.util.find_spec("services.sampler.child")
+    sys.modules["__main__"].__spec__ = importlib.util.find_spec("services.sampler.engine.child")
     # While the model loads there is nothing to drain: end at once, through the exit handlers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 

@@ -9,13 +9,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from services.common import errors, matrices, tensors
-from services.common.errors import InvalidRequest
-from services.common.sample_schema import scoring_from_pb
-from services.common.tensors import HostTensor
+from services.common.contract import errors, matrices, tensors
+from services.common.contract.errors import InvalidRequest
+from services.common.contract.sample_schema import scoring_from_pb
+from services.common.contract.tensors import HostTensor
 from services.common.weights.medium import Medium
-from services.sampler.prompt_scores import TopkLogprobs
-from services.sampler.sampling import (
+from services.sampler.engine.sampling import (
     SampleJob,
     SampleOutput,
     SamplingParams,
@@ -23,6 +22,7 @@ from services.sampler.sampling import (
     SnapshotKey,
     StopReason,
 )
+from services.sampler.worker.prompt_scores import TopkLogprobs
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
 _STOP_REASONS: dict[StopReason, operation_pb2.StopReason.ValueType] = {

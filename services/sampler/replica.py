@@ -13,18 +13,19 @@ import time
 import msgspec
 from redis.exceptions import RedisError
 
-from services.common import process, redis_client, registry, rpc
-from services.common.paths import DataDir
-from services.common.tasks import cancel_all
+from services.common.process import process, rpc
+from services.common.process.tasks import cancel_all
+from services.common.state import redis_client, registry
+from services.common.storage.data_dir import DataDir
 from services.sampler import watchdog
 from services.sampler.config import GIB, SamplerConfig
-from services.sampler.engine import Engine
-from services.sampler.full_snapshots import FullSnapshots
-from services.sampler.residency import Residency
-from services.sampler.sampling import Weights
+from services.sampler.engine.engine import Engine
+from services.sampler.engine.sampling import Weights
 from services.sampler.service import SamplerService
-from services.sampler.snapshots import Snapshots
-from services.sampler.staging import Staging
+from services.sampler.snapshots.full_snapshots import FullSnapshots
+from services.sampler.snapshots.residency import Residency
+from services.sampler.snapshots.snapshots import Snapshots
+from services.sampler.snapshots.staging import Staging
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)

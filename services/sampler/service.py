@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from services.common import failpoints
-from services.common.errors import InvalidRequest, Unavailable
+from services.common.contract.errors import InvalidRequest, Unavailable
+from services.common.process import failpoints
 from services.sampler import convert
-from services.sampler.sampling import Adapter, Limits, SampleJob, SampleOutput, admit, check
-from services.sampler.snapshots import Snapshots
+from services.sampler.engine.sampling import Adapter, Limits, SampleJob, SampleOutput, admit, check
+from services.sampler.snapshots.snapshots import Snapshots
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 

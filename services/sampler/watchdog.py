@@ -14,7 +14,7 @@ import logging
 import time
 from typing import Protocol
 
-from services.common.tasks import cancel_all
+from services.common.process.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import threading
 
 import uvloop
 
-from services.common import logs, process
-from services.common.paths import DataDir
+from services.common.process import logs, process
+from services.common.storage.data_dir import DataDir
 from services.trainer import config
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.server import load, serve
-from services.trainer.threads import WorkerThread
-from services.trainer.world import follow
+from services.trainer.world.threads import WorkerThread
+from services.trainer.world.world import follow
 
 log = logging.getLogger("services.trainer")
 

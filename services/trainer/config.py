@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest
 from services.common.storage.location import check_location
 
 
@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> TrainerConfig:
     """Reads flags and environment; exits with a usage message when they do not make sense."""
     parser = argparse.ArgumentParser(
         prog="python -m services.trainer",
-        description="One rank of a trainer world. Start a world with services.trainer.launch.launch_command.",
+        description="One rank of a trainer world; services.trainer.world.launch starts one.",
     )
 
     from_environment: list[str] = []

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.common import ids, roles, tensors
-from services.common.errors import InvalidRequest
-from services.trainer.losses import combine_metrics
-from services.trainer.microbatch import split_operation
-from services.trainer.plan import AdamSpec, HostArray, LoraSpec, RowResult
-from services.trainer.scheduler import Unit
+from services.common.contract import ids, roles, tensors
+from services.common.contract.errors import InvalidRequest
+from services.trainer.compute.data import AdamSpec, HostArray, LoraSpec, RowResult
+from services.trainer.compute.losses import combine_metrics
+from services.trainer.order.microbatch import split_operation
+from services.trainer.order.scheduler import Unit
 from tinsmith.v1 import operation_pb2, types_pb2
 
 

@@ -15,30 +15,31 @@ from typing import Any
 import redis.asyncio
 import torch
 
-from services.common import process, redis_client, rpc
-from services.common.errors import Unavailable
-from services.common.journal import Journal
-from services.common.paths import DataDir
-from services.common.registry import Announcer, ServiceRecord
+from services.common.contract.errors import Unavailable
+from services.common.process import process, rpc
+from services.common.process.tasks import cancel_all
+from services.common.state import redis_client
+from services.common.state.journal import Journal
+from services.common.state.registry import Announcer, ServiceRecord
+from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
-from services.common.tasks import cancel_all
-from services.trainer.barriers import Barriers
-from services.trainer.broadcast import Broadcaster
-from services.trainer.checkpoints import CheckpointStore
-from services.trainer.commands import Shutdown
+from services.trainer.compute.engine import Engine
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.convert import Target
-from services.trainer.crashes import CrashLedger
-from services.trainer.engine import Engine
-from services.trainer.executor import Executor
-from services.trainer.export_format import Base
-from services.trainer.models import Model
-from services.trainer.publisher import Publisher
-from services.trainer.residency import Residency
-from services.trainer.scheduler import Limits
+from services.trainer.execution.control_ops import Barriers
+from services.trainer.execution.executor import Executor
+from services.trainer.execution.residency import Residency
+from services.trainer.execution.resident_models import Model
+from services.trainer.files.checkpoints import CheckpointStore
+from services.trainer.files.export_format import Base
+from services.trainer.order.crashes import CrashLedger
+from services.trainer.order.scheduler import Limits
+from services.trainer.publish.broadcast import Broadcaster
+from services.trainer.publish.publisher import Publisher
 from services.trainer.service import TrainerServicer
-from services.trainer.threads import WorkerThread
-from services.trainer.world import COLLECTIVE_TIMEOUT, Channel, World
+from services.trainer.world.commands import Shutdown
+from services.trainer.world.threads import WorkerThread
+from services.trainer.world.world import COLLECTIVE_TIMEOUT, Channel, World
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)

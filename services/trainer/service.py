@@ -6,11 +6,11 @@ import asyncio
 
 import grpc.aio
 
-from services.common import ids
-from services.common.errors import InvalidRequest
-from services.trainer.executor import Executor
-from services.trainer.models import Model, OperationResult
-from services.trainer.residency import Residency
+from services.common.contract import ids
+from services.common.contract.errors import InvalidRequest
+from services.trainer.execution.executor import Executor
+from services.trainer.execution.residency import Residency
+from services.trainer.execution.resident_models import Model, OperationResult
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
 
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import tinker
 
-from services.common import failpoints
-from services.common.process import die_with_parent
+from services.common.process import failpoints
+from services.common.process.process import die_with_parent
 from services.launcher.machine import free_port
 
 BASE_MODEL = "tinsmith/tiny"
@@ -40,7 +40,7 @@ class Cluster:
     grpc_port: int
     log: Path
     failpoints: Path
-    """Where a test arms failpoints of the cluster's processes (services/common/failpoints.py)."""
+    """Where a test arms failpoints of the cluster's processes (services/common/process/failpoints.py)."""
     clients: list[tinker.ServiceClient] = field(default_factory=list)
 
     @property

@@ -8,7 +8,8 @@ import tinker
 import torch
 from tinker import types
 
-from services.common import failpoints, keys, redis_client
+from services.common.process import failpoints
+from services.common.state import keys, redis_client
 from tests.cluster import batches
 from tests.cluster.conftest import PENDING_BYTES, Cluster
 

@@ -16,8 +16,8 @@ import redis
 import tinker
 from tinker import APIFuture, types
 
-from services.common import keys
-from services.common.registry import ServiceRecord
+from services.common.state import keys
+from services.common.state.registry import ServiceRecord
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc

@@ -10,7 +10,8 @@ import redis
 import tinker
 from tinker import types
 
-from services.common import failpoints, keys
+from services.common.process import failpoints
+from services.common.state import keys
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster
 

@@ -10,7 +10,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from services.common.paths import DataDir
+from services.common.storage.data_dir import DataDir
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from services.common import rpc
+from services.common.process import rpc
 from services.launcher.tiny_model import make_tiny_model
-from services.trainer.engine import Engine
-from services.trainer.plan import LoraSpec
+from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.engine import Engine
 from tests.component.engine_data import VOCAB
 from tests.component.own_redis import redis_server
 from tests.component.sampler_process import (

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from services.trainer.engine import Engine
-from services.trainer.plan import AdamSpec, HostArray, LoraSpec, MicroBatch, ModelState, Pass, PassOp, Row
+from services.trainer.compute.data import (
+    AdamSpec,
+    HostArray,
+    LoraSpec,
+    MicroBatch,
+    ModelState,
+    Pass,
+    PassOp,
+    Row,
+)
+from services.trainer.compute.engine import Engine
 from tests.component.engine_reference import values
 
 VOCAB = 512

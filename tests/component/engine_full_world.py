@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import torch.distributed as dist
 
-from services.common.errors import InvalidRequest
-from services.trainer.engine import Engine
-from services.trainer.plan import ModelState, Pass, Row, RowResult
+from services.common.contract.errors import InvalidRequest
+from services.trainer.compute.data import ModelState, Pass, Row, RowResult
+from services.trainer.compute.engine import Engine
 from tests.component.engine_data import ADAM, LORA, ce_row, is_row, op, with_input, work
 from tests.component.engine_process import run_rank
 

@@ -14,8 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from services.launcher.machine import free_port
-from services.trainer.base_model import init_distributed
-from services.trainer.engine import Engine
+from services.trainer.compute.base_model import init_distributed
+from services.trainer.compute.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 

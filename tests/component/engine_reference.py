@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from services.trainer.plan import AdamSpec, HostArray, Row
+from services.trainer.compute.data import AdamSpec, HostArray, Row
 
 
 class AdaptedLinear(nn.Module):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from services.common.errors import InvalidRequest
-from services.trainer.engine import Engine
-from services.trainer.plan import AdamSpec, LoraSpec, ModelState, Pass, RowResult
+from services.common.contract.errors import InvalidRequest
+from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState, Pass, RowResult
+from services.trainer.compute.engine import Engine
 from tests.component.engine_data import (
     ADAM,
     VOCAB,

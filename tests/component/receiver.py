@@ -11,8 +11,10 @@ import msgspec
 import numpy as np
 import redis
 
-from services.common import keys, tensors, weights
-from services.common.registry import ServiceRecord
+from services.common import weights
+from services.common.contract import tensors
+from services.common.state import keys
+from services.common.state.registry import ServiceRecord
 from tests.component.trainer_world import BASE_MODEL
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.common import weights
-from services.common.paths import DataDir
+from services.common.storage.data_dir import DataDir
 from services.launcher.machine import free_port
 from services.launcher.tiny_model import make_tiny_model
 from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, types_pb2

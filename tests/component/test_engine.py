@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.errors import InvalidRequest, ModelNotResident
-from services.trainer.engine import Engine
-from services.trainer.losses import LOSSES
-from services.trainer.plan import HostArray, LoraSpec, ModelState, Row, RowResult
+from services.common.contract.errors import InvalidRequest, ModelNotResident
+from services.trainer.compute.data import HostArray, LoraSpec, ModelState, Row, RowResult
+from services.trainer.compute.engine import Engine
+from services.trainer.compute.losses import LOSSES
 from tests.component.engine_data import (
     ADAM,
     CRITIC,

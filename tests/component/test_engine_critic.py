@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.common.errors import InvalidRequest
-from services.trainer.engine import Engine
-from services.trainer.plan import LoraSpec, RowResult
+from services.common.contract.errors import InvalidRequest
+from services.trainer.compute.data import LoraSpec, RowResult
+from services.trainer.compute.engine import Engine
 from tests.component.engine_data import (
     ADAM,
     CRITIC,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.common.paths import DataDir
 from services.common.storage.base import Key, Storage
+from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
-from tests.unit.common import stored
-from tests.unit.common.stored import KEY, MODEL, text
+from tests.unit.common.storage import stored
+from tests.unit.common.storage.stored import KEY, MODEL, text
 
 
 @pytest.fixture(scope="module")

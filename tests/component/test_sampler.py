@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from services.common import registry, weights
-from services.common.redis_client import connect
+from services.common import weights
+from services.common.state import registry
+from services.common.state.redis_client import connect
 from tests.component.sampler_process import (
     BASE_MODEL,
     CONTEXT,

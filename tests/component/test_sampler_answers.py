@@ -8,12 +8,12 @@ import torch
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from services.common.errors import Internal, InvalidRequest
-from services.common.matrices import HostMatrix
-from services.common.sample_schema import Scoring
-from services.sampler.engine import _sequence
-from services.sampler.prompt_scorer import _fill
-from services.sampler.prompt_scores import Buffers, plan_of
+from services.common.contract.errors import Internal, InvalidRequest
+from services.common.contract.matrices import HostMatrix
+from services.common.contract.sample_schema import Scoring
+from services.sampler.engine.engine import _sequence
+from services.sampler.worker.prompt_scorer import _fill
+from services.sampler.worker.prompt_scores import Buffers, plan_of
 
 VOCAB, ROWS = 40, 23
 PROMPT = torch.randint(0, VOCAB, (ROWS + 1,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -10,12 +10,13 @@ import grpc
 import pytest
 import torch
 
-from services.common import keys, registry, weights
-from services.common.redis_client import connect
-from services.trainer.broadcast import Broadcaster
-from services.trainer.export_format import Base
-from services.trainer.plan import HostArray
-from services.trainer.publisher import Publisher
+from services.common import weights
+from services.common.state import keys, registry
+from services.common.state.redis_client import connect
+from services.trainer.compute.data import HostArray
+from services.trainer.files.export_format import Base
+from services.trainer.publish.broadcast import Broadcaster
+from services.trainer.publish.publisher import Publisher
 from tests.component.sampler_process import (
     BASE_MODEL,
     MODEL_ID,

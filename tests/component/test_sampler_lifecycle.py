@@ -14,8 +14,9 @@ import psutil
 import pytest
 import torch
 
-from services.common import registry, rpc
-from services.common.redis_client import connect
+from services.common.process import rpc
+from services.common.state import registry
+from services.common.state.redis_client import connect
 from tests.component.own_redis import redis_server
 from tests.component.sampler_process import (
     MODEL_ID,

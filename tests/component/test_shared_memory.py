@@ -13,7 +13,7 @@ from services.launcher.machine import free_port
 
 _RANK = """
 import sys
-from services.trainer.base_model import init_distributed
+from services.trainer.compute.base_model import init_distributed
 init_distributed("cpu")
 print("joined")
 """

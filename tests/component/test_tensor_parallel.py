@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common import rpc, weights
+from services.common import weights
+from services.common.process import rpc
 from tests.component.own_redis import redis_server
 from tests.component.sampler_process import (
     MODEL_ID,

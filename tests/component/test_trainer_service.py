@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from services.common import keys
+from services.common.state import keys
 from tests.component.own_redis import redis_server
 from tests.component.receiver import Receiver
 from tests.component.trainer_world import (

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from services.common import keys
+from services.common.state import keys
 from tests.component.own_redis import redis_server
 from tests.component.trainer_world import (
     EPOCH,

@@ -20,11 +20,11 @@ import psutil
 import pytest
 import redis
 
-from services.common import keys
-from services.common.registry import ServiceRecord
+from services.common.state import keys
+from services.common.state.registry import ServiceRecord
 from services.launcher.machine import free_port
 from services.launcher.tiny_model import make_tiny_model
-from services.trainer.launch import launch_command
+from services.trainer.world.launch import launch_command
 from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc, types_pb2
 
 BASE_MODEL = "tinsmith/tiny"

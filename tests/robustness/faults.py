@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.common import failpoints
+from services.common.process import failpoints
 from tests.robustness.proxy import Wire
 from tests.robustness.world import World
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
-from services.trainer.plan import HostArray
+from services.trainer.compute.data import HostArray
 from tests.cluster import batches
 from tests.robustness.history import Entry
 
@@ -77,7 +77,7 @@ def _free_port() -> int:
 def main() -> None:
     """Runs as the oracle's process."""
     model_dir, source, target = sys.argv[1:]
-    from services.trainer.engine import Engine
+    from services.trainer.compute.engine import Engine
 
     engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0, rank=0, world_size=1)
     histories = msgspec.msgpack.decode(Path(source).read_bytes())
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _apply(engine: Any, model_id: str, history: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    from services.trainer.plan import AdamSpec, LoraSpec
+    from services.trainer.compute.data import AdamSpec, LoraSpec
 
     saved: dict[str, Any] = {}
     for seq_id, (kind, arguments) in zip(itertools.count(), history):
@@ -114,9 +114,9 @@ def _apply(engine: Any, model_id: str, history: Sequence[Any]) -> Iterator[dict[
 def _forward_backward(
     engine: Any, model_id: str, seq_id: int, data: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    from services.trainer.losses import combine_metrics
-    from services.trainer.microbatch import split_operation
-    from services.trainer.plan import MicroBatch, Pass, PassOp
+    from services.trainer.compute.data import MicroBatch, Pass, PassOp
+    from services.trainer.compute.losses import combine_metrics
+    from services.trainer.order.microbatch import split_operation
 
     rows = [_row(model_id, index, *one) for index, one in enumerate(data)]
     cut = split_operation([row.length for row in rows], MICRO_BATCH_TOKENS)
@@ -132,7 +132,7 @@ def _forward_backward(
 
 
 def _row(model_id: str, index: int, seed: int, length: int) -> Any:
-    from services.trainer.plan import Row
+    from services.trainer.compute.data import Row
 
     datum = batches.cross_entropy(seed, length)
     targets = np.asarray(batches.targets(datum), dtype="<i8")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import redis
 
-from services.common.process import die_with_parent
+from services.common.process.process import die_with_parent
 from services.launcher import redis_server
 
 

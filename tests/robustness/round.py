@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tinker
 
-from services.common import keys
+from services.common.state import keys
 from tests.robustness import checker, oracle
 from tests.robustness.checker import Stored, Verdict
 from tests.robustness.faults import Fault

@@ -19,7 +19,8 @@ from unittest import mock
 import msgspec
 import psutil
 
-from services.common import failpoints, keys, registry
+from services.common.process import failpoints
+from services.common.state import keys, registry
 from tests.cluster.conftest import Cluster, free_port, start_cluster, stop_cluster
 from tests.robustness.oracle import MICRO_BATCH_TOKENS
 from tests.robustness.proxy import Wire

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common import ids
-from services.common.errors import Internal, InvalidRequest, StorageFull, TinsmithError
+from services.common.contract import ids
+from services.common.contract.errors import Internal, InvalidRequest, StorageFull, TinsmithError
 
 Writer = Callable[[Path], object]
 """Writes one file at the path it is given. May be called again; writes the same each time."""

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common import failpoints
+from services.common.process import failpoints
 from services.common.storage.base import ABANDONED_S, GRACE_S, Key, Storage, Writer, check_name
 
 _AT_FDCWD = -100

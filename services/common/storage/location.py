@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from services.common.errors import InvalidRequest
-from services.common.paths import DataDir
+from services.common.contract.errors import InvalidRequest
 from services.common.storage.base import Storage
+from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import DirectoryStorage
 
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar, cast
 import msgspec
 from fsspec import AbstractFileSystem
 
-from services.common.errors import TinsmithError
+from services.common.contract.errors import TinsmithError
 from services.common.storage.base import ABANDONED_S, GRACE_S, Key, Storage, Writer, check_name
 
 _MANIFEST, _DELETED = "manifest.json", "deleted"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.common import failpoints
+from services.common.process import failpoints
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

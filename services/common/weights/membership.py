@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.common import keys, redis_client
+from services.common.state import keys, redis_client
 from services.common.weights.base import WeightGroup
 from services.common.weights.store import RedisStore
 

@@ -12,7 +12,7 @@ import bench.__main__ as program
 from bench import exactness, latency, loss_memory, publishing, raw_broadcast, sampling, waiting
 from bench.bare_engine import _pass
 from bench.stack import Row, alternate, next_token_datum, random_tokens, ratio_row
-from services.trainer.plan import PassOp
+from services.trainer.compute.data import PassOp
 from tinsmith.v1 import tinker_pb2
 
 

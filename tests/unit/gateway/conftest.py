@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import dispatching
 import pytest
 import redis.asyncio
-from dispatching import SETTINGS, GatewayFactory, started
-from edges import Edges, running
-from scripted_services import ScriptedTrainer
 
-from services.common.journal import Journal
-from services.gateway.dispatch_plan import DispatchSettings
-from services.gateway.limits import Limits
+from services.common.state.journal import Journal
+from services.gateway.access.limits import Limits
+from services.gateway.dispatch.plan import DispatchSettings
+from tests.unit.gateway import dispatching
+from tests.unit.gateway.dispatching import SETTINGS, GatewayFactory, started
+from tests.unit.gateway.edges import Edges, running
+from tests.unit.gateway.scripted_services import ScriptedTrainer
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import redis.asyncio
-from scripted_services import BASE
 
-from services.common import errors, ids
-from services.common.errors import InvalidRequest
-from services.common.journal import Journal
-from services.gateway.dispatch_plan import DispatchSettings
-from services.gateway.dispatcher import Dispatcher
-from services.gateway.futures import Futures
+from services.common.contract import errors, ids
+from services.common.contract.errors import InvalidRequest
+from services.common.state.journal import Journal
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.dispatch.plan import DispatchSettings
+from services.gateway.results.futures import Futures
+from tests.unit.gateway.scripted_services import BASE
 from tinsmith.v1 import operation_pb2, types_pb2
 
 MODEL = ids.model_id("s", 0)

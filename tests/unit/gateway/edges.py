@@ -14,25 +14,26 @@ from typing import Any
 import httpx
 import redis.asyncio
 
-from services.common import ids, keys, redis_client
-from services.common.journal import Journal
-from services.common.journal_records import Published
-from services.common.paths import DataDir
-from services.common.registry import Announcer, ServiceRecord
-from services.common.sample_journal import SampleJournal
+from services.common.contract import ids
+from services.common.state import keys, redis_client
+from services.common.state.journal import Journal
+from services.common.state.journal_records import Published
+from services.common.state.registry import Announcer, ServiceRecord
+from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
-from services.gateway.admission import Admission
-from services.gateway.app import Application, build
-from services.gateway.auth import KeyRing
-from services.gateway.checkpoint_files import CheckpointFiles
-from services.gateway.checkpoint_store import CheckpointStore
-from services.gateway.checkpoint_sweep import CheckpointSweep
-from services.gateway.futures import Futures
-from services.gateway.grpc import service
-from services.gateway.http.server import HttpServer
-from services.gateway.limits import Limits
-from services.gateway.outcomes import Outcomes
-from services.gateway.stores import InflightStore, ModelStore, SamplingSessionStore, SessionStore
+from services.gateway.access.auth import KeyRing
+from services.gateway.access.limits import Limits
+from services.gateway.application import Application, build
+from services.gateway.checkpoints.files import CheckpointFiles
+from services.gateway.dispatch.record_results import Outcomes
+from services.gateway.edge.grpc import service
+from services.gateway.edge.http.server import HttpServer
+from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.sample_journal import SampleJournal
+from services.gateway.records.session import InflightStore, ModelStore, SamplingSessionStore, SessionStore
+from services.gateway.results.futures import Futures
+from services.gateway.retention.checkpoint_sweep import CheckpointSweep
+from services.gateway.sampling.admission import Admission
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
 ALICE, BOB = "tml-alice", "tml-bob"

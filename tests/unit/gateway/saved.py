@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from edges import Edges
 
-from services.common import ids, keys
+from services.common.contract import ids
+from services.common.state import keys
 from services.common.storage.base import Key
 from services.common.storage.directory import publish_directory
+from tests.unit.gateway.edges import Edges
 from tinsmith.v1 import operation_pb2
 
 SNAPSHOT_BYTES = 10

@@ -14,16 +14,17 @@ import grpc
 import grpc.aio
 import redis.asyncio
 
-from services.common import registry, rpc
-from services.common.errors import (
+from services.common.contract.errors import (
     ModelNotResident,
     ModelOpen,
     SnapshotNotFound,
     StaleEpoch,
     TinsmithError,
 )
-from services.common.journal import Journal
-from services.common.registry import ServiceRecord
+from services.common.process import rpc
+from services.common.state import registry
+from services.common.state.journal import Journal
+from services.common.state.registry import ServiceRecord
 from tinsmith.v1 import (
     operation_pb2,
     sampler_pb2,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest
 from services.launcher import plan
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.common.errors import Unavailable
+from services.common.contract.errors import Unavailable
 from services.launcher import supervisor as supervision
 from services.launcher.plan import Process
 from services.launcher.supervisor import Supervisor, restart_delay

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import Unavailable
+from services.common.contract.errors import Unavailable
 from services.launcher import cli, plan, status, up
 from services.launcher.progress import Progress
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.common.errors import Unavailable
+from services.common.contract.errors import Unavailable
 from services.sampler.watchdog import Progress, until_stuck
 
 

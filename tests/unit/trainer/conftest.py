@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.trainer.plan import HostArray, LoraSpec, ModelState
+from services.trainer.compute.data import HostArray, LoraSpec, ModelState
 
 
 def _array(*shape: int, fill: float) -> HostArray:

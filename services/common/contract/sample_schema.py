@@ -1,0 +1,163 @@
+"""What a sample request may ask for: the rules that gateway and sampler share.
+
+Invariant: the gateway refuses what a sampler would refuse, because both apply these functions. What
+is accepted is done exactly as asked: nothing is clamped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.contract import matrices
+from services.common.contract.errors import InvalidRequest
+from services.common.contract.matrices import HostMatrix
+from tinsmith.v1 import sampler_pb2, tinsmith_pb2
+
+# vLLM raises temperatures below 0.01 to 0.01 and rejects those above 2.
+MIN_TEMPERATURE = 0.01
+MAX_TEMPERATURE = 2.0
+
+MAX_TOPK = 64
+"""Largest k of topk_prompt_logprobs, topk_sample_logprobs and prompt_alt_tokens_k."""
+
+MAX_CELLS = 2**21
+"""Most (token, log-probability) pairs that one such field may make a request answer with."""
+
+MAX_SAMPLED_TOKENS = 2**24
+"""Most tokens that one request may sample, over all its sequences: an answer must fit into a message."""
+
+_TARGETS = "target_prompt_logprobs"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Log-probabilities that are asked for besides those of the sampled tokens.
+
+    Attributes:
+        prompt_logprobs: of the prompt's own tokens.
+        topk_prompt_logprobs: of the k most likely tokens at each prompt position; 0 = no.
+        topk_sample_logprobs: of the k most likely tokens at each sampled position; 0 = no.
+        targets: int64 token ids, -1 = none; row i is scored at prompt position i + 1.
+        prompt_alt_tokens_k: draws at each prompt position but the first; 0 = no.
+        prompt_logprobs_last_n: positions, counted from the end of the prompt, that prompt_logprobs and
+            topk_prompt_logprobs cover; None = all.
+    """
+
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    targets: HostMatrix | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+
+def scoring_from_pb(
+    pb: tinsmith_pb2.TinsmithServiceSampleRequest | sampler_pb2.SampleRequest,
+) -> Scoring:
+    """
+    Raises:
+        InvalidRequest: target_prompt_logprobs is malformed.
+    """
+    targets = pb.target_prompt_logprobs if pb.HasField("target_prompt_logprobs") else None
+    return Scoring(
+        prompt_logprobs=pb.prompt_logprobs,
+        topk_prompt_logprobs=pb.topk_prompt_logprobs,
+        topk_sample_logprobs=pb.topk_sample_logprobs,
+        targets=None if targets is None else matrices.from_pb(targets, _TARGETS),
+        prompt_alt_tokens_k=pb.prompt_alt_tokens_k,
+        prompt_logprobs_last_n=pb.prompt_logprobs_last_n if pb.HasField("prompt_logprobs_last_n") else None,
+    )
+
+
+def check_decoding(temperature: float, top_k: int, top_p: float, max_tokens: int | None) -> None:
+    """Refuses parameters that have no meaning, and those that the engine would change.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1, or left out")
+    if temperature != 0.0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature is {temperature}; use 0 for greedy decoding, or a value from {MIN_TEMPERATURE} to "
+            f"{MAX_TEMPERATURE:g}"
+        )
+    if top_k != -1 and top_k < 1:
+        raise InvalidRequest(f"top_k is {top_k}; it must be at least 1, or -1 for all tokens")
+    if not 0.0 < top_p <= 1.0:
+        raise InvalidRequest(f"top_p is {top_p}; it must be above 0 and at most 1")
+
+
+def check_answer(scoring: Scoring, prompt_length: int, vocab_size: int, sampled_tokens: int) -> None:
+    """Refuses scores that do not exist, and answers that would be too large.
+
+    Args:
+        sampled_tokens: most tokens that the request can sample, over all its sequences.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    if sampled_tokens > MAX_SAMPLED_TOKENS:
+        raise InvalidRequest(
+            f"this may sample {sampled_tokens} tokens; lower max_tokens or num_samples, or send several "
+            f"requests: one may sample {MAX_SAMPLED_TOKENS}"
+        )
+    last_n = scoring.prompt_logprobs_last_n
+    if last_n is not None:
+        _check_last_n(last_n, scoring, prompt_length)
+    scored = prompt_length - 1 if last_n is None else last_n
+    for name, k, positions in (
+        ("topk_prompt_logprobs", scoring.topk_prompt_logprobs, scored),
+        ("topk_sample_logprobs", scoring.topk_sample_logprobs, sampled_tokens),
+        ("prompt_alt_tokens_k", scoring.prompt_alt_tokens_k, prompt_length - 1),
+    ):
+        _check_k(name, k, positions, vocab_size)
+    if scoring.targets is not None:
+        _check_targets(scoring.targets, prompt_length, vocab_size)
+
+
+def _check_last_n(last_n: int, scoring: Scoring, prompt_length: int) -> None:
+    if not (scoring.prompt_logprobs or scoring.topk_prompt_logprobs):
+        raise InvalidRequest(
+            "prompt_logprobs_last_n narrows prompt_logprobs and topk_prompt_logprobs; ask for one of them"
+        )
+    if not 1 <= last_n <= prompt_length - 1:
+        raise InvalidRequest(
+            f"prompt_logprobs_last_n is {last_n}; a prompt of {prompt_length} tokens has "
+            f"{prompt_length - 1} that can be scored, because the first one follows nothing"
+        )
+
+
+def _check_k(name: str, k: int, positions: int, vocab_size: int) -> None:
+    # Draws are with replacement, but more than there are tokens is a mistake too.
+    most = min(MAX_TOPK, vocab_size)
+    if not 0 <= k <= most:
+        raise InvalidRequest(f"{name} is {k}; it must be from 0 to {most}")
+    if k * positions > MAX_CELLS:
+        raise InvalidRequest(
+            f"{name} is {k} at up to {positions} positions; use at most {MAX_CELLS // positions}, or split "
+            f"the request: one answer has at most {MAX_CELLS} of them"
+        )
+
+
+def _check_targets(targets: HostMatrix, prompt_length: int, vocab_size: int) -> None:
+    rows = targets.shape[0]
+    if rows != prompt_length - 1:
+        raise InvalidRequest(
+            f"{_TARGETS} has {rows} rows; a prompt of {prompt_length} tokens needs {prompt_length - 1}: "
+            "row i is scored at position i + 1"
+        )
+    ids = targets.values
+    if ids.size > MAX_CELLS:
+        raise InvalidRequest(
+            f"{_TARGETS} has {ids.size} cells; send at most {MAX_CELLS}, in the sparse layout where few are "
+            "used"
+        )
+    if not (ids >= 0).any():
+        raise InvalidRequest(f"{_TARGETS} names no token; leave it out, or set a cell to a token id")
+    if ids.min() < -1 or ids.max() >= vocab_size:
+        wrong = next(int(value) for value in ids.tolist() if not -1 <= value < vocab_size)
+        raise InvalidRequest(
+            f"{_TARGETS} has {wrong}; use token ids 0 to {vocab_size - 1}, and -1 for none",
+            "token_out_of_range",
+        )

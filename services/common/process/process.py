@@ -1,0 +1,72 @@
+"""The life of a service process: its pid file, its parent, its signals.
+
+Invariant: a process whose parent is gone ends too, and a pid file names a process that runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from services.common.process import failpoints
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Asks the kernel to send this process a signal when its parent ends (Linux; elsewhere nothing).
+
+    Call it first thing in a child: a parent that ended earlier is noticed by the changed parent
+    pid, and the child ends at once.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal_number)
+
+
+def write_pid_file(run_dir: Path, name: str) -> None:
+    """Writes `<name>.pid` and removes it at exit, unless a later process has taken it over."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / f"{name}.pid"
+    pid = os.getpid()
+    path.write_text(f"{pid}\n")
+
+    def remove() -> None:
+        # A forked child inherits this hook; only the process itself owns the file.
+        if os.getpid() == pid and path.exists() and path.read_text().strip() == str(pid):
+            path.unlink(missing_ok=True)
+
+    atexit.register(remove)
+
+
+def setup_process(name: str, run_dir: Path) -> None:
+    """What every service does first: dies with its parent, and writes its pid file.
+
+    A container's first process has no parent to die with.
+    """
+    if os.getppid() != 0 and os.getpid() != 1:
+        die_with_parent(signal.SIGTERM)
+    write_pid_file(run_dir, name)
+    failpoints.name_process(name)
+
+
+async def wait_for_signal() -> signal.Signals:
+    """The first SIGTERM, SIGINT or SIGHUP that reaches this process."""
+    loop = asyncio.get_running_loop()
+    received: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def note(number: signal.Signals) -> None:
+        if not received.done():
+            received.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, note, number)
+    return await received

@@ -1,0 +1,195 @@
+"""The gRPC shell that every service uses: server, channel, and the one mapping of errors.
+
+Invariant: a handler that raises a TinsmithError answers with that error's status and its code in
+trailing metadata `tinsmith-code`; any other exception is logged with its traceback and answers
+INTERNAL. `from_rpc_error` turns the status back into the same type on the caller's side.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from redis.exceptions import RedisError
+
+from services.common.contract import errors
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+CODE_METADATA = "tinsmith-code"
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that vanished without closing the connection is noticed within half a minute.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+
+Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
+"""(generated add_..._to_server function, servicer, full service name)."""
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps exceptions of handlers that take one request to statuses."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        make: Callable[..., grpc.RpcMethodHandler]
+        guarded: Callable[..., object]
+        if handler is not None and inspect.iscoroutinefunction(handler.unary_unary):
+            make, guarded = grpc.unary_unary_rpc_method_handler, _guarded(handler.unary_unary, method)
+        elif handler is not None and inspect.isasyncgenfunction(handler.unary_stream):
+            make, guarded = (
+                grpc.unary_stream_rpc_method_handler,
+                _guarded_stream(handler.unary_stream, method),
+            )
+        else:
+            return handler
+        return make(
+            guarded,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _guarded(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await inner(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, _typed(error, method))
+
+    return guarded
+
+
+def _guarded_stream(
+    inner: Callable[..., AsyncIterator[Any]], method: str
+) -> Callable[..., AsyncIterator[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for reply in inner(request, context):
+                yield reply
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _abort(context, _typed(error, method))
+
+    return guarded
+
+
+def _typed(error: Exception, method: str) -> errors.TinsmithError:
+    if isinstance(error, errors.TinsmithError):
+        return error
+    if isinstance(error, RedisError):
+        log.warning("%s: %s", method, error)
+        return errors.Unavailable("the state store cannot be reached; try again in a moment")
+    log.error("%s failed", method, exc_info=error)
+    return errors.Internal(f"{type(error).__name__}: {error}")
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: errors.TinsmithError) -> None:
+    await context.abort(
+        grpc.StatusCode[error.grpc_status], error.message, trailing_metadata=((CODE_METADATA, error.code),)
+    )
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TinsmithError:
+    """The typed error of a failed call."""
+    metadata = dict(error.trailing_metadata() or ())
+    message = error.details() or error.code().name
+    code = metadata.get(CODE_METADATA)
+    if isinstance(code, str):
+        user = error.code() in (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.NOT_FOUND,
+            grpc.StatusCode.PERMISSION_DENIED,
+            grpc.StatusCode.UNAUTHENTICATED,
+            grpc.StatusCode.ALREADY_EXISTS,
+        )
+        return errors.by_code(code, "user" if user else "server", message)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(message)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.Overloaded(message)
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return errors.Unavailable(message)
+    return errors.Internal(f"{error.code().name}: {message}")
+
+
+class RpcServer:
+    """A running gRPC server with health and reflection."""
+
+    def __init__(
+        self, server: grpc.aio.Server, port: int, checker: health.aio.HealthServicer, names: list[str]
+    ) -> None:
+        self._server = server
+        self._health = checker
+        self._names = names
+        self.port = port
+
+    async def drain(self, grace: float) -> None:
+        """Reports NOT_SERVING, refuses new calls and lets running ones finish for `grace` seconds."""
+        for name in ("", *self._names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.stop(grace)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self._server.wait_for_termination()
+
+
+async def serve(
+    services: Sequence[Service],
+    bind: str,
+    reuse_port: bool = False,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> RpcServer:
+    """Starts a server for the services on "host:port"; port 0 takes a free one.
+
+    Args:
+        interceptors: what they raise is mapped like the errors of handlers.
+
+    Raises:
+        errors.Unavailable: the address cannot be bound.
+    """
+    server = grpc.aio.server(
+        interceptors=(_ErrorInterceptor(), *interceptors),
+        options=[*_OPTIONS, ("grpc.so_reuseport", int(reuse_port))],
+    )
+    checker = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    names = [name for _, _, name in services]
+    for add, servicer, _ in services:
+        add(servicer, server)
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    try:
+        port = server.add_insecure_port(bind)
+    except RuntimeError as error:
+        raise errors.Unavailable(f"cannot listen on {bind}: {error}") from error
+    await server.start()
+    for name in ("", *names):
+        await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return RpcServer(server, port, checker, names)
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel to "host:port". Calls must carry a timeout."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS)

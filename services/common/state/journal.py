@@ -1,0 +1,342 @@
+"""The journal: every accepted operation, and the futures of their results.
+
+Invariants. What `accept` acknowledged is in Redis together with its future until its result is
+published; a future is resolved exactly once; only the holder of the model's current fencing epoch
+resolves it; an operation leaves the journal only when its result is published and a durable
+snapshot covers it, or when repeating it would change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from typing import Any
+
+import redis.asyncio
+
+from services.common.contract import errors, ids
+from services.common.contract.errors import Conflict, InvalidRequest, Overloaded
+from services.common.state import keys
+from services.common.state.journal_records import (
+    Accepted,
+    Closing,
+    Entry,
+    JournalIndex,
+    JournalLimits,
+    Published,
+    error_result,
+)
+from services.common.state.scripts import Script
+from tinsmith.v1 import operation_pb2
+
+RESULT_TTL_S = 24 * 3600
+_ANNOUNCE_AGAIN_S = 10.0
+IDLE_AFTER_S = 60.0
+"""A model without work stays listed this long; longer than any acceptance can take, so that none is lost."""
+
+_MAX_SEQ_ID = 2**53 - 1
+_READ_ENTRIES = 512
+_THREAD_ABOVE_BYTES = 256 * 1024
+"""Larger operations are hashed off the event loop."""
+
+
+class Journal:
+    """Journals of all models in one Redis.
+
+    Args:
+        gateway_id: the gateway that accepts; of the models that it leads it tells its dispatcher itself.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, limits: JournalLimits | None = None, gateway_id: str = ""
+    ) -> None:
+        self._redis = client
+        self._gateway_id = gateway_id
+        self._limits = limits or JournalLimits()
+        self._announced: dict[str, float] = {}
+        self._accept = Script(client, "accept")
+        self._index = Script(client, "index")
+        self._publish = Script(client, "publish")
+        self._mark_durable = Script(client, "mark_durable")
+        self._skip = Script(client, "skip")
+        self._gap_age = Script(client, "gap_age")
+        self._close_model = Script(client, "close_model")
+        self._erase_journal = Script(client, "erase_journal")
+        self._forget_idle = Script(client, "forget_idle")
+
+    async def accept(
+        self, operation: operation_pb2.Operation, owner: str, accepted_before: bool = False
+    ) -> Accepted:
+        """Journals an operation and creates its future. One round trip.
+
+        The same operation again gives the same id. A `refused` operation's future fails at once, as
+        does that of any operation of a model that was not created or is unloaded. A seq_id that was
+        used up and forgotten (its result expired, or its gap was skipped) also gives a failed future.
+
+        Args:
+            accepted_before: this process did so moments ago, and Redis may have lost it.
+
+        Raises:
+            Conflict: seq_id was used for another operation.
+            InvalidRequest: seq_id is out of range.
+            Overloaded: the model's journal is full.
+        """
+        model_id, seq_id = operation.model_id, operation.seq_id
+        if not 0 <= seq_id <= _MAX_SEQ_ID:
+            raise InvalidRequest(f"seq_id must be 0 to {_MAX_SEQ_ID}, not {seq_id}")
+        if operation.ByteSize() > _THREAD_ABOVE_BYTES:
+            payload, digest = await asyncio.to_thread(_payload, operation)
+        else:
+            payload, digest = _payload(operation)
+        request_id = ids.request_id(model_id, seq_id)
+        kind = operation.WhichOneof("kind")
+        used = errors.to_pb(
+            Conflict(
+                f"seq_id {seq_id} of model {model_id} was used up before: its result expired, or it "
+                "came after the service had stopped waiting for it; go on with the next seq_id",
+                "seq_id_used",
+            )
+        )
+        await self._announce(model_id)
+        outcome = await self._accept(
+            [
+                keys.future(model_id, seq_id),
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+                keys.lease(model_id),
+            ],
+            seq_id,
+            payload,
+            digest,
+            owner,
+            error_result(operation.refused) if kind == "refused" else b"",
+            operation.create_model.base_model if kind == "create_model" else "",
+            error_result(used),
+            RESULT_TTL_S,
+            model_id,
+            request_id,
+            keys.WORK_CHANNEL,
+            keys.DONE_CHANNEL,
+            self._limits.pending_bytes,
+            self._limits.journal_bytes,
+            self._limits.entries,
+            self._limits.ahead,
+            int(accepted_before),
+            self._gateway_id,
+        )
+        self._check_accepted(outcome, model_id, seq_id)
+        return Accepted(request_id, outcome == b"new")
+
+    def _check_accepted(self, outcome: bytes, model_id: str, seq_id: int) -> None:
+        if outcome == b"conflict":
+            raise Conflict(
+                f"seq_id {seq_id} of model {model_id} was used for another request; use the next one"
+            )
+        if outcome == b"ahead":
+            raise InvalidRequest(
+                f"seq_id {seq_id} is more than {self._limits.ahead} ahead of the requests so far; "
+                "number requests 1, 2, 3 ... without gaps"
+            )
+        if outcome == b"busy":
+            raise Overloaded(
+                f"more than {self._limits.pending_bytes} bytes of model {model_id} wait to run; "
+                "send this again later"
+            )
+        if outcome == b"full":
+            raise Overloaded(
+                f"model {model_id} has too many operations since its last optim_step; "
+                "send an optim_step, then this"
+            )
+
+    async def _announce(self, model_id: str) -> None:
+        """Lists the model as one with work, before the work is there and at most every few seconds."""
+        now = time.monotonic()
+        if now - self._announced.get(model_id, -_ANNOUNCE_AGAIN_S) < _ANNOUNCE_AGAIN_S:
+            return
+        await self._redis.zadd(keys.PENDING_MODELS, {model_id: time.time()})
+        self._announced = {known: at for known, at in self._announced.items() if now - at < _ANNOUNCE_AGAIN_S}
+        self._announced[model_id] = now
+
+    def announce_again(self) -> None:
+        """Redis may have lost which models are listed."""
+        self._announced.clear()
+
+    async def models_with_work(self) -> list[tuple[str, float]]:
+        """(model id, time listed) of every model that may have unfinished operations."""
+        found: Any = await self._redis.zrange(keys.PENDING_MODELS, 0, -1, withscores=True)
+        return [(model_id.decode(), at) for model_id, at in found]
+
+    async def forget_idle(self, model_id: str, listed_at: float) -> None:
+        """Takes a model without work off that list, unless it was listed again meanwhile."""
+        if time.time() - listed_at > IDLE_AFTER_S:
+            await self._forget_idle([keys.PENDING_MODELS], model_id, repr(listed_at))
+
+    async def index(self, model_id: str, after_seq: int, entries: int = _READ_ENTRIES) -> JournalIndex:
+        """What the journal holds after a seq_id, without payloads; at most so many entries."""
+        durable, floor, closed, base_model, pending, lowest, flat = await self._index(
+            [
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+            ],
+            after_seq,
+            entries,
+        )
+        found = tuple(Entry(flat[i], flat[i + 1], bool(flat[i + 2])) for i in range(0, len(flat), 3))
+        return JournalIndex(durable, floor, closed, base_model.decode(), pending, lowest, found)
+
+    async def operations(self, model_id: str, seq_ids: list[int]) -> list[operation_pb2.Operation | None]:
+        """The operations of these seq_ids; None where nothing is to run (any more)."""
+        if not seq_ids:
+            return []
+        payloads: Any = await self._redis.hmget(keys.journal(model_id), [str(seq_id) for seq_id in seq_ids])
+        return [operation_pb2.Operation.FromString(raw) if raw else None for raw in payloads]
+
+    async def read(self, model_id: str, after_seq: int, limit_bytes: int) -> list[operation_pb2.Operation]:
+        """Operations with seq_id > after_seq in order, at least one if any, up to about `limit_bytes`.
+
+        There may be gaps; a seq_id that is used up without anything to run is left out.
+        """
+        chosen: list[int] = []
+        total = 0
+        for entry in (await self.index(model_id, after_seq)).entries:
+            if entry.size == 0:
+                continue
+            if chosen and total + entry.size > limit_bytes:
+                break
+            chosen.append(entry.seq_id)
+            total += entry.size
+        return [found for found in await self.operations(model_id, chosen) if found is not None]
+
+    async def publish(
+        self,
+        model_id: str,
+        epoch: int,
+        seq_id: int,
+        result: bytes,
+        *,
+        replay_passes_over: bool = False,
+        closing: bytes = b"",
+    ) -> Published:
+        """Resolves an operation's future if it is pending and the epoch is current.
+
+        Args:
+            result: serialized OperationResult.
+            replay_passes_over: repeating the operation would change nothing, so its payload is dropped.
+            closing: serialized OperationResult of all operations that come after this one.
+        """
+        outcome = await self._publish(
+            [
+                keys.future(model_id, seq_id),
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+                keys.epoch(model_id),
+            ],
+            seq_id,
+            epoch,
+            result,
+            RESULT_TTL_S,
+            int(replay_passes_over),
+            closing,
+            ids.request_id(model_id, seq_id),
+            keys.DONE_CHANNEL,
+        )
+        return Published(outcome)
+
+    async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool:
+        """Points at a durable snapshot and trims the journal up to it; whether the pointer now names it.
+
+        False when the epoch is not current, or a newer snapshot is named already. An operation whose
+        result is not published yet stays journaled until it is.
+        """
+        outcome = await self._mark_durable(
+            [
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+                keys.epoch(model_id),
+            ],
+            seq_id,
+            epoch,
+            location,
+        )
+        return bool(outcome == 1)
+
+    async def durable(self, model_id: str) -> tuple[int, str] | None:
+        """(seq_id, location) of the newest durable snapshot."""
+        seq_id: Any
+        location: Any
+        seq_id, location = await self._redis.hmget(keys.journal_meta(model_id), ["durable", "location"])
+        return None if seq_id is None else (int(seq_id), location.decode())
+
+    async def last_seq_id(self, model_id: str) -> int:
+        """The highest seq_id used so far; -1 = none."""
+        top: Any = await self._redis.zrevrange(keys.journal_order(model_id), 0, 0)
+        settled: Any = await self._redis.hmget(keys.journal_meta(model_id), ["durable", "floor"])
+        return max(int(found) for found in (*top, *settled, b"-1") if found is not None)
+
+    async def skip(self, model_id: str, epoch: int, up_to: int) -> bool:
+        """Declares every seq_id up to this one that is not journaled as used up; False on a stale epoch."""
+        reply = await self._skip([keys.journal_meta(model_id), keys.epoch(model_id)], up_to, epoch)
+        return bool(reply == 1)
+
+    async def close(self, model_id: str, epoch: int, closing: bytes) -> Closing:
+        """Ends a model for good unless operations of it wait: every later one comes to `closing`, a
+        serialized OperationResult. A model that is closed already stays closed as it is."""
+        reply = await self._close_model(
+            [keys.journal_pending(model_id), keys.journal_meta(model_id), keys.epoch(model_id)],
+            epoch,
+            closing,
+        )
+        return Closing(reply)
+
+    async def is_closed(self, model_id: str) -> bool:
+        """Whether no operation of the model will run any more. That never changes back."""
+        return bool(await self._redis.hexists(keys.journal_meta(model_id), "closed"))
+
+    async def erase(self, model_id: str) -> bool:
+        """Deletes what is kept to replay a closed model, the pointer to its durable snapshot included;
+        False when the model is open, or operations of it wait."""
+        reply = await self._erase_journal(
+            [
+                keys.journal(model_id),
+                keys.journal_order(model_id),
+                keys.journal_pending(model_id),
+                keys.journal_meta(model_id),
+            ]
+        )
+        return bool(reply == 1)
+
+    async def gap_age(self, model_id: str, epoch: int, first: int) -> float | None:
+        """Seconds since some dispatcher first missed this seq_id; None on a stale epoch."""
+        age = await self._gap_age([keys.journal_meta(model_id), keys.epoch(model_id)], first, epoch)
+        return None if age < 0 else age / 1000
+
+    async def set_queue_state(self, model_id: str, reason: str) -> None:
+        """Says for the next half minute why a model's operations wait; empty = they run."""
+        if reason:
+            await self._redis.set(keys.queue_state(model_id), reason, ex=30)
+        else:
+            await self._redis.delete(keys.queue_state(model_id))
+
+
+def _payload(operation: operation_pb2.Operation) -> tuple[bytes, bytes]:
+    """(serialized operation, SHA-256 of what makes a repetition the same).
+
+    The SDK numbers the sampling session of a save anew each time that it sends it again.
+    """
+    payload = request = operation.SerializeToString(deterministic=True)
+    save = operation.save_for_sampler
+    if save.sampling_session_id and not save.sampling_session_known:
+        renumbered = operation_pb2.Operation()
+        renumbered.CopyFrom(operation)
+        renumbered.save_for_sampler.sampling_session_id = ""
+        request = renumbered.SerializeToString(deterministic=True)
+    return payload, hashlib.sha256(request).digest()

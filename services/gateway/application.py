@@ -1,0 +1,209 @@
+"""The application layer: everything a client can do, free of any transport.
+
+HTTP and gRPC are two thin edges over one `Application`. Invariant: nothing here keeps state that
+another gateway would need; what is kept is caches of records that no longer change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import redis.asyncio
+
+from services.common.contract import ids
+from services.common.contract.errors import Gone, InvalidRequest, NotFound
+from services.common.state.journal import Journal
+from services.common.state.journal_records import Accepted
+from services.gateway.access.auth import KeyRing
+from services.gateway.access.body_budget import BodyBudget
+from services.gateway.access.limits import Limits
+from services.gateway.checkpoints.checkpoints import Checkpoints
+from services.gateway.checkpoints.downloads import Downloads
+from services.gateway.checkpoints.files import CheckpointFiles
+from services.gateway.cluster.base_models import Catalog
+from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.sample_journal import SampleJournal
+from services.gateway.records.session import ModelStore, SamplingSessionStore, SessionStore
+from services.gateway.results.futures import Futures, FutureView
+from services.gateway.sampling.accept import Sampling
+from services.gateway.sampling.admission import Admission
+from services.gateway.sampling.completions import Completions, Page, Target
+from services.gateway.sessions.search import SessionSearch
+from services.gateway.sessions.sessions import Sessions
+from services.gateway.training.accept import Models, Wake
+from services.gateway.training.exports import Exports
+from services.gateway.training.runs import Runs
+from services.gateway.training.saves import Saves
+from tinsmith.v1 import sampler_pb2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Application:
+    """What the edges call. Every method takes the owner that `keys` found for the caller."""
+
+    keys: KeyRing
+    catalog: Catalog
+    sessions: Sessions
+    session_search: SessionSearch
+    models: Models
+    saves: Saves
+    exports: Exports
+    checkpoints: Checkpoints
+    downloads: Downloads
+    runs: Runs
+    sampling: Sampling
+    futures: Futures
+    completions: Completions
+    acknowledged: Acknowledged
+    limits: Limits
+    budget: BodyBudget
+    draining: asyncio.Future[None]
+
+    async def wait_result(self, owner: str, request_id: str, seconds: float) -> FutureView:
+        """The state of a future: as soon as it is resolved, at the latest after `seconds`.
+
+        Returns early, as pending, when this gateway drains: another one can be asked.
+
+        Raises:
+            NotFound: the model or request does not exist, or the result expired.
+            Gone: the same of a sample, which may simply be sampled anew.
+            PermissionDenied: somebody else's.
+        """
+        try:
+            object_id, _ = ids.parse_request_id(request_id)
+        except InvalidRequest as error:
+            raise NotFound(error.message) from error
+        sample = ids.is_sampling_session_id(object_id)
+        if sample:
+            try:
+                await self.sampling.get(owner, object_id)
+            except NotFound as error:
+                raise Gone(error.message) from error
+        else:
+            await self.models.get(owner, object_id)
+        await self.sessions.note_alive(ids.session_of(object_id))
+        view = await self._until_draining(
+            self.futures.wait(request_id, seconds), lambda: self.futures.wait(request_id, 0)
+        )
+        if view.state == "unknown":
+            message = f"request {request_id} does not exist, or its result expired"
+            if sample:
+                raise Gone(message)
+            await self.acknowledged.refuse_while_restoring()
+            raise NotFound(message)
+        return view
+
+    async def finish_session(self, owner: str, session_id: str, reason: str, detail: str) -> None:
+        """Ends a session for good, with the samples that wait or run for it. Raises as `Sessions.finish`."""
+        await self.sessions.finish(owner, session_id, reason, detail)
+        await self.sampling.cancel_samples_of_session(session_id, f"session {session_id} was finished")
+
+    async def wait_completions(
+        self, owner: str, target: Target, cursor: int, seconds: float, fetched: Sequence[str]
+    ) -> Page:
+        """Which samples of a sampling client were resolved after a cursor; as soon as there are any.
+
+        Args:
+            fetched: requests whose results the client has; they can be asked for for a minute more.
+
+        Raises:
+            NotFound: the sampling session does not exist.
+            PermissionDenied: somebody else's.
+            InvalidRequest: a fetched request is not the client's.
+        """
+        await self.sampling.get(owner, target.sampling_session_id)
+        await self.sessions.note_alive(ids.session_of(target.sampling_session_id))
+        await self.completions.free(target, fetched)
+        return await self._until_draining(
+            self.completions.wait(target, cursor, seconds), lambda: self.completions.wait(target, cursor, 0)
+        )
+
+    async def _until_draining(self, wait: Coroutine[Any, Any, T], look: Callable[[], Awaitable[T]]) -> T:
+        """What `wait` comes to, or what `look` sees when this gateway drains meanwhile."""
+        waiting = asyncio.ensure_future(wait)
+        ends: set[asyncio.Future[Any]] = {waiting, self.draining}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result() if waiting.done() else await look()
+        finally:
+            waiting.cancel()
+
+    def drain(self) -> None:
+        """Ends all waiting, so that clients turn to another gateway."""
+        if not self.draining.done():
+            self.draining.set_result(None)
+
+
+def build(
+    gateway_id: str,
+    client: redis.asyncio.Redis,
+    journal: Journal,
+    futures: Futures,
+    keys: KeyRing,
+    wake: Wake,
+    submit: Callable[[Accepted, sampler_pb2.SampleRequest], None],
+    limits: Limits,
+    admission: Admission,
+    files: CheckpointFiles,
+) -> Application:
+    """The application over one Redis. Call within the event loop that will run it.
+
+    Args:
+        gateway_id: name under which accepted samples are dispatched.
+        wake: called with the id of a model that has new operations, and one to be run.
+        submit: called with every accepted sample.
+        files: of the checkpoints.
+        admission: counts the samples of this gateway until they are dispatched.
+    """
+    samples, catalog = SampleJournal(client), Catalog(client)
+    acknowledged = Acknowledged(client, journal.announce_again)
+    model_store, session_store = ModelStore(client), SessionStore(client)
+    records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
+    sessions = Sessions(session_store, limits, acknowledged)
+    checkpoints = Checkpoints(records, model_store, files, limits)
+    models = Models(
+        journal,
+        sessions,
+        model_store,
+        checkpoints,
+        catalog,
+        wake,
+        limits,
+        acknowledged,
+    )
+    return Application(
+        keys=keys,
+        catalog=catalog,
+        sessions=sessions,
+        session_search=SessionSearch(session_store, records, limits),
+        models=models,
+        saves=Saves(models, checkpoints, sampling_sessions, limits),
+        exports=Exports(models, checkpoints, journal, limits),
+        checkpoints=checkpoints,
+        downloads=Downloads(client, checkpoints, records, files.storage),
+        runs=Runs(model_store, session_store, records, limits),
+        sampling=Sampling(
+            samples,
+            sessions,
+            checkpoints,
+            sampling_sessions,
+            catalog,
+            submit,
+            gateway_id,
+            admission,
+            limits,
+            acknowledged,
+        ),
+        futures=futures,
+        completions=Completions(samples, futures),
+        acknowledged=acknowledged,
+        limits=limits,
+        budget=BodyBudget(limits.pending_body_bytes),
+        draining=asyncio.get_running_loop().create_future(),
+    )

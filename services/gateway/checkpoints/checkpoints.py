@@ -1,0 +1,177 @@
+"""Named checkpoints: who may read them, publishing, lifetime, deletion.
+
+Invariant: a checkpoint belongs to the owner of its model. Others may read it, load it and sample from it
+while it is published, and nothing more; what they opened or loaded meanwhile stays theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from services.common.contract import ids
+from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
+from services.gateway.access.limits import Limits
+from services.gateway.checkpoints.files import CheckpointFiles
+from services.gateway.records.checkpoint import CheckpointPage, CheckpointStore, key_of
+from services.gateway.records.session import CheckpointRecord, ModelStore
+from services.gateway.training import validate
+
+log = logging.getLogger(__name__)
+
+_MOST_CHANGES = 20
+
+
+class Checkpoints:
+    """The checkpoints of all models."""
+
+    def __init__(
+        self, store: CheckpointStore, models: ModelStore, files: CheckpointFiles, limits: Limits
+    ) -> None:
+        self._store = store
+        self._models = models
+        self._files = files
+        self._limits = limits
+
+    async def readable(self, owner: str, model_id: str, checkpoint_id: str) -> CheckpointRecord:
+        """A checkpoint of the caller's, or one that is published.
+
+        Raises:
+            NotFound: no such model or checkpoint, or it expired.
+            PermissionDenied: somebody else's, and not published.
+        """
+        model_owner = await self._owner_of(model_id)
+        record = await self._store.get(model_id, ids.check_checkpoint_id(checkpoint_id))
+        if model_owner != owner and not (record is not None and record.public):
+            raise PermissionDenied(
+                f"training run {model_id} belongs to another API key, which has not published {checkpoint_id}"
+            )
+        if record is None:
+            raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist, or it expired")
+        return record
+
+    async def training(self, owner: str, path: str) -> tuple[str, CheckpointRecord]:
+        """The model that wrote the training state at a path, and its checkpoint. Raises as `readable`.
+
+        Raises:
+            InvalidRequest: the path has another form, or names something else.
+        """
+        model_id, checkpoint_id = ids.parse_tinker_path(path)
+        if not checkpoint_id.startswith("weights/"):
+            raise InvalidRequest(
+                f"{path} has no training state; save_state writes one, at "
+                "tinker://<training_run_id>/weights/<name>"
+            )
+        return model_id, await self.readable(owner, model_id, checkpoint_id)
+
+    async def owned(self, owner: str, model_id: str, checkpoint_id: str) -> CheckpointRecord:
+        """A checkpoint of one of the caller's models. Raises as `readable`, also for published ones."""
+        record = await self.readable(owner, model_id, checkpoint_id)
+        if record.owner != owner:
+            raise PermissionDenied(f"checkpoint {_path(record)} belongs to another API key")
+        return record
+
+    async def of_model(self, owner: str, model_id: str) -> list[CheckpointRecord]:
+        """All checkpoints of one of the caller's models, oldest first; of others' the published ones.
+
+        Raises:
+            NotFound: no such model.
+            PermissionDenied: somebody else's, and nothing of it is published.
+        """
+        model_owner = await self._owner_of(model_id)
+        records = await self._store.of_model(model_id)
+        if model_owner != owner:
+            records = [record for record in records if record.public]
+            if not records:
+                raise PermissionDenied(f"training run {model_id} belongs to another API key")
+        return records
+
+    async def page(self, owner: str, offset: int, limit: int) -> CheckpointPage:
+        """Some of the caller's checkpoints, newest first.
+
+        Raises:
+            InvalidRequest: offset or limit is out of range.
+        """
+        validate.check_page(offset, limit, self._limits)
+        return await self._store.page(owner, offset, limit)
+
+    async def set_public(self, owner: str, model_id: str, checkpoint_id: str, public: bool) -> None:
+        """Publishes a checkpoint, or ends that. Raises as `owned`."""
+        await self._change(
+            owner, model_id, checkpoint_id, lambda record: msgspec.structs.replace(record, public=public)
+        )
+
+    async def set_ttl(self, owner: str, model_id: str, checkpoint_id: str, ttl_seconds: int | None) -> None:
+        """Has a checkpoint expire so many seconds from now; None = never. Raises as `owned`.
+
+        Raises:
+            InvalidRequest: that is no lifetime which a checkpoint can have.
+        """
+        validate.check_ttl(ttl_seconds, self._limits)
+        expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
+        await self._change(
+            owner,
+            model_id,
+            checkpoint_id,
+            lambda record: msgspec.structs.replace(record, expires_at=expires_at),
+        )
+
+    async def delete(self, owner: str, model_id: str, checkpoint_id: str) -> None:
+        """Deletes a checkpoint. Its name is free at once. Raises as `owned`."""
+        for _ in range(_MOST_CHANGES):
+            record = await self.owned(owner, model_id, checkpoint_id)
+            if await self._store.remove(record):
+                log.info("checkpoint %s deleted by %s", _path(record), owner)
+                await self._remove_files(record)
+                return
+        raise _changing(model_id, checkpoint_id)
+
+    async def refuse_taken(self, model_id: str, checkpoint_id: str, seq_id: int) -> None:
+        """Refuses a name that an earlier operation saved under. The operation itself, sent again after it
+        ran, is not refused; and a checkpoint that expired makes way."""
+        expired = await self._store.expired(model_id, checkpoint_id)
+        if expired is not None and await self._store.remove(expired):
+            await self._remove_files(expired)
+        taken = await self._store.get(model_id, checkpoint_id)
+        if taken is not None and taken.version != seq_id:
+            raise InvalidRequest(f"{_path(taken)} exists; choose another name", "checkpoint_exists")
+
+    async def _remove_files(self, record: CheckpointRecord) -> None:
+        """Removes what can be removed now. What cannot is due for the sweep."""
+        key = key_of(record)
+        try:
+            if record.kind != "sampler" and await self._files.remove(key):
+                await self._store.settle(key)
+        except OSError as error:
+            log.warning("the files of %s stay for now: %s", key.path, error)
+
+    async def _change(
+        self,
+        owner: str,
+        model_id: str,
+        checkpoint_id: str,
+        change: Callable[[CheckpointRecord], CheckpointRecord],
+    ) -> None:
+        for _ in range(_MOST_CHANGES):
+            record = await self.owned(owner, model_id, checkpoint_id)
+            if await self._store.change(record, change(record)):
+                return
+        raise _changing(model_id, checkpoint_id)
+
+    async def _owner_of(self, model_id: str) -> str:
+        record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
+        if record is None:
+            raise NotFound(f"training run {model_id[:100]!r} does not exist")
+        return record.owner
+
+
+def _path(record: CheckpointRecord) -> str:
+    return ids.tinker_path(record.model_id, record.checkpoint_id)
+
+
+def _changing(model_id: str, checkpoint_id: str) -> Unavailable:
+    path = ids.tinker_path(model_id, checkpoint_id)
+    return Unavailable(f"{path} is being changed by others all the time; try again")

@@ -1,0 +1,135 @@
+"""What this gateway acknowledged of late, written again when Redis comes back without it.
+
+A Redis that syncs its file every second loses up to the last second when its machine loses power. Invariant:
+what a gateway acknowledged within KEPT_S before Redis went away it writes again as soon as Redis is back,
+while it lives itself. Every write noted here changes nothing when it is repeated. Until that is surely done
+by every gateway, an object that is not found counts as not restored yet, and not as unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from services.common.contract.errors import TinsmithError, Unavailable
+from services.common.process.tasks import cancel_all, keep_running
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEPT_S = 4.0
+"""Redis may postpone a write by two seconds when a sync is slow; a sync is due every second."""
+RESTORED_AFTER_S = 10.0
+_LOOK_S = 0.5
+_MOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Write:
+    again: Callable[[], Awaitable[Any]]
+    size: int
+    made: float
+
+
+class Acknowledged:
+    """The writes of one gateway.
+
+    Args:
+        before_repeating: called when Redis has restarted.
+        most_bytes: of payload kept; beyond it the oldest are forgotten.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        before_repeating: Callable[[], None] = lambda: None,
+        most_bytes: int = _MOST_BYTES,
+    ) -> None:
+        self._redis = client
+        self._before_repeating = before_repeating
+        self._most_bytes = most_bytes
+        self._writes: deque[_Write] = deque()
+        self._bytes = 0
+        self._run_id = ""
+        self._restarted_at: float | None = None
+        self._repeating = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = keep_running(self._watch(), name="acknowledged writes")
+
+    async def stop(self) -> None:
+        await cancel_all([self._task])
+
+    async def make(
+        self,
+        write: Callable[[], Awaitable[T]],
+        size: int = 0,
+        again: Callable[[], Awaitable[object]] | None = None,
+    ) -> T:
+        """Makes a write that may be repeated, and remembers it.
+
+        Args:
+            again: how to repeat it, when otherwise than by `write`.
+            size: bytes of payload that are kept with it.
+        """
+        result = await write()
+        self._writes.append(_Write(again or write, size, asyncio.get_running_loop().time()))
+        self._bytes += size
+        while self._bytes > self._most_bytes:
+            self._forget_oldest()
+        return result
+
+    async def refuse_while_restoring(self) -> None:
+        """To be called when something is not found.
+
+        Raises:
+            Unavailable: it may be among what is being written again.
+        """
+        await self._look()
+        if self._restarted_at is None:
+            return
+        if asyncio.get_running_loop().time() - self._restarted_at < RESTORED_AFTER_S:
+            raise Unavailable("the state store has just restarted; try again in a moment")
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except (RedisError, OSError) as error:
+                log.debug("Redis does not answer: %s", error)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look(self) -> None:
+        """Repeats the last writes when Redis is another process than before; else forgets old ones."""
+        now = asyncio.get_running_loop().time()
+        info = await self._redis.info("server")
+        run_id = str(info.get("run_id", ""))
+        async with self._repeating:
+            if self._run_id and run_id != self._run_id:
+                self._restarted_at = asyncio.get_running_loop().time()
+                await self._repeat()
+            else:
+                while self._writes and self._writes[0].made < now - KEPT_S:
+                    self._forget_oldest()
+            self._run_id = run_id
+
+    async def _repeat(self) -> None:
+        log.warning("Redis restarted; repeating the last %d acknowledged writes", len(self._writes))
+        self._before_repeating()
+        for write in list(self._writes):
+            try:
+                await write.again()
+            except TinsmithError as error:
+                log.warning("an acknowledged write cannot be repeated: %s", error.message)
+
+    def _forget_oldest(self) -> None:
+        self._bytes -= self._writes.popleft().size

@@ -1,0 +1,230 @@
+"""Dispatch of training operations: who sends what, over all models.
+
+Invariant: every model with unfinished operations has, within a lease's lifetime and one sweep, exactly
+one gateway that sends them, whichever gateways live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from services.common.contract import ids
+from services.common.process import failpoints
+from services.common.process.tasks import cancel_all, keep_running
+from services.common.state import keys
+from services.common.state.journal import Journal
+from services.gateway.cluster.discovery import Directory
+from services.gateway.dispatch.leases import TTL_S, Lease, Leases
+from services.gateway.dispatch.model_runner import ModelRunner
+from services.gateway.dispatch.plan import DispatchSettings
+from services.gateway.dispatch.publish_results import OnResult, ResultWriter
+from services.gateway.records.session import SessionStore
+from services.gateway.results.futures import Futures
+from services.gateway.results.subscription import Subscription
+from tinsmith.v1 import operation_pb2
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 2.0
+_SWEEP_CONCURRENCY = 32
+
+
+class Dispatcher:
+    """Leads models: takes leases, runs a `ModelRunner` under each, gives them back.
+
+    Args:
+        gateway_id: stable over restarts of the gateway.
+        on_result: called with every operation and its result before the future is resolved; may be
+            called again for the same operation.
+        futures: has those who wait for results on this gateway.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        journal: Journal,
+        gateway_id: str,
+        on_result: OnResult,
+        futures: Futures,
+        settings: DispatchSettings | None = None,
+        lease_ttl: float = TTL_S,
+    ) -> None:
+        self._futures = futures
+        self._journal = journal
+        self._on_result = on_result
+        self._settings = settings or DispatchSettings()
+        self._sessions = SessionStore(client)
+        self._leases = Leases(client, gateway_id, lease_ttl)
+        self.trainers = Directory(client, "trainer")
+        """The live trainers."""
+        self.trainers.listen(self._wake_all)
+        self._subscription = Subscription(client, keys.WORK_CHANNEL, self._wake_led, self._wake_all)
+        self._runners: dict[str, ModelRunner] = {}
+        self._leading: dict[str, asyncio.Task[None]] = {}
+        self._held_elsewhere: dict[str, float] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Starts listening for work. Models left over by other gateways are found by the first sweep."""
+        await self.trainers.start()
+        self._leases.start()
+        self._subscription.start()
+        self._sweeper = keep_running(self._keep_sweeping(), name="dispatch sweep")
+
+    async def stop(self) -> None:
+        """Stops dispatching and gives all leases back; pending operations stay in the journal."""
+        self._stopping = True
+        await cancel_all([self._sweeper])
+        await cancel_all(self._leading.values())
+        await self._subscription.stop()
+        await self._leases.stop()
+        await self.trainers.stop()
+
+    def wake(self, model_id: str, accepted: operation_pb2.Operation | None = None) -> None:
+        """An operation of this model was accepted: run it, if no other gateway leads the model.
+
+        Args:
+            accepted: the operation, if it was journaled just now and is to be run.
+        """
+        if self._stopping:
+            return
+        runner = self._runners.get(model_id)
+        if runner is not None:
+            if accepted is None or not runner.offer(accepted):
+                runner.wake()
+        elif model_id not in self._leading and self._may_try(model_id):
+            self._lead(model_id, only_with_work=False)
+
+    async def lead_idle(self, model_id: str, work: Callable[[Lease], Awaitable[bool]]) -> bool:
+        """Does something to a model that nobody leads, under its lease; what `work` says, or False when some
+        gateway leads the model. Operations accepted meanwhile are found by the next sweep."""
+        if self._stopping or model_id in self._leading:
+            return False
+        done = False
+
+        async def run() -> None:
+            nonlocal done
+            lease = await self._leases.acquire(model_id)
+            if isinstance(lease, Lease):
+                try:
+                    done = await work(lease)
+                finally:
+                    await self._leases.release(lease)
+
+        task = self._leading[model_id] = asyncio.create_task(run(), name=f"idle {model_id}")
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                return False
+            task.result()
+            return done
+        finally:
+            await cancel_all([task])
+            if self._leading.get(model_id) is task:
+                del self._leading[model_id]
+
+    def _may_try(self, model_id: str) -> bool:
+        """Whether another gateway's lease may have ended."""
+        now = asyncio.get_running_loop().time()
+        until = self._held_elsewhere.get(model_id)
+        if until is not None and until <= now:
+            del self._held_elsewhere[model_id]
+            until = None
+        return until is None
+
+    def _wake_led(self, model_id: str) -> None:
+        runner = self._runners.get(model_id)
+        if runner is not None:
+            runner.wake()
+
+    def _wake_all(self) -> None:
+        for runner in self._runners.values():
+            runner.wake()
+
+    def _lead(self, model_id: str, only_with_work: bool) -> None:
+        task = asyncio.create_task(self._run(model_id, only_with_work), name=f"dispatch {model_id}")
+        self._leading[model_id] = task
+        task.add_done_callback(lambda done: self._ended(model_id, done))
+
+    def _ended(self, model_id: str, task: asyncio.Task[None]) -> None:
+        if self._leading.get(model_id) is task:
+            del self._leading[model_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("dispatch of %s broke off, the next sweep goes on", model_id, exc_info=error)
+
+    async def _run(self, model_id: str, only_with_work: bool) -> None:
+        woken = True
+        while woken:
+            try:
+                lease = await self._leases.acquire(model_id, only_with_work)
+            except (RedisError, OSError) as error:
+                log.warning("could not ask for the lease on %s, the next sweep goes on: %s", model_id, error)
+                return
+            if not isinstance(lease, Lease):
+                if lease is not None:
+                    self._held_elsewhere[model_id] = asyncio.get_running_loop().time() + lease
+                return
+            woken = await self._run_under(lease)
+            # Somebody may have woken the runner just when it had decided to stop.
+            only_with_work = True
+
+    async def _run_under(self, lease: Lease) -> bool:
+        """Runs one model until its runner stops; whether there may be more to do."""
+        runner = ModelRunner(
+            lease,
+            self._leases.fence,
+            self._journal,
+            self.trainers,
+            ResultWriter(lease, self._journal, self._on_result, self._futures),
+            self._session_finished,
+            self._settings,
+        )
+        self._runners[lease.model_id] = runner
+        try:
+            await failpoints.reach("gateway.lease_taken")
+            await runner.run()
+        except (RedisError, OSError) as error:
+            log.warning("dispatch of %s paused, the next sweep goes on: %s", lease.model_id, error)
+            return False
+        finally:
+            lost = lease.lost
+            del self._runners[lease.model_id]
+            await self._leases.release(lease)
+        return runner.woken and not lost
+
+    async def _session_finished(self, model_id: str) -> bool:
+        session = await self._sessions.get(ids.session_of(model_id))
+        return session is not None and session.finished
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            try:
+                await self._sweep()
+            except (RedisError, OSError) as error:
+                log.warning("could not look for models with work, trying again: %s", error)
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _sweep(self) -> None:
+        """Takes over models with work that nobody leads, and forgets those without."""
+        limit = asyncio.Semaphore(_SWEEP_CONCURRENCY)
+
+        async def look(model_id: str, listed_at: float) -> None:
+            async with limit:
+                index = await self._journal.index(model_id, -1, entries=0)
+                if not index.pending:
+                    await self._journal.forget_idle(model_id, listed_at)
+                elif model_id not in self._leading:
+                    self._lead(model_id, only_with_work=True)
+
+        now = asyncio.get_running_loop().time()
+        self._held_elsewhere = {held: until for held, until in self._held_elsewhere.items() if until > now}
+        models = await self._journal.models_with_work()
+        await asyncio.gather(
+            *(look(model_id, at) for model_id, at in models if model_id not in self._leading)
+        )

@@ -1,0 +1,135 @@
+"""Dispatch leases: which gateway sends a model's operations.
+
+Invariant: every change of holder, and every change of the trainer under one holder, comes with a higher
+fencing epoch; a holder that could not renew in time stops before another may start. Where clocks fail it,
+the epoch still fences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from services.common.process.tasks import cancel_all, keep_running
+from services.common.state import keys
+from services.common.state.scripts import Script
+
+log = logging.getLogger(__name__)
+
+TTL_S = 6.0
+
+
+class Lease:
+    """A lease as its holder sees it."""
+
+    def __init__(self, model_id: str, epoch: int, valid_until: float) -> None:
+        self.model_id = model_id
+        self.epoch = epoch
+        self.valid_until = valid_until
+        """Event-loop time up to which nobody else can hold the lease."""
+        self.lost = False
+        self.on_lost: Callable[[], None] = lambda: None
+
+    def lose(self) -> None:
+        """The holder must stop."""
+        if not self.lost:
+            self.lost = True
+            self.on_lost()
+
+
+class Leases:
+    """The leases that one gateway holds.
+
+    Args:
+        gateway_id: a gateway that starts anew takes over at once what it held under this id.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, gateway_id: str, ttl: float = TTL_S) -> None:
+        self._ttl = ttl
+        self._prefix = f"{gateway_id}/"
+        self._holder = self._prefix + uuid.uuid4().hex
+        self._acquire = Script(client, "acquire_lease")
+        self._renew = Script(client, "renew_lease")
+        self._held: dict[str, Lease] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = keep_running(self._keep_renewing(), name="lease renewal")
+
+    async def stop(self) -> None:
+        """Gives all leases back."""
+        await cancel_all([self._task])
+        await asyncio.gather(*(self.release(lease) for lease in list(self._held.values())))
+
+    async def acquire(self, model_id: str, only_with_work: bool = False) -> Lease | float | None:
+        """The lease; or seconds until the holder's may end; or None when there is no work.
+
+        Raises:
+            redis.exceptions.RedisError: Redis does not answer.
+        """
+        asked = asyncio.get_running_loop().time()
+        reply = await self._acquire(
+            [keys.lease(model_id), keys.epoch(model_id), keys.journal_pending(model_id)],
+            self._holder,
+            self._prefix,
+            int(self._ttl * 1000),
+            int(only_with_work),
+        )
+        if reply[0] == b"idle":
+            return None
+        if reply[0] == b"held":
+            return max(0.0, reply[1] / 1000)
+        lease = self._held[model_id] = Lease(model_id, reply[1], asked + self._ttl)
+        return lease
+
+    async def fence(self, lease: Lease) -> None:
+        """Gives a held lease a higher epoch: what works under the one so far changes nothing any more.
+        A lease that another gateway has taken is lost.
+
+        Raises:
+            redis.exceptions.RedisError: Redis does not answer.
+        """
+        renewed = await self.acquire(lease.model_id) if self._held.get(lease.model_id) is lease else None
+        if not isinstance(renewed, Lease):
+            lease.lose()
+            return
+        self._held[lease.model_id] = lease
+        lease.epoch, lease.valid_until = renewed.epoch, renewed.valid_until
+
+    async def release(self, lease: Lease) -> None:
+        """Gives a lease back, so that the next holder need not wait."""
+        if self._held.get(lease.model_id) is lease:
+            del self._held[lease.model_id]
+        lease.lose()
+        try:
+            await self._renew([keys.lease(lease.model_id)], self._holder, 0)
+        except RedisError as error:
+            log.warning("could not give back the lease on %s, it will expire: %s", lease.model_id, error)
+
+    async def _keep_renewing(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl / 3)
+            await asyncio.gather(*(self._renew_one(lease) for lease in list(self._held.values())))
+
+    async def _renew_one(self, lease: Lease) -> None:
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        try:
+            async with asyncio.timeout(max(0.0, lease.valid_until - asked)):
+                renewed = await self._renew([keys.lease(lease.model_id)], self._holder, int(self._ttl * 1000))
+        except (RedisError, OSError, TimeoutError) as error:
+            if loop.time() < lease.valid_until - self._ttl / 3:
+                return
+            log.warning("lost the lease on %s: %s", lease.model_id, error)
+            renewed = 0
+        if renewed:
+            lease.valid_until = asked + self._ttl
+            return
+        if self._held.get(lease.model_id) is lease:
+            del self._held[lease.model_id]
+        lease.lose()

@@ -1,0 +1,402 @@
+"""Sends one model's journaled operations to its trainer, for as long as this gateway leads the model.
+
+Invariants: all writes carry the lease's epoch, and no two trainers ever get the same; an operation's
+records are written before its future is resolved; whatever goes wrong in between, the operation stays
+pending in the journal and is sent again, by this runner or the next holder of the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+import grpc.aio
+
+from services.common.contract import errors
+from services.common.contract.errors import (
+    Conflict,
+    DataLoss,
+    Internal,
+    NotFound,
+    SnapshotNotFound,
+    TinsmithError,
+)
+from services.common.process.tasks import cancel_all
+from services.common.state.journal import Journal
+from services.common.state.journal_records import Entry, JournalIndex, error_result
+from services.common.state.registry import ServiceRecord
+from services.gateway.cluster.discovery import Directory, call_error
+from services.gateway.dispatch import plan
+from services.gateway.dispatch.gaps import GapWatch
+from services.gateway.dispatch.leases import Lease
+from services.gateway.dispatch.plan import Action, DispatchSettings, Plan, Position, Send
+from services.gateway.dispatch.publish_results import ResultWriter
+from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_IDLE_CHECK_S = 3.0
+_NO_SNAPSHOT = (NotFound, SnapshotNotFound)
+_RECHECK_S = 30.0
+_MOST_FAILED_REPLAYS = 3
+
+
+class ModelRunner:
+    """One model under one lease. `run` returns when the model is idle or the lease is gone."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        fence: Callable[[Lease], Awaitable[None]],
+        journal: Journal,
+        trainers: Directory,
+        writer: ResultWriter,
+        session_finished: Callable[[str], Awaitable[bool]],
+        settings: DispatchSettings,
+    ) -> None:
+        self.model_id = lease.model_id
+        self._lease = lease
+        self._fence = fence
+        self._journal = journal
+        self._trainers = trainers
+        self._writer = writer
+        self._session_finished = session_finished
+        self._settings = settings
+        self._changed = asyncio.Event()
+        self._changed.set()
+        lease.on_lost = self._changed.set
+        self._base_model = ""
+        self._incarnation: str | None = None
+        self._synchronised = False
+        self._looking = False
+        self._position = Position()
+        self._calls: dict[int, tuple[asyncio.Task[None], int]] = {}
+        self._failure: BaseException | None = None
+        self._failed_calls: Counter[tuple[int, str]] = Counter()
+        self._attempt = 0
+        self._not_before = 0.0
+        self._paused = ""
+        self._gap = GapWatch(lease, journal, session_finished, settings.gap_timeout)
+        self._idle_since: float | None = None
+
+    def wake(self) -> None:
+        """There may be something new to do."""
+        self._changed.set()
+
+    def offer(self, operation: operation_pb2.Operation) -> bool:
+        """Sends an operation that was journaled just now if it is the next and nothing stands in its way;
+        whether it did. Else the journal says what to do, and `wake` is to be called.
+
+        Between two looks at the journal the position says all that is to be known: everything up to the
+        cursor is sent, so what follows it directly is what a look would find.
+        """
+        trainer = self._trainer()
+        ready = trainer is not None and trainer.incarnation == self._incarnation and self._synchronised
+        in_doubt = self._lease.lost or self._looking or self._changed.is_set() or bool(self._paused)
+        if trainer is None or not ready or in_doubt or operation.seq_id != self._position.cursor + 1:
+            return False
+        entry = Entry(operation.seq_id, operation.ByteSize(), pending=True)
+        step = self._plan([entry], floor=-1)
+        if not step.sends:
+            return False
+        self._idle_since = None
+        self._take(step, [operation], trainer)
+        return True
+
+    @property
+    def woken(self) -> bool:
+        """Whether `wake` was called since the runner last looked."""
+        return self._changed.is_set()
+
+    async def run(self) -> None:
+        """Dispatches until there is nothing to do for a while, or the lease is lost.
+
+        Raises:
+            Exception: an operation's handling failed unexpectedly; it is still in the journal.
+        """
+        try:
+            while not self._lease.lost:
+                self._changed.clear()
+                self._looking = True
+                delay = await self._advance()
+                self._looking = False
+                if self._failure is not None:
+                    raise self._failure
+                if delay is None:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay):
+                        await self._changed.wait()
+        finally:
+            await self._cancel_calls()
+
+    async def _advance(self) -> float | None:
+        """Does all that can be done now; seconds until it is worth looking again, or None to stop."""
+        quiet = not self._calls
+        index = await self._journal.index(self.model_id, self._position.cursor)
+        if not index.pending and quiet:
+            return await self._idle()
+        self._idle_since = None
+        if index.closed:
+            await self._fail_pending(index.closed)
+            return 0.0
+        self._base_model = index.base_model
+        trainer = self._trainer()
+        if trainer is None:
+            await self._pause(self._missing_reason())
+            return self._settings.trainer_poll
+        restarted = trainer.incarnation != self._incarnation
+        wait = self._not_before - asyncio.get_running_loop().time()
+        if wait > 0 and not restarted:
+            return wait
+        if restarted or not self._synchronised:
+            await self._cancel_calls()
+            if restarted and self._incarnation is not None:
+                # The last one may live on, cut off, and must not move the pointer under the replay.
+                await self._fence(self._lease)
+            self._incarnation = trainer.incarnation
+            self._synchronised = not self._lease.lost and await self._synchronise(trainer)
+            return 0.0
+        return await self._send(index, trainer, quiet)
+
+    async def _idle(self) -> float | None:
+        await self._resume()
+        now = asyncio.get_running_loop().time()
+        if self._idle_since is None:
+            self._idle_since = now
+        left = self._idle_since + self._settings.idle_release - now
+        if left <= 0:
+            return None
+        if now - self._idle_since >= _IDLE_CHECK_S and await self._session_finished(self.model_id):
+            # Nothing more will come; whoever takes the model down needs the lease.
+            return None
+        return min(left, _IDLE_CHECK_S)
+
+    def _trainer(self) -> ServiceRecord | None:
+        """The trainer to use: the one used so far while it is ready, else the first."""
+        ready = [record for record in self._trainers.serving(self._base_model) if record.state == "ready"]
+        return next((record for record in ready if record.incarnation == self._incarnation), None) or (
+            ready[0] if ready else None
+        )
+
+    def _missing_reason(self) -> str:
+        base_model = self._base_model
+        if self._trainers.serving(base_model) or self._incarnation is not None:
+            return f"the trainer for {base_model} is restarting; the request will go on when it is back"
+        return f"no trainer for {base_model} is running; the request will run when one is"
+
+    async def _synchronise(self, trainer: ServiceRecord) -> bool:
+        """Finds out where the trainer is with this model, after bringing it back if need be."""
+        index = await self._journal.index(self.model_id, -1)
+        if plan.starts_at_creation(index):
+            self._position = Position()
+            return True
+        stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
+        request = trainer_pb2.RestoreRequest(model_id=self.model_id, epoch=self._lease.epoch)
+        try:
+            reply = await stub.Restore(request, timeout=self._settings.restore_timeout)
+            applied = int(reply.seq_id)
+        except grpc.aio.AioRpcError as raw:
+            error = call_error(raw)
+            if isinstance(error, _NO_SNAPSHOT) and plan.can_replay_from_start(index):
+                applied = -1
+            elif isinstance(error, (*_NO_SNAPSHOT, DataLoss)):
+                await self._declare_lost(index, error)
+                return False
+            else:
+                await self._after_failed_restore(error)
+                return False
+        self._position = plan.position_after_restore(applied, index.lowest_pending)
+        log.info("model %s is at %d on %s", self.model_id, applied, trainer.id)
+        return True
+
+    async def _declare_lost(self, index: JournalIndex, error: TinsmithError) -> None:
+        """Nothing holds the model's state any more: all its operations fail, and say so."""
+        log.error("model %s is lost: %s", self.model_id, error.message)
+        lost = Internal(
+            f"the state of model {self.model_id} is lost ({error.message}); create a model from its last "
+            "checkpoint with load_state",
+            "model_lost",
+        )
+        closing = error_result(errors.to_pb(lost))
+        await self._writer.close_model(index.lowest_pending, closing)
+
+    async def _after_failed_restore(self, error: TinsmithError) -> None:
+        action = plan.after_failure(error, 1)
+        if action is Action.GIVE_UP_LEASE:
+            self._lease.lose()
+            return
+        log.warning("model %s is not back yet: %s", self.model_id, error.message)
+        self._delay()
+        await self._pause(self._missing_reason())
+
+    async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
+        step = self._plan(index.entries, max(index.floor, index.durable))
+        operations = await self._journal.operations(self.model_id, [send.seq_id for send in step.sends])
+        if any(operation is None for operation in operations):
+            # A durable snapshot came to cover one of them just now: look again.
+            return 0.0
+        moved = step.position != self._position
+        self._take(step, [operation for operation in operations if operation is not None], trainer)
+        if step.sends:
+            await self._resume()
+        if step.gap is None:
+            self._gap.closed()
+        if self._calls:
+            return _RECHECK_S
+        if moved or not quiet:
+            # A call that ended since the index was read may have changed what it says.
+            return 0.0
+        if step.gap is not None:
+            return await self._gap.wait_for(step.gap)
+        # Everything is sent and answered, and still something is pending: find out where things are.
+        self._synchronised = False
+        self._delay()
+        return 0.0
+
+    def _plan(self, entries: Sequence[Entry], floor: int) -> Plan:
+        under_way = sum(size for _, size in self._calls.values())
+        calls, window = len(self._calls), self._settings.window
+        return plan.plan(self._position, entries, floor, calls, under_way, window)
+
+    def _take(
+        self, step: Plan, operations: Sequence[operation_pb2.Operation], trainer: ServiceRecord
+    ) -> None:
+        """Sends what was planned: one operation per send."""
+        stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
+        for send, operation in zip(step.sends, operations, strict=True):
+            self._start_call(stub, send, operation)
+        self._position = step.position
+
+    def _start_call(
+        self,
+        stub: trainer_pb2_grpc.TrainerServiceStub,
+        send: Send,
+        operation: operation_pb2.Operation,
+    ) -> None:
+        call = asyncio.create_task(
+            self._call(stub, send, operation), name=f"execute {self.model_id}:{send.seq_id}"
+        )
+        self._calls[send.seq_id] = (call, send.size)
+        call.add_done_callback(lambda done: self._call_ended(send.seq_id, done))
+
+    def _call_ended(self, seq_id: int, call: asyncio.Task[None]) -> None:
+        current = self._calls.get(seq_id)
+        if current is not None and current[0] is call:
+            del self._calls[seq_id]
+        if not call.cancelled() and call.exception() is not None:
+            self._failure = call.exception()
+        self._changed.set()
+
+    async def _call(
+        self,
+        stub: trainer_pb2_grpc.TrainerServiceStub,
+        send: Send,
+        operation: operation_pb2.Operation,
+    ) -> None:
+        request = trainer_pb2.ExecuteRequest(
+            operation=operation, epoch=self._lease.epoch, after_seq_id=send.after_seq_id
+        )
+        resent = 0
+        while True:
+            try:
+                reply = await stub.Execute(request, timeout=self._settings.execute_timeout)
+            except grpc.aio.AioRpcError as raw:
+                error = call_error(raw)
+                action = self._judge(send, error)
+                if action is not Action.RESEND:
+                    await self._act(action, send, operation, error)
+                    return
+                resent += 1
+                await asyncio.sleep(plan.backoff(resent))
+                continue
+            self._attempt = 0
+            if reply.result.WhichOneof("kind") is None:
+                raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
+            if not send.replayed:
+                await self._writer.write(operation, reply.result)
+            elif reply.result.HasField("error") and reply.result.error.code != plan.DROPPED_GRADIENT:
+                await self._replay_failed(send.seq_id, errors.from_pb(reply.result.error))
+            return
+
+    def _judge(self, send: Send, error: TinsmithError) -> Action:
+        times = 1
+        if isinstance(error, Conflict):
+            self._failed_calls[send.seq_id, error.code] += 1
+            times = self._failed_calls[send.seq_id, error.code]
+        return plan.after_failure(error, times)
+
+    async def _act(
+        self, action: Action, send: Send, operation: operation_pb2.Operation, error: TinsmithError
+    ) -> None:
+        if action is Action.GIVE_UP_LEASE:
+            log.info("giving up %s: %s", self.model_id, error.message)
+            self._lease.lose()
+            return
+        failed = operation_pb2.OperationResult(error=errors.to_pb(error))
+        if action is Action.REPORT_LOST_RESULT:
+            if not send.replayed:
+                await self._writer.write(operation, failed, ran=True)
+            return
+        # The runner ends all calls when it synchronises, this one too: that is asked for last.
+        if action is Action.AWAIT_TRAINER:
+            self._delay()
+            await self._pause(self._missing_reason())
+        elif action is Action.FAIL and send.replayed:
+            await self._replay_failed(send.seq_id, error)
+        elif action is Action.FAIL:
+            log.error("operation %d of %s failed: %s", send.seq_id, self.model_id, error.message)
+            await self._writer.write(operation, failed)
+        self._synchronised = False
+
+    async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:
+        """An operation that had taken effect cannot be repeated: without it the model is another one."""
+        self._delay()
+        self._failed_calls[seq_id, "replay"] += 1
+        log.error("operation %d of %s could not be replayed: %s", seq_id, self.model_id, error.message)
+        if self._failed_calls[seq_id, "replay"] >= _MOST_FAILED_REPLAYS:
+            index = await self._journal.index(self.model_id, -1, entries=0)
+            await self._declare_lost(index, error)
+        self._synchronised = False
+
+    async def _fail_pending(self, closing: bytes) -> None:
+        """The model is closed: everything that still waits fails with the reason."""
+        await self._cancel_calls()
+        result = operation_pb2.OperationResult.FromString(closing)
+        lowest = (await self._journal.index(self.model_id, -1, entries=0)).lowest_pending
+        index = await self._journal.index(self.model_id, lowest - 1)
+        waiting = [entry.seq_id for entry in index.entries if entry.pending]
+        for seq_id in waiting:
+            (operation,) = await self._journal.operations(self.model_id, [seq_id])
+            if operation is not None and not self._lease.lost:
+                await self._writer.write(operation, result)
+        if waiting:
+            self._position = Position(cursor=max(self._position.cursor, waiting[-1]))
+
+    def _delay(self) -> None:
+        self._attempt += 1
+        wait = plan.backoff(self._attempt, first=0.1)
+        self._not_before = asyncio.get_running_loop().time() + wait
+
+    async def _pause(self, reason: str) -> None:
+        self._paused = reason
+        await self._journal.set_queue_state(self.model_id, reason)
+
+    async def _resume(self) -> None:
+        if self._paused:
+            self._paused = ""
+            await self._journal.set_queue_state(self.model_id, "")
+
+    async def _cancel_calls(self) -> None:
+        """Ends all calls. What is already known of an operation is still written down."""
+        calls = {seq_id: call for seq_id, (call, _) in self._calls.items()}
+        self._calls.clear()
+        known = [call for seq_id, call in calls.items() if seq_id in self._writer.writing]
+        try:
+            if known and not self._lease.lost:
+                await asyncio.wait(known)
+        finally:
+            await cancel_all(calls.values())

@@ -1,0 +1,227 @@
+"""What a dispatcher does next: pure decisions over plain data.
+
+Invariant: operations are sent in seq_id order; one is sent only when every lower seq_id is sent,
+used up, or part of the trainer's state; each names its predecessor in the trainer's chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from services.common.contract import errors
+from services.common.contract.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotResident,
+    Overloaded,
+    StaleEpoch,
+    TinsmithError,
+    Unavailable,
+)
+from services.common.state.journal_records import Entry, JournalIndex, error_result
+from tinsmith.v1 import operation_pb2
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a dispatcher is in a model's journal.
+
+    Attributes:
+        cursor: every journaled seq_id up to this one is sent, or needs no sending.
+        applied: last operation in the trainer's state when the dispatcher last asked; -1 = none.
+        tail: last operation of the trainer's chain: executed, or sent to be.
+    """
+
+    cursor: int = -1
+    applied: int = -1
+    tail: int = -1
+
+
+@dataclass(frozen=True)
+class Window:
+    """Bounds of what is under way at once. At most 64 operations: a trainer keeps as many results."""
+
+    operations: int = 32
+    bytes: int = 128 << 20
+
+
+@dataclass(frozen=True)
+class DispatchSettings:
+    """Times in seconds.
+
+    Attributes:
+        execute_timeout: deadline of one Execute call; the same call is made again after it.
+        restore_timeout: deadline of one Restore call.
+        gap_timeout: how long later operations wait for a missing seq_id.
+        idle_release: how long a lease is kept without work.
+        trainer_poll: longest wait before looking for a missing trainer again.
+    """
+
+    window: Window = field(default_factory=Window)
+    execute_timeout: float = 600.0
+    restore_timeout: float = 120.0
+    gap_timeout: float = 600.0
+    idle_release: float = 30.0
+    trainer_poll: float = 5.0
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send one operation. `replayed`: its result is published already."""
+
+    seq_id: int
+    after_seq_id: int
+    size: int
+    replayed: bool
+
+
+@dataclass(frozen=True)
+class Gap:
+    """seq_ids `first` .. `last` have not arrived, later ones have."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to send now, and where that leaves the dispatcher."""
+
+    sends: tuple[Send, ...]
+    position: Position
+    gap: Gap | None
+
+
+def position_after_restore(applied: int, lowest_pending: int) -> Position:
+    """Where to start when the trainer's state holds every operation up to `applied`.
+
+    Operations up to there whose results are not published are sent too: the trainer keeps results.
+    """
+    cursor = applied if lowest_pending < 0 else min(applied, lowest_pending - 1)
+    return Position(cursor=cursor, applied=applied, tail=applied)
+
+
+def plan(
+    position: Position,
+    entries: Iterable[Entry],
+    floor: int,
+    under_way: int,
+    bytes_under_way: int,
+    window: Window,
+) -> Plan:
+    """Chooses what to send.
+
+    Args:
+        entries: journal entries after `position.cursor`, in order.
+        floor: missing seq_ids up to this one are used up, or covered by a durable snapshot.
+        under_way: operations sent and not answered; `bytes_under_way`: their payload.
+    """
+    sends: list[Send] = []
+    gap: Gap | None = None
+    for entry in entries:
+        settled = max(position.cursor, floor, position.applied)
+        if entry.seq_id > settled + 1:
+            gap = Gap(settled + 1, entry.seq_id - 1)
+            break
+        executed = entry.seq_id <= position.applied
+        if entry.size == 0 or (executed and not entry.pending):
+            position = replace(position, cursor=entry.seq_id)
+            continue
+        if under_way >= window.operations or (under_way and bytes_under_way + entry.size > window.bytes):
+            break
+        after = entry.seq_id - 1 if executed else position.tail
+        sends.append(Send(entry.seq_id, after, entry.size, replayed=not entry.pending))
+        under_way += 1
+        bytes_under_way += entry.size
+        position = replace(position, cursor=entry.seq_id, tail=position.tail if executed else entry.seq_id)
+    return Plan(tuple(sends), position, gap)
+
+
+def starts_at_creation(index: JournalIndex) -> bool:
+    """Whether a journal, read from its start, begins with a creation that has no result yet."""
+    return can_replay_from_start(index) and index.entries[0].pending
+
+
+def can_replay_from_start(index: JournalIndex) -> bool:
+    """Whether a journal, read from its start, holds everything since the model's creation."""
+    return index.durable < 0 and bool(index.entries) and index.entries[0].seq_id == 0
+
+
+class Action(Enum):
+    """What to do about a failed call."""
+
+    RESEND = "resend"
+    """The same call again, a little later."""
+    SYNCHRONISE = "synchronise"
+    """Ask the trainer where the model is, and go on from there."""
+    AWAIT_TRAINER = "await trainer"
+    """The trainer is gone or going: wait for it, then synchronise."""
+    GIVE_UP_LEASE = "give up lease"
+    """Another gateway leads this model."""
+    FAIL = "fail"
+    """It did not run and will not: resolve its future with the error, then synchronise."""
+    REPORT_LOST_RESULT = "report lost result"
+    """It ran: resolve its future with the error and go on."""
+
+
+_MOST_CONFLICTS = 3
+
+
+def after_failure(error: TinsmithError, times: int) -> Action:
+    """Chooses what to do about a failed call.
+
+    Args:
+        times: how often this operation failed in this way so far, this time included.
+    """
+    if isinstance(error, StaleEpoch):
+        return Action.GIVE_UP_LEASE
+    if isinstance(error, ModelNotResident):
+        return Action.SYNCHRONISE
+    if isinstance(error, Unavailable):
+        # Which operation brings a trainer down the trainer itself knows best (trainer/order/crashes.py).
+        return Action.AWAIT_TRAINER
+    if isinstance(error, (DeadlineExceeded, Overloaded)):
+        return Action.RESEND
+    if error.code == "result_lost":
+        return Action.REPORT_LOST_RESULT
+    if isinstance(error, Conflict) and times < _MOST_CONFLICTS:
+        return Action.SYNCHRONISE
+    return Action.FAIL
+
+
+DROPPED_GRADIENT = "non_finite_gradient"
+"""Code of a step that failed and yet changed the model: it dropped the gradient, and does so again."""
+
+
+def replay_passes_over(operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> bool:
+    """Whether an operation left the model as it was, so that a replay need not repeat it."""
+    if result.WhichOneof("kind") == "error":
+        return result.error.code != DROPPED_GRADIENT
+    kind = operation.WhichOneof("kind")
+    if kind == "forward_backward":
+        return operation.forward_backward.forward_only
+    return kind in ("save_state", "save_for_sampler", "save_external")
+
+
+def closing_result(operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> bytes:
+    """What all later operations of the model come to because of this one; empty = they run."""
+    kind = operation.WhichOneof("kind")
+    if kind == "create_model" and result.WhichOneof("kind") == "error":
+        reason = InvalidRequest(
+            f"model {operation.model_id} was not created: {result.error.message}", "model_not_created"
+        )
+    elif kind == "unload_model" and result.WhichOneof("kind") != "error":
+        reason = InvalidRequest(
+            f"model {operation.model_id} was unloaded; create a model from a checkpoint", "model_unloaded"
+        )
+    else:
+        return b""
+    return error_result(errors.to_pb(reason))
+
+
+def backoff(attempt: int, first: float = 0.05, most: float = 2.0) -> float:
+    """Seconds to wait before attempt number `attempt` (1, 2, ...) is repeated."""
+    return min(most, first * 2.0 ** min(attempt - 1, 16))

@@ -1,0 +1,97 @@
+"""Writing down what operations came to.
+
+Invariants: what an operation gives rise to is recorded before its future is resolved; both are tried
+until they are done or the lease is lost, and the next holder of the lease does them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from redis.exceptions import RedisError
+
+from services.common.contract import ids
+from services.common.process import failpoints
+from services.common.state.journal import Journal
+from services.common.state.journal_records import Published
+from services.gateway.dispatch import plan
+from services.gateway.dispatch.leases import Lease
+from services.gateway.results.futures import Futures
+from tinsmith.v1 import operation_pb2
+
+log = logging.getLogger(__name__)
+
+OnResult = Callable[[operation_pb2.Operation, operation_pb2.OperationResult], Awaitable[None]]
+
+
+class ResultWriter:
+    """Writes the results of one model's operations under one lease.
+
+    Args:
+        on_result: records what the result gives rise to; may be called again for the same operation.
+        futures: has those who wait for the results on this gateway.
+
+    Attributes:
+        writing: seq_ids whose results are being written.
+    """
+
+    def __init__(self, lease: Lease, journal: Journal, on_result: OnResult, futures: Futures) -> None:
+        self._futures = futures
+        self._lease = lease
+        self._journal = journal
+        self._on_result = on_result
+        self.writing: set[int] = set()
+
+    async def write(
+        self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult, ran: bool = False
+    ) -> None:
+        """Writes one result. `ran`: the operation took effect although the result is an error."""
+        self.writing.add(operation.seq_id)
+        try:
+            attempt = 0
+            while not self._lease.lost:
+                try:
+                    await failpoints.reach("gateway.before_record")
+                    await self._on_result(operation, result)
+                    await failpoints.reach("gateway.before_publish")
+                    await self._publish(operation, result, ran)
+                    await failpoints.reach("gateway.after_publish")
+                    return
+                except (RedisError, OSError) as error:
+                    attempt += 1
+                    log.warning(
+                        "%s:%d is not written down yet: %s", operation.model_id, operation.seq_id, error
+                    )
+                    await asyncio.sleep(plan.backoff(attempt))
+        finally:
+            self.writing.discard(operation.seq_id)
+
+    async def close_model(self, seq_id: int, closing: bytes) -> None:
+        """Fails a pending operation and every later one with the same serialized OperationResult."""
+        lease = self._lease
+        outcome = await self._journal.publish(lease.model_id, lease.epoch, seq_id, closing, closing=closing)
+        self._note(outcome)
+
+    async def _publish(
+        self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult, ran: bool
+    ) -> None:
+        payload = result.SerializeToString()
+        outcome = await self._futures.resolve(
+            ids.request_id(operation.model_id, operation.seq_id),
+            payload,
+            lambda: self._journal.publish(
+                operation.model_id,
+                self._lease.epoch,
+                operation.seq_id,
+                payload,
+                replay_passes_over=not ran and plan.replay_passes_over(operation, result),
+                closing=plan.closing_result(operation, result),
+            ),
+        )
+        self._note(outcome)
+
+    def _note(self, outcome: Published) -> None:
+        if outcome is Published.STALE_EPOCH:
+            self._lease.lose()

@@ -1,0 +1,124 @@
+"""What the gateway remembers of finished operations: models, checkpoints, sampling sessions.
+
+Invariant: `record` may run any number of times for one operation with the same effect, and it
+runs before the operation's future is resolved, so a client that saw the result finds the object.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Literal
+
+from services.common.contract import ids
+from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.session import (
+    CheckpointRecord,
+    InflightStore,
+    ModelRecord,
+    ModelStore,
+    SamplingSessionRecord,
+    SamplingSessionStore,
+)
+from tinsmith.v1 import operation_pb2
+
+log = logging.getLogger(__name__)
+
+Save = operation_pb2.SaveState | operation_pb2.SaveForSampler | operation_pb2.SaveExternal
+KINDS: dict[str, Literal["training", "sampler", "external"]] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+"""Kind of a checkpoint by the first part of its id."""
+
+
+class Outcomes:
+    """Writes the records that finished operations give rise to."""
+
+    def __init__(
+        self,
+        models: ModelStore,
+        checkpoints: CheckpointStore,
+        sampling_sessions: SamplingSessionStore,
+        inflight: InflightStore,
+    ) -> None:
+        self._models = models
+        self._checkpoints = checkpoints
+        self._sampling_sessions = sampling_sessions
+        self._inflight = inflight
+
+    async def record(self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> None:
+        """Records what an operation came to. Most operations leave nothing to record."""
+        kind = operation.WhichOneof("kind")
+        failed = result.WhichOneof("kind") == "error"
+        if kind == "create_model":
+            await self._models.set_status(operation.model_id, "failed" if failed else "ready")
+        elif kind == "unload_model" and not failed:
+            await self._models.note_unloaded(operation.model_id)
+        if failed or kind not in ("save_state", "save_for_sampler", "save_external"):
+            return
+        model = await self._models.get(operation.model_id)
+        if model is None:
+            log.error("model %s of a finished %s is not known", operation.model_id, kind)
+            return
+        if kind == "save_state":
+            save = operation.save_state
+            await self._put_checkpoint(model, operation.seq_id, save, result.save_state.size_bytes)
+        elif kind == "save_external":
+            external = operation.save_external
+            await self._put_checkpoint(model, operation.seq_id, external, result.save_external.size_bytes)
+        elif operation.save_for_sampler.checkpoint_id:
+            sampler = operation.save_for_sampler
+            await self._put_checkpoint(model, operation.seq_id, sampler, result.save_for_sampler.size_bytes)
+        else:
+            await self._bind(model, operation.seq_id, operation.save_for_sampler)
+
+    async def _put_checkpoint(
+        self,
+        model: ModelRecord,
+        seq_id: int,
+        save: Save,
+        size_bytes: int,
+    ) -> None:
+        now = time.time()
+        await self._checkpoints.put(
+            CheckpointRecord(
+                model_id=model.model_id,
+                checkpoint_id=save.checkpoint_id,
+                owner=model.owner,
+                kind=KINDS[save.checkpoint_id.partition("/")[0]],
+                version=seq_id,
+                size_bytes=size_bytes,
+                created_at=now,
+                expires_at=now + save.ttl_seconds if save.ttl_seconds else None,
+                user_metadata={}
+                if isinstance(save, operation_pb2.SaveExternal)
+                else dict(save.user_metadata),
+                base_model=model.base_model,
+                lora_rank=model.lora_rank,
+                train_attn=model.train_attn,
+                train_mlp=model.train_mlp,
+                train_unembed=model.train_unembed,
+                role=model.role,
+            )
+        )
+
+    async def _bind(self, model: ModelRecord, version: int, save: operation_pb2.SaveForSampler) -> None:
+        sampling_session_id = save.sampling_session_id
+        record = SamplingSessionRecord(
+            sampling_session_id=sampling_session_id,
+            session_id=ids.session_of(sampling_session_id),
+            owner=model.owner,
+            base_model=model.base_model,
+            model_id=model.model_id,
+            version=version,
+            model_path="",
+            inflight=save.inflight,
+            full=model.lora_rank == 0,
+        )
+        stored = await self._sampling_sessions.create_if_absent(record)
+        if stored != record:
+            log.error("sampling session %s was taken before its save completed", sampling_session_id)
+        if save.inflight:
+            await self._inflight.move(model.model_id, version)

@@ -1,0 +1,32 @@
+"""What all parts of the public service share: the application and who calls.
+
+Invariant: every method knows the caller before it does anything.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import grpc.aio
+
+from services.gateway.application import Application
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+class Calls:
+    """Base of the groups of methods."""
+
+    def __init__(self, application: Application) -> None:
+        self._app = application
+
+    def _owner(self, context: Context) -> str:
+        """The owner of the caller's key.
+
+        Raises:
+            Unauthenticated: there is no key, or a wrong one.
+        """
+        for key, value in context.invocation_metadata() or ():
+            if key == "x-api-key":
+                return self._app.keys.owner_of(value if isinstance(value, str) else value.decode())
+        return self._app.keys.owner_of(None)

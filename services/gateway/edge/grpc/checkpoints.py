@@ -1,0 +1,77 @@
+"""gRPC: checkpoints, and the files of exports."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from services.common.contract import ids
+from services.gateway.edge.grpc import convert
+from services.gateway.edge.grpc.calls import Calls, Context
+from tinsmith.v1 import tinsmith_pb2
+
+
+class CheckpointCalls(Calls):
+    """Methods as tinsmith.proto describes them."""
+
+    async def ListCheckpoints(
+        self, request: tinsmith_pb2.ListCheckpointsRequest, context: Context
+    ) -> tinsmith_pb2.ListCheckpointsResponse:
+        owner = self._owner(context)
+        if request.model_id:
+            convert.check_no_page(request)
+            records = await self._app.checkpoints.of_model(owner, request.model_id)
+            records, total = records[::-1], len(records)
+        else:
+            page = await self._app.checkpoints.page(owner, request.offset, request.limit or 100)
+            records, total = list(page.records), page.total
+        return tinsmith_pb2.ListCheckpointsResponse(
+            checkpoints=[convert.checkpoint(record) for record in records], total=total
+        )
+
+    async def GetCheckpoint(
+        self, request: tinsmith_pb2.GetCheckpointRequest, context: Context
+    ) -> tinsmith_pb2.GetCheckpointResponse:
+        name = ids.parse_tinker_path(request.path)
+        record = await self._app.checkpoints.readable(self._owner(context), *name)
+        return tinsmith_pb2.GetCheckpointResponse(checkpoint=convert.checkpoint(record))
+
+    async def DeleteCheckpoint(
+        self, request: tinsmith_pb2.DeleteCheckpointRequest, context: Context
+    ) -> tinsmith_pb2.DeleteCheckpointResponse:
+        owner = self._owner(context)
+        await self._app.checkpoints.delete(owner, *ids.parse_tinker_path(request.path))
+        return tinsmith_pb2.DeleteCheckpointResponse()
+
+    async def SetCheckpointTtl(
+        self, request: tinsmith_pb2.SetCheckpointTtlRequest, context: Context
+    ) -> tinsmith_pb2.SetCheckpointTtlResponse:
+        owner, name = self._owner(context), ids.parse_tinker_path(request.path)
+        await self._app.checkpoints.set_ttl(owner, *name, request.ttl_seconds or None)
+        return tinsmith_pb2.SetCheckpointTtlResponse()
+
+    async def PublishCheckpoint(
+        self, request: tinsmith_pb2.PublishCheckpointRequest, context: Context
+    ) -> tinsmith_pb2.PublishCheckpointResponse:
+        owner, name = self._owner(context), ids.parse_tinker_path(request.path)
+        await self._app.checkpoints.set_public(owner, *name, public=True)
+        return tinsmith_pb2.PublishCheckpointResponse()
+
+    async def UnpublishCheckpoint(
+        self, request: tinsmith_pb2.UnpublishCheckpointRequest, context: Context
+    ) -> tinsmith_pb2.UnpublishCheckpointResponse:
+        owner, name = self._owner(context), ids.parse_tinker_path(request.path)
+        await self._app.checkpoints.set_public(owner, *name, public=False)
+        return tinsmith_pb2.UnpublishCheckpointResponse()
+
+    async def ReadExternalWeights(
+        self, request: tinsmith_pb2.ReadExternalWeightsRequest, context: Context
+    ) -> AsyncIterator[tinsmith_pb2.ReadExternalWeightsResponse]:
+        owner, name = self._owner(context), ids.parse_tinker_path(request.path)
+        async with aclosing(self._app.downloads.read(owner, *name)) as files:
+            async for file, download in files:
+                async with aclosing(download.pieces()) as pieces:
+                    async for piece in pieces:
+                        yield tinsmith_pb2.ReadExternalWeightsResponse(
+                            file=file, file_bytes=download.size, data=piece
+                        )

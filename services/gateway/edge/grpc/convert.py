@@ -1,0 +1,229 @@
+"""Requests of the public gRPC service, translated to the application layer's terms."""
+
+from __future__ import annotations
+
+import json
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from services.common.contract import ids, roles
+from services.common.contract.errors import InvalidRequest
+from services.gateway.access.limits import Limits
+from services.gateway.cluster.base_models import BaseModel
+from services.gateway.records.session import CheckpointRecord, ModelRecord, ModelStatus, SessionRecord
+from services.gateway.results.futures import FutureView
+from services.gateway.sessions.search import SessionDetails
+from services.gateway.sessions.sessions import NewSession
+from services.gateway.training import adapter_shape
+from services.gateway.training.runs import Run
+from services.gateway.training.saves import SaveOptions
+from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
+
+_MAX_ORDINAL = 999_999_999
+
+
+_REASONS = {
+    tinsmith_pb2.FINISH_REASON_UNSPECIFIED: "success",
+    tinsmith_pb2.FINISH_REASON_SUCCESS: "success",
+    tinsmith_pb2.FINISH_REASON_ERRORED: "errored",
+    tinsmith_pb2.FINISH_REASON_INTERRUPTED: "interrupted",
+}
+_STATUSES: dict[ModelStatus, tinsmith_pb2.ModelStatus.ValueType] = {
+    "creating": tinsmith_pb2.MODEL_STATUS_CREATING,
+    "ready": tinsmith_pb2.MODEL_STATUS_READY,
+    "failed": tinsmith_pb2.MODEL_STATUS_FAILED,
+    "unloaded": tinsmith_pb2.MODEL_STATUS_UNLOADED,
+}
+
+
+_KINDS = {
+    "training": tinsmith_pb2.CHECKPOINT_KIND_TRAINING,
+    "sampler": tinsmith_pb2.CHECKPOINT_KIND_SAMPLER,
+    "external": tinsmith_pb2.CHECKPOINT_KIND_EXTERNAL,
+}
+
+
+def new_session(request: tinsmith_pb2.CreateSessionRequest) -> NewSession:
+    return NewSession(
+        tags=list(request.tags),
+        user_metadata=dict(request.user_metadata),
+        display_name=request.display_name,
+        project_id=request.project_id,
+    )
+
+
+def finish_reason(reason: tinsmith_pb2.FinishReason.ValueType) -> str:
+    """The reason's word in the log.
+
+    Raises:
+        InvalidRequest: a number that is no reason.
+    """
+    if reason not in _REASONS:
+        raise InvalidRequest(f"reason {reason} is not one of FinishReason")
+    return _REASONS[reason]
+
+
+def adapter(request: tinsmith_pb2.CreateModelRequest) -> types_pb2.LoraConfig | None:
+    """The adapter that a new model trains; None: all its weights.
+
+    Raises:
+        InvalidRequest: neither is asked for, or both.
+    """
+    if request.HasField("full") == request.HasField("lora"):
+        raise InvalidRequest("set either lora or full")
+    return request.lora if request.HasField("lora") else None
+
+
+def save_options(request: tinsmith_pb2.SaveStateRequest | tinsmith_pb2.SaveForSamplerRequest) -> SaveOptions:
+    """What a named checkpoint is saved with."""
+    return SaveOptions(request.ttl_seconds or None, dict(request.user_metadata))
+
+
+def check_save_for_sampler(request: tinsmith_pb2.SaveForSamplerRequest) -> None:
+    """Refuses what belongs to a named checkpoint without a name, and what does not with one."""
+    if not request.name:
+        ordinal("sampling_session_seq_id", request.sampling_session_seq_id)
+        if request.ttl_seconds or request.user_metadata:
+            raise InvalidRequest("ttl_seconds and user_metadata belong to named checkpoints; set name too")
+    elif request.inflight:
+        raise InvalidRequest("a named checkpoint never changes; leave name or inflight out")
+    elif request.sampling_session_seq_id:
+        raise InvalidRequest("set either name (a checkpoint) or sampling_session_seq_id")
+
+
+def model_info(record: ModelRecord, tokenizer: str) -> tinsmith_pb2.ModelInfo:
+    """What is known of a model."""
+    found = tinsmith_pb2.ModelInfo(
+        model_id=record.model_id,
+        session_id=record.session_id,
+        base_model=record.base_model,
+        tokenizer=tokenizer,
+        lora=adapter_shape.lora_of(record),
+        role=roles.to_pb(record.role),
+        status=_STATUSES[record.status],
+        user_metadata=record.user_metadata,
+    )
+    if record.lora_seed is not None:
+        found.lora.seed = record.lora_seed
+    set_time(found.created_at, record.created_at)
+    return found
+
+
+def set_time(target: Timestamp, seconds: float) -> None:
+    """Sets a timestamp to a Unix time."""
+    target.FromMilliseconds(round(seconds * 1000))
+
+
+def checkpoint(record: CheckpointRecord) -> tinsmith_pb2.Checkpoint:
+    """What is known of a checkpoint."""
+    found = tinsmith_pb2.Checkpoint(
+        path=ids.tinker_path(record.model_id, record.checkpoint_id),
+        model_id=record.model_id,
+        kind=_KINDS[record.kind],
+        base_model=record.base_model,
+        lora=adapter_shape.lora_of(record),
+        size_bytes=record.size_bytes,
+        public=record.public,
+        user_metadata=record.user_metadata,
+    )
+    set_time(found.created_at, record.created_at)
+    if record.expires_at is not None:
+        set_time(found.expires_at, record.expires_at)
+    return found
+
+
+def check_no_page(request: tinsmith_pb2.ListCheckpointsRequest) -> None:
+    """Refuses a limit or offset where there are no pages."""
+    if request.limit or request.offset:
+        raise InvalidRequest("the checkpoints of one model come at once; leave limit and offset out")
+
+
+def training_run(run: Run, tokenizer: str) -> tinsmith_pb2.TrainingRun:
+    """What is known of a run."""
+    found = tinsmith_pb2.TrainingRun(model=model_info(run.model, tokenizer), owner=run.model.owner)
+    set_time(found.last_request_at, run.last_request)
+    if run.last_checkpoint is not None:
+        found.last_checkpoint.CopyFrom(checkpoint(run.last_checkpoint))
+    if run.last_sampler_checkpoint is not None:
+        found.last_sampler_checkpoint.CopyFrom(checkpoint(run.last_sampler_checkpoint))
+    return found
+
+
+def metadata(record: SessionRecord) -> dict[str, str]:
+    """A session's metadata. What HTTP clients gave may be any JSON."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in record.user_metadata.items()
+    }
+
+
+def session(details: SessionDetails) -> tinsmith_pb2.Session:
+    """What is known of a session."""
+    record = details.record
+    found = tinsmith_pb2.Session(
+        session_id=record.session_id,
+        finished=record.finished,
+        tags=record.tags,
+        user_metadata=metadata(record),
+        display_name=record.display_name,
+        project_id=record.project_id,
+        model_ids=details.model_ids,
+        sampling_session_ids=details.sampling_session_ids,
+    )
+    set_time(found.created_at, record.created_at)
+    set_time(found.last_seen_at, record.last_heartbeat)
+    return found
+
+
+def ordinal(name: str, value: int) -> int:
+    """A number that becomes part of an object's id.
+
+    Raises:
+        InvalidRequest: it is negative or has more than nine digits.
+    """
+    if not 0 <= value <= _MAX_ORDINAL:
+        raise InvalidRequest(f"{name} must be 0 to {_MAX_ORDINAL}, not {value}")
+    return value
+
+
+def forward_backward(request: tinsmith_pb2.ForwardBackwardRequest) -> operation_pb2.ForwardBackward:
+    """The operation of a request.
+
+    Raises:
+        InvalidRequest: it is not set.
+    """
+    if not request.HasField("forward_backward"):
+        raise InvalidRequest("forward_backward is not set")
+    return request.forward_backward
+
+
+def adam(request: tinsmith_pb2.OptimStepRequest) -> types_pb2.AdamParams:
+    """The parameters of a step.
+
+    Raises:
+        InvalidRequest: they are not set.
+    """
+    if not request.HasField("adam"):
+        raise InvalidRequest("adam is not set; every field of AdamParams must be given")
+    return request.adam
+
+
+def base_model(model: BaseModel, limits: Limits) -> tinsmith_pb2.BaseModel:
+    ranks = [rank for rank in (model.max_train_rank, model.max_sample_rank, limits.lora_rank) if rank]
+    return tinsmith_pb2.BaseModel(
+        name=model.name,
+        max_context_length=model.context_length,
+        trainable=model.trainable,
+        sampleable=model.sampleable,
+        vocab_size=model.vocab_size,
+        architecture=model.arch,
+        max_lora_rank=min(ranks),
+    )
+
+
+def result(view: FutureView) -> tinsmith_pb2.GetResultResponse:
+    """The response for a future; without a result while it is pending."""
+    response = tinsmith_pb2.GetResultResponse(waiting_for=view.queue_state_reason or "")
+    if view.result is not None:
+        response.result.ParseFromString(view.result)
+    return response

@@ -1,0 +1,57 @@
+"""gRPC: sampling sessions, samples, and the results of all requests."""
+
+from __future__ import annotations
+
+from services.common.contract.errors import InvalidRequest
+from services.gateway.access.limits import MAX_GET_RESULT_SECONDS
+from services.gateway.edge.grpc import convert
+from services.gateway.edge.grpc.calls import Calls, Context
+from tinsmith.v1 import tinsmith_pb2
+
+
+class SamplingCalls(Calls):
+    """Methods as tinsmith.proto describes them."""
+
+    async def CreateSamplingSession(
+        self, request: tinsmith_pb2.CreateSamplingSessionRequest, context: Context
+    ) -> tinsmith_pb2.CreateSamplingSessionResponse:
+        session_id = await self._app.sampling.open(
+            self._owner(context),
+            request.session_id,
+            convert.ordinal("sampling_session_seq_id", request.sampling_session_seq_id),
+            request.base_model or None,
+            request.model_path or None,
+        )
+        return tinsmith_pb2.CreateSamplingSessionResponse(sampling_session_id=session_id)
+
+    async def GetSamplingSession(
+        self, request: tinsmith_pb2.GetSamplingSessionRequest, context: Context
+    ) -> tinsmith_pb2.GetSamplingSessionResponse:
+        found = await self._app.sampling.get(self._owner(context), request.sampling_session_id)
+        return tinsmith_pb2.GetSamplingSessionResponse(
+            base_model=found.base_model,
+            model_id=found.model_id,
+            model_path=found.model_path,
+            inflight=found.inflight,
+        )
+
+    async def Sample(
+        self, request: tinsmith_pb2.TinsmithServiceSampleRequest, context: Context
+    ) -> tinsmith_pb2.TinsmithServiceSampleResponse:
+        request_id = await self._app.sampling.sample(self._owner(context), request)
+        return tinsmith_pb2.TinsmithServiceSampleResponse(request_id=request_id)
+
+    async def CancelSample(
+        self, request: tinsmith_pb2.CancelSampleRequest, context: Context
+    ) -> tinsmith_pb2.CancelSampleResponse:
+        await self._app.sampling.cancel(self._owner(context), request.request_id)
+        return tinsmith_pb2.CancelSampleResponse()
+
+    async def GetResult(
+        self, request: tinsmith_pb2.GetResultRequest, context: Context
+    ) -> tinsmith_pb2.GetResultResponse:
+        owner = self._owner(context)
+        if not 0 <= request.timeout_seconds <= MAX_GET_RESULT_SECONDS:
+            raise InvalidRequest(f"timeout_seconds must be 0 to {MAX_GET_RESULT_SECONDS:g}")
+        view = await self._app.wait_result(owner, request.request_id, request.timeout_seconds)
+        return convert.result(view)

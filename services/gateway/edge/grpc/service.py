@@ -1,0 +1,40 @@
+"""The public gRPC service over the application layer.
+
+Invariant: every method knows the caller before it does anything; errors are typed and mapped to
+statuses by `services.common.process.rpc`.
+"""
+
+from __future__ import annotations
+
+from services.common.process import rpc
+from services.gateway.application import Application
+from services.gateway.edge.grpc.body_budget import BudgetInterceptor
+from services.gateway.edge.grpc.checkpoints import CheckpointCalls
+from services.gateway.edge.grpc.runs import RunCalls
+from services.gateway.edge.grpc.sampling import SamplingCalls
+from services.gateway.edge.grpc.sessions import SessionCalls
+from services.gateway.edge.grpc.training import TrainingCalls
+from tinsmith.v1 import tinsmith_pb2, tinsmith_pb2_grpc
+
+
+class TinsmithService(
+    SessionCalls,
+    TrainingCalls,
+    SamplingCalls,
+    RunCalls,
+    CheckpointCalls,
+    tinsmith_pb2_grpc.TinsmithServiceServicer,
+):
+    """Methods as tinsmith.proto describes them."""
+
+
+async def serve(application: Application, bind: str) -> rpc.RpcServer:
+    """Serves the public service on "host:port", which other gateways of this machine may share.
+
+    Raises:
+        Unavailable: the address cannot be bound.
+    """
+    name = tinsmith_pb2.DESCRIPTOR.services_by_name["TinsmithService"].full_name
+    add = tinsmith_pb2_grpc.add_TinsmithServiceServicer_to_server
+    interceptors = [BudgetInterceptor(application.budget)]
+    return await rpc.serve([(add, TinsmithService(application), name)], bind, True, interceptors)

@@ -1,0 +1,80 @@
+"""Searches for sessions over gRPC, translated to and from the application layer's terms."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from services.common.contract.errors import InvalidRequest
+from services.gateway.edge.grpc import convert
+from services.gateway.sessions.search import Cursor, SearchPage, SessionQuery, status_of
+from tinsmith.v1 import tinsmith_pb2
+
+_PAGE = 50
+_STATUSES = {
+    "active": tinsmith_pb2.SESSION_STATUS_ACTIVE,
+    "client_finished": tinsmith_pb2.SESSION_STATUS_FINISHED,
+    "cancelled": tinsmith_pb2.SESSION_STATUS_ABANDONED,
+}
+_WORDS = {number: word for word, number in _STATUSES.items()}
+
+
+def query(request: tinsmith_pb2.SearchSessionsRequest) -> SessionQuery:
+    """What to look for.
+
+    Raises:
+        InvalidRequest: a status or reason that cannot be looked for, or a page token of another making.
+    """
+    return SessionQuery(
+        session_id=request.session_id or None,
+        display_name=request.display_name or None,
+        project_ids=list(request.project_ids) or None,
+        user_metadata=dict(request.user_metadata),
+        statuses=_statuses(request),
+        limit=request.limit or _PAGE,
+        after=_cursor(request.page_token) if request.page_token else None,
+    )
+
+
+def response(page: SearchPage) -> tinsmith_pb2.SearchSessionsResponse:
+    """A page of sessions."""
+    answer = tinsmith_pb2.SearchSessionsResponse()
+    for found in page.found:
+        record = found.record
+        one = answer.sessions.add(
+            session_id=record.session_id,
+            status=_STATUSES.get(status_of(record, time.time()) or ""),
+            display_name=record.display_name,
+            project_id=record.project_id,
+            user_metadata=convert.metadata(record),
+            checkpoints=found.checkpoints,
+            checkpoint_bytes=found.checkpoint_bytes,
+        )
+        convert.set_time(one.created_at, record.created_at)
+    if page.next is not None:
+        answer.next_page_token = f"{page.next.created_at!r}/{page.next.session_id}"
+    return answer
+
+
+def _statuses(request: tinsmith_pb2.SearchSessionsRequest) -> dict[str, list[str] | None] | None:
+    wanted = list(request.statuses)
+    if any(status not in _WORDS for status in wanted):
+        raise InvalidRequest("statuses may be ACTIVE, FINISHED and ABANDONED")
+    if not request.finish_reasons:
+        return {_WORDS[status]: None for status in wanted} or None
+    if tinsmith_pb2.SESSION_STATUS_FINISHED not in wanted:
+        raise InvalidRequest("finish_reasons are of finished sessions; put FINISHED into statuses")
+    reasons = [convert.finish_reason(reason) for reason in request.finish_reasons]
+    finished = tinsmith_pb2.SESSION_STATUS_FINISHED
+    return {_WORDS[status]: reasons if status == finished else None for status in wanted}
+
+
+def _cursor(token: str) -> Cursor:
+    created_at, _, session_id = token.partition("/")
+    try:
+        place = float(created_at)
+    except ValueError:
+        place = math.nan
+    if not math.isfinite(place):
+        raise InvalidRequest("page_token is not one of ours; pass next_page_token back as it is")
+    return Cursor(place, session_id)

@@ -1,0 +1,136 @@
+"""HTTP: checkpoints, and the downloads of exports."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from services.common.contract import ids
+from services.common.contract.errors import InvalidRequest
+from services.common.storage.base import Key
+from services.gateway.application import Application
+from services.gateway.checkpoints.downloads import Download
+from services.gateway.edge.http.codec import messages, paging
+from services.gateway.edge.http.routes import Call, numbered, promise, reply
+from services.gateway.edge.http.training import lora_fields
+
+API = "/api/v1"
+DOWNLOADS = "downloads"
+"""Where signed files are, below /api/v1."""
+
+
+async def weights_info(call: Call) -> Response:
+    body = await call.json(messages.WeightsInfo)
+    record = await call.app.checkpoints.readable(call.owner, *ids.parse_tinker_path(body.tinker_path))
+    return reply(
+        {
+            "base_model": record.base_model,
+            "optimizer_config": {"type": "adamw"},
+            **lora_fields(record),
+            "train_attn": record.train_attn,
+            "train_mlp": record.train_mlp,
+            "train_unembed": record.train_unembed,
+        }
+    )
+
+
+async def save_weights_external(call: Call) -> Response:
+    async def accept(body: messages.SaveWeightsExternal) -> Response:
+        request_id = await call.app.exports.save(
+            call.owner,
+            body.model_id,
+            body.seq_id,
+            body.path,
+            body.ttl_seconds,
+            body.age_encryption_recipients or (),
+        )
+        return promise(request_id, body.model_id)
+
+    return await numbered(call, messages.SaveWeightsExternal, accept)
+
+
+async def list_all(call: Call) -> Response:
+    call.check_query("limit", "offset")
+    limit, offset = paging.number(call, "limit", 100), paging.number(call, "offset", 0)
+    page = await call.app.checkpoints.page(call.owner, offset, limit)
+    return reply(
+        {
+            "checkpoints": [paging.checkpoint(record) for record in page.records],
+            "cursor": paging.cursor(offset, limit, page.total),
+        }
+    )
+
+
+async def list_of_run(call: Call) -> Response:
+    call.check_query()
+    records = await call.app.checkpoints.of_model(call.owner, call.request.path_params["training_run_id"])
+    return reply({"checkpoints": [paging.checkpoint(record) for record in reversed(records)]})
+
+
+async def delete(call: Call) -> Response:
+    await call.app.checkpoints.delete(call.owner, *_name(call))
+    return reply({})
+
+
+async def publish(call: Call) -> Response:
+    await call.app.checkpoints.set_public(call.owner, *_name(call), public=True)
+    return reply({})
+
+
+async def unpublish(call: Call) -> Response:
+    await call.app.checkpoints.set_public(call.owner, *_name(call), public=False)
+    return reply({})
+
+
+async def set_ttl(call: Call) -> Response:
+    body = await call.json(messages.SetTtl)
+    await call.app.checkpoints.set_ttl(call.owner, *_name(call), body.ttl_seconds)
+    return reply({})
+
+
+async def external_weights_urls(call: Call) -> Response:
+    signed = await call.app.downloads.sign(call.owner, *_name(call))
+    # The address under which this client reached a gateway; any of them can serve the files.
+    base = f"{str(call.request.base_url).rstrip('/')}{API}/{DOWNLOADS}"
+    return reply(
+        {
+            "urls": {name: f"{base}/{path}" for name, path in signed.paths.items()},
+            "expires": paging.time(signed.expires),
+        }
+    )
+
+
+async def copy_weights(call: Call) -> Response:
+    raise InvalidRequest(
+        "copy_weights is not served: create a model from the checkpoint with "
+        "create_training_client_from_state_with_optimizer, and save_state it"
+    )
+
+
+async def download(application: Application, request: Request) -> Response:
+    """Serves a signed file. The signature takes the place of the API key."""
+    params, query = request.path_params, request.query_params
+    key = Key(params["training_run_id"], f"{params['kind']}/{params['name']}", params["version"])
+    found = await application.downloads.open(
+        key, params["file"], query.get("expires", ""), query.get("signature", "")
+    )
+    headers = {
+        "content-length": str(found.size),
+        "content-disposition": "attachment",
+        "cache-control": "private, no-store",
+        "x-content-type-options": "nosniff",
+    }
+    return StreamingResponse(_sent(found), headers=headers, media_type="application/octet-stream")
+
+
+async def _sent(found: Download) -> AsyncIterator[bytes]:
+    async for piece in found.pieces():
+        yield piece
+
+
+def _name(call: Call) -> tuple[str, str]:
+    """(model id, checkpoint id) of the path."""
+    params = call.request.path_params
+    return params["training_run_id"], f"{params['kind']}/{params['name']}"

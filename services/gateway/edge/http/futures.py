@@ -1,0 +1,89 @@
+"""HTTP: waiting for results.
+
+Invariant: a poll is never answered fast without a result: the SDK polls again at once after 408
+and 5xx, so a pending future is held for up to LONG_POLL_SECONDS and trouble of ours is 429,
+after which the SDK waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redis.exceptions import RedisError
+from starlette.responses import Response
+
+from services.common.contract.errors import Overloaded, TinsmithError
+from services.common.contract.ids import parse_request_id
+from services.gateway.access.limits import COMPLETIONS_POLL_SECONDS, LONG_POLL_SECONDS, THREAD_ABOVE_BYTES
+from services.gateway.edge.http.codec import messages, results_out
+from services.gateway.edge.http.routes import Call, reply
+from services.gateway.records.sample_journal import Completion
+from services.gateway.results.futures import FutureView
+from services.gateway.sampling.completions import Target
+
+
+async def retrieve_future(call: Call) -> Response:
+    body = await call.json(messages.RetrieveFuture)
+    with _trouble_is_429():
+        view = await call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS)
+        if view.result is None:
+            return pending(view)
+        return await finished(body.request_id, view.result)
+
+
+async def retrieve_futures(call: Call) -> Response:
+    """Which samples of a sampling client are resolved; their results are fetched with retrieve_future."""
+    body = await call.json(messages.RetrieveFutures)
+    target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
+    most = COMPLETIONS_POLL_SECONDS
+    seconds = most if body.timeout is None else min(body.timeout, most)
+    with _trouble_is_429():
+        page = await call.app.wait_completions(
+            call.owner, target, body.prev_cursor, seconds, body.retrieved_request_ids
+        )
+    return reply({"completions": [_completion(found) for found in page.completions], "cursor": page.cursor})
+
+
+def _completion(found: Completion) -> dict[str, object]:
+    told: dict[str, object] = {"state": found.state, "request_id": found.request_id}
+    if found.state == "finished":
+        told["response_payload_uncompressed_size"] = found.size
+    return told
+
+
+async def cancel_future(call: Call) -> Response:
+    body = await call.json(messages.CancelFuture)
+    await call.app.sampling.cancel(call.owner, body.request_id)
+    return reply({})
+
+
+@contextmanager
+def _trouble_is_429() -> Iterator[None]:
+    try:
+        yield
+    except TinsmithError as error:
+        if error.category == "user":
+            raise
+        raise Overloaded(error.message) from error
+    except RedisError as error:
+        raise Overloaded(f"the state store cannot be reached: {error}") from error
+
+
+def pending(view: FutureView) -> Response:
+    """408, which the SDK takes as "ask again"."""
+    state: dict[str, str] = {"queue_state": view.queue_state}
+    if view.queue_state_reason:
+        state["queue_state_reason"] = view.queue_state_reason
+    return reply(state, 408)
+
+
+async def finished(request_id: str, result: bytes) -> Response:
+    """The result in the SDK's form."""
+    object_id, _ = parse_request_id(request_id)
+    if len(result) > THREAD_ABOVE_BYTES:
+        answer = await asyncio.to_thread(results_out.result, object_id, result)
+    else:
+        answer = results_out.result(object_id, result)
+    return Response(answer.body, media_type=answer.content_type)

@@ -1,0 +1,103 @@
+"""The table of HTTP routes, and what every route shares: authentication and the request's parts.
+
+Invariant: a route that is not in the table answers 404 with its path, and every route but
+healthz and the signed downloads knows the caller before it reads the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.common.contract.errors import InvalidRequest
+from services.gateway.access.body_budget import BodyBudget
+from services.gateway.application import Application
+from services.gateway.edge.http.body import received
+from services.gateway.edge.http.codec import messages
+from services.gateway.edge.http.codec.results_out import JSON
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One authenticated HTTP request."""
+
+    request: Request
+    owner: str
+    app: Application
+    budget: BodyBudget
+
+    @property
+    def from_this_machine(self) -> bool:
+        """The client connected over the loopback interface."""
+        host = self.request.client.host if self.request.client else ""
+        try:
+            return ip_address(host).is_loopback
+        except ValueError:
+            return False
+
+    def check_query(self, *names: str) -> None:
+        """Refuses parameters of the query other than these.
+
+        Raises:
+            InvalidRequest: there is another.
+        """
+        for name in self.request.query_params:
+            if name not in names:
+                known = ", ".join(names) or "no parameters"
+                raise InvalidRequest(f"the query has {name[:50]!r}; {self.request.url.path} takes {known}")
+
+    def body(self) -> AbstractAsyncContextManager[bytes]:
+        """The JSON body as bytes."""
+        return received(self.request, self.budget, self.app.limits.json_body_bytes)
+
+    async def json(self, kind: type[T]) -> T:
+        """The JSON body as a struct. Raises InvalidRequest or TooLarge."""
+        async with self.body() as data:
+            return messages.parse(kind, data)
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+N = TypeVar(
+    "N",
+    messages.OptimStep,
+    messages.SaveWeights,
+    messages.SaveWeightsForSampler,
+    messages.SaveWeightsExternal,
+    messages.LoadWeights,
+)
+
+
+def reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(msgspec.json.encode(value), status, headers, media_type=JSON)
+
+
+def promise(request_id: str, model_id: str) -> Response:
+    """The reply to a request whose result is fetched with retrieve_future."""
+    return reply({"request_id": request_id, "model_id": model_id})
+
+
+async def numbered(call: Call, kind: type[N], accept: Callable[[N], Awaitable[Response]]) -> Response:
+    """Runs `accept` on the body of a request that has a seq_id. A body that is wrong, but tells its
+    model_id and seq_id, is accepted as a request that fails, because the client goes on with the next
+    seq_id whatever the answer."""
+    async with call.body() as data:
+        try:
+            body = messages.parse(kind, data)
+        except InvalidRequest as error:
+            try:
+                place = messages.parse(messages.Numbered, data)
+            except InvalidRequest:
+                raise error from None
+            request_id = await call.app.models.refuse(call.owner, place.model_id, place.seq_id, error)
+            return promise(request_id, place.model_id)
+        return await accept(body)

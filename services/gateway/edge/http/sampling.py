@@ -1,0 +1,152 @@
+"""HTTP: sampling sessions and samples."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+from starlette.responses import Response
+
+from services.common.contract.errors import InvalidRequest
+from services.gateway.access.limits import THREAD_ABOVE_BYTES
+from services.gateway.edge.http.codec import messages
+from services.gateway.edge.http.routes import Call, reply
+from services.gateway.sampling.accept import sequence_ids
+from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
+
+# Field: (values that ask for nothing, what to do instead).
+_UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "base_model": ((None,), "create a sampling session with it"),
+    "model_path": ((None,), "create a sampling session with it"),
+    # Refused and not ignored: whoever sets it is about to train with a loss that is refused, and should
+    # know before the rollouts are paid for.
+    "record_stability_info": (
+        (None, False),
+        "only the loss stable_reinforce reads it, whose formula is not public; use importance_sampling, "
+        "ppo, cispo, dro or gspo (in tinker-cookbook: loss_fn=importance_sampling)",
+    ),
+}
+
+
+async def create_sampling_session(call: Call) -> Response:
+    body = await call.json(messages.CreateSamplingSession)
+    session_id = await call.app.sampling.open(
+        call.owner, body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
+    )
+    return reply({"type": "create_sampling_session", "sampling_session_id": session_id})
+
+
+async def get_sampler(call: Call) -> Response:
+    record = await call.app.sampling.get(call.owner, call.request.path_params["sampling_session_id"])
+    answer = {"sampler_id": record.sampling_session_id, "base_model": record.base_model}
+    if record.model_path:
+        answer["model_path"] = record.model_path
+    return reply(answer)
+
+
+async def asample(call: Call) -> Response:
+    call.app.sampling.check_room(call.owner)
+    async with call.body() as data:
+        if len(data) > THREAD_ABOVE_BYTES:
+            request = await asyncio.to_thread(sample_request, data)
+        else:
+            request = sample_request(data)
+        request_id = await call.app.sampling.sample(call.owner, request)
+    return reply(
+        {"request_id": request_id, "sample_sequence_ids": sequence_ids(request_id, request.num_samples)}
+    )
+
+
+def sample_request(data: bytes) -> tinsmith_pb2.TinsmithServiceSampleRequest:
+    """The request of an asample body. Proportional to its size.
+
+    Raises:
+        InvalidRequest: the body is malformed, or asks for something that is not served.
+    """
+    body = messages.parse(messages.Sample, data)
+    _refuse_unserved(body)
+    if body.sampling_session_id is None or body.seq_id is None:
+        raise InvalidRequest("sampling_session_id and seq_id are missing; open a sampling session first")
+    tokens = _tokens(body.prompt)
+    targets = body.target_prompt_logprobs
+    return tinsmith_pb2.TinsmithServiceSampleRequest(
+        sampling_session_id=body.sampling_session_id,
+        seq_id=body.seq_id,
+        prompt=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[len(tokens)], data=tokens.tobytes()),
+        num_samples=body.num_samples,
+        params=_params(body.sampling_params),
+        prompt_logprobs=bool(body.prompt_logprobs),
+        topk_prompt_logprobs=body.topk_prompt_logprobs,
+        topk_sample_logprobs=body.topk_sample_logprobs,
+        target_prompt_logprobs=None if targets is None else _matrix(targets),
+        prompt_alt_tokens_k=body.prompt_alt_tokens_k,
+        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
+    )
+
+
+def _refuse_unserved(body: messages.Sample) -> None:
+    for name, (accepted, advice) in _UNSERVED.items():
+        if getattr(body, name) not in accepted:
+            raise InvalidRequest(f"{name} is not served: {advice}")
+
+
+def _tokens(prompt: messages.ModelInput) -> array[int]:
+    """All text chunks of a prompt as 32-bit ids."""
+    tokens = array("i")
+    for chunk in prompt.chunks:
+        if not isinstance(chunk, messages.EncodedTextChunk):
+            raise InvalidRequest("only text tokens are served; remove images and audio from the prompt")
+        try:
+            tokens.extend(chunk.tokens)
+        except OverflowError as error:
+            raise InvalidRequest(
+                "a prompt token is outside of any vocabulary", "token_out_of_range"
+            ) from error
+    return tokens
+
+
+def _matrix(given: messages.TensorData) -> types_pb2.Matrix:
+    matrix = types_pb2.Matrix(values=_int64(given.data), shape=given.shape)
+    if given.sparse_crow_indices is not None:
+        matrix.crow_indices.CopyFrom(_int64(given.sparse_crow_indices))
+    if given.sparse_col_indices is not None:
+        matrix.col_indices.CopyFrom(_int64(given.sparse_col_indices))
+    return matrix
+
+
+def _int64(values: list[int]) -> types_pb2.Tensor:
+    data = array("q", values).tobytes()
+    return types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT64, shape=[len(values)], data=data)
+
+
+def _params(given: messages.SamplingParams) -> operation_pb2.SamplingParams:
+    if given.seed is not None and not 0 <= given.seed < 2**64:
+        raise InvalidRequest(f"seed must be 0 to {2**64 - 1}")
+    return operation_pb2.SamplingParams(
+        max_tokens=given.max_tokens,
+        seed=given.seed,
+        stop=_stop(given.stop),
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+    )
+
+
+def _stop(stop: str | list[str | int] | None) -> operation_pb2.StopCondition:
+    """None stops at the model's end-of-sequence tokens, an empty list never."""
+    condition = operation_pb2.StopCondition()
+    values = [stop] if isinstance(stop, str) else stop
+    if values is None:
+        condition.model_eos.SetInParent()
+    elif not values:
+        condition.never.SetInParent()
+    elif all(isinstance(value, str) for value in values):
+        condition.strings.values.extend(str(value) for value in values)
+    elif all(isinstance(value, int) for value in values):
+        ids = [value for value in values if isinstance(value, int)]
+        if not all(-(2**31) <= value < 2**31 for value in ids):
+            raise InvalidRequest("a stop token is outside of any vocabulary", "token_out_of_range")
+        condition.tokens.ids.extend(ids)
+    else:
+        raise InvalidRequest("stop must be strings or token ids, not both")
+    return condition

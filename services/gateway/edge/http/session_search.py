@@ -1,0 +1,130 @@
+"""HTTP: lists and search of sessions, and what a cluster of one's own keeps no books about."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any
+
+from starlette.responses import Response
+
+from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied
+from services.gateway.edge.http.codec import messages, paging
+from services.gateway.edge.http.routes import Call, reply
+from services.gateway.records.session import SessionRecord
+from services.gateway.sessions.search import Cursor, FoundSession, SessionQuery, status_of
+
+
+async def list_sessions(call: Call) -> Response:
+    call.check_query("limit", "offset", "access_scope")
+    paging.is_accessible(call)
+    limit, offset = paging.number(call, "limit", 20), paging.number(call, "offset", 0)
+    return reply({"sessions": await call.app.session_search.page(call.owner, offset, limit)})
+
+
+async def get_session(call: Call) -> Response:
+    call.check_query("access_scope")
+    paging.is_accessible(call)
+    found = await call.app.session_search.details(call.owner, call.request.path_params["session_id"])
+    return reply(
+        {
+            "training_run_ids": found.model_ids,
+            "sampler_ids": found.sampling_session_ids,
+            "user_metadata": _metadata(found.record),
+            "display_name": found.record.display_name or None,
+        }
+    )
+
+
+async def assign_project(call: Call) -> Response:
+    body = await call.json(messages.AssignProject)
+    session_id = call.request.path_params["session_id"]
+    await call.app.session_search.assign_project(call.owner, session_id, body.project_id)
+    return reply({})
+
+
+async def search(call: Call) -> Response:
+    body = await call.json(messages.SearchSessions)
+    if isinstance(body.owner, messages.OfUsers) and set(body.owner.owner_urns) != {call.owner}:
+        raise PermissionDenied(f"only your own sessions can be searched; you are {call.owner!r}")
+    page = await call.app.session_search.search(call.owner, _query(body))
+    answer: dict[str, Any] = {"sessions": [_summary(found) for found in page.found]}
+    if page.next is not None:
+        created_at = paging.time(page.next.created_at)
+        answer["next_cursor"] = {"last_created_at": created_at, "last_session_id": page.next.session_id}
+    return reply(answer)
+
+
+async def trace_export(call: Call) -> Response:
+    await call.app.session_search.details(call.owner, call.request.path_params["session_id"])
+    return reply({"status": "failed", "error": "this cluster does not record traces of sessions"})
+
+
+async def audit(call: Call) -> Response:
+    raise NotFound("this cluster keeps no audit log; its gateways' logs name every API key's sessions")
+
+
+async def billing_usage(call: Call) -> Response:
+    raise NotFound("this cluster bills nothing, so there is no usage to show")
+
+
+async def checkpoint_storage(call: Call) -> Response:
+    raise NotFound("this cluster bills nothing; `tinker checkpoint list` shows checkpoints with their sizes")
+
+
+def _query(body: messages.SearchSessions) -> SessionQuery:
+    after = None
+    if body.cursor is not None:
+        try:
+            created_at = datetime.fromisoformat(body.cursor.last_created_at)
+        except ValueError as error:
+            raise InvalidRequest(
+                "cursor.last_created_at is not a time; pass next_cursor back as it is"
+            ) from error
+        after = Cursor(created_at.timestamp(), body.cursor.last_session_id)
+    statuses = None
+    if body.statuses is not None:
+        statuses = {
+            status.kind: status.reasons if isinstance(status, messages.ClientFinished) else None
+            for status in body.statuses
+        }
+    return SessionQuery(
+        session_id=body.session_id,
+        display_name=body.display_name,
+        project_ids=body.project_ids,
+        user_metadata=body.user_metadata,
+        statuses=statuses,
+        limit=body.limit,
+        after=after,
+    )
+
+
+def _summary(found: FoundSession) -> dict[str, Any]:
+    record = found.record
+    return {
+        "session_id": record.session_id,
+        "created_at": paging.time(record.created_at),
+        "owner": record.owner,
+        "project_id": record.project_id,
+        "status": _status(record),
+        "checkpoints_count": found.checkpoints,
+        "display_name": record.display_name or None,
+        "user_metadata": _metadata(record),
+        "checkpoint_storage_bytes": found.checkpoint_bytes,
+    }
+
+
+def _status(record: SessionRecord) -> dict[str, Any] | None:
+    kind = status_of(record, time.time())
+    if kind is None:
+        return None
+    if kind == "cancelled":
+        return {"type": kind, "detail": "nothing was heard of the session for long"}
+    if kind == "client_finished":
+        reason = {"type": record.finish_reason or "success"}
+        return {"type": kind, "reason": reason, "detail": record.finish_detail or None}
+    return {"type": kind}
+
+
+def _metadata(record: SessionRecord) -> dict[str, str]:
+    return {key: str(value) for key, value in record.user_metadata.items()}

@@ -1,0 +1,91 @@
+"""HTTP: start-up, sessions and what the cluster serves."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from services.gateway.edge.http.body import received
+from services.gateway.edge.http.codec import messages
+from services.gateway.edge.http.routes import Call, reply
+from services.gateway.sessions.sessions import NewSession
+
+CLIENT_CONFIG = {
+    # Keys are sent as they are; there is no token service.
+    "pjwt_auth_enabled": False,
+    "credential_default_source": "api_key",
+    # All chunks of a batch are in the journal at once, so they train as one pass.
+    "parallel_fwdbwd_chunks": True,
+    # Compressing costs more than it saves on a local network. Compressed bodies are taken all the same.
+    "proto_compress_fwdbwd": False,
+    "fwdbwd_max_chunk_len": 1024,
+    "fwdbwd_max_chunk_bytes_count": 5_000_000,
+    "sample_max_concurrent_requests": 2000,
+    # One poll per sampling client, however many of its samples wait.
+    "sample_use_retrieve_futures": True,
+    # Each of these needs an endpoint that this gateway does not have.
+    "sample_join_sampling_session": False,
+    "custom_loss_server_side": False,
+}
+DYNAMIC_CONFIG = {
+    "refresh_interval_sec": 300,
+    # A sample that nobody waits for any more gives its place in the engine back.
+    "sample_cancel_enabled": True,
+    "sample_cancel_max_batch_size": 64,
+}
+
+
+async def client_config(call: Call) -> Response:
+    await call.json(messages.ClientConfig)
+    return reply(CLIENT_CONFIG)
+
+
+async def client_dynamic_config(call: Call) -> Response:
+    await call.json(messages.ClientConfig)
+    return reply(DYNAMIC_CONFIG)
+
+
+async def create_session(call: Call) -> Response:
+    body = await call.json(messages.CreateSession)
+    new = NewSession(
+        tags=body.tags,
+        user_metadata=body.user_metadata,
+        sdk_version=body.sdk_version,
+        project_id=body.project_id or "",
+        display_name=body.display_name or "",
+    )
+    key = call.request.headers.get("x-idempotency-key")
+    return reply(
+        {"type": "create_session", "session_id": await call.app.sessions.create(call.owner, new, key)}
+    )
+
+
+async def session_heartbeat(call: Call) -> Response:
+    body = await call.json(messages.SessionHeartbeat)
+    await call.app.sessions.heartbeat(call.owner, body.session_id)
+    return reply({"type": "session_heartbeat"})
+
+
+async def finish_session(call: Call) -> Response:
+    body = await call.json(messages.FinishSession)
+    session_id = call.request.path_params["session_id"]
+    await call.app.finish_session(call.owner, session_id, body.reason.type, body.detail or "")
+    return reply({})
+
+
+async def telemetry(call: Call) -> Response:
+    """Takes the SDK's events about itself and drops them: they are meant for its maker."""
+    async with received(call.request, call.budget, call.app.limits.json_body_bytes):
+        return reply({"status": "accepted"})
+
+
+async def get_server_capabilities(call: Call) -> Response:
+    models = [
+        {
+            "model_name": model.name,
+            "max_context_length": model.context_length,
+            "trainable": model.trainable,
+            "sampleable": model.sampleable,
+        }
+        for model in await call.app.catalog.live()
+    ]
+    return reply({"supported_models": models})

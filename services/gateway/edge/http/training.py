@@ -1,0 +1,247 @@
+"""HTTP: models and training requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.responses import Response
+
+from services.common.contract.errors import InvalidRequest
+from services.gateway.access.limits import THREAD_ABOVE_BYTES
+from services.gateway.cluster.base_models import BaseModel
+from services.gateway.edge.http.body import received
+from services.gateway.edge.http.codec import forward_backward_in, messages
+from services.gateway.edge.http.routes import Call, numbered, promise, reply
+from services.gateway.records.session import CheckpointRecord, ModelRecord
+from services.gateway.training.saves import SaveOptions
+from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
+
+
+async def create_model(call: Call) -> Response:
+    body = await call.json(messages.CreateModel)
+    if body.lora_config is None:
+        raise InvalidRequest("lora_config is missing; a rank of 0 trains all weights")
+    _check_optimizer_config(body.optimizer_config)
+    request_id = await call.app.models.create(
+        call.owner,
+        body.session_id,
+        body.model_seq_id,
+        body.base_model,
+        _adapter(body.lora_config),
+        body.user_metadata,
+    )
+    return reply({"request_id": request_id})
+
+
+def _adapter(given: messages.LoraConfig) -> types_pb2.LoraConfig | None:
+    """The adapter to train; None: all weights. Those start from the base's, so a seed changes nothing."""
+    if given.rank == 0:
+        if not (given.train_attn and given.train_mlp and given.train_unembed):
+            raise InvalidRequest(
+                "rank 0 trains all weights; leave train_attn, train_mlp and train_unembed true, or set a rank"
+            )
+        return None
+    return types_pb2.LoraConfig(
+        rank=given.rank,
+        seed=given.seed,
+        train_attn=given.train_attn,
+        train_mlp=given.train_mlp,
+        train_unembed=given.train_unembed,
+    )
+
+
+def lora_fields(record: ModelRecord | CheckpointRecord) -> dict[str, Any]:
+    """How the SDK is told what of a model is trained."""
+    if record.lora_rank == 0:
+        return {"is_lora": False}
+    return {"is_lora": True, "lora_rank": record.lora_rank}
+
+
+def _check_optimizer_config(config: Mapping[str, Any] | None) -> None:
+    if config is not None and config != {"type": "adamw"}:
+        raise InvalidRequest(f"optimizer_config {config!r:.200} is not served; use {{'type': 'adamw'}}")
+
+
+async def get_info(call: Call) -> Response:
+    body = await call.json(messages.GetInfo)
+    record = await call.app.models.get(call.owner, body.model_id)
+    base = await call.app.models.base_of(record)
+    model_data = {"arch": base.arch, "model_name": base.name}
+    tokenizer = _tokenizer_id(base, call.from_this_machine)
+    if tokenizer is not None:
+        model_data["tokenizer_id"] = tokenizer
+    return reply(
+        {
+            "type": "get_info",
+            "model_id": record.model_id,
+            "model_name": base.name,
+            "model_data": model_data,
+            "optimizer_config": {"type": "adamw"},
+            **lora_fields(record),
+        }
+    )
+
+
+def _tokenizer_id(base: BaseModel, from_this_machine: bool) -> str | None:
+    """Where the client can load the tokenizer from. A directory of this machine means nothing to a
+    client elsewhere, which then loads the tokenizer by the base model's name."""
+    tokenizer = base.tokenizer_id
+    if not Path(tokenizer).is_absolute():
+        return tokenizer
+    return tokenizer if from_this_machine and Path(tokenizer).is_dir() else None
+
+
+async def forward_backward(call: Call) -> Response:
+    limits = call.app.limits
+    content_type = call.request.headers.get("content-type", "")
+    if not content_type.startswith("application/x-protobuf"):
+        raise InvalidRequest(
+            f"content-type {content_type[:100]!r} is not taken; send the protobuf of tinker 0.38 "
+            "(application/x-protobuf)"
+        )
+    async with received(
+        call.request, call.budget, limits.training_body_bytes, limits.inflated_body_bytes
+    ) as data:
+        message = await _parse(data)
+
+        def build() -> operation_pb2.ForwardBackward:
+            return forward_backward_in.forward_backward(message, limits.inflated_body_bytes)
+
+        request_id = await call.app.models.forward_backward(
+            call.owner, message.model_id, message.seq_id, len(data), build
+        )
+    return promise(request_id, message.model_id)
+
+
+async def _parse(data: bytes) -> tinker_pb2.TinkerForwardBackwardRequest:
+    if len(data) > THREAD_ABOVE_BYTES:
+        return await asyncio.to_thread(forward_backward_in.parse_request, data)
+    return forward_backward_in.parse_request(data)
+
+
+async def optim_step(call: Call) -> Response:
+    async def accept(body: messages.OptimStep) -> Response:
+        def build() -> types_pb2.AdamParams:
+            if body.optimizer_params is not None:
+                kind = str(body.optimizer_params.get("type"))
+                raise InvalidRequest(f"optimizer {kind[:100]!r} is not served; step with AdamParams")
+            given = body.adam_params or messages.AdamParams()
+            return types_pb2.AdamParams(
+                learning_rate=given.learning_rate,
+                beta1=given.beta1,
+                beta2=given.beta2,
+                eps=given.eps,
+                weight_decay=given.weight_decay,
+                grad_clip_norm=given.grad_clip_norm,
+            )
+
+        request_id = await call.app.models.optim_step(call.owner, body.model_id, body.seq_id, build)
+        return promise(request_id, body.model_id)
+
+    return await numbered(call, messages.OptimStep, accept)
+
+
+async def save_weights(call: Call) -> Response:
+    async def accept(body: messages.SaveWeights) -> Response:
+        request_id = await call.app.saves.save_state(
+            call.owner, body.model_id, body.seq_id, body.path, body.overwrite, _options(body)
+        )
+        return promise(request_id, body.model_id)
+
+    return await numbered(call, messages.SaveWeights, accept)
+
+
+def _options(body: messages.SaveWeights | messages.SaveWeightsForSampler) -> SaveOptions:
+    return SaveOptions(body.ttl_seconds, body.user_metadata)
+
+
+async def save_weights_for_sampler(call: Call) -> Response:
+    async def accept(body: messages.SaveWeightsForSampler) -> Response:
+        saves = call.app.saves
+        try:
+            named = _is_named(body)
+        except InvalidRequest as error:
+            request_id = await call.app.models.refuse(call.owner, body.model_id, body.seq_id, error)
+            return promise(request_id, body.model_id)
+        if named:
+            request_id = await saves.save_for_sampler(
+                call.owner, body.model_id, body.seq_id, body.path or "", _options(body)
+            )
+        else:
+            request_id, _ = await saves.save_for_sampling_session(
+                call.owner,
+                body.model_id,
+                body.seq_id,
+                body.sampling_session_seq_id or 0,
+                inflight=body.kind == "inflight",
+            )
+        return promise(request_id, body.model_id)
+
+    return await numbered(call, messages.SaveWeightsForSampler, accept)
+
+
+def _is_named(body: messages.SaveWeightsForSampler) -> bool:
+    """Whether a named checkpoint is asked for, and not a sampling session.
+
+    Raises:
+        InvalidRequest: the body asks for both, for neither, or for what is not served.
+    """
+    if body.kind == "inflight" and body.path is not None:
+        raise InvalidRequest("a named checkpoint never changes; leave path out, or use the kind 'snapshot'")
+    if (body.path is None) == (body.sampling_session_seq_id is None):
+        raise InvalidRequest("pass either path (a named checkpoint) or sampling_session_seq_id")
+    if body.path is None and (body.ttl_seconds is not None or body.user_metadata is not None):
+        raise InvalidRequest("ttl_seconds and user_metadata belong to named checkpoints; pass path too")
+    return body.path is not None
+
+
+async def load_weights(call: Call) -> Response:
+    async def accept(body: messages.LoadWeights) -> Response:
+        if body.session_id is not None and body.model_seq_id is not None:
+            if body.model_id is not None or body.seq_id is not None:
+                raise InvalidRequest("pass session_id and model_seq_id, or model_id and seq_id, not both")
+            return await _create_from_state(call, body, body.session_id, body.model_seq_id)
+        if body.model_id is None or body.seq_id is None:
+            raise InvalidRequest("pass session_id and model_seq_id, or model_id and seq_id")
+        return await _load_state(call, body, body.model_id, body.seq_id)
+
+    return await numbered(call, messages.LoadWeights, accept)
+
+
+async def _create_from_state(
+    call: Call, body: messages.LoadWeights, session_id: str, model_seq_id: int
+) -> Response:
+    _check_load(body)
+    _check_optimizer_config(body.optimizer_config)
+    request_id = await call.app.models.create_from_state(
+        call.owner,
+        session_id,
+        model_seq_id,
+        body.path,
+        body.optimizer,
+        body.base_model,
+        body.user_metadata,
+    )
+    return reply({"request_id": request_id})
+
+
+async def _load_state(call: Call, body: messages.LoadWeights, model_id: str, seq_id: int) -> Response:
+    try:
+        _check_load(body)
+        for name in ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config"):
+            if getattr(body, name) is not None:
+                raise InvalidRequest(
+                    f"{name} has no meaning when loading into an existing model; leave it out"
+                )
+    except InvalidRequest as error:
+        return promise(await call.app.models.refuse(call.owner, model_id, seq_id, error), model_id)
+    request_id = await call.app.saves.load_state(call.owner, model_id, seq_id, body.path, body.optimizer)
+    return promise(request_id, model_id)
+
+
+def _check_load(body: messages.LoadWeights) -> None:
+    if body.weights_access_token is not None:
+        raise InvalidRequest("weights_access_token is not served; load checkpoints of your own API key")

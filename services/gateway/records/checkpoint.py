@@ -1,0 +1,180 @@
+"""Records of named checkpoints in Redis, and the indexes over them.
+
+A record is in a hash of its model; an owner's checkpoints are in two sorted sets, by creation and by expiry;
+and one sorted set of the whole cluster says when which version has to be looked at, because it expires or its
+files have to go. All of these name a version, never a mere name.
+
+Invariants: a record that expired is in no answer. Whatever is about to lose its record is in the set of the
+due before, so that its files are found whoever dies in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import redis.asyncio
+
+from services.common.contract import ids
+from services.common.state import keys
+from services.common.state.scripts import Script
+from services.common.storage.base import Key
+from services.gateway.records.session import CheckpointRecord
+
+_SETTLE_S = 60.0
+"""A version that is losing its record is looked at this much later; longer than any removal can take."""
+
+
+@dataclass(frozen=True)
+class CheckpointPage:
+    """Some of an owner's checkpoints, newest first. `total` counts all."""
+
+    records: Sequence[CheckpointRecord]
+    total: int
+
+
+class CheckpointStore:
+    """Named checkpoints."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+        self._put = Script(client, "put_checkpoint")
+        self._swap = Script(client, "swap_checkpoint")
+        self._page = Script(client, "page_checkpoints")
+
+    async def put(self, record: CheckpointRecord) -> None:
+        """Stores a checkpoint in place of an earlier one of the same name. A later one stays, and so does
+        this one when it is there already, with what was changed about it since."""
+        name, field = keys.checkpoints(record.model_id), record.checkpoint_id
+        earlier = await self._raw(record.model_id, record.checkpoint_id)
+        if earlier is not None and earlier[1].version < record.version:
+            await self._note_due(key_of(earlier[1]), time.time() + _SETTLE_S)
+        if record.expires_at is not None:
+            await self._note_due(key_of(record), record.expires_at)
+        stored = await self._put([name], field, msgspec.json.encode(record), record.version)
+        if stored < 0:
+            return
+        if earlier is not None and earlier[1].version < record.version:
+            await self._unlist(earlier[1])
+        known = await self._raw(record.model_id, record.checkpoint_id)
+        if known is not None:
+            await self._list(known[1])
+
+    async def get(self, model_id: str, checkpoint_id: str) -> CheckpointRecord | None:
+        """The checkpoint, unless it expired."""
+        found = await self._raw(model_id, checkpoint_id)
+        return None if found is None or has_expired(found[1]) else found[1]
+
+    async def of_model(self, model_id: str) -> list[CheckpointRecord]:
+        """A model's checkpoints that have not expired, oldest first."""
+        found: Any = await self._redis.hvals(keys.checkpoints(model_id))
+        records = [msgspec.json.decode(raw, type=CheckpointRecord) for raw in found]
+        kept = [record for record in records if not has_expired(record)]
+        return sorted(kept, key=lambda record: (record.version, record.checkpoint_id))
+
+    async def page(self, owner: str, offset: int, limit: int) -> CheckpointPage:
+        """Some of an owner's checkpoints, newest first."""
+        names = [keys.owner_checkpoints(owner), keys.owner_expiring(owner)]
+        total, members = await self._page(names, repr(time.time()), offset, limit)
+        found = [parse_member(member.decode()) for member in members]
+        pipeline = self._redis.pipeline(transaction=False)
+        for key in found:
+            pipeline.hget(keys.checkpoints(key.model_id), key.checkpoint_id)
+        records = []
+        for key, raw in zip(found, await pipeline.execute(), strict=True):
+            record = None if raw is None else msgspec.json.decode(raw, type=CheckpointRecord)
+            if record is None or record.version != key.version:
+                # A removal broke off half-way.
+                await self._unlist_key(owner, key)
+            elif not has_expired(record):
+                records.append(record)
+        return CheckpointPage(records, total)
+
+    async def change(self, before: CheckpointRecord, after: CheckpointRecord) -> bool:
+        """Replaces a record by another of the same version; False when it was changed meanwhile."""
+        found = await self._raw(before.model_id, before.checkpoint_id)
+        if found is None or found[1] != before:
+            return False
+        if after.expires_at is not None:
+            await self._note_due(key_of(after), after.expires_at)
+        name, field = keys.checkpoints(before.model_id), before.checkpoint_id
+        if not await self._swap([name], field, found[0], msgspec.json.encode(after)):
+            return False
+        await self._list(after)
+        return True
+
+    async def remove(self, record: CheckpointRecord) -> bool:
+        """Removes a record; False when it was changed meanwhile. Its files are due now."""
+        found = await self._raw(record.model_id, record.checkpoint_id)
+        if found is None or found[1] != record:
+            return False
+        await self._note_due(key_of(record), time.time() + _SETTLE_S)
+        if not await self._swap([keys.checkpoints(record.model_id)], record.checkpoint_id, found[0], b""):
+            return False
+        await self._unlist(record)
+        return True
+
+    async def expired(self, model_id: str, checkpoint_id: str) -> CheckpointRecord | None:
+        """The record of this name if it has expired and is still there."""
+        found = await self._raw(model_id, checkpoint_id)
+        return found[1] if found is not None and has_expired(found[1]) else None
+
+    async def due(self, limit: int) -> list[Key]:
+        """Versions to look at now."""
+        found: Any = await self._redis.zrangebyscore(keys.CHECKPOINTS_DUE, "-inf", time.time(), 0, limit)
+        return [parse_member(member.decode()) for member in found]
+
+    async def look_again(self, key: Key, at: float) -> None:
+        """Has a version looked at (again) at a time."""
+        await self._note_due(key, at)
+
+    async def settle(self, key: Key) -> None:
+        """Nothing is left to do about a version."""
+        await self._redis.zrem(keys.CHECKPOINTS_DUE, member_of(key))
+
+    async def _raw(self, model_id: str, checkpoint_id: str) -> tuple[bytes, CheckpointRecord] | None:
+        raw: Any = await self._redis.hget(keys.checkpoints(model_id), checkpoint_id)
+        return None if raw is None else (raw, msgspec.json.decode(raw, type=CheckpointRecord))
+
+    async def _note_due(self, key: Key, at: float) -> None:
+        await self._redis.zadd(keys.CHECKPOINTS_DUE, {member_of(key): at})
+
+    async def _list(self, record: CheckpointRecord) -> None:
+        member = member_of(key_of(record))
+        expiring = keys.owner_expiring(record.owner)
+        if record.expires_at is None:
+            await self._redis.zrem(expiring, member)
+        else:
+            await self._redis.zadd(expiring, {member: record.expires_at})
+        await self._redis.zadd(keys.owner_checkpoints(record.owner), {member: record.created_at})
+
+    async def _unlist(self, record: CheckpointRecord) -> None:
+        await self._unlist_key(record.owner, key_of(record))
+
+    async def _unlist_key(self, owner: str, key: Key) -> None:
+        await self._redis.zrem(keys.owner_checkpoints(owner), member_of(key))
+        await self._redis.zrem(keys.owner_expiring(owner), member_of(key))
+
+
+def has_expired(record: CheckpointRecord) -> bool:
+    """Whether a checkpoint's time is over."""
+    return record.expires_at is not None and record.expires_at <= time.time()
+
+
+def key_of(record: CheckpointRecord) -> Key:
+    """Where a checkpoint's files are kept."""
+    return Key(record.model_id, record.checkpoint_id, record.version)
+
+
+def member_of(key: Key) -> str:
+    """A version in the indexes."""
+    return f"{ids.tinker_path(key.model_id, key.checkpoint_id)}@{key.version}"
+
+
+def parse_member(member: str) -> Key:
+    """The version of an index's member."""
+    path, _, version = member.rpartition("@")
+    return Key(*ids.parse_tinker_path(path), int(version))

@@ -1,0 +1,223 @@
+"""Accepted samples, the futures of their results, and the lists that tell clients of completions.
+
+Invariants. An accepted sample is on the list of the gateway that dispatches it until its future is
+resolved; a future is resolved once, by a result or by being cancelled, and at that moment it joins its
+client's completions under a cursor above all earlier ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, Literal
+
+import redis.asyncio
+
+from services.common.contract import errors, ids
+from services.common.contract.errors import Cancelled, Conflict, Overloaded
+from services.common.state import keys
+from services.common.state.journal import RESULT_TTL_S
+from services.common.state.journal_records import Accepted, error_result
+from services.common.state.scripts import Script
+from tinsmith.v1 import operation_pb2
+
+GATEWAY_SAMPLES = 65_536
+"""Unfinished samples that one gateway's list holds, those taken over from others included."""
+CLONE_SEQ_IDS = 10**9
+"""Each copy of a sampling client numbers its requests in a block of its own of this size."""
+
+ACCEPTANCE_S = 60.0
+"""What was put on a list and is not accepted so long after is taken off it."""
+
+_FETCHED_TTL_S = 60
+_COMPLETIONS = 4096
+_FREE_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sample that was resolved. `size`: bytes of its result."""
+
+    request_id: str
+    state: Literal["finished", "failed"]
+    size: int
+
+
+class Unclaimed(Enum):
+    """Why a sample cannot be dispatched."""
+
+    SETTLED = "settled"
+    """It is resolved, or with a third gateway."""
+    UNKNOWN = "unknown"
+    """It is not accepted: not yet, or its gateway died over it."""
+
+
+class Resolution(IntEnum):
+    """What became of an attempt to resolve a future."""
+
+    UNKNOWN = -1
+    BEFORE = 0
+    NOW = 1
+
+
+class SampleJournal:
+    """The samples of all sampling sessions in one Redis."""
+
+    def __init__(self, client: redis.asyncio.Redis, gateway_samples: int = GATEWAY_SAMPLES) -> None:
+        self._redis = client
+        self._most = gateway_samples
+        self._admit = Script(client, "admit_sample")
+        self._accept = Script(client, "accept_sample")
+        self._claim = Script(client, "claim_sample")
+        self._publish = Script(client, "publish_sample")
+        self._note_waiting = Script(client, "note_waiting")
+        self._completions = Script(client, "completions")
+        self._free = Script(client, "free_samples")
+
+    async def accept(
+        self, sampling_session_id: str, seq_id: int, request: bytes, gateway_id: str, owner: str = ""
+    ) -> Accepted:
+        """Keeps a sample's request and creates its future.
+
+        Args:
+            request: serialized sampler_pb2.SampleRequest.
+            gateway_id: gateway that will dispatch it.
+
+        Raises:
+            Conflict: seq_id was used for another sample of the session.
+            Overloaded: too many samples of this gateway wait.
+        """
+        request_id = ids.request_id(sampling_session_id, seq_id)
+        # On the list first: an accepted sample is always found by whoever takes over from this gateway.
+        if not await self._admit([keys.gateway_samples(gateway_id)], request_id, self._most):
+            raise Overloaded(f"{self._most} samples wait on this gateway; send this again later")
+        digest = hashlib.sha256(request).digest()
+        future = keys.future(sampling_session_id, seq_id)
+        listed = time.monotonic()
+        outcome, dispatcher = await self._accept([future], request, digest, gateway_id, owner)
+        if outcome == b"conflict":
+            raise Conflict(
+                f"seq_id {seq_id} of sampling session {sampling_session_id} was used for another request"
+            )
+        # Before it is acknowledged: a process that was stopped in between may find its entry taken off.
+        if dispatcher and (outcome == b"same" or time.monotonic() - listed > ACCEPTANCE_S / 2):
+            await self.join(dispatcher.decode())
+            await self._redis.sadd(keys.gateway_samples(dispatcher.decode()), request_id)
+        return Accepted(request_id, outcome == b"new")
+
+    async def claim(self, request_id: str, from_gateway: str, to_gateway: str) -> bytes | Unclaimed:
+        """The request of a pending sample, which the second gateway dispatches from now on."""
+        object_id, seq_id = ids.parse_request_id(request_id)
+        takes_over = from_gateway != to_gateway
+        if takes_over:
+            await self._redis.sadd(keys.gateway_samples(to_gateway), request_id)
+        found = await self._claim([keys.future(object_id, seq_id)], from_gateway, to_gateway)
+        if not found and (takes_over or found is not None):
+            await self._redis.srem(keys.gateway_samples(to_gateway), request_id)
+        if found is None:
+            return Unclaimed.UNKNOWN
+        if takes_over:
+            await self._redis.srem(keys.gateway_samples(from_gateway), request_id)
+        return bytes(found) or Unclaimed.SETTLED
+
+    async def give_up(self, request_id: str, gateway_id: str) -> None:
+        """Takes a sample that was never accepted off a gateway's list."""
+        listed = keys.gateway_samples(gateway_id)
+        await self._redis.srem(listed, request_id)
+        state: Any = await self._redis.hget(keys.future(*ids.parse_request_id(request_id)), "state")
+        if state == b"pending":
+            # Just now, after all.
+            await self._redis.sadd(listed, request_id)
+
+    async def samples_of(self, gateway_id: str) -> set[str]:
+        """Request ids of the unfinished samples of a gateway."""
+        found: Any = await self._redis.smembers(keys.gateway_samples(gateway_id))
+        return {raw.decode() for raw in found}
+
+    async def resolved(self, request_ids: Collection[str]) -> list[str]:
+        """Those of the samples whose futures are resolved."""
+        if not request_ids:
+            return []
+        pipeline = self._redis.pipeline(transaction=False)
+        for request_id in request_ids:
+            pipeline.hget(keys.future(*ids.parse_request_id(request_id)), "state")
+        states = await pipeline.execute()
+        return [name for name, state in zip(request_ids, states, strict=True) if state == b"done"]
+
+    async def join(self, gateway_id: str) -> None:
+        """Makes a gateway one that may have unfinished samples."""
+        await self._redis.sadd(keys.SAMPLE_GATEWAYS, gateway_id)
+
+    async def leave(self, gateway_id: str) -> None:
+        """The gateway is gone, and its list empty."""
+        await self._redis.srem(keys.SAMPLE_GATEWAYS, gateway_id)
+
+    async def gateways(self) -> set[str]:
+        """Ids of the gateways that may have unfinished samples."""
+        found: Any = await self._redis.smembers(keys.SAMPLE_GATEWAYS)
+        return {raw.decode() for raw in found}
+
+    async def note_waiting(self, request_id: str, reason: str) -> None:
+        """Says why a pending sample does not run; empty = it does."""
+        await self._note_waiting([keys.future(*ids.parse_request_id(request_id))], reason)
+
+    async def publish(self, request_id: str, result: operation_pb2.OperationResult) -> bool:
+        """Resolves a sample's future unless it is resolved; whether it did."""
+        failed = result.WhichOneof("kind") == "error"
+        outcome = await self._resolve(request_id, result.SerializeToString(), failed, lost_too=True)
+        return outcome is Resolution.NOW
+
+    async def cancel(self, request_id: str, reason: str) -> Resolution:
+        """Resolves a pending sample's future as failed and tells the gateway that runs it to stop."""
+        result = error_result(errors.to_pb(Cancelled(reason)))
+        outcome = await self._resolve(request_id, result, failed=True, lost_too=False)
+        if outcome is Resolution.NOW:
+            await self._redis.publish(keys.CANCEL_CHANNEL, request_id)
+        return outcome
+
+    async def _resolve(self, request_id: str, result: bytes, failed: bool, lost_too: bool) -> Resolution:
+        object_id, seq_id = ids.parse_request_id(request_id)
+        outcome, gateway = await self._publish(
+            [keys.future(object_id, seq_id), keys.completions(object_id, seq_id // CLONE_SEQ_IDS)],
+            result,
+            RESULT_TTL_S,
+            request_id,
+            keys.DONE_CHANNEL,
+            seq_id,
+            "failed" if failed else "finished",
+            int(lost_too),
+        )
+        if gateway:
+            await self._redis.srem(keys.gateway_samples(gateway.decode()), request_id)
+        return Resolution(outcome)
+
+    async def completions(
+        self, sampling_session_id: str, clone: int, cursor: int
+    ) -> tuple[list[Completion], int]:
+        """Completions of one client after a cursor (0 = from the beginning), and the cursor of the last.
+
+        What is at or before the cursor counts as seen, and is forgotten.
+        """
+        flat = await self._completions([keys.completions(sampling_session_id, clone)], cursor, _COMPLETIONS)
+        found = [_completion(sampling_session_id, member) for member in flat[::2]]
+        return found, int(float(flat[-1])) if flat else cursor
+
+    async def free(self, request_ids: Iterable[str]) -> None:
+        """Lets results go a minute from now, as their client has them. Pending samples are left alone."""
+        futures: defaultdict[str, list[str]] = defaultdict(list)
+        for request_id in request_ids:
+            object_id, seq_id = ids.parse_request_id(request_id)
+            futures[object_id].append(keys.future(object_id, seq_id))
+        for found in futures.values():
+            for start in range(0, len(found), _FREE_AT_ONCE):
+                await self._free(found[start : start + _FREE_AT_ONCE], _FETCHED_TTL_S)
+
+
+def _completion(sampling_session_id: str, member: bytes) -> Completion:
+    seq_id, state, size = member.decode().split(":")
+    request_id = ids.request_id(sampling_session_id, int(seq_id))
+    return Completion(request_id, "failed" if state == "failed" else "finished", int(size))

@@ -1,0 +1,320 @@
+"""Records of sessions, models, sampling sessions and checkpoints in Redis.
+
+Invariant: every record carries its owner; `create...` never replaces a record that is there, so a
+repeated request finds what the first one made.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+import redis.asyncio
+
+from services.common.contract.roles import Role
+from services.common.state import keys
+from services.common.state.scripts import Script
+
+_IDEMPOTENCY_TTL_S = 24 * 3600
+_DETAIL_CHARS = 1000
+
+ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A client process. Times are seconds since the epoch. `abandoned`: finished because nothing was heard of
+    it for long. `finish_reason`, `finish_detail`: as the client that finished it said."""
+
+    session_id: str
+    owner: str
+    created_at: float
+    last_heartbeat: float
+    tags: list[str] = []
+    user_metadata: dict[str, Any] = {}
+    display_name: str = ""
+    project_id: str = ""
+    sdk_version: str = ""
+    finished: bool = False
+    abandoned: bool = False
+    finish_reason: str = ""
+    finish_detail: str = ""
+
+
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A model in training. `lora_rank` 0: all its weights are trained. `lora_seed` None: not chosen by the
+    client."""
+
+    model_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    lora_rank: int
+    lora_seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    role: Role = "policy"
+    user_metadata: dict[str, str] = {}
+    created_at: float
+    status: ModelStatus = "creating"
+
+
+class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sampling session answers from. `model_id` empty = the base model itself.
+
+    Attributes:
+        version: the snapshot, for ever; of an inflight session the first one, which later inflight saves of
+            the model replace.
+        full: the snapshot is all weights of a model, not an adapter.
+    """
+
+    sampling_session_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    model_id: str = ""
+    version: int = 0
+    model_path: str = ""
+    full: bool = False
+    inflight: bool = False
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A named checkpoint. `version` is the seq_id of the save; `expires_at` None = kept; `public`: others may
+    read it, too. `lora_rank` 0: of a model whose weights are all trained."""
+
+    model_id: str
+    checkpoint_id: str
+    owner: str
+    kind: Literal["training", "sampler", "external"]
+    version: int
+    size_bytes: int
+    created_at: float
+    expires_at: float | None = None
+    public: bool = False
+    user_metadata: dict[str, str] = {}
+    base_model: str
+    lora_rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    role: Role = "policy"
+
+
+class SessionStore:
+    """Sessions: a hash each, with what changes in fields of its own. Those that are not over are listed by
+    their last sign of life."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+        self._touch = Script(client, "touch_session")
+        self._abandon = Script(client, "abandon_session")
+
+    async def create(self, record: SessionRecord, idempotency_key: str | None = None) -> SessionRecord:
+        """Stores a session; what is stored. Repeating the owner's key for a day gives the first one."""
+        # The record goes first: a key never names a session that is not there.
+        session = keys.session(record.session_id)
+        # Only what is not there: the same may be written again after Redis lost it, or did not.
+        await self._redis.hsetnx(session, "last_heartbeat", repr(record.last_heartbeat))
+        await self._redis.hsetnx(session, "finished", str(int(record.finished)))
+        await self._redis.hsetnx(session, "record", msgspec.json.encode(record))
+        if idempotency_key:
+            first: Any = await self._redis.set(
+                keys.session_idempotency(record.owner, idempotency_key),
+                record.session_id,
+                nx=True,
+                get=True,
+                ex=_IDEMPOTENCY_TTL_S,
+            )
+            repeated = first is not None and first.decode() != record.session_id
+            found = await self.get(first.decode()) if repeated else None
+            if found is not None:
+                await self._redis.delete(keys.session(record.session_id))
+                return found
+        await self._redis.zadd(keys.SESSION_LIFE, {record.session_id: record.last_heartbeat}, nx=True)
+        created = {record.session_id: record.created_at}
+        await self._redis.zadd(keys.owner_sessions(record.owner), created)
+        if record.project_id:
+            await self._redis.zadd(keys.project_sessions(record.owner, record.project_id), created)
+        return record
+
+    async def get(self, session_id: str) -> SessionRecord | None:
+        """The session as it is now."""
+        names = ["record", "last_heartbeat", "finished", "project_id", "reason", "detail"]
+        found: Any = await self._redis.hmget(keys.session(session_id), names)
+        raw, heartbeat, finished, project_id, reason, detail = found
+        if raw is None:
+            return None
+        record = msgspec.json.decode(raw, type=SessionRecord)
+        return msgspec.structs.replace(
+            record,
+            last_heartbeat=float(heartbeat) if heartbeat else record.last_heartbeat,
+            finished=finished in (b"1", b"abandoned"),
+            abandoned=finished == b"abandoned",
+            project_id=record.project_id if project_id is None else project_id.decode(),
+            finish_reason="" if reason is None else reason.decode(),
+            finish_detail="" if detail is None else detail.decode(),
+        )
+
+    async def touch(self, session_id: str) -> None:
+        """Notes that the client of a session is alive now, unless the session is over."""
+        now = time.time()
+        if await self._touch([keys.session(session_id)], repr(now)):
+            await self._redis.zadd(keys.SESSION_LIFE, {session_id: now})
+
+    async def finish(self, session_id: str, reason: str, detail: str) -> None:
+        """Marks an existing session as over, for what it holds to be released."""
+        said: dict[Any, Any] = {"finished": "1", "reason": reason, "detail": detail[:_DETAIL_CHARS]}
+        await self._redis.hset(keys.session(session_id), mapping=said)
+        await self.list_ended(session_id)
+
+    async def abandon(self, session_id: str, last_heartbeat: float) -> bool:
+        """Marks a session as over for its silence, unless it was heard of meanwhile."""
+        abandoned = await self._abandon([keys.session(session_id)], repr(last_heartbeat))
+        if abandoned:
+            await self.list_ended(session_id)
+        return bool(abandoned)
+
+    async def list_ended(self, session_id: str) -> None:
+        """Moves a session that is over from the list of the living to that of the ended."""
+        await self._redis.zadd(keys.ENDED_SESSIONS, {session_id: time.time()})
+        await self._redis.zrem(keys.SESSION_LIFE, session_id)
+        await self._redis.zrem(keys.PARKED_SESSIONS, session_id)
+
+    async def models(self, session_id: str) -> list[str]:
+        """Ids of the session's models, some perhaps never created."""
+        found: Any = await self._redis.smembers(keys.session_models(session_id))
+        return sorted((raw.decode() for raw in found), key=_number)
+
+    async def samplers(self, session_id: str) -> list[str]:
+        """Ids of the session's sampling sessions, some perhaps never made."""
+        found: Any = await self._redis.smembers(keys.session_samplers(session_id))
+        return sorted((raw.decode() for raw in found), key=_number)
+
+    async def set_project(self, record: SessionRecord, project_id: str) -> None:
+        """Moves an existing session into a project."""
+        created = {record.session_id: record.created_at}
+        await self._redis.zadd(keys.project_sessions(record.owner, project_id), created)
+        await self._redis.hset(keys.session(record.session_id), "project_id", project_id)
+        if record.project_id not in ("", project_id):
+            await self._redis.zrem(keys.project_sessions(record.owner, record.project_id), record.session_id)
+
+    async def of_project(self, owner: str, project_id: str) -> list[str]:
+        """Ids of an owner's sessions in a project, newest first."""
+        found: Any = await self._redis.zrevrange(keys.project_sessions(owner, project_id), 0, -1)
+        return [raw.decode() for raw in found]
+
+    async def page(self, owner: str, offset: int, limit: int) -> list[str]:
+        """Ids of some of an owner's sessions, newest first."""
+        if not limit:
+            return []
+        found: Any = await self._redis.zrevrange(keys.owner_sessions(owner), offset, offset + limit - 1)
+        return [raw.decode() for raw in found]
+
+    async def created_before(self, owner: str, at: float | None, limit: int) -> list[tuple[str, float]]:
+        """(id, creation time) of an owner's sessions made until a time, newest first."""
+        top: float | str = "+inf" if at is None else at
+        found: Any = await self._redis.zrevrangebyscore(
+            keys.owner_sessions(owner), top, "-inf", 0, limit, withscores=True
+        )
+        return [(raw.decode(), created_at) for raw, created_at in found]
+
+
+class ModelStore:
+    """Models: a hash each, with the status in a field of its own."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+
+    async def create_if_absent(self, record: ModelRecord) -> ModelRecord:
+        """Stores a model unless its id is taken; what is stored."""
+        name = keys.model(record.model_id)
+        # Listed first: a model that exists is always found by the end of its session.
+        await self._redis.sadd(keys.session_models(record.session_id), record.model_id)
+        if await self._redis.hsetnx(name, "record", msgspec.json.encode(record)):
+            await self._redis.zadd(keys.owner_models(record.owner), {record.model_id: record.created_at})
+            return record
+        return await self.get(record.model_id) or record
+
+    async def get(self, model_id: str) -> ModelRecord | None:
+        """The model as it is now."""
+        raw: Any
+        status: Any
+        raw, status = await self._redis.hmget(keys.model(model_id), ["record", "status"])
+        if raw is None:
+            return None
+        record = msgspec.json.decode(raw, type=ModelRecord)
+        if status is None:
+            return record
+        return msgspec.structs.replace(record, status=msgspec.convert(status.decode(), ModelStatus))
+
+    async def page(self, owner: str, offset: int, limit: int) -> tuple[int, list[str]]:
+        """How many models an owner has, and the ids of some of them, newest first."""
+        name = keys.owner_models(owner)
+        total: int = await self._redis.zcard(name)
+        found: Any = await self._redis.zrevrange(name, offset, offset + limit - 1) if limit else []
+        return total, [raw.decode() for raw in found]
+
+    async def set_status(self, model_id: str, status: ModelStatus) -> None:
+        """Changes the status of an existing model."""
+        await self._redis.hset(keys.model(model_id), "status", status)
+
+    async def note_unloaded(self, model_id: str) -> None:
+        """Notes that an existing model was unloaded, for its durable state to be deleted."""
+        await self._redis.zadd(keys.ENDED_MODELS, {model_id: time.time()})
+        await self.set_status(model_id, "unloaded")
+
+
+class SamplingSessionStore:
+    """Sampling sessions: one immutable record each."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+
+    async def create_if_absent(self, record: SamplingSessionRecord) -> SamplingSessionRecord:
+        """Stores a sampling session unless its id is taken; what is stored."""
+        # Listed first: what a session answers from is always known to be in use.
+        await self._redis.sadd(keys.session_samplers(record.session_id), record.sampling_session_id)
+        if record.model_id:
+            users = keys.model_samplers(record.model_id)
+            await self._redis.zadd(users, {record.sampling_session_id: record.version})
+        first: Any = await self._redis.set(
+            keys.sampling_session(record.sampling_session_id), msgspec.json.encode(record), nx=True, get=True
+        )
+        return record if first is None else msgspec.json.decode(first, type=SamplingSessionRecord)
+
+    async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
+        """The sampling session."""
+        raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
+        return None if raw is None else msgspec.json.decode(raw, type=SamplingSessionRecord)
+
+    async def of_model(self, model_id: str, version: int | None) -> list[tuple[str, int]]:
+        """(id, version) of every sampling session on a model's snapshots, or on one of them; some perhaps
+        never made."""
+        low, high = ("-inf", "+inf") if version is None else (version, version)
+        name = keys.model_samplers(model_id)
+        found: Any = await self._redis.zrangebyscore(name, low, high, withscores=True)
+        return [(member.decode(), int(version)) for member, version in found]
+
+
+class InflightStore:
+    """The snapshot that each model's inflight sampling sessions share: it moves forward only."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+        self._raise = Script(client, "raise_version")
+
+    async def move(self, model_id: str, version: int) -> None:
+        """Has the model's inflight sessions answer from this version, unless they do from a newer one."""
+        await self._raise([keys.inflight_version(model_id)], version)
+
+    async def version(self, record: SamplingSessionRecord) -> int:
+        """The version that a request of an inflight session answers from now."""
+        raw: Any = await self._redis.get(keys.inflight_version(record.model_id))
+        return max(record.version, int(raw or 0))
+
+
+def _number(object_id: str) -> int:
+    """Place of a model or sampling session in its session."""
+    return int(object_id.rpartition(":")[2])

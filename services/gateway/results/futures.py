@@ -1,0 +1,195 @@
+"""Waiting for results.
+
+Invariant: a waiter first is listed and then looks, so a result published in between wakes it; when
+the subscription was interrupted every waiter looks again. Nothing polls. A result that this process
+resolves a future with goes to its waiters here without another look, once it is resolved with that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import redis.asyncio
+
+from services.common.contract import ids
+from services.common.process.tasks import cancel_all
+from services.common.state import keys
+from services.common.state.journal_records import Published
+from services.gateway.results.subscription import Subscription
+
+_BATCH = 128
+_FIELDS = ["state", "result", "owner", "reason"]
+
+
+@dataclass(frozen=True)
+class FutureView:
+    """A future as seen now.
+
+    Attributes:
+        state: "unknown" when it does not exist or its result expired.
+        result: serialized OperationResult, when done.
+        queue_state: "paused_capacity" when nothing can run it at the moment.
+        queue_state_reason: a sentence, when paused.
+        owner: who made the request; empty when not recorded.
+    """
+
+    state: Literal["pending", "done", "unknown"]
+    result: bytes | None = None
+    queue_state: Literal["active", "paused_capacity"] = "active"
+    queue_state_reason: str | None = None
+    owner: str = ""
+
+
+@dataclass(eq=False)
+class _Waiter:
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    result: bytes | None = None
+
+
+class Futures:
+    """Lets any number of callers wait for futures over one subscription."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+        self._waiters: defaultdict[str, set[_Waiter]] = defaultdict(set)
+        self._resolving: set[str] = set()
+        self._wanted: dict[str, asyncio.Future[FutureView]] = {}
+        self._loads: set[asyncio.Task[None]] = set()
+        self._listeners: list[tuple[Callable[[str], None], Callable[[], None]]] = []
+        self._subscription = Subscription(client, keys.DONE_CHANNEL, self._wake, self._wake_all)
+
+    def listen(self, on_resolved: Callable[[str], None], on_gap: Callable[[], None]) -> None:
+        """Has functions called: with each request id that is resolved, and when some may have been missed."""
+        self._listeners.append((on_resolved, on_gap))
+
+    async def start(self) -> None:
+        self._subscription.start()
+
+    async def stop(self) -> None:
+        """Stops listening and ends all waits where they are."""
+        await self._subscription.stop()
+        self._wake_all()
+        await cancel_all(self._loads)
+
+    async def wait(self, request_id: str, timeout: float) -> FutureView:  # noqa: ASYNC109
+        """The future when it is resolved, else as it is after `timeout` seconds (0 = now).
+
+        Raises:
+            InvalidRequest: the text is no request id.
+        """
+        ids.parse_request_id(request_id)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        waiter = _Waiter()
+        self._waiters[request_id].add(waiter)
+        try:
+            while True:
+                waiter.changed.clear()
+                view = await self._look(request_id)
+                left = deadline - loop.time()
+                if view.state != "pending" or left <= 0:
+                    return view
+                try:
+                    async with asyncio.timeout(left):
+                        await waiter.changed.wait()
+                except TimeoutError:
+                    return await self._look(request_id)
+                if waiter.result is not None:
+                    return FutureView("done", waiter.result, owner=view.owner)
+        finally:
+            waiters = self._waiters[request_id]
+            waiters.discard(waiter)
+            if not waiters:
+                del self._waiters[request_id]
+
+    async def resolve(
+        self, request_id: str, result: bytes, publish: Callable[[], Awaitable[Published]]
+    ) -> Published:
+        """Calls `publish`, which resolves a future, and hands the result to those who wait for it here.
+
+        Args:
+            result: what `publish` writes: a serialized OperationResult.
+        """
+        self._resolving.add(request_id)
+        outcome = None
+        try:
+            outcome = await publish()
+            return outcome
+        finally:
+            self._resolving.discard(request_id)
+            for waiter in self._waiters.get(request_id, ()):
+                # Whatever else came of it, perhaps it is resolved all the same: they look.
+                waiter.result = result if outcome is Published.PUBLISHED else None
+                waiter.changed.set()
+
+    def _wake(self, request_id: str) -> None:
+        if request_id not in self._resolving:
+            for waiter in self._waiters.get(request_id, ()):
+                waiter.changed.set()
+        for on_resolved, _ in self._listeners:
+            on_resolved(request_id)
+
+    def _wake_all(self) -> None:
+        for _, on_gap in self._listeners:
+            on_gap()
+        for waiters in self._waiters.values():
+            for waiter in waiters:
+                waiter.changed.set()
+
+    async def _look(self, request_id: str) -> FutureView:
+        """Reads one future; those asked for in the same turn of the loop share a round trip."""
+        found = self._wanted.get(request_id)
+        if found is None:
+            loop = asyncio.get_running_loop()
+            if not self._wanted:
+                loop.call_soon(self._start_load)
+            found = self._wanted[request_id] = loop.create_future()
+        # Shielded: others may share it.
+        return await asyncio.shield(found)
+
+    def _start_load(self) -> None:
+        wanted, self._wanted = self._wanted, {}
+        requests = list(wanted.items())
+        for start in range(0, len(requests), _BATCH):
+            load = asyncio.create_task(self._load(dict(requests[start : start + _BATCH])))
+            self._loads.add(load)
+            load.add_done_callback(self._loads.discard)
+
+    async def _load(self, wanted: dict[str, asyncio.Future[FutureView]]) -> None:
+        try:
+            pipeline = self._redis.pipeline(transaction=False)
+            for request_id in wanted:
+                object_id, seq_id = ids.parse_request_id(request_id)
+                pipeline.hmget(keys.future(object_id, seq_id), _FIELDS)
+                pipeline.get(keys.queue_state(object_id))
+            replies = await pipeline.execute()
+        except BaseException as error:
+            for future in wanted.values():
+                if isinstance(error, asyncio.CancelledError):
+                    future.cancel()
+                elif not future.done():
+                    future.set_exception(error)
+                    future.exception()
+            if not isinstance(error, Exception):
+                raise
+            return
+        for i, future in enumerate(wanted.values()):
+            if not future.done():
+                future.set_result(_view(replies[2 * i], replies[2 * i + 1]))
+
+
+def _view(fields: list[Any], queue_state: bytes | None) -> FutureView:
+    state, result, owner, reason = fields
+    if state is None:
+        return FutureView("unknown")
+    name = owner.decode() if owner else ""
+    if state == b"done":
+        return FutureView("done", result, owner=name)
+    why = reason or queue_state
+    if why:
+        return FutureView("pending", None, "paused_capacity", why.decode(), name)
+    return FutureView("pending", owner=name)

@@ -1,0 +1,252 @@
+"""Lets go of what nobody uses: parks silent sessions, takes down what is over.
+
+Invariants: everything here may be done twice, by any gateways, with the same effect, so a sweep that breaks
+off is made up for by the next one, and the lease between gateways only saves work. A model is parked or
+closed only under its dispatch lease and only when none of its operations waits; its files are deleted only
+after its journal says that it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc.aio
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from services.common.contract import errors, ids
+from services.common.contract.errors import Gone, ModelBusy, TinsmithError
+from services.common.process.tasks import cancel_all, keep_running
+from services.common.state import keys
+from services.common.state.journal import Journal
+from services.common.state.journal_records import Closing, error_result
+from services.gateway.checkpoints.files import sampled_versions
+from services.gateway.cluster.discovery import call_error
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.dispatch.leases import Lease
+from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.session import ModelStore, SamplingSessionStore, SessionStore
+from services.gateway.retention.plan import (
+    EndedModel,
+    ModelStep,
+    RetentionSettings,
+    SessionStep,
+    model_step,
+    session_step,
+)
+from services.gateway.retention.sweep_lease import SweepLease
+from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_CONCURRENCY = 8
+_MOST_SESSIONS = 1000
+_CALL_S = 120.0
+_SETTLED_S = 2.0
+"""By then every gateway has seen that a session is over, and accepts nothing more for it."""
+
+CancelSamples = Callable[[str, str], Awaitable[int]]
+TrainerCall = Callable[[trainer_pb2_grpc.TrainerServiceStub], Awaitable[object]]
+
+
+class Retention:
+    """Sweeps over silent and ended sessions for as long as its gateway lives.
+
+    Args:
+        cancel_samples: gives up the pending samples of a session, for a reason.
+        gateway_id: stable over restarts of the gateway.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        journal: Journal,
+        dispatcher: Dispatcher,
+        cancel_samples: CancelSamples,
+        gateway_id: str,
+        settings: RetentionSettings,
+    ) -> None:
+        self._redis = client
+        self._journal = journal
+        self._dispatcher = dispatcher
+        self._sampling_sessions = SamplingSessionStore(client)
+        self._cancel_samples = cancel_samples
+        self._settings = settings
+        self._sessions = SessionStore(client)
+        self._models = ModelStore(client)
+        self._checkpoints = CheckpointStore(client)
+        self._lease = SweepLease(client, keys.RETENTION_LEASE, gateway_id)
+        self._slots = asyncio.Semaphore(_CONCURRENCY)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to sweep."""
+        self._task = keep_running(self._keep_sweeping(), name="retention sweep")
+
+    async def stop(self) -> None:
+        await cancel_all([self._task])
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            try:
+                if await self._lease.take():
+                    await self.sweep(time.time())
+            except (RedisError, OSError) as error:
+                log.warning("could not look after unused sessions, trying again: %s", error)
+            await asyncio.sleep(self._settings.sweep)
+
+    async def sweep(self, now: float) -> None:
+        """Looks once at every session and model that may hold something without need."""
+        steps = await self._session_steps(now)
+        await self._each(self._session(session_id, last_seen, step) for session_id, last_seen, step in steps)
+        ended = await self._listed(keys.ENDED_SESSIONS)
+        await self._each(self._end_session(name, now) for name, at in ended if now - at >= _SETTLED_S)
+        await self._each(self._take_down(name, at, now) for name, at in await self._listed(keys.ENDED_MODELS))
+
+    async def _each(self, works: Iterable[Awaitable[None]]) -> None:
+        """Does all, several at once; what fails is logged and left to the next sweep."""
+
+        async def one(work: Awaitable[None]) -> None:
+            async with self._slots:
+                try:
+                    await work
+                except (TinsmithError, RedisError, OSError) as error:
+                    log.warning("retention: %s; the next sweep goes on", error)
+
+        await asyncio.gather(*(one(work) for work in works))
+
+    async def _listed(self, name: str) -> list[tuple[str, float]]:
+        found: Any = await self._redis.zrange(name, 0, -1, withscores=True)
+        return [(member.decode(), at) for member, at in found]
+
+    async def _session_steps(self, now: float) -> list[tuple[str, float, SessionStep]]:
+        """Sessions that were silent long enough for something to be done."""
+        before = now - min(self._settings.park_after, self._settings.end_after)
+        silent: Any = await self._redis.zrangebyscore(keys.SESSION_LIFE, "-inf", before, withscores=True)
+        parked_at = dict(await self._listed(keys.PARKED_SESSIONS))
+        steps: list[tuple[str, float, SessionStep]] = []
+        for member, last_seen in silent:
+            session_id = member.decode()
+            step = session_step(last_seen, parked_at.get(session_id), now, self._settings)
+            if step is not SessionStep.KEEP:
+                steps.append((session_id, last_seen, step))
+        return steps[:_MOST_SESSIONS]
+
+    async def _session(self, session_id: str, last_seen: float, step: SessionStep) -> None:
+        record = await self._sessions.get(session_id)
+        if record is None or record.finished:
+            # A finish broke off half-way, or Redis lost its last second.
+            await self._sessions.list_ended(session_id)
+        elif record.last_heartbeat > last_seen:
+            # Heard of just now, or the list lost its last second.
+            await self._redis.zadd(keys.SESSION_LIFE, {session_id: record.last_heartbeat})
+        elif step is SessionStep.END:
+            if await self._sessions.abandon(session_id, record.last_heartbeat):
+                log.info("session %s was silent for long and is over", session_id)
+        else:
+            await self._cancel_samples(session_id, f"nothing was heard of session {session_id} for long")
+            models = await self._sessions.models(session_id)
+            if all([await self._park(model_id) for model_id in models]):
+                await self._redis.zadd(keys.PARKED_SESSIONS, {session_id: last_seen})
+
+    async def _park(self, model_id: str) -> bool:
+        """Frees a model's memory on its trainer; False when that has to wait."""
+
+        index = await self._journal.index(model_id, -1, entries=0)
+        if not index.base_model or index.closed:
+            # No trainer ever heard of the model, or none will again.
+            return True
+        if index.pending or not self._dispatcher.trainers.serving(index.base_model):
+            return False
+
+        async def park(lease: Lease) -> bool:
+            if (await self._journal.index(model_id, -1, entries=0)).pending:
+                return False
+            request = trainer_pb2.ParkRequest(model_id=model_id, epoch=lease.epoch)
+            return await self._on_trainers(index.base_model, lambda stub: stub.Park(request, timeout=_CALL_S))
+
+        return await self._dispatcher.lead_idle(model_id, park)
+
+    async def _on_trainers(self, base_model: str, call: TrainerCall) -> bool:
+        """Has every trainer of a base model do something; whether there is one, and none was too busy.
+
+        Raises:
+            TinsmithError: a trainer failed or cannot be reached.
+        """
+        trainers = self._dispatcher.trainers.serving(base_model)
+        for record in trainers:
+            try:
+                await call(trainer_pb2_grpc.TrainerServiceStub(self._dispatcher.trainers.channel(record)))
+            except grpc.aio.AioRpcError as raw:
+                error = call_error(raw)
+                if isinstance(error, ModelBusy):
+                    return False
+                raise error from raw
+        return bool(trainers)
+
+    async def _end_session(self, session_id: str, now: float) -> None:
+        """Puts what a session that is over has held on the list of what is to be taken down."""
+        await self._cancel_samples(session_id, f"session {session_id} is over")
+        models = await self._sessions.models(session_id)
+        if models:
+            await self._redis.zadd(keys.ENDED_MODELS, dict.fromkeys(models, now))
+        await self._redis.zrem(keys.ENDED_SESSIONS, session_id)
+
+    async def _take_down(self, model_id: str, noted_at: float, now: float) -> None:
+        """Takes a model down, as far as can be done now."""
+        while True:
+            index = await self._journal.index(model_id, -1, entries=1)
+            session = await self._sessions.get(ids.session_of(model_id))
+            state = EndedModel(
+                noted_at=noted_at,
+                session_over=session is None or session.finished,
+                closed=bool(index.closed),
+                pending=index.pending,
+                erased=index.durable < 0 and not index.entries,
+            )
+            step = model_step(state, now, self._settings)
+            if step is ModelStep.WAIT or not await self._do(step, model_id, index.base_model):
+                return
+            if step is ModelStep.CLOSE:
+                await self._redis.zadd(keys.ENDED_MODELS, {model_id: now})
+                return
+            if step in (ModelStep.DROP, ModelStep.DELETE_SNAPSHOTS):
+                await self._redis.zrem(keys.ENDED_MODELS, model_id)
+                return
+
+    async def _do(self, step: ModelStep, model_id: str, base_model: str) -> bool:
+        """Whether the step is done."""
+        if step is ModelStep.CLOSE:
+            return await self._dispatcher.lead_idle(model_id, self._close)
+        request = trainer_pb2.DeleteModelRequest(model_id=model_id)
+        if step is ModelStep.DELETE_SNAPSHOTS:
+            request.snapshots = True
+            named = await self._checkpoints.of_model(model_id)
+            kept = {record.version for record in named if record.kind == "sampler"}
+            kept |= await sampled_versions(model_id, self._sampling_sessions, self._sessions)
+            request.kept_versions.extend(sorted(kept))
+        # Without a base model no creation was ever accepted, and no trainer has heard of the model.
+        heard_of = bool(base_model) and step is not ModelStep.DROP
+        if heard_of and not await self._on_trainers(
+            base_model, lambda stub: stub.DeleteModel(request, timeout=_CALL_S)
+        ):
+            return False
+        if step is ModelStep.DELETE_STATE:
+            log.info("deleted the training state of %s", model_id)
+            return await self._journal.erase(model_id)
+        return True
+
+    async def _close(self, lease: Lease) -> bool:
+        over = Gone(
+            f"the session of model {lease.model_id} is over; load a checkpoint in a new session",
+            "session_finished",
+        )
+        closing = error_result(errors.to_pb(over))
+        if await self._journal.close(lease.model_id, lease.epoch, closing) is not Closing.CLOSED:
+            return False
+        await self._models.set_status(lease.model_id, "unloaded")
+        return True

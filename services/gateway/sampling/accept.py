@@ -1,0 +1,218 @@
+"""Sampling: sessions that answer from one immutable snapshot, and their requests.
+
+Invariant: what a sampling session answers from is written once, when the session is made, and
+never changes; an inflight session follows its model, but only when the dispatcher sends a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from services.common.contract import ids
+from services.common.contract.errors import Conflict, Gone, InvalidRequest, NotFound, PermissionDenied
+from services.common.process import failpoints
+from services.common.state.journal_records import Accepted
+from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
+from services.gateway.checkpoints.checkpoints import Checkpoints
+from services.gateway.cluster.base_models import Catalog
+from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.cluster.ttl_cache import Recent
+from services.gateway.records.sample_journal import Resolution, SampleJournal
+from services.gateway.records.session import SamplingSessionRecord, SamplingSessionStore
+from services.gateway.sampling.admission import Admission
+from services.gateway.sessions.sessions import Sessions
+from services.gateway.training import validate
+from tinsmith.v1 import sampler_pb2, tinsmith_pb2
+
+_CACHE_S = 3600.0
+_CACHED = 16384
+
+
+class Sampling:
+    """Opens sampling sessions and accepts samples.
+
+    `submit(accepted, request)` hands an accepted sample to this gateway's sample dispatcher.
+    """
+
+    def __init__(
+        self,
+        journal: SampleJournal,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        store: SamplingSessionStore,
+        catalog: Catalog,
+        submit: Callable[[Accepted, sampler_pb2.SampleRequest], None],
+        gateway_id: str,
+        admission: Admission,
+        limits: Limits,
+        acknowledged: Acknowledged,
+    ) -> None:
+        self._acknowledged = acknowledged
+        self._journal = journal
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._store = store
+        self._catalog = catalog
+        self._submit = submit
+        self._gateway_id = gateway_id
+        self._admission = admission
+        self._limits = limits
+        self._known: Recent[SamplingSessionRecord] = Recent(_CACHE_S, _CACHED)
+
+    async def open(
+        self, owner: str, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
+    ) -> str:
+        """Opens a sampling session on a base model or on a named snapshot; its id.
+
+        Raises:
+            InvalidRequest: neither is given, they contradict, or the base model is not sampled here.
+            NotFound, PermissionDenied, Gone: session or checkpoint is not there or not the caller's.
+            Conflict: seq_id was used for another sampling session.
+        """
+        await self._sessions.open(owner, session_id)
+        model_id, version, full = "", 0, False
+        if model_path:
+            model_id, checkpoint_id = ids.parse_tinker_path(model_path)
+            if not checkpoint_id.startswith("sampler_weights/"):
+                raise InvalidRequest(
+                    f"{model_path} cannot be sampled; save_weights_for_sampler writes what can, at "
+                    "tinker://<training_run_id>/sampler_weights/<name>"
+                )
+            checkpoint = await self._checkpoints.readable(owner, model_id, checkpoint_id)
+            if base_model and base_model != checkpoint.base_model:
+                raise InvalidRequest(f"{model_path} adapts {checkpoint.base_model}, not {base_model[:200]}")
+            base_model, version = checkpoint.base_model, checkpoint.version
+            full = checkpoint.lora_rank == 0
+        if not base_model:
+            raise InvalidRequest("pass base_model or model_path")
+        await self._catalog.sampleable(base_model)
+        record = SamplingSessionRecord(
+            sampling_session_id=ids.sampling_session_id(session_id, seq_id),
+            session_id=session_id,
+            owner=owner,
+            base_model=base_model,
+            model_id=model_id,
+            version=version,
+            model_path=model_path or "",
+            full=full,
+        )
+        stored = await self._acknowledged.make(lambda: self._store.create_if_absent(record))
+        if stored != record:
+            raise Conflict(
+                f"sampling session {record.sampling_session_id} exists on other weights; use the next seq id"
+            )
+        return record.sampling_session_id
+
+    async def get(self, owner: str, sampling_session_id: str) -> SamplingSessionRecord:
+        """A sampling session of the caller.
+
+        Raises:
+            NotFound: no such session, or the save that makes it has not completed.
+            PermissionDenied: somebody else's.
+        """
+        record = self._known.get(sampling_session_id)
+        if record is None:
+            known = ids.is_sampling_session_id(sampling_session_id)
+            record = await self._store.get(sampling_session_id) if known else None
+            if record is None:
+                await self._acknowledged.refuse_while_restoring()
+                raise NotFound(
+                    f"sampling session {sampling_session_id[:100]!r} does not exist; create one first"
+                )
+            self._known.put(sampling_session_id, record)
+        if record.owner != owner:
+            raise PermissionDenied(f"sampling session {sampling_session_id} belongs to another API key")
+        return record
+
+    async def sample(self, owner: str, request: tinsmith_pb2.TinsmithServiceSampleRequest) -> str:
+        """Accepts a sample; the request id.
+
+        Raises:
+            InvalidRequest: the sampler could not run it. Nothing is used up.
+            NotFound, PermissionDenied, Gone: the sampling session cannot be used.
+            Conflict: seq_id was used for another sample of the session.
+            Overloaded: too many samples wait; send the same again later.
+        """
+        record = await self.get(owner, request.sampling_session_id)
+        await self._sessions.open(owner, record.session_id)
+        base = await self._catalog.get(record.base_model)
+        if request.ByteSize() > THREAD_ABOVE_BYTES:
+            await asyncio.to_thread(validate.check_sample, request, base, self._limits)
+        else:
+            validate.check_sample(request, base, self._limits)
+        sample = sampler_pb2.SampleRequest(
+            request_id=ids.request_id(record.sampling_session_id, request.seq_id),
+            prompt=request.prompt,
+            num_samples=request.num_samples,
+            params=request.params,
+            prompt_logprobs=request.prompt_logprobs,
+            topk_prompt_logprobs=request.topk_prompt_logprobs,
+            topk_sample_logprobs=request.topk_sample_logprobs,
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+            cache_namespace=record.sampling_session_id if record.inflight else "",
+        )
+        if request.HasField("target_prompt_logprobs"):
+            sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)
+        if request.HasField("prompt_logprobs_last_n"):
+            sample.prompt_logprobs_last_n = request.prompt_logprobs_last_n
+        sample.snapshot.model_id, sample.snapshot.version = record.model_id, record.version
+        request_id, payload = sample.request_id, sample.SerializeToString(deterministic=True)
+        counted = self._admission.admit(request_id, owner, sample.num_samples, len(payload))
+        try:
+            accepted = await self._journal.accept(
+                record.sampling_session_id, request.seq_id, payload, self._gateway_id, owner
+            )
+        except BaseException:
+            if counted:
+                self._admission.release(request_id)
+            raise
+        await failpoints.reach("gateway.after_accept_sample")
+        self._submit(accepted, sample)
+        return request_id
+
+    def check_room(self, owner: str) -> None:
+        """Refuses early, before a sample is read, what `sample` would refuse whatever it is.
+
+        Raises:
+            Overloaded: too many samples of this key wait; send the same again later.
+        """
+        self._admission.check(owner)
+
+    async def cancel(self, owner: str, request_id: str) -> None:
+        """Gives a sample up: its future fails, and the engine stops working on it, wherever it runs.
+
+        One that is resolved stays as it is. Repeating changes nothing.
+
+        Raises:
+            InvalidRequest: not the request of a sample; what was accepted for a model takes effect.
+            Gone: no such request, or its result expired.
+            NotFound, PermissionDenied: the sampling session is not there or not the caller's.
+        """
+        object_id, _ = ids.parse_request_id(request_id)
+        if not ids.is_sampling_session_id(object_id):
+            raise InvalidRequest(
+                f"{request_id} is an operation of a model and takes effect; only samples can be cancelled"
+            )
+        await self.get(owner, object_id)
+        outcome = await self._journal.cancel(request_id, "the sample was cancelled by its client")
+        if outcome is Resolution.UNKNOWN:
+            raise Gone(f"request {request_id} does not exist, or its result expired")
+
+    async def cancel_samples_of_session(self, session_id: str, reason: str) -> int:
+        """Gives up every pending sample of a session's sampling clients, on all gateways; how many.
+
+        For sessions that were finished or abandoned. Samples accepted meanwhile are left; call again.
+        """
+        cancelled = 0
+        for gateway_id in await self._journal.gateways():
+            for request_id in await self._journal.samples_of(gateway_id):
+                if ids.session_of(request_id) == session_id:
+                    outcome = await self._journal.cancel(request_id, reason)
+                    cancelled += outcome is Resolution.NOW
+        return cancelled
+
+
+def sequence_ids(request_id: str, num_samples: int) -> list[str]:
+    """Ids of the sequences of a sample, in their order; unique in the session."""
+    return [f"{request_id}:{index}" for index in range(num_samples)]

@@ -1,0 +1,84 @@
+"""How many samples a gateway takes before it says "later": a pure account of what waits or runs.
+
+Invariant: an API key never holds more than is still free for others (the dynamic threshold of shared-memory
+switches), so one key alone gets half of the room, n busy keys get 1/(n+1) each, and there is always
+room left for a key that has nothing waiting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from services.common.contract.errors import Overloaded
+
+
+@dataclass(frozen=True)
+class _Held:
+    owner: str
+    sequences: int
+    nbytes: int
+
+
+class Admission:
+    """Unfinished samples of one gateway.
+
+    Args:
+        sequences: sequences to generate.
+        nbytes: bytes of the requests.
+    """
+
+    def __init__(self, sequences: int, nbytes: int) -> None:
+        self._room = {"sequences": sequences, "bytes": nbytes}
+        self._used: Counter[str] = Counter()
+        self._used_by: Counter[tuple[str, str]] = Counter()
+        self._held: dict[str, _Held] = {}
+
+    def check(self, owner: str) -> None:
+        """Refuses what could not be admitted whatever its size.
+
+        Raises:
+            Overloaded: too much of this key waits.
+        """
+        self._check(owner, 1, 1)
+
+    def admit(self, request_id: str, owner: str, sequences: int, nbytes: int) -> bool:
+        """Counts a sample until `release`; False when it is counted already.
+
+        Raises:
+            Overloaded: too much of this key waits. Nothing is counted.
+        """
+        if request_id in self._held:
+            return False
+        self._check(owner, sequences, nbytes)
+        self.hold(request_id, owner, sequences, nbytes)
+        return True
+
+    def hold(self, request_id: str, owner: str, sequences: int, nbytes: int) -> None:
+        """Counts a sample that was accepted elsewhere or earlier, however much there is."""
+        if request_id not in self._held:
+            self._held[request_id] = _Held(owner, sequences, nbytes)
+            self._count(self._held[request_id], 1)
+
+    def release(self, request_id: str) -> None:
+        """The sample is done, or with another gateway. Repeating changes nothing."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self._count(held, -1)
+
+    def _check(self, owner: str, sequences: int, nbytes: int) -> None:
+        for what, wanted in (("sequences", sequences), ("bytes", nbytes)):
+            free = self._room[what] - self._used[what]
+            mine = self._used_by[owner, what]
+            if mine + wanted > free - wanted:
+                raise Overloaded(
+                    f"{mine} {what} of this API key's samples wait on this gateway, which has {free} "
+                    "left for all keys; send this again later"
+                )
+
+    def _count(self, held: _Held, sign: int) -> None:
+        for what, amount in (("sequences", held.sequences), ("bytes", held.nbytes)):
+            self._used[what] += sign * amount
+            self._used_by[held.owner, what] += sign * amount
+            if not self._used_by[held.owner, what]:
+                del self._used_by[held.owner, what]

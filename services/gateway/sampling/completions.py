@@ -1,0 +1,103 @@
+"""Waiting for any sample of a sampling client, with one poll for all of them.
+
+Invariant: as in `futures`, a waiter first is listed and then looks; when the subscription was interrupted
+every waiter looks again. A completion is told until a poll names a cursor at or after it, so an answer
+that was lost on its way is told again, by any gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.contract import ids
+from services.common.contract.errors import InvalidRequest
+from services.gateway.records.sample_journal import CLONE_SEQ_IDS, Completion, SampleJournal
+from services.gateway.results.futures import Futures
+
+
+@dataclass(frozen=True)
+class Target:
+    """A sampling client: one of the copies that share a sampling session. `clone` 0 is the original."""
+
+    sampling_session_id: str
+    clone: int
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is this client's.
+
+        Raises:
+            InvalidRequest: the text is no request id.
+        """
+        object_id, seq_id = ids.parse_request_id(request_id)
+        return object_id == self.sampling_session_id and seq_id // CLONE_SEQ_IDS == self.clone
+
+
+@dataclass(frozen=True)
+class Page:
+    """Completions in order, and the cursor to ask for the next ones with."""
+
+    completions: Sequence[Completion]
+    cursor: int
+
+
+class Completions:
+    """Lets any number of callers wait for completions over the subscription of `futures`."""
+
+    def __init__(self, journal: SampleJournal, futures: Futures) -> None:
+        self._journal = journal
+        self._waiters: defaultdict[Target, set[asyncio.Event]] = defaultdict(set)
+        futures.listen(self._wake, self._wake_all)
+
+    async def wait(self, target: Target, cursor: int, seconds: float) -> Page:
+        """The completions after a cursor, as soon as there are any, else none after `seconds` (0 = now)."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        changed = asyncio.Event()
+        self._waiters[target].add(changed)
+        try:
+            while True:
+                changed.clear()
+                found, newest = await self._journal.completions(
+                    target.sampling_session_id, target.clone, cursor
+                )
+                left = deadline - loop.time()
+                if found or left <= 0:
+                    return Page(found, newest)
+                try:
+                    async with asyncio.timeout(left):
+                        await changed.wait()
+                except TimeoutError:
+                    return Page((), cursor)
+        finally:
+            waiters = self._waiters[target]
+            waiters.discard(changed)
+            if not waiters:
+                del self._waiters[target]
+
+    async def free(self, target: Target, request_ids: Sequence[str]) -> None:
+        """Lets results go that the client says it has.
+
+        Raises:
+            InvalidRequest: one is not a request of this client.
+        """
+        for request_id in request_ids:
+            if not target.holds(request_id):
+                raise InvalidRequest(
+                    f"{request_id} is no request of clone {target.clone} of {target.sampling_session_id}"
+                )
+        await self._journal.free(request_ids)
+
+    def _wake(self, request_id: str) -> None:
+        if not self._waiters:
+            return
+        object_id, seq_id = ids.parse_request_id(request_id)
+        for waiter in self._waiters.get(Target(object_id, seq_id // CLONE_SEQ_IDS), ()):
+            waiter.set()
+
+    def _wake_all(self) -> None:
+        for waiters in self._waiters.values():
+            for waiter in waiters:
+                waiter.set()

@@ -1,0 +1,138 @@
+"""Sessions: the client processes that models and sampling sessions belong to.
+
+Invariant: every object is looked up together with its owner. Somebody else's object is answered
+with PermissionDenied, an absent one with NotFound; ids are random, so telling the two apart
+gives nothing away.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.contract import ids
+from services.common.contract.errors import Gone, InvalidRequest, NotFound, PermissionDenied
+from services.gateway.access.limits import Limits
+from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.cluster.ttl_cache import Recent
+from services.gateway.records.session import SessionRecord, SessionStore
+from services.gateway.training import validate
+
+log = logging.getLogger(__name__)
+
+_FRESH_S = 1.0
+_NOTED_S = 10.0
+_CACHED = 4096
+
+
+@dataclass(frozen=True)
+class NewSession:
+    """What a client tells about itself. Nothing but the labels' sizes is checked."""
+
+    tags: Sequence[str] = ()
+    user_metadata: Mapping[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str = ""
+    display_name: str = ""
+
+
+class Sessions:
+    """Creates, keeps alive and finishes sessions."""
+
+    def __init__(self, store: SessionStore, limits: Limits, acknowledged: Acknowledged) -> None:
+        self._store = store
+        self._acknowledged = acknowledged
+        self._limits = limits
+        self._recent: Recent[SessionRecord] = Recent(_FRESH_S, _CACHED)
+        self._noted: Recent[bool] = Recent(_NOTED_S, _CACHED)
+
+    async def create(self, owner: str, new: NewSession, idempotency_key: str | None) -> str:
+        """Starts a session; repeating the idempotency key gives the same session id.
+
+        Raises:
+            InvalidRequest: a label or the metadata is too large.
+        """
+        if len(new.tags) > self._limits.tags:
+            raise InvalidRequest(f"{len(new.tags)} tags; use at most {self._limits.tags}")
+        for tag in new.tags:
+            validate.check_labels(self._limits, tag=tag)
+        validate.check_labels(
+            self._limits,
+            sdk_version=new.sdk_version,
+            project_id=new.project_id,
+            display_name=new.display_name,
+            idempotency_key=idempotency_key or "",
+        )
+        validate.check_metadata(new.user_metadata or {}, self._limits)
+        now = time.time()
+        record = SessionRecord(
+            session_id=ids.new_session_id(),
+            owner=owner,
+            created_at=now,
+            last_heartbeat=now,
+            tags=list(new.tags),
+            user_metadata=dict(new.user_metadata or {}),
+            display_name=new.display_name,
+            project_id=new.project_id,
+            sdk_version=new.sdk_version,
+        )
+        stored = await self._acknowledged.make(lambda: self._store.create(record, idempotency_key))
+        return stored.session_id
+
+    async def open(self, owner: str, session_id: str) -> SessionRecord:
+        """A session that may be used. What another gateway did is seen within a second.
+
+        Raises:
+            NotFound: no such session.
+            PermissionDenied: somebody else's.
+            Gone: it was finished.
+        """
+        record = self._recent.get(session_id)
+        if record is None:
+            record = await self._get(session_id)
+            self._recent.put(session_id, record)
+        _check(owner, record)
+        await self.note_alive(session_id)
+        return record
+
+    async def note_alive(self, session_id: str) -> None:
+        """Notes that the client of an existing session did something, every few seconds at most."""
+        if self._noted.get(session_id) is None:
+            self._noted.put(session_id, True)
+            await self._store.touch(session_id)
+
+    async def heartbeat(self, owner: str, session_id: str) -> None:
+        """Notes that the client lives. Raises as `open`, from the newest record."""
+        _check(owner, await self._get(session_id))
+        await self._store.touch(session_id)
+
+    async def finish(self, owner: str, session_id: str, reason: str, detail: str) -> None:
+        """Ends a session for good; the reason goes to the log. Raises NotFound or PermissionDenied as
+        `open`."""
+        record = await self._get(session_id)
+        if record.owner != owner:
+            raise PermissionDenied(f"session {session_id} belongs to another API key")
+        await self._store.finish(session_id, reason, detail)
+        self._recent.drop(session_id)
+        log.info("session %s of %s finished: %s %.200r", session_id, owner, reason, detail)
+
+    async def _get(self, session_id: str) -> SessionRecord:
+        record = await self._store.get(session_id) if ids.is_session_id(session_id) else None
+        if record is None:
+            await self._acknowledged.refuse_while_restoring()
+            raise NotFound(f"session {session_id[:100]!r} does not exist; create one first")
+        return record
+
+
+def _check(owner: str, record: SessionRecord) -> SessionRecord:
+    if record.owner != owner:
+        raise PermissionDenied(f"session {record.session_id} belongs to another API key")
+    if record.finished:
+        why = "is over, because nothing was heard of it for long" if record.abandoned else "was finished"
+        raise Gone(
+            f"session {record.session_id} {why}; create a new one and load a checkpoint", "session_finished"
+        )
+    return record

@@ -1,0 +1,317 @@
+"""Training: models and the operations that their journals hold.
+
+Invariant: once (model_id, seq_id) of a request is known and the model is the caller's, the
+seq_id is used up: the request is journaled as what it asks for, or as refused. A caller never
+waits for a seq_id that nobody can send again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from services.common.contract import errors, ids, roles
+from services.common.contract.errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    TinsmithError,
+)
+from services.common.contract.roles import Role
+from services.common.process import failpoints
+from services.common.state.journal import Journal
+from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
+from services.gateway.checkpoints.checkpoints import Checkpoints
+from services.gateway.cluster.base_models import BaseModel, Catalog
+from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.cluster.ttl_cache import Recent
+from services.gateway.records.session import ModelRecord, ModelStore
+from services.gateway.sessions.sessions import Sessions
+from services.gateway.training import adapter_shape, validate
+from tinsmith.v1 import operation_pb2, types_pb2
+
+_CACHE_S = 3600.0
+_CACHED = 4096
+_MAX_SEQ_ID = 2**31 - 1
+
+
+Wake = Callable[[str, operation_pb2.Operation | None], None]
+
+
+class Models:
+    """Accepts training operations.
+
+    Args:
+        wake: tells the dispatcher that a model has work, and the operation if it was journaled just now.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        sessions: Sessions,
+        models: ModelStore,
+        checkpoints: Checkpoints,
+        catalog: Catalog,
+        wake: Wake,
+        limits: Limits,
+        acknowledged: Acknowledged,
+    ) -> None:
+        self._acknowledged = acknowledged
+        self._journal = journal
+        self._sessions = sessions
+        self._models = models
+        self._checkpoints = checkpoints
+        self._catalog = catalog
+        self._wake = wake
+        self._limits = limits
+        self._ready: Recent[ModelRecord] = Recent(_CACHE_S, _CACHED)
+
+    async def get(self, owner: str, model_id: str) -> ModelRecord:
+        """A model of the caller.
+
+        Raises:
+            NotFound: no such model.
+            PermissionDenied: somebody else's.
+        """
+        record = self._ready.get(model_id)
+        if record is None:
+            record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
+            if record is None:
+                await self._acknowledged.refuse_while_restoring()
+                raise NotFound(f"model {model_id[:100]!r} does not exist; create one first")
+            if record.status == "ready":
+                # From now on nothing in the record changes but the status.
+                self._ready.put(model_id, record)
+        if record.owner != owner:
+            raise PermissionDenied(f"model {model_id} belongs to another API key")
+        return record
+
+    async def current(self, owner: str, model_id: str) -> ModelRecord:
+        """A model of the caller with its newest status. Raises as `get`."""
+        record = await self.get(owner, model_id)
+        return await self._models.get(model_id) or record
+
+    async def base_of(self, record: ModelRecord) -> BaseModel:
+        """Limits of the base model that a model adapts."""
+        return await self._catalog.get(record.base_model)
+
+    async def tokenizer_of(self, record: ModelRecord) -> str:
+        """What AutoTokenizer.from_pretrained takes on any machine; empty when only this cluster has it, or
+        the base model is not served at present."""
+        try:
+            tokenizer = (await self._catalog.get(record.base_model)).tokenizer_id
+        except TinsmithError:
+            return ""
+        return "" if Path(tokenizer).is_absolute() else tokenizer
+
+    async def create(
+        self,
+        owner: str,
+        session_id: str,
+        model_seq_id: int,
+        base_model: str,
+        lora: types_pb2.LoraConfig | None,
+        user_metadata: Mapping[str, str] | None = None,
+        role: Role | None = None,
+    ) -> str:
+        """Creates a fresh model; the request id. Nothing is used up when it is refused.
+
+        Args:
+            lora: shape of its adapter; None: all its weights are trained.
+            role: None: what user_metadata["model_role"] says, else a policy.
+
+        Raises:
+            InvalidRequest: the base model is not trained here, or the adapter cannot be had.
+            NotFound, PermissionDenied, Gone: the session is not the caller's, or finished.
+            Conflict: model_seq_id was used for another model.
+        """
+        await self._sessions.open(owner, session_id)
+        role = roles.asked_for(user_metadata or {}, role) or "policy"
+        base = await self._catalog.trainable(base_model)
+        self._check_kind(lora, role, base)
+        full = types_pb2.FullFineTuning() if lora is None else None
+        create = operation_pb2.CreateModel(
+            base_model=base_model, lora=lora, full=full, role=roles.to_pb(role)
+        )
+        return await self._create(owner, session_id, model_seq_id, create, lora, role, user_metadata)
+
+    async def create_from_state(
+        self,
+        owner: str,
+        session_id: str,
+        model_seq_id: int,
+        path: str,
+        optimizer: bool,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> str:
+        """Creates a model that continues from a saved one; the request id. Raises as `create`, and
+        NotFound when there is no such checkpoint."""
+        await self._sessions.open(owner, session_id)
+        source, checkpoint = await self._checkpoints.training(owner, path)
+        if base_model not in (None, checkpoint.base_model):
+            raise InvalidRequest(
+                f"{path} was trained on {checkpoint.base_model}; leave base_model out or pass that name"
+            )
+        if roles.asked_for(user_metadata or {}) not in (None, checkpoint.role):
+            raise InvalidRequest(
+                f"{path} is of a {checkpoint.role}; leave {roles.METADATA_KEY} out of user_metadata or say so"
+            )
+        base = await self._catalog.trainable(checkpoint.base_model)
+        lora = adapter_shape.lora_of(checkpoint)
+        self._check_kind(lora, checkpoint.role, base)
+        state = operation_pb2.LoadState(
+            source_model_id=source,
+            checkpoint_id=checkpoint.checkpoint_id,
+            optimizer=optimizer,
+            version=checkpoint.version,
+        )
+        create = operation_pb2.CreateModel(base_model=checkpoint.base_model, from_state=state)
+        return await self._create(
+            owner, session_id, model_seq_id, create, lora, checkpoint.role, user_metadata
+        )
+
+    async def _create(
+        self,
+        owner: str,
+        session_id: str,
+        model_seq_id: int,
+        create: operation_pb2.CreateModel,
+        lora: types_pb2.LoraConfig | None,
+        role: Role,
+        user_metadata: Mapping[str, str] | None,
+    ) -> str:
+        validate.check_metadata(user_metadata or {}, self._limits)
+        lora = lora or types_pb2.LoraConfig(rank=0, train_attn=True, train_mlp=True, train_unembed=True)
+        model_id = ids.model_id(session_id, model_seq_id)
+        record = ModelRecord(
+            model_id=model_id,
+            session_id=session_id,
+            owner=owner,
+            base_model=create.base_model,
+            lora_rank=lora.rank,
+            lora_seed=lora.seed if lora.HasField("seed") else None,
+            train_attn=lora.train_attn,
+            train_mlp=lora.train_mlp,
+            train_unembed=lora.train_unembed,
+            role=role,
+            user_metadata=dict(user_metadata or {}),
+            created_at=time.time(),
+            status="creating",
+        )
+        stored = await self._acknowledged.make(lambda: self._models.create_if_absent(record))
+        if stored != msgspec.structs.replace(record, created_at=stored.created_at, status=stored.status):
+            raise Conflict(f"model {model_id} exists with other settings; use the next model_seq_id")
+        operation = operation_pb2.Operation(model_id=model_id, seq_id=0, create_model=create)
+        return await self._accept(operation, owner)
+
+    def _check_kind(self, lora: types_pb2.LoraConfig | None, role: Role, base: BaseModel) -> None:
+        if lora is None:
+            validate.check_full(role)
+        else:
+            validate.check_lora(lora, role, base, self._limits)
+
+    async def forward_backward(
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        size: int,
+        build: Callable[[], operation_pb2.ForwardBackward],
+    ) -> str:
+        """Accepts a forward_backward; the request id.
+
+        Args:
+            size: bytes of the request, which decides whether building runs in a thread.
+            build: makes the operation; a TinsmithError it raises refuses the request.
+        """
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            base = await self.base_of(record)
+
+            def make() -> None:
+                built = build()
+                validate.check_forward_backward(built, record.role, base, self._limits)
+                operation.forward_backward.CopyFrom(built)
+
+            if size > THREAD_ABOVE_BYTES:
+                await asyncio.to_thread(make)
+            else:
+                make()
+
+        return await self.submit(owner, model_id, seq_id, fill)
+
+    async def optim_step(
+        self, owner: str, model_id: str, seq_id: int, build: Callable[[], types_pb2.AdamParams]
+    ) -> str:
+        """Accepts an AdamW step; the request id."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            adam = build()
+            validate.check_adam(adam)
+            operation.optim_step.adam.CopyFrom(adam)
+
+        return await self.submit(owner, model_id, seq_id, fill)
+
+    async def unload(self, owner: str, model_id: str, seq_id: int) -> str:
+        """Accepts the end of a model; every later operation of it fails."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            operation.unload_model.SetInParent()
+
+        return await self.submit(owner, model_id, seq_id, fill)
+
+    async def refuse(self, owner: str, model_id: str, seq_id: int, error: TinsmithError) -> str:
+        """Uses up a seq_id for a request that cannot be understood; the request id of its failure."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            raise error
+
+        return await self.submit(owner, model_id, seq_id, fill)
+
+    async def submit(
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        fill: Callable[[operation_pb2.Operation, ModelRecord], Awaitable[None]],
+    ) -> str:
+        """Journals what `fill` makes of an operation, or its refusal.
+
+        Raises:
+            NotFound, PermissionDenied, Gone: the model is not the caller's, or its session is finished.
+            InvalidRequest: seq_id is not one that a model has.
+            Conflict: the seq_id was used for another request.
+            Overloaded: the model's journal is full.
+        """
+        record = await self.get(owner, model_id)
+        await self._sessions.open(owner, record.session_id)
+        if not 1 <= seq_id <= _MAX_SEQ_ID:
+            raise InvalidRequest(f"seq_id must be 1 to {_MAX_SEQ_ID}, not {seq_id}")
+        operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id)
+        try:
+            await fill(operation, record)
+        except TinsmithError as error:
+            if error.category != "user":
+                raise
+            operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id, refused=errors.to_pb(error))
+        return await self._accept(operation, owner)
+
+    async def _accept(self, operation: operation_pb2.Operation, owner: str) -> str:
+        accepted = None
+        try:
+            accepted = await self._acknowledged.make(
+                lambda: self._journal.accept(operation, owner),
+                operation.ByteSize(),
+                lambda: self._journal.accept(operation, owner, accepted_before=True),
+            )
+            await failpoints.reach("gateway.after_accept")
+        finally:
+            # Also when the caller has gone: the operation may be in the journal.
+            self._wake(operation.model_id, operation if accepted is not None and accepted.to_run else None)
+        return accepted.request_id

@@ -1,0 +1,110 @@
+"""What is known of training runs: a run is a model, seen as the work that was done with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.contract import ids
+from services.common.contract.errors import NotFound, PermissionDenied
+from services.gateway.access.limits import Limits
+from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.session import CheckpointRecord, ModelRecord, ModelStore, SessionStore
+from services.gateway.training import validate
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run.
+
+    Attributes:
+        last_request: Unix time of the last sign of life of its session.
+        last_checkpoint: newest training checkpoint that the caller may read.
+        last_sampler_checkpoint: newest sampler checkpoint that the caller may read.
+    """
+
+    model: ModelRecord
+    last_request: float
+    last_checkpoint: CheckpointRecord | None
+    last_sampler_checkpoint: CheckpointRecord | None
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """Some of an owner's runs, newest first. `total` counts all."""
+
+    runs: Sequence[Run]
+    total: int
+
+
+class Runs:
+    """Training runs of all owners."""
+
+    def __init__(
+        self, models: ModelStore, sessions: SessionStore, checkpoints: CheckpointStore, limits: Limits
+    ) -> None:
+        self._models = models
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._limits = limits
+
+    async def get(self, owner: str, model_id: str, accessible: bool = False) -> Run:
+        """One run.
+
+        Args:
+            accessible: also somebody else's of which a checkpoint is published.
+
+        Raises:
+            NotFound: no such run.
+            PermissionDenied: somebody else's.
+        """
+        record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
+        if record is None:
+            raise NotFound(f"training run {model_id[:100]!r} does not exist")
+        if record.owner != owner and not (accessible and await self._published(model_id)):
+            raise PermissionDenied(f"training run {model_id} belongs to another API key")
+        return await self._run(owner, record)
+
+    async def _published(self, model_id: str) -> bool:
+        return any(checkpoint.public for checkpoint in await self._checkpoints.of_model(model_id))
+
+    async def page(self, owner: str, offset: int, limit: int, project_id: str | None = None) -> RunPage:
+        """Some of the caller's runs, newest first; with a project, only of its sessions.
+
+        Raises:
+            InvalidRequest: offset or limit is out of range.
+        """
+        validate.check_page(offset, limit, self._limits)
+        if project_id is None:
+            total, found = await self._models.page(owner, offset, limit)
+        else:
+            every = await self._of_project(owner, project_id)
+            total, found = len(every), every[offset : offset + limit]
+        records = await asyncio.gather(*(self._models.get(model_id) for model_id in found))
+        runs = await asyncio.gather(*(self._run(owner, record) for record in records if record is not None))
+        return RunPage(runs, total)
+
+    async def _of_project(self, owner: str, project_id: str) -> list[str]:
+        """Ids of the runs of a project's sessions, newest session first."""
+        sessions = await self._sessions.of_project(owner, project_id)
+        models = await asyncio.gather(*(self._sessions.models(session_id) for session_id in sessions))
+        return [model_id for of_session in models for model_id in reversed(of_session)]
+
+    async def _run(self, owner: str, record: ModelRecord) -> Run:
+        checkpoints = await self._checkpoints.of_model(record.model_id)
+        if record.owner != owner:
+            checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.public]
+        session = await self._sessions.get(record.session_id)
+        last_seen = session.last_heartbeat if session is not None else 0.0
+        return Run(
+            record,
+            max(record.created_at, last_seen),
+            _newest(checkpoints, "training"),
+            _newest(checkpoints, "sampler"),
+        )
+
+
+def _newest(checkpoints: Sequence[CheckpointRecord], kind: str) -> CheckpointRecord | None:
+    found = [record for record in checkpoints if record.kind == kind]
+    return max(found, key=lambda record: record.version) if found else None

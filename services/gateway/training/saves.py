@@ -1,0 +1,134 @@
+"""Accepts saving and loading: training state, named snapshots, and the snapshots of sampling sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.common.contract import ids, roles
+from services.common.contract.errors import InvalidRequest
+from services.gateway.access.limits import Limits
+from services.gateway.checkpoints.checkpoints import Checkpoints
+from services.gateway.records.session import ModelRecord, SamplingSessionStore
+from services.gateway.training import adapter_shape, validate
+from services.gateway.training.accept import Models
+from tinsmith.v1 import operation_pb2
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How long a named checkpoint lives and what is remembered with it."""
+
+    ttl_seconds: int | None = None
+    user_metadata: Mapping[str, str] | None = None
+
+
+class Saves:
+    """Operations between a model and what is kept of it. All raise as `Models.submit`."""
+
+    def __init__(
+        self,
+        models: Models,
+        checkpoints: Checkpoints,
+        sampling_sessions: SamplingSessionStore,
+        limits: Limits,
+    ) -> None:
+        self._models = models
+        self._checkpoints = checkpoints
+        self._sampling_sessions = sampling_sessions
+        self._limits = limits
+
+    async def save_state(
+        self, owner: str, model_id: str, seq_id: int, name: str | None, overwrite: bool, options: SaveOptions
+    ) -> str:
+        """Accepts saving of adapter and optimizer as tinker://<model_id>/weights/<name>.
+
+        Args:
+            name: None: the place in the model's order is the name.
+        """
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            save = operation_pb2.SaveState(
+                checkpoint_id=ids.checkpoint_id("weights", f"{seq_id:06d}" if name is None else name),
+                overwrite=overwrite,
+            )
+            self._set_options(save, options)
+            if not overwrite:
+                await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
+            operation.save_state.CopyFrom(save)
+
+        return await self._models.submit(owner, model_id, seq_id, fill)
+
+    async def load_state(self, owner: str, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
+        """Accepts loading of a checkpoint into an existing model of the same base and adapter shape."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            source, checkpoint = await self._checkpoints.training(owner, path)
+            if checkpoint.base_model != record.base_model or adapter_shape.shape(
+                checkpoint
+            ) != adapter_shape.shape(record):
+                raise InvalidRequest(
+                    f"{path} holds another kind of model (a {checkpoint.role} "
+                    f"{adapter_shape.kind_of(checkpoint)} on {checkpoint.base_model}) than {model_id}; "
+                    "create a model from it instead"
+                )
+            operation.load_state.source_model_id = source
+            operation.load_state.checkpoint_id = checkpoint.checkpoint_id
+            operation.load_state.optimizer = optimizer
+            operation.load_state.version = checkpoint.version
+
+        return await self._models.submit(owner, model_id, seq_id, fill)
+
+    async def save_for_sampler(
+        self, owner: str, model_id: str, seq_id: int, name: str, options: SaveOptions
+    ) -> str:
+        """Accepts a named snapshot, tinker://<model_id>/sampler_weights/<name>."""
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            roles.check_samples(record.role)
+            save = operation_pb2.SaveForSampler(checkpoint_id=ids.checkpoint_id("sampler_weights", name))
+            self._set_options(save, options)
+            await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
+            operation.save_for_sampler.CopyFrom(save)
+
+        return await self._models.submit(owner, model_id, seq_id, fill)
+
+    async def save_for_sampling_session(
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        sampling_session_seq_id: int,
+        inflight: bool = False,
+        told: bool = False,
+    ) -> tuple[str, str]:
+        """Accepts a snapshot that a new sampling session answers from; (request id, its session id).
+
+        Args:
+            inflight: the session goes on to the snapshot of every later inflight save of the model, and so do
+                those of the earlier ones.
+            told: the caller learns the session id now, and not from the result: a repetition must name the
+                same. Otherwise one that names another is answered with the first.
+        """
+        session = ids.sampling_session_id(ids.session_of(model_id), sampling_session_seq_id)
+
+        async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            roles.check_samples(record.role)
+            taken = await self._sampling_sessions.get(session)
+            if taken is not None and (taken.model_id, taken.version) != (model_id, seq_id):
+                raise InvalidRequest(
+                    f"sampling session {session} exists; use the next sampling_session_seq_id"
+                )
+            operation.save_for_sampler.sampling_session_id = session
+            operation.save_for_sampler.inflight = inflight
+            operation.save_for_sampler.sampling_session_known = told
+
+        return await self._models.submit(owner, model_id, seq_id, fill), session
+
+    def _set_options(
+        self, save: operation_pb2.SaveState | operation_pb2.SaveForSampler, options: SaveOptions
+    ) -> None:
+        validate.check_ttl(options.ttl_seconds, self._limits)
+        validate.check_metadata(options.user_metadata or {}, self._limits)
+        save.ttl_seconds = options.ttl_seconds or 0
+        save.user_metadata.update(options.user_metadata or {})

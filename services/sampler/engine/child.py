@@ -1,0 +1,23 @@
+"""First module of every process that the engine spawns; see `__main__.py`.
+
+Invariant: importing it under the name that multiprocessing gives to a child's main module ties that
+process to its parent, before anything else is loaded, and takes it out of the parent's process
+group: Ctrl-C in a terminal reaches the parent alone, which drains before it ends the engine. Any
+other import does nothing. Such a process writes where all its threads are to its log on STACKS_SIGNAL, also
+when it hangs in a kernel.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+
+from services.common.process.process import die_with_parent
+
+STACKS_SIGNAL = signal.SIGUSR1
+
+if __name__ == "__mp_main__":
+    die_with_parent()
+    os.setpgrp()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)

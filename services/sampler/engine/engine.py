@@ -1,0 +1,363 @@
+"""The vLLM engine behind plain dataclasses: the only file that touches vLLM's front-end API.
+
+Invariant: a Sequence that leaves here has a log-probability for every token and a stop reason that
+vLLM gave; anything else is an error. One asyncio loop uses an Engine; the model runs in another
+process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams as VllmParams
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.common.contract import errors
+from services.common.contract.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
+from services.common.contract.sample_schema import Scoring
+from services.common.process import failpoints
+from services.common.process.tasks import cancel_all
+from services.common.weights.medium import Medium
+from services.sampler.config import SamplerConfig
+from services.sampler.engine.child import STACKS_SIGNAL
+from services.sampler.engine.sampling import (
+    Adapter,
+    Limits,
+    SampleJob,
+    SampleOutput,
+    SamplingParams,
+    Sequence,
+    StopReason,
+    Weights,
+    sequence_seed,
+    tokens_left,
+)
+from services.sampler.engine.settings import engine_args
+from services.sampler.worker.prompt_scores import (
+    CACHE_LIMIT_KEY,
+    REQUEST_KEY,
+    ScorePlan,
+    TopkLogprobs,
+    check_logprobs,
+    plan_of,
+    read_answer,
+)
+
+log = logging.getLogger(__name__)
+
+_STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length"}
+# Work on larger answers runs in a thread, so that other requests do not wait for it.
+_THREAD_ABOVE_CELLS = 2**16
+_RPC_TIMEOUT_S = 60.0
+_POLL_S = 0.002
+_POLL_MAX_S = 0.05
+
+
+class Engine:
+    """One running vLLM engine."""
+
+    def __init__(self, config: SamplerConfig) -> None:
+        """Starts the engine's processes and loads the model; blocks until it stands.
+
+        Must be called on the main thread: the engine core asks the kernel to end with the thread
+        that started it.
+
+        Raises:
+            InvalidRequest: the configuration asks for a device that this vLLM does not have.
+        """
+        device = str(current_platform.device_type)
+        if config.device not in ("auto", device):
+            raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
+        if device == "cpu":
+            # Nothing of the model is compiled there; compiling the sampler's helpers only costs start-up.
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        self._config = config
+        self._llm = AsyncLLM.from_engine_args(engine_args(config, device))
+        model = self._llm.model_config
+        self.device = device
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.arch = str(model.architectures[0])
+        self.workers = config.tensor_parallel_size
+        self.limits = Limits(int(model.get_vocab_size()), int(model.max_model_len), config.max_sequences)
+        self.gpus: tuple[str, ...] = ()
+        self.first_adapter_id = config.max_loras + 1
+        """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
+        self._request_numbers = itertools.count()
+        self._weights: Weights = None
+
+    async def prepare(self) -> None:
+        """Corrects the workers and runs one request, so that the first user does not wait for it."""
+        self.gpus = tuple(gpu for gpu in await self._call_workers("tinsmith_setup") if gpu)
+        prompt = [0] * min(16, self.limits.context_length - 2)
+        params = SamplingParams(max_tokens=2)
+        await self.sample(
+            SampleJob("warm-up", None, prompt, 1, params, Scoring(prompt_logprobs=True)), adapter=None
+        )
+
+    @property
+    def dead(self) -> bool:
+        """The engine's process is gone; only a restart of this one helps."""
+        return bool(self._llm.errored)
+
+    @property
+    def running(self) -> int:
+        """Sequences that the engine has not finished."""
+        return int(self._llm.get_num_unfinished_requests())
+
+    async def steps(self) -> int:
+        """Steps that all workers have finished. An engine that is stuck does not answer.
+
+        Raises:
+            Unavailable: the engine died.
+        """
+        return min(await self._call_workers("tinsmith_steps"))
+
+    def dump_stacks(self) -> None:
+        """Has the engine core write where its threads are to the log, whatever they wait for."""
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                os.kill(child.pid, STACKS_SIGNAL)
+
+    def kill(self) -> None:
+        """Ends the engine's processes at once; a stuck one heeds nothing else."""
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    def shutdown(self, seconds: float) -> None:
+        """Ends the engine's processes, killing them after `seconds`."""
+        self._llm.shutdown(timeout=seconds)
+
+    async def sample(self, job: SampleJob, adapter: Adapter | None) -> SampleOutput:
+        """Generates. Cancelling the caller aborts the request in the engine.
+
+        Raises:
+            InvalidRequest: vLLM refused the request, or the weights give no numbers.
+            Unavailable: the engine died.
+            Internal: vLLM ended a sequence for another reason than stop or length, or gave no
+                log-probability.
+        """
+        seed = secrets.randbits(64) if job.params.seed is None else job.params.seed
+        plan = plan_of(job.scoring, len(job.prompt), seed, job.params.temperature)
+        tasks = [
+            asyncio.create_task(
+                # The first sequence scores the prompt for all of them.
+                self._generate(job, index, adapter, plan if index == 0 and plan.needed().size else None),
+                name=f"{job.request_id}-{index}",
+            )
+            for index in range(job.num_samples)
+        ]
+        try:
+            await failpoints.reach("sampler.mid_generation")
+            outputs = await asyncio.gather(*tasks)
+        except BaseException:
+            await cancel_all(tasks)
+            raise
+        sampled = sum(len(output.outputs[0].token_ids) for output in outputs)
+        if sampled * (1 + job.scoring.topk_sample_logprobs) + plan.rows > _THREAD_ABOVE_CELLS:
+            return await asyncio.to_thread(_answer, job, plan, outputs)
+        return _answer(job, plan, outputs)
+
+    async def _generate(
+        self, job: SampleJob, index: int, adapter: Adapter | None, plan: ScorePlan | None
+    ) -> RequestOutput:
+        lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
+        # The engine's own number keeps ids unique when a gateway sends one request twice.
+        request_id = f"{job.request_id}-{index}-{next(self._request_numbers)}"
+        # The salt keys the prefix cache, as an adapter's name does: keys and values that one set of weights
+        # made never serve another, and still stand when it comes back.
+        salt = "/".join(part for part in (str(self._weights or ""), job.cache_namespace) if part)
+        prompt = tokens_input(prompt_token_ids=job.prompt, cache_salt=salt or None)
+        last: RequestOutput | None = None
+        try:
+            async for output in self._llm.generate(
+                prompt, _vllm_params(job, index, self.limits, plan), request_id, lora_request=lora
+            ):
+                last = output
+        except EngineDeadError as error:
+            raise Unavailable("the engine ended; the sampler is restarting, try again") from error
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+        if last is None or not last.finished:
+            raise Internal("the engine ended the request without a result")
+        return last
+
+    async def join_group(
+        self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float
+    ) -> None:
+        """Makes all workers members of weight group `epoch`.
+
+        Raises:
+            DeadlineExceeded: a member did not come.
+        """
+        arguments = (epoch, first_rank, world_size, medium, self._config.base_model, seconds)
+        await self._run_job("tinsmith_join", arguments, seconds)
+
+    async def leave_group(self) -> None:
+        """Gives the weight group up."""
+        await self._call_workers("tinsmith_leave")
+
+    async def receive_adapter(
+        self, adapter_id: int, epoch: int, rank: int, specs: list[list[Any]], crc32: int, seconds: float
+    ) -> int:
+        """Receives an adapter over the weight group; returns its bytes in memory on one worker.
+
+        Args:
+            specs: [name, dtype, shape] of each tensor of the packed buffer.
+
+        Raises:
+            DataLoss, DeadlineExceeded, InvalidRequest.
+        """
+        arguments = (epoch, adapter_id, rank, specs, crc32, seconds)
+        return await self._run_job("tinsmith_receive", arguments, seconds)
+
+    async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int:
+        """Loads an adapter from a PEFT directory; returns its bytes in memory on one worker."""
+        return await self._run_job("tinsmith_load", (adapter_id, directory), seconds)
+
+    async def drop_adapters(self, adapter_ids: list[int]) -> None:
+        """Frees adapters that no request uses."""
+        await self._call_workers("tinsmith_drop", adapter_ids)
+
+    async def stage_weights(
+        self, stage_id: int | None, epoch: int, specs: list[list[Any]], crc32: int, seconds: float
+    ) -> None:
+        """Receives a full model over the weight group into each worker's host memory.
+
+        Args:
+            stage_id: what to keep it under; None = take part, and keep nothing.
+            specs: [name, dtype, shape] of each tensor of the stream.
+
+        Raises:
+            DataLoss, DeadlineExceeded.
+        """
+        await self._run_job("tinsmith_stage", (stage_id, epoch, specs, crc32, seconds), seconds)
+
+    async def drop_staged(self, stage_ids: list[int]) -> None:
+        """Frees staged weights."""
+        await self._call_workers("tinsmith_drop_staged", stage_ids)
+
+    async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
+        """Replaces the engine's weights. The caller sees to it that no request runs.
+
+        After an error the engine's weights are undefined until a swap succeeds.
+
+        Args:
+            weights: what they are of.
+            source: id of staged weights, or a model's directory, or None = the base model's own files.
+
+        Raises:
+            InvalidRequest: they do not fit this model.
+        """
+        # A request that was given up a moment ago may still be in a step: the pause waits for it.
+        try:
+            async with asyncio.timeout(seconds):
+                await self._llm.pause_generation(mode="wait", clear_cache=False)
+            await self._run_job("tinsmith_swap", (source,), seconds)
+            self._weights = weights
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the engine did not come to rest in {seconds:.0f} s") from error
+        except EngineDeadError as error:
+            raise Unavailable("the engine ended; the sampler is restarting, try again") from error
+        finally:
+            if not self.dead:
+                await self._llm.resume_generation()
+
+    async def _run_job(self, method: str, arguments: tuple[Any, ...], seconds: float) -> int:
+        """Starts a job on every worker and waits for all of them, a little longer than `seconds`."""
+        job = f"{method}-{next(self._request_numbers)}"
+        try:
+            async with asyncio.timeout(seconds + _RPC_TIMEOUT_S):
+                await self._call_workers(method, job, *arguments)
+                outcomes = await self._poll(job)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{method} did not finish in {seconds:.0f} s") from error
+        for outcome in outcomes:
+            if outcome[0] == "error":
+                raise errors.by_code(*outcome[1:])
+        return max(outcome[1] for outcome in outcomes)
+
+    async def _poll(self, job: str) -> list[list[Any]]:
+        pause = _POLL_S
+        while True:
+            outcomes = await self._call_workers("tinsmith_poll", job)
+            if all(outcome is not None for outcome in outcomes):
+                return outcomes
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _POLL_MAX_S)
+
+    async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        if self.dead:
+            raise Unavailable("the engine ended; the sampler is restarting, try again")
+        try:
+            return list(await self._llm.collective_rpc(method, timeout=_RPC_TIMEOUT_S, args=arguments))
+        except EngineDeadError as error:
+            raise Unavailable("the engine ended; the sampler is restarting, try again") from error
+
+
+def _vllm_params(job: SampleJob, index: int, limits: Limits, plan: ScorePlan | None) -> VllmParams:
+    params = job.params
+    return VllmParams(
+        max_tokens=tokens_left(job, limits),
+        seed=sequence_seed(params.seed, index),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        ignore_eos=params.ignore_eos,
+        stop=list(params.stop_strings),
+        stop_token_ids=list(params.stop_token_ids),
+        include_stop_str_in_output=True,
+        # Text is only made to find stop strings, which may name special tokens.
+        detokenize=bool(params.stop_strings),
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        logprobs=job.scoring.topk_sample_logprobs,
+        flat_logprobs=True,
+        # A row that is scored needs its hidden state, which the prefix cache does not keep.
+        extra_args=None
+        if plan is None
+        else {REQUEST_KEY: plan.to_wire(), CACHE_LIMIT_KEY: int(plan.needed()[0])},
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _answer(job: SampleJob, plan: ScorePlan, outputs: list[RequestOutput]) -> SampleOutput:
+    return SampleOutput(
+        [_sequence(output, job.scoring.topk_sample_logprobs) for output in outputs],
+        outputs[0].num_cached_tokens or 0,
+        read_answer(job.scoring, plan, outputs[0].prompt_token_id_logprobs),
+    )
+
+
+def _sequence(output: RequestOutput, topk: int) -> Sequence:
+    completion = output.outputs[0]
+    reason = _STOP_REASONS.get(completion.finish_reason)
+    if reason is None:
+        raise Internal(f"the engine ended a sequence with {completion.finish_reason!r}; try again")
+    tokens = list(completion.token_ids)
+    flat = completion.logprobs
+    width = topk + 1
+    if not isinstance(flat, FlatLogprobs) or len(flat.logprobs) != len(tokens) * width:
+        raise Internal(f"the engine gave log-probabilities for not all of {len(tokens)} tokens")
+    # Each row is the sampled token and then the most likely ones.
+    ids = np.array(flat.token_ids, dtype=np.int32).reshape(-1, width)
+    logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(-1, width)
+    if ids[:, 0].tolist() != tokens:
+        raise Internal("the engine gave log-probabilities of other tokens than it sampled")
+    check_logprobs(logprobs)
+    likely = TopkLogprobs(ids[:, 1:], logprobs[:, 1:]) if topk else None
+    return Sequence(reason, tokens, logprobs[:, 0].tolist(), likely)

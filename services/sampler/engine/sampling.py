@@ -1,0 +1,206 @@
+"""What a sampler is asked and what it answers, and the pure decisions about a request.
+
+Invariant: a request that passed `check` cannot make the engine fail: every token id, length and
+parameter is inside what this engine accepts. No torch, no vLLM, no protobuf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.common.contract.errors import InvalidRequest, Overloaded
+from services.common.contract.sample_schema import Scoring, check_answer, check_decoding
+from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
+
+StopReason = Literal["stop", "length"]
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SnapshotKey:
+    """An immutable snapshot, adapter or full model: the model that was saved and the seq_id of the save."""
+
+    model_id: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.model_id}@{self.version}"
+
+
+Weights = SnapshotKey | None
+"""What the weights below every adapter are of: a full snapshot, or None = the base model."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A snapshot that every worker of the engine holds.
+
+    Attributes:
+        id: the engine's own number, never reused.
+        name: unique per snapshot; it keys the prefix cache, so cached keys and values never cross
+            from one version to another.
+        directory: the snapshot in the store.
+    """
+
+    id: int
+    name: str
+    directory: str
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample; see SamplingParams in operation.proto.
+
+    Attributes:
+        max_tokens: None = to the context length.
+        seed: 0 .. 2**64 - 1; None = a fresh random stream.
+        ignore_eos: end-of-sequence tokens do not stop.
+        stop_strings, stop_token_ids: stop besides end-of-sequence.
+        top_k: -1 = all tokens.
+    """
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """One Sample call.
+
+    Attributes:
+        snapshot: None = the base model.
+        prompt: token ids.
+        scoring: log-probabilities asked for besides those of the sampled tokens.
+        cache_namespace: cached keys and values are shared with jobs of the same name only.
+    """
+
+    request_id: str
+    snapshot: SnapshotKey | None
+    prompt: list[int]
+    num_samples: int
+    params: SamplingParams
+    scoring: Scoring = field(default_factory=Scoring)
+    cache_namespace: str = ""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One generated sequence: token ids with the stop token, and a log-probability for each.
+
+    Attributes:
+        topk: the most likely tokens at each position; None = not asked for.
+    """
+
+    stop_reason: StopReason
+    tokens: list[int]
+    logprobs: list[float]
+    topk: TopkLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """What a SampleJob came to."""
+
+    sequences: list[Sequence]
+    cached_prompt_tokens: int
+    scores: PromptScores = field(default_factory=PromptScores)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine accepts.
+
+    Attributes:
+        vocab_size: token ids are 0 .. vocab_size - 1.
+        context_length: most tokens of prompt and output together.
+        max_sequences: most sequences running or waiting at once.
+    """
+
+    vocab_size: int
+    context_length: int
+    max_sequences: int
+
+
+def check(job: SampleJob, limits: Limits) -> None:
+    """Refuses what this engine cannot do exactly as asked.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    _check_prompt(job.prompt, limits)
+    if not 1 <= job.num_samples <= limits.max_sequences:
+        raise InvalidRequest(
+            f"num_samples is {job.num_samples}; it must be from 1 to {limits.max_sequences}: "
+            "send several requests for more"
+        )
+    _check_params(job.params, limits)
+    sampled = job.num_samples * tokens_left(job, limits)
+    check_answer(job.scoring, len(job.prompt), limits.vocab_size, sampled)
+
+
+def _check_prompt(prompt: list[int], limits: Limits) -> None:
+    if not 1 <= len(prompt) < limits.context_length:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens; it must have from 1 to {limits.context_length - 1}, "
+            f"so that at least one more fits into the context of {limits.context_length}",
+            "prompt_length",
+        )
+    _check_tokens(prompt, limits, "prompt")
+
+
+def _check_tokens(tokens: list[int] | tuple[int, ...], limits: Limits, name: str) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= limits.vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
+        raise InvalidRequest(
+            f"{name} has token id {wrong}; the model's ids are 0 to {limits.vocab_size - 1}",
+            "token_out_of_range",
+        )
+
+
+def _check_params(params: SamplingParams, limits: Limits) -> None:
+    check_decoding(params.temperature, params.top_k, params.top_p, params.max_tokens)
+    if params.seed is not None and not 0 <= params.seed <= _MASK64:
+        raise InvalidRequest(f"seed is {params.seed}; it must be an unsigned 64-bit number")
+    if "" in params.stop_strings:
+        raise InvalidRequest("a stop string is empty; leave it out")
+    _check_tokens(params.stop_token_ids, limits, "stop")
+
+
+def admit(running: int, wanted: int, limits: Limits) -> None:
+    """Decides whether `wanted` more sequences may be queued beside `running` ones.
+
+    Raises:
+        Overloaded: not now.
+    """
+    if running and running + wanted > limits.max_sequences:
+        raise Overloaded(
+            f"{running} sequences are running or waiting and at most {limits.max_sequences} may; try again"
+        )
+
+
+def sequence_seed(seed: int | None, index: int) -> int | None:
+    """Engine seed of sequence `index`: a 63-bit mix of seed + index (mod 2**64).
+
+    The generators behind the engine read only the low 32 bits of a seed, so the 64 bits are mixed
+    (the SplitMix64 finalizer): seeds that differ anywhere give different streams.
+    """
+    if seed is None:
+        return None
+    mixed = (seed + index + 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+def tokens_left(job: SampleJob, limits: Limits) -> int:
+    """Most tokens to generate: what was asked for, cut to what the context leaves."""
+    left = limits.context_length - len(job.prompt)
+    return left if job.params.max_tokens is None else min(job.params.max_tokens, left)

@@ -1,0 +1,69 @@
+"""The settings of vLLM's engine that follow from a sampler's.
+
+Invariant: what decides the answers is set here and not left to vLLM's defaults: log-probabilities are the
+raw model's, a request without a seed gets another stream on every replica, and vLLM itself evicts no adapter.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from services.sampler.config import GIB, SamplerConfig
+
+# What train_attn, train_mlp and train_unembed adapt.
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+# Residency decides what is resident; vLLM's own cache must never evict by itself.
+_UNLIMITED_ADAPTERS = 1_000_000
+
+
+def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
+    """What vLLM is started with on "cpu" or "cuda"."""
+    on_cpu = device == "cpu"
+    arguments: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": "float32" if config.dtype == "auto" and on_cpu else config.dtype,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": _kv_cache_bytes(config, on_cpu),
+        "enforce_eager": on_cpu,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "raw_logprobs",
+        "max_logprobs": -1,
+        # Requests without a seed differ between replicas and after a restart.
+        "seed": secrets.randbits(31),
+        "enable_lora": True,
+        "max_loras": config.max_loras,
+        "max_lora_rank": config.max_lora_rank,
+        "max_cpu_loras": _UNLIMITED_ADAPTERS,
+        "lora_target_modules": LORA_TARGETS,
+        "scheduler_cls": "services.sampler.engine.scheduler.make_scheduler",
+        "worker_extension_cls": "services.sampler.worker.extension.WorkerExtension",
+        "disable_log_stats": True,
+        # A supervisor that signals every process must not cut off what is being drained.
+        "shutdown_timeout": int(config.drain_seconds),
+    }
+    if on_cpu:
+        arguments["max_num_batched_tokens"] = 2048
+        if config.tensor_parallel_size == 1:
+            arguments["distributed_executor_backend"] = "uni"
+    return AsyncEngineArgs(**arguments)
+
+
+def _kv_cache_bytes(config: SamplerConfig, on_cpu: bool) -> int | None:
+    """Bytes for keys and values; None = vLLM measures what the GPU has left."""
+    if config.kv_cache_gib > 0:
+        return int(config.kv_cache_gib * GIB)
+    if not on_cpu:
+        return None
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(config.model_path).get_text_config()
+    head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    item = 2 if config.dtype == "bfloat16" else 4
+    sequence = 2 * model.num_hidden_layers * heads * head * item * model.max_position_embeddings
+    # Room for two full contexts, and for a prefix cache worth the name on tiny models.
+    return max(GIB, 2 * sequence)

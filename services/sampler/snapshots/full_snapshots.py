@@ -1,0 +1,185 @@
+"""Full snapshots: every weight of a fine-tuned model, in host memory and, one at a time, in the engine.
+
+Invariant: between the beginning and the end of `use` the engine has the weights that were asked for, and so
+has every request for its whole life. Putting other weights in waits until nothing runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from services.common.contract.errors import Internal, TinsmithError
+from services.common.contract.tensors import ITEM_SIZE
+from services.common.process.tasks import cancel_all
+from services.common.storage.data_dir import DataDir
+from services.sampler.convert import IncomingSnapshot
+from services.sampler.engine.sampling import SnapshotKey, Weights
+from services.sampler.snapshots.staging import Staging
+from services.sampler.snapshots.turns import Run, Swap, Turns
+
+log = logging.getLogger(__name__)
+
+SWAP_TIMEOUT_S = 1800.0
+
+
+class WeightEngine(Protocol):
+    """What this needs of an engine."""
+
+    async def stage_weights(
+        self, stage_id: int | None, epoch: int, specs: list[list[object]], crc32: int, seconds: float
+    ) -> None: ...
+
+    async def drop_staged(self, stage_ids: list[int]) -> None: ...
+
+    async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None: ...
+
+
+class FullSnapshots:
+    """The full snapshots of one engine."""
+
+    def __init__(self, engine: WeightEngine, data_dir: DataDir, staging: Staging) -> None:
+        self._engine = engine
+        self._data_dir = data_dir
+        self._staging = staging
+        self._listeners: list[Callable[[Weights], Awaitable[None]]] = []
+        self._turns = Turns(time.monotonic())
+        self._numbers = itertools.count()
+        self._unwanted: list[int] = []
+        self._entered: dict[int, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._swap: asyncio.Task[None] | None = None
+
+    @property
+    def weights(self) -> Weights:
+        """Whose weights are in the engine."""
+        return self._turns.resident
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their weights."""
+        return self._turns.waiting
+
+    def staged(self) -> list[SnapshotKey]:
+        """Snapshots in host memory."""
+        return self._staging.keys()
+
+    def knows(self, key: SnapshotKey) -> bool:
+        """Whether this is a full snapshot that is in memory or in the engine."""
+        return key == self.weights or self._staging.find(key) is not None
+
+    def listen(self, listener: Callable[[Weights], Awaitable[None]]) -> None:
+        """Calls `listener` with the weights in the engine whenever they have changed."""
+        self._listeners.append(listener)
+
+    @asynccontextmanager
+    async def use(self, weights: Weights) -> AsyncIterator[None]:
+        """Waits until these weights are in the engine, and keeps them there.
+
+        Raises:
+            TinsmithError: they could not be put there.
+        """
+        ticket = next(self._numbers)
+        entered = self._entered[ticket] = asyncio.get_running_loop().create_future()
+        self._turns.arrive(ticket, weights)
+        self._go_on()
+        try:
+            await entered
+            yield
+        finally:
+            del self._entered[ticket]
+            self._turns.leave(ticket, time.monotonic())
+            self._go_on()
+
+    async def receive(self, incoming: IncomingSnapshot) -> None:
+        """Receives a snapshot over the weight group into host memory, or lets it pass when there is no room.
+
+        Raises:
+            DataLoss, DeadlineExceeded: as Engine.stage_weights.
+        """
+        nbytes = sum(math.prod(spec.shape) * ITEM_SIZE[spec.dtype] for spec in incoming.specs)
+        stage_id, dropped = self._staging.reserve(incoming.key, nbytes)
+        try:
+            if dropped := [*self._unwanted, *dropped]:
+                self._unwanted.clear()
+                await self._engine.drop_staged(dropped)
+            await self._engine.stage_weights(
+                stage_id, incoming.epoch, incoming.layout, incoming.crc32, incoming.timeout
+            )
+        except BaseException:
+            if stage_id is not None:
+                # A worker may have it all the same; nothing is ever kept under this id again.
+                self._unwanted.append(self._staging.cancel(incoming.key))
+            raise
+        if stage_id is None:
+            log.warning(
+                "full snapshot %s (%d bytes) is not kept in memory, its requests read it from the store",
+                incoming.key,
+                nbytes,
+            )
+        else:
+            self._staging.complete(incoming.key)
+
+    async def close(self) -> None:
+        """Ends a swap that goes on."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await cancel_all([self._swap])
+
+    def _go_on(self) -> None:
+        """Does what there is to do now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop = asyncio.get_running_loop()
+        while isinstance(decision := self._turns.decide(time.monotonic()), Run):
+            for ticket in decision.tickets:
+                _resolve(self._entered[ticket])
+        if isinstance(decision, Swap):
+            self._swap = loop.create_task(self._put(decision.weights), name=f"swap to {decision.weights}")
+            self._swap.add_done_callback(_log_failure)
+        elif decision.until is not None:
+            self._timer = loop.call_later(decision.until - time.monotonic(), self._go_on)
+
+    async def _put(self, weights: Weights) -> None:
+        started = time.monotonic()
+        try:
+            await self._engine.swap_weights(weights, self._source(weights), SWAP_TIMEOUT_S)
+        except Exception as error:
+            log.warning("could not put %s into the engine: %s", weights or "the base weights", error)
+            reported = error if isinstance(error, TinsmithError) else Internal(f"{error}")
+            for ticket in self._turns.failed():
+                _resolve(self._entered[ticket], reported)
+        else:
+            seconds = time.monotonic() - started
+            self._turns.swapped(time.monotonic(), seconds)
+            log.info("%s in the engine after %.2f s", weights or "the base weights are", seconds)
+        self._go_on()
+        for listener in self._listeners:
+            await listener(self.weights)
+
+    def _source(self, weights: Weights) -> int | str | None:
+        if weights is None:
+            return None
+        staged = self._staging.find(weights)
+        return str(self._data_dir.snapshot(weights.model_id, weights.version)) if staged is None else staged
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+
+def _resolve(future: asyncio.Future[None], error: Exception | None = None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,214 @@
+"""Keeps snapshots at hand: by broadcast when they are made, from the store on a miss.
+
+Invariant: between the beginning and the end of `use` every worker has the snapshot, and what a snapshot
+key names never changes: the first copy of a version that arrives stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from services.common.contract.errors import InvalidRequest, SnapshotNotFound, TinsmithError
+from services.common.storage.data_dir import DataDir
+from services.common.weights.medium import Medium
+from services.sampler.convert import IncomingSnapshot
+from services.sampler.engine.sampling import Adapter, SnapshotKey, Weights
+from services.sampler.snapshots.full_snapshots import FullSnapshots
+from services.sampler.snapshots.residency import Residency
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 120.0
+
+
+class NotInGroup(TinsmithError):
+    """The workers are not in the weight group of that epoch; the caller makes a new one."""
+
+    default_code = "not_in_group"
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class AdapterEngine(Protocol):
+    """What this needs of an engine."""
+
+    async def join_group(
+        self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float
+    ) -> None: ...
+
+    async def leave_group(self) -> None: ...
+
+    async def receive_adapter(
+        self, adapter_id: int, epoch: int, rank: int, specs: list[list[object]], crc32: int, seconds: float
+    ) -> int: ...
+
+    async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int: ...
+
+    async def drop_adapters(self, adapter_ids: list[int]) -> None: ...
+
+
+class Snapshots:
+    """The snapshots of one engine."""
+
+    def __init__(
+        self, engine: AdapterEngine, data_dir: DataDir, residency: Residency, full: FullSnapshots
+    ) -> None:
+        self._engine = engine
+        self._data_dir = data_dir
+        self._residency = residency
+        self._full = full
+        self._loads: dict[SnapshotKey, asyncio.Task[None]] = {}
+        self._receiving = asyncio.Lock()
+        self._cleanups: set[asyncio.Task[None]] = set()
+        self.group_epoch = 0
+        """Weight group the workers are in; 0 = none."""
+
+    def resident(self) -> list[SnapshotKey]:
+        """Snapshots in memory."""
+        return self._residency.keys() + self._full.staged()
+
+    @property
+    def weights(self) -> Weights:
+        """Whose weights are in the engine."""
+        return self._full.weights
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until other weights are in the engine."""
+        return self._full.waiting
+
+    @asynccontextmanager
+    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Adapter | None]:
+        """The snapshot (None = the base model) is in the engine meanwhile. Yields the adapter, if it is one.
+
+        Raises:
+            SnapshotNotFound: it is neither in memory nor in the store.
+            TinsmithError: it could not be loaded.
+        """
+        if key is None or await self._is_full(key):
+            async with self._full.use(key):
+                yield None
+            return
+        self._residency.wait_for(key)
+        try:
+            while (adapter_id := self._residency.acquire(key)) is None:
+                await self._load(key)
+        finally:
+            self._residency.stop_waiting(key)
+        try:
+            # Adapters belong to the base model.
+            async with self._full.use(None):
+                directory = self._data_dir.snapshot(key.model_id, key.version)
+                yield Adapter(adapter_id, str(key), str(directory))
+        finally:
+            self._residency.release(key)
+
+    async def _is_full(self, key: SnapshotKey) -> bool:
+        if self._full.knows(key):
+            return True
+        if self._residency.holds(key):
+            return False
+        directory = self._data_dir.snapshot(key.model_id, key.version)
+        return await asyncio.to_thread((directory / "config.json").is_file)
+
+    async def _load(self, key: SnapshotKey) -> None:
+        """Loads once however many requests wait; one that is cancelled does not stop the others."""
+        task = self._loads.get(key)
+        if task is None:
+            task = self._loads[key] = asyncio.create_task(self._load_from_store(key), name=f"load-{key}")
+            task.add_done_callback(lambda _: self._loads.pop(key, None))
+        await asyncio.shield(task)
+
+    async def _load_from_store(self, key: SnapshotKey) -> None:
+        directory = self._data_dir.snapshot(key.model_id, key.version)
+        if not await asyncio.to_thread((directory / "adapter_config.json").is_file):
+            raise SnapshotNotFound(
+                f"snapshot {key} is neither in memory nor in the snapshot store; save the weights again"
+            )
+        adapter_id = self._residency.new_adapter_id()
+        nbytes = await self._take(
+            adapter_id, self._engine.load_adapter(adapter_id, str(directory), LOAD_TIMEOUT_S)
+        )
+        await self._note(key, adapter_id, nbytes)
+        log.info("loaded snapshot %s from the store (%d bytes)", key, nbytes)
+
+    async def join_group(
+        self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float
+    ) -> None:
+        """Makes the workers members of weight group `epoch`, leaving the present one."""
+        self.group_epoch = 0
+        await self._engine.join_group(epoch, first_rank, world_size, medium, seconds)
+        self.group_epoch = epoch
+        log.info("joined weight group %d (%s) as rank %d of %d", epoch, medium, first_rank, world_size)
+
+    async def receive(self, incoming: IncomingSnapshot) -> None:
+        """Receives a snapshot over the weight group; it can be used once this returns.
+
+        A failure, or a caller that went away, breaks the group: the trainer makes a new one.
+
+        Raises:
+            NotInGroup: the workers are in another group or in none.
+            DataLoss, DeadlineExceeded, InvalidRequest: as Engine.receive_adapter.
+        """
+        async with self._receiving:
+            if incoming.epoch != self.group_epoch:
+                raise NotInGroup(
+                    f"not in weight group {incoming.epoch} but in {self.group_epoch}; join again"
+                )
+            try:
+                if incoming.rank is None:
+                    await self._full.receive(incoming)
+                else:
+                    await self._receive_adapter(incoming, incoming.rank)
+            except TinsmithError as error:
+                log.warning("snapshot %s did not arrive: %s", incoming.key, error)
+                # An adapter that does not fit arrived whole: the group is sound.
+                if not isinstance(error, InvalidRequest):
+                    self._leave(incoming.epoch)
+                raise
+            except asyncio.CancelledError:
+                self._leave(incoming.epoch)
+                raise
+        log.info("received snapshot %s", incoming.key)
+
+    async def _receive_adapter(self, incoming: IncomingSnapshot, rank: int) -> None:
+        adapter_id = self._residency.new_adapter_id()
+        nbytes = await self._take(
+            adapter_id,
+            self._engine.receive_adapter(
+                adapter_id, incoming.epoch, rank, incoming.layout, incoming.crc32, incoming.timeout
+            ),
+        )
+        await self._note(incoming.key, adapter_id, nbytes)
+
+    async def _take(self, adapter_id: int, arrival: object) -> int:
+        """Waits for an adapter to arrive on all workers, or drops it from those that have it."""
+        try:
+            return await arrival  # type: ignore[misc]
+        except BaseException:
+            self._own(self._engine.drop_adapters([adapter_id]))
+            raise
+
+    async def _note(self, key: SnapshotKey, adapter_id: int, nbytes: int) -> None:
+        dropped = self._residency.add(key, adapter_id, nbytes)
+        if dropped:
+            await self._engine.drop_adapters(dropped)
+
+    def _leave(self, epoch: int) -> None:
+        if self.group_epoch == epoch:
+            self.group_epoch = 0
+            self._own(self._engine.leave_group())
+
+    def _own(self, work: object) -> None:
+        """Runs a clean-up that must not die with the call that caused it."""
+        task: asyncio.Task[None] = asyncio.create_task(work)  # type: ignore[arg-type]
+        self._cleanups.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._cleanups.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("clean-up failed: %s", task.exception())

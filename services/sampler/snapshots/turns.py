@@ -1,0 +1,118 @@
+"""Whose weights are in the engine, and when they change: pure decisions, no clock and no waiting.
+
+One set of base weights is in the engine at a time: the base model's (which adapters need too) or those of one
+full snapshot. A request whose weights are in the engine runs at once. When others wait, the running ones
+finish on the weights they began with (the engine *drains*), then the weights are swapped.
+
+Invariants: while a swap goes on nothing runs, and what runs, runs on its own weights. Nobody starves: weights
+that others wait for stay at least a turn, unless nobody uses them, and take on nothing new after it; the next
+ones are those of the request that has waited longest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from services.sampler.engine.sampling import Weights
+
+SHORTEST_TURN_S = 1.0
+TURN_PER_SWAP = 4.0
+"""A turn is this many times as long as the swap took, so that at most a fifth of the time goes into swaps."""
+IDLE_GRACE_S = 0.05
+"""How long unused weights stay within their turn: a client that samples one by one will be back by then
+(anticipatory scheduling, Iyer and Druschel 2001)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """These requests may run now."""
+
+    tickets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Put these weights into the engine, then call `swapped` or `failed`."""
+
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do before the next event, or before this time."""
+
+    until: float | None = None
+
+
+class Turns:
+    """The requests of one engine. Times are seconds of one monotonic clock.
+
+    Each method is an event; call `decide` after it, until it answers `Wait`.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._resident: Weights = None
+        self._sound = True
+        self._target: list[Weights] = []
+        self._running: set[int] = set()
+        self._waiting: OrderedDict[int, Weights] = OrderedDict()
+        self._turn_ends = now
+        self._idle_since = now
+
+    @property
+    def resident(self) -> Weights:
+        """Weights that are in the engine, or were last."""
+        return self._resident
+
+    @property
+    def waiting(self) -> int:
+        """Requests that do not run yet."""
+        return len(self._waiting)
+
+    def arrive(self, ticket: int, weights: Weights) -> None:
+        """A new request."""
+        self._waiting[ticket] = weights
+
+    def leave(self, ticket: int, now: float) -> None:
+        """A request is done or given up, whether it ran or not."""
+        self._waiting.pop(ticket, None)
+        if ticket in self._running:
+            self._running.remove(ticket)
+            self._idle_since = now
+
+    def swapped(self, now: float, seconds: float) -> None:
+        """The swap that `decide` asked for is done and took `seconds`."""
+        self._resident = self._target.pop()
+        self._sound = True
+        self._turn_ends = now + max(SHORTEST_TURN_S, TURN_PER_SWAP * seconds)
+        self._idle_since = now
+
+    def failed(self) -> tuple[int, ...]:
+        """The swap failed and left no usable weights behind. Returns the requests that fail with it."""
+        target = self._target.pop()
+        self._sound = False
+        lost = tuple(ticket for ticket, weights in self._waiting.items() if weights == target)
+        for ticket in lost:
+            del self._waiting[ticket]
+        return lost
+
+    def decide(self, now: float) -> Run | Swap | Wait:
+        """What to do now."""
+        if self._target or not self._waiting:
+            return Wait()
+        mine = tuple(t for t, weights in self._waiting.items() if self._sound and weights == self._resident)
+        others = [w for w in self._waiting.values() if not self._sound or w != self._resident]
+        over = not self._sound or now >= self._turn_ends
+        if mine and not (others and over):
+            for ticket in mine:
+                del self._waiting[ticket]
+            self._running.update(mine)
+            return Run(mine)
+        if self._running:
+            return Wait()
+        unused = self._idle_since + IDLE_GRACE_S
+        if not over and now < unused:
+            return Wait(min(unused, self._turn_ends))
+        self._target.append(others[0])
+        return Swap(others[0])

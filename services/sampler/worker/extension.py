@@ -1,0 +1,321 @@
+"""What a vLLM worker does for Tinsmith: joins weight groups and takes weights, from memory or disk.
+
+vLLM mixes WorkerExtension into its worker class; its methods are called between engine steps with
+`collective_rpc`. Waiting and copying therefore happen in a thread ("a job"), and the engine only
+registers the finished adapter, so running generations go on meanwhile.
+
+Invariant: an adapter is registered whole and checked, under an id that no request uses yet, or not
+at all; an adapter that is registered has been in an engine slot once, so using it cannot fail.
+
+This file, prompt_scorer.py, full_weights.py and vllm_fixes.py are the only ones that touch vLLM's worker
+internals.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+
+from services.common import weights
+from services.common.contract.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    TinsmithError,
+)
+from services.common.weights.medium import Medium
+from services.sampler.config import REDIS_URL_VARIABLE
+from services.sampler.worker import full_weights, vllm_fixes
+from services.sampler.worker.prompt_scorer import PromptScorer
+
+log = logging.getLogger(__name__)
+
+LORA_ALPHA = 32
+"""Scale of every adapter is LORA_ALPHA / rank."""
+
+_KEPT_JOBS = 64
+_PEFT_PREFIX = "base_model.model."
+
+Outcome = list[Any]
+"""["ok", bytes] or ["error", code, category, message]; plain, because it crosses processes."""
+
+
+class _Job:
+    """Work in a thread; `finish`, if any, runs on the engine's thread with the work's result."""
+
+    def __init__(
+        self, name: str, work: Callable[[], Any], finish: Callable[[Any], int] = lambda _: 0
+    ) -> None:
+        self._finish = finish
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.outcome: Outcome | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+
+    def poll(self) -> Outcome | None:
+        if self.outcome is None and not self._thread.is_alive():
+            self.outcome = self._conclude()
+            self._result = None
+        return self.outcome
+
+    def _conclude(self) -> Outcome:
+        try:
+            if self._error is not None:
+                raise self._error
+            return ["ok", self._finish(self._result)]
+        except TinsmithError as error:
+            return ["error", error.code, error.category, error.message]
+        except Exception as error:
+            log.warning("%s failed", self._thread.name, exc_info=error)
+            return ["error", Internal.default_code, "server", f"{type(error).__name__}: {error}"]
+
+
+@contextmanager
+def _deadline() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise DeadlineExceeded(str(error)) from error
+
+
+class _State:
+    """What the extension keeps; the worker class itself has no constructor of ours."""
+
+    def __init__(self) -> None:
+        self.group: weights.WeightGroup | None = None
+        self.jobs: OrderedDict[str, _Job] = OrderedDict()
+        self.staged: dict[int, dict[str, torch.Tensor]] = {}
+        self.swapping = threading.Lock()
+        self.steps = 0
+
+
+class WorkerExtension:
+    """Methods for `collective_rpc`. Arguments and results are plain values."""
+
+    # Of the vLLM worker this is mixed into.
+    rank: int
+    device: torch.device
+    model_runner: Any
+
+    def tinsmith_setup(self) -> str:
+        """Applies what vLLM lacks. Called once, before the first request. Returns the GPU's UUID."""
+        self.tinsmith_state = _State()
+        vllm_fixes.apply(self.model_runner)
+        PromptScorer(self.model_runner)
+        self._tinsmith_count_steps()
+        if self.device.type != "cuda":
+            return ""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def tinsmith_steps(self) -> int:
+        """Steps that this worker has finished."""
+        return self.tinsmith_state.steps
+
+    def _tinsmith_count_steps(self) -> None:
+        execute = self.model_runner.execute_model
+
+        def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            result = execute(scheduled, *args, **kwargs)
+            # A step that nothing was scheduled for is no progress.
+            self.tinsmith_state.steps += scheduled.total_num_scheduled_tokens > 0
+            return result
+
+        self.model_runner.execute_model = counted
+
+    def tinsmith_join(
+        self,
+        job: str,
+        epoch: int,
+        first_rank: int,
+        world_size: int,
+        medium: Medium,
+        base_model: str,
+        timeout: float,
+    ) -> None:
+        """Starts joining weight group `epoch`, leaving the present one."""
+        self.tinsmith_leave()
+        rank = first_rank + self.rank
+        device = str(self.device) if medium == "nccl" else "cpu"
+
+        def work() -> weights.WeightGroup:
+            url = os.environ[REDIS_URL_VARIABLE]
+            try:
+                return weights.join(base_model, epoch, rank, world_size, device, url, timeout)
+            except (RuntimeError, TimeoutError) as error:
+                raise DeadlineExceeded(f"weight group {epoch} did not come together: {error}") from error
+
+        def finish(group: weights.WeightGroup) -> int:
+            self.tinsmith_state.group = group
+            return 0
+
+        self._tinsmith_start(job, _Job(f"join-{epoch}", work, finish))
+
+    def tinsmith_leave(self) -> None:
+        """Gives the weight group up; a transfer that waits fails."""
+        group, self.tinsmith_state.group = self.tinsmith_state.group, None
+        if group is not None:
+            threading.Thread(target=group.abort, name=f"leave-{group.epoch}", daemon=True).start()
+
+    def tinsmith_receive(
+        self, job: str, epoch: int, adapter_id: int, rank: int, specs: list, crc32: int, timeout: float
+    ) -> None:
+        """Starts receiving an adapter. specs: [name, dtype, shape] of each tensor, in order."""
+        layout = [weights.TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
+
+        def work() -> LoRAModel:
+            tensors = self._tinsmith_received(epoch, layout, crc32, timeout)
+            return self._tinsmith_adapter(adapter_id, rank, tensors)
+
+        self._tinsmith_start(job, _Job(f"receive-{adapter_id}", work, self._tinsmith_register))
+
+    def tinsmith_stage(
+        self, job: str, stage_id: int | None, epoch: int, specs: list, crc32: int, timeout: float
+    ) -> None:
+        """Starts receiving a full model into host memory; stage_id None = without keeping it."""
+        layout = [weights.TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
+
+        def work() -> dict[str, torch.Tensor]:
+            if stage_id is not None:
+                return self._tinsmith_received(epoch, layout, crc32, timeout)
+            with _deadline():
+                self._tinsmith_group(epoch).discard(weights.nbytes(layout), timeout)
+            return {}
+
+        def finish(tensors: dict[str, torch.Tensor]) -> int:
+            if stage_id is not None:
+                self.tinsmith_state.staged[stage_id] = tensors
+            return 0
+
+        self._tinsmith_start(job, _Job(f"stage-{stage_id}", work, finish))
+
+    def tinsmith_drop_staged(self, stage_ids: list[int]) -> None:
+        """Frees staged weights."""
+        for stage_id in stage_ids:
+            self.tinsmith_state.staged.pop(stage_id, None)
+
+    def tinsmith_swap(self, job: str, source: int | str | None) -> None:
+        """Starts replacing the model's weights. No request runs meanwhile.
+
+        Args:
+            source: id of staged weights, or a model's directory, or None = the base model's own files.
+        """
+        # Held here: dropping them from the stage now does no harm.
+        staged = self.tinsmith_state.staged[source] if isinstance(source, int) else None
+
+        def work() -> None:
+            if staged is not None:
+                tensors: full_weights.NamedTensors = staged.items()
+            elif source is None:
+                tensors = full_weights.base_tensors(self)
+            else:
+                tensors = full_weights.stored_tensors(Path(str(source)))
+            # One that was given up for its time may still be at it.
+            with self.tinsmith_state.swapping:
+                full_weights.load(self, tensors)
+
+        self._tinsmith_start(job, _Job(f"swap-{source}", work))
+
+    def tinsmith_load(self, job: str, adapter_id: int, directory: str) -> None:
+        """Starts loading an adapter from a snapshot directory in PEFT format."""
+
+        def work() -> LoRAModel:
+            config = json.loads((Path(directory) / "adapter_config.json").read_text())
+            tensors = load_file(Path(directory) / "adapter_model.safetensors")
+            named = {
+                name.removeprefix(_PEFT_PREFIX).removesuffix(".weight"): tensor
+                for name, tensor in tensors.items()
+            }
+            return self._tinsmith_adapter(adapter_id, int(config["r"]), named)
+
+        self._tinsmith_start(job, _Job(f"load-{adapter_id}", work, self._tinsmith_register))
+
+    def tinsmith_poll(self, job: str) -> Outcome | None:
+        """What a job came to; None while it runs. A finished adapter is registered by this call."""
+        return self.tinsmith_state.jobs[job].poll()
+
+    def tinsmith_drop(self, adapter_ids: list[int]) -> None:
+        """Frees adapters that no request uses."""
+        for adapter_id in adapter_ids:
+            self.model_runner.lora_manager.remove_adapter(adapter_id)
+
+    def _tinsmith_start(self, name: str, job: _Job) -> None:
+        jobs = self.tinsmith_state.jobs
+        jobs[name] = job
+        for old in list(jobs)[:-_KEPT_JOBS]:
+            if jobs[old].outcome is not None:
+                del jobs[old]
+
+    def _tinsmith_group(self, epoch: int) -> weights.WeightGroup:
+        group = self.tinsmith_state.group
+        if group is None or group.epoch != epoch:
+            raise Internal(f"a worker is not in weight group {epoch}")
+        return group
+
+    def _tinsmith_received(
+        self, epoch: int, layout: list[weights.TensorSpec], crc32: int, timeout: float
+    ) -> dict[str, torch.Tensor]:
+        """Tensors that arrive over the weight group, checked, in host memory. Blocking."""
+        with _deadline():
+            buffer = self._tinsmith_group(epoch).receive(weights.nbytes(layout), timeout)
+        if weights.crc32(buffer) != crc32:
+            raise DataLoss("the received snapshot's checksum differs; publish it again")
+        return weights.unpack(buffer, layout)
+
+    def _tinsmith_adapter(self, adapter_id: int, rank: int, tensors: dict[str, torch.Tensor]) -> LoRAModel:
+        """A LoRAModel of tensors "<module>.lora_A" [r, in] and "<module>.lora_B" [out, r]."""
+        worker_manager = self.model_runner.lora_manager
+        manager = worker_manager._adapter_manager
+        if rank > worker_manager.lora_config.max_lora_rank:
+            raise InvalidRequest(
+                f"the adapter's rank is {rank}; this sampler takes up to "
+                f"{worker_manager.lora_config.max_lora_rank} (--max-lora-rank)"
+            )
+        renames = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            adapter_id,
+            {f"{_PEFT_PREFIX}{name}.weight": tensor for name, tensor in tensors.items()},
+            PEFTHelper(r=rank, lora_alpha=LORA_ALPHA, target_modules=[]),
+            device="cpu",
+            dtype=worker_manager.lora_config.lora_dtype,
+            weights_mapper=renames.get_rename_mapper() if renames is not None else None,
+        )
+        packed = {part for parts in manager.packed_modules.values() for part in parts}
+        for module, lora in adapter.loras.items():
+            if module not in packed and module not in manager.modules:
+                raise InvalidRequest(f"the adapter has weights for {module}, which this model cannot adapt")
+            if lora.lora_a is None or lora.lora_b is None or lora.lora_a.shape[0] != rank:
+                raise InvalidRequest(f"the adapter's {module} is not a pair of rank {rank} matrices")
+        return adapter
+
+    def _tinsmith_register(self, adapter: LoRAModel) -> int:
+        """Hands an adapter to vLLM and puts it into a slot once. Returns its bytes."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        nbytes = sum(lora.lora_a.nbytes + lora.lora_b.nbytes for lora in adapter.loras.values())
+        try:
+            manager.add_adapter(adapter)
+            manager.activate_adapter(adapter.id)
+        except Exception as error:
+            # Shapes that do not fit must not reach a running step, where they would end the engine.
+            manager.remove_adapter(adapter.id)
+            raise InvalidRequest(f"the adapter does not fit this model: {error}") from error
+        return nbytes

@@ -1,0 +1,123 @@
+"""Replaces all weights of the model in a vLLM worker by those of another checkpoint of the same shape.
+
+The tensors go through vLLM's own loader of the model, as at start-up: it fuses, shards for this worker's
+tensor-parallel rank and packs them, so the shards are right by construction. Every tensor keeps its place in
+memory, so CUDA graphs stay valid.
+
+Invariant: the same tensors give the same bits, so the base model's weights come back as they were. When
+`load` fails the model is whole in its parts but holds a mixture; it must not run before a `load` succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from services.common.contract.errors import InvalidRequest, SnapshotNotFound
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def base_tensors(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that the engine was started with, from their files."""
+    loader = get_model_loader(worker.vllm_config.load_config)
+    yield from loader.get_all_weights(worker.vllm_config.model_config, worker.model_runner.get_model())
+
+
+def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model's directory, read as they are used.
+
+    Raises:
+        SnapshotNotFound: it has none.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise SnapshotNotFound(f"there are no weights in {directory}; save them again")
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                yield name, file.get_tensor(name)
+
+
+@torch.inference_mode()
+def load(worker: Any, tensors: NamedTensors) -> None:
+    """Loads tensors by their Hugging Face names. Blocking; no step may run meanwhile.
+
+    Raises:
+        InvalidRequest: one is missing, unknown, or of another shape.
+    """
+    model = worker.model_runner.get_model()
+    tied = _tied_heads(model)
+    if worker.device.type == "cuda":
+        # The current device is a thread's own; and the last step's kernels may still run.
+        torch.cuda.set_device(worker.device)
+        torch.cuda.synchronize()
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(model)
+        try:
+            loaded = model.load_weights(_without_tied_head(tensors) if tied else tensors)
+            finalize_layerwise_reload(model, worker.vllm_config.model_config)
+        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+            _put_back(model)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise InvalidRequest(f"the weights do not fit this model: {error}") from error
+        except BaseException:
+            _put_back(model)
+            raise
+        for head in tied:
+            # Whatever was packed from the embedding's old values.
+            head.quant_method.process_weights_after_loading(head)
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize()
+    wanted = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    if missing := wanted - loaded:
+        raise InvalidRequest(f"the weights lack {', '.join(sorted(missing)[:3])} ({len(missing)} in all)")
+
+
+def _put_back(model: torch.nn.Module) -> None:
+    """Ends a reload that broke off: layers that were not loaded get their old tensors back."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            _place_kernel_tensors(layer, info)
+        info.reset()
+
+
+def _tied_heads(model: torch.nn.Module) -> list[Any]:
+    """Output heads that share the input embedding's tensor."""
+    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+    owners = [module for module in model.modules() if not isinstance(module, ParallelLMHead)]
+    shared = {id(p) for owner in owners for p in owner.parameters(recurse=False)}
+    return [head for head in heads if id(head.weight) in shared]
+
+
+def _without_tied_head(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Leaves out the head of a model whose head is its embedding.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    seen: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if name in (_HEAD, _EMBEDDING):
+            seen[name] = tensor
+        if name != _HEAD:
+            yield name, tensor
+    if _HEAD in seen and not torch.equal(seen[_HEAD], seen[_EMBEDDING]):
+        raise ValueError(f"{_HEAD} differs from {_EMBEDDING}, which this model ties to it")

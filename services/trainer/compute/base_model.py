@@ -1,0 +1,233 @@
+"""The frozen base model under DeepSpeed. Everything that knows DeepSpeed's insides is here.
+
+Invariant: no parameter of the base model ever requires a gradient. Under ZeRO-3 every rank must call
+`score` equally often and with the same `torch.is_grad_enabled()`, because the hooks gather weights by
+collectives; `collective` says so.
+
+A frozen base has neither gradients nor optimizer state, which is what ZeRO stages 1 and 2 shard: they are
+accepted and equal stage 0 (every rank holds the weights). Stage 3 shards the weights.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.trainer.compute.logprobs import LogprobHead
+from services.trainer.compute.lora import (
+    ATTENTION_PROJECTIONS,
+    HEAD,
+    MLP_PROJECTIONS,
+    LinearShape,
+    LoraRouter,
+)
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+
+# Settings of an architecture that change logits after the output head.
+_LOGIT_TRANSFORMS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
+
+
+def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+    """Joins the process group that DeepSpeed's launcher describes in the environment, unless done before.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (NCCL, on the GPU of LOCAL_RANK).
+        timeout: deadline of every collective.
+    """
+    # Read when deepspeed is first imported; otherwise a machine with a GPU would always use it.
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    import deepspeed
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        _load_collectives()
+    deepspeed.init_distributed(
+        dist_backend="nccl" if device == "cuda" else "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timeout,
+    )
+    if device == "cpu":
+        _unlink_shared_buffer()
+
+
+def _load_collectives() -> None:
+    """Loads DeepSpeed's CPU collectives, compiling them if that was not done.
+
+    PyTorch keeps others away meanwhile by a file, and waits for ever for one whose process was killed.
+    Whoever holds the lock below, which the kernel takes from a dead process, may take such a file away.
+    """
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = ShareMemCommBuilder()
+    folder = Path(_get_build_directory(builder.name, False))
+    with (folder / "in-use").open("w") as users:
+        fcntl.flock(users, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        builder.load(verbose=False)
+
+
+def _unlink_shared_buffer() -> None:
+    """Takes the name off this rank's segment of shared memory (69 MB), which DeepSpeed leaves behind."""
+    import torch.distributed as dist
+
+    # Once every rank has come here all of them have mapped it.
+    dist.barrier()
+    world = f"{os.environ.get('MASTER_ADDR', '')}_{os.environ.get('MASTER_PORT', '')}"
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{world}_{dist.get_rank()}"
+    Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+class BaseModel:
+    """A causal language model from a local directory or hub id.
+
+    Attributes:
+        collective: forward and backward passes are collectives of the whole world.
+        linears: every linear an adapter may adapt, by Hugging Face name, in the model's order.
+        vocab_size: rows of the output head.
+        context_length: most tokens in a sequence.
+        arch: architecture class name, for example "Qwen3ForCausalLM".
+    """
+
+    def __init__(
+        self, model_path: str, *, device: str, dtype: torch.dtype, zero_stage: int, router: LoraRouter
+    ) -> None:
+        if zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
+        init_distributed(device)
+        import deepspeed
+
+        self._router = router
+        self.device = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
+        self.collective = zero_stage == 3
+        config = _deepspeed_config(zero_stage, dtype)
+        model = load_model(model_path, dtype, config if self.collective else None)
+        self.arch = type(model).__name__
+        self.vocab_size = int(model.config.vocab_size)
+        self.context_length = int(model.config.max_position_embeddings)
+        self.linears = _find_linears(model)
+        for name in self.linears:
+            if name != HEAD:
+                router.hook(model.get_submodule(name), name)
+        scorer = Scorer(model, router, detached=self.collective)
+        self._engine, *_ = deepspeed.initialize(model=scorer, config=config)
+        # The engine's own call forbids a plain backward(), so the wrapped module is called.
+        self._scorer = self._engine.module
+        logger.info("loaded %s (%s, ZeRO stage %d) on %s", model_path, self.arch, zero_stage, self.device)
+
+    def score(
+        self, tokens: Tensor, positions: Tensor, targets: Tensor, value_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of targets and values, differentiable in the routed adapters when gradients are
+        enabled.
+
+        Args:
+            tokens: int64 [B, T], rows padded on the right with any id.
+            positions: int64 [P], indices into the flattened [B * T] tokens: what predicts a target.
+            targets: int64 [P, K].
+            value_positions: int64 [V], like `positions`: what the routed critics' value heads score.
+
+        Returns:
+            float32 [P, K] and float32 [V].
+        """
+        logprobs, scored = self._scorer(tokens, positions, targets, value_positions)
+        return logprobs, self._router.values(scored)
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiates `loss` into the routed adapters."""
+        loss.backward()
+        if self.collective:
+            # Weights gathered for modules whose input needed no gradient were not released by a hook.
+            self._engine.optimizer.release_backward_leftovers()
+
+
+class Scorer(nn.Module):
+    """Backbone and log-probability head as the one module DeepSpeed manages. Value heads are its tenants'.
+
+    Args:
+        detached: differentiate from the embeddings on, whatever requires a gradient.
+    """
+
+    def __init__(self, model: Any, router: LoraRouter, *, detached: bool) -> None:
+        super().__init__()
+        self.backbone = model.base_model
+        self.head = LogprobHead(model.get_output_embeddings(), router)
+        self._detached = detached
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, targets: Tensor, value_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [P, K], and the hidden states [V, hidden] of critics' positions."""
+        embedded = self.backbone.get_input_embeddings()(tokens)
+        if self._detached and torch.is_grad_enabled():
+            # The backward pass then runs through every module on every rank, whichever adapters are
+            # routed there, and so do its collectives.
+            embedded = embedded.detach().requires_grad_()
+        hidden = self.backbone(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        return self.head(hidden[positions], targets), hidden[value_positions]
+
+
+def _deepspeed_config(zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 0},
+    }
+    if zero_stage == 3:
+        # Norms and biases stay on every rank: gathering them costs more than holding them.
+        config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 10_000}
+        config["bf16"] = {"enabled": dtype == torch.bfloat16}
+    return config
+
+
+def load_model(model_path: str, dtype: torch.dtype, sharded_config: dict[str, Any] | None) -> Any:
+    """The causal language model, without gradients and in evaluation mode (no dropout).
+
+    Args:
+        sharded_config: DeepSpeed configuration under whose ZeRO-3 each weight is sharded as it is loaded.
+
+    Raises:
+        ValueError: it computes its logits in a way that is not supported.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    # While this object lives, from_pretrained shards each weight as it loads it (no rank holds them all).
+    sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, low_cpu_mem_usage=True)
+    del sharding
+    for setting, neutral in _LOGIT_TRANSFORMS.items():
+        if getattr(model.config, setting, neutral) not in (neutral, None):
+            raise ValueError(
+                f"{model_path}: {type(model).__name__} with {setting} in its config is not supported; "
+                "use a model whose logits are the plain output of its head"
+            )
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ValueError(f"{model_path}: {type(model).__name__} has no linear output head; use another model")
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _find_linears(model: Any) -> dict[str, LinearShape]:
+    leaves = {*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS}
+    found = {
+        name: LinearShape(module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in leaves
+    }
+    head = model.get_output_embeddings()
+    found[HEAD] = LinearShape(head.in_features, head.out_features)
+    return found

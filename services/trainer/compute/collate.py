@@ -1,0 +1,167 @@
+"""Turns rows of host bytes into the tensors of one physical batch, and results back into host bytes.
+
+Invariant: which positions count is decided by each row's own length, never by the value of a token, weight
+or advantage; padding stands on the right, where causal attention keeps it from every real position. A row
+without targets is a critic's: its positions have values, the others' have log-probabilities of targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.common.contract.loss_schema import ITEM_TYPES, TARGETS
+from services.trainer.compute.data import HostArray, Row, RowResult
+
+
+@dataclass(frozen=True)
+class Collated:
+    """One physical batch.
+
+    Attributes:
+        tokens: int64 [B, T].
+        positions: int64 [P], the real positions of the rows with targets, row after row, as indices into
+            [B * T].
+        targets: int64 [P, K], K the most targets per position of any row; unused columns hold 0.
+        value_positions: int64 [V], those of critics' rows.
+        spans: each row's (start, stop) in P, or V.
+        inputs: each row's other loss inputs, in their own shape, on the device.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    targets: Tensor
+    value_positions: Tensor
+    spans: list[tuple[int, int]]
+    inputs: list[dict[str, Tensor]]
+
+
+def collate(rows: Sequence[Row], device: str) -> Collated:
+    """The batch of `rows`, at least one, which passed `loss_schema.check_datum`."""
+    lengths = [row.length for row in rows]
+    longest = max(lengths)
+    scored = sum(row.length for row in rows if TARGETS in row.loss_inputs)
+    tokens = np.zeros((len(rows), longest), dtype=np.int64)
+    targets = np.zeros((scored, max(_columns(row) for row in rows)), dtype=np.int64)
+    positions = np.zeros(scored, dtype=np.int64)
+    value_positions = np.zeros(sum(lengths) - scored, dtype=np.int64)
+    spans: list[tuple[int, int]] = []
+    start, value_start = 0, 0
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        tokens[number, :length] = np.frombuffer(row.tokens, ITEM_TYPES["int32"])
+        real = np.arange(length, dtype=np.int64) + number * longest
+        if TARGETS in row.loss_inputs:
+            row_targets = host_values(row.loss_inputs[TARGETS]).reshape(length, -1)
+            targets[start : start + length, : row_targets.shape[1]] = row_targets
+            positions[start : start + length] = real
+            spans.append((start, start + length))
+            start += length
+        else:
+            value_positions[value_start : value_start + length] = real
+            spans.append((value_start, value_start + length))
+            value_start += length
+    return Collated(
+        tokens=torch.from_numpy(tokens).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        targets=torch.from_numpy(targets).to(device),
+        value_positions=torch.from_numpy(value_positions).to(device),
+        spans=spans,
+        inputs=_loss_inputs(rows, device),
+    )
+
+
+def idle_batch(device: str) -> Collated:
+    """One masked position, for a rank that has to take part in a collective pass without any row."""
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    return Collated(zero, zero[0], zero, zero[0, :0], [], [])
+
+
+def row_output(logprobs: Tensor, values: Tensor, batch: Collated, number: int, row: Row) -> Tensor:
+    """A row's part of what the model computed: log-probabilities in the shape of its targets, or values.
+
+    Args:
+        logprobs: [P, K].
+        values: [V].
+        number: the row's place in the batch.
+    """
+    start, stop = batch.spans[number]
+    if TARGETS not in row.loss_inputs:
+        return values[start:stop]
+    shape = row.loss_inputs[TARGETS].shape
+    return logprobs[start:stop, 0] if len(shape) == 1 else logprobs[start:stop, : shape[1]]
+
+
+def row_results(
+    rows: Sequence[Row],
+    names: Sequence[str],
+    logprobs: Tensor,
+    values: Tensor,
+    batch: Collated,
+    parts: Sequence[Mapping[str, Tensor]],
+) -> list[RowResult]:
+    """What each row came to.
+
+    Args:
+        names: what each row's output is called.
+        parts: each row's parts of the metrics.
+    """
+    on_host = logprobs.cpu(), values.cpu()
+    outputs = [
+        host_array(row_output(*on_host, batch, number, row).numpy()) for number, row in enumerate(rows)
+    ]
+    return [
+        RowResult(row.op, row.index, {name: output}, metrics)
+        for row, name, output, metrics in zip(rows, names, outputs, metric_values(parts), strict=True)
+    ]
+
+
+def host_values(array: HostArray) -> np.ndarray:
+    """Read-only view of a host array, in its shape."""
+    return np.frombuffer(array.data, ITEM_TYPES[array.dtype]).reshape(array.shape)
+
+
+def host_array(values: np.ndarray) -> HostArray:
+    """A host array of float32 values."""
+    return HostArray("float32", tuple(values.shape), values.astype("<f4", copy=False).tobytes())
+
+
+def with_dtype(tensors: Mapping[str, HostArray], dtype: str) -> dict[str, HostArray]:
+    """Float32 host arrays as "float32" or, rounded to nearest even, "bfloat16"."""
+    if dtype == "float32":
+        return dict(tensors)
+    result = {}
+    for name, array in tensors.items():
+        rounded = torch.from_numpy(host_values(array).copy()).to(torch.bfloat16)
+        result[name] = HostArray("bfloat16", array.shape, rounded.view(torch.int16).numpy().tobytes())
+    return result
+
+
+def _columns(row: Row) -> int:
+    if TARGETS not in row.loss_inputs:
+        return 1
+    shape = row.loss_inputs[TARGETS].shape
+    return shape[1] if len(shape) == 2 else 1
+
+
+def _loss_inputs(rows: Sequence[Row], device: str) -> list[dict[str, Tensor]]:
+    """Every row's inputs; one transfer to the device per input name, not per row."""
+    result: list[dict[str, Tensor]] = [{} for _ in rows]
+    for name in sorted({name for row in rows for name in row.loss_inputs} - {TARGETS}):
+        owners = [number for number, row in enumerate(rows) if name in row.loss_inputs]
+        arrays = [host_values(rows[number].loss_inputs[name]) for number in owners]
+        flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
+        parts = flat.split([array.size for array in arrays])
+        for number, array, part in zip(owners, arrays, parts, strict=True):
+            result[number][name] = part.view(array.shape)
+    return result
+
+
+def metric_values(parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
+    """Host values of 0-d tensors, in one transfer."""
+    values = [value.detach().double() for part in parts for value in part.values()]
+    numbers = iter(torch.stack(values).tolist() if values else [])
+    return [{name: next(numbers) for name in part} for part in parts]

@@ -1,0 +1,386 @@
+"""What one rank of a trainer world computes: passes over many tenants' data, optimizer steps, state.
+
+Unless it says otherwise a method is called on every rank, with equal arguments, from one thread at a time.
+
+Adapters share passes on the frozen base model; a model that trains all its weights has a pass for itself.
+
+Invariants: an operation that fails leaves no gradient behind and touches no other operation, and all ranks
+agree on which operations failed. A model's gradient is the sum of its operations in seq_id order, each the
+sum of its own micro-batches in order, however the passes were composed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from services.common.contract import roles
+from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
+from services.common.contract.loss_schema import check_datum, check_loss
+from services.trainer.compute.base_model import BaseModel
+from services.trainer.compute.buffers import FlatBuffers
+from services.trainer.compute.collate import collate, idle_batch, row_output, row_results
+from services.trainer.compute.data import (
+    AdamSpec,
+    Failure,
+    HostArray,
+    LoraSpec,
+    ModelState,
+    Pass,
+    PassOp,
+    Row,
+    RowResult,
+)
+from services.trainer.compute.exchange import any_rank, gather_bytes
+from services.trainer.compute.full_model import FullModel, FullModelConfig
+from services.trainer.compute.lora import HEAD, Adapter, Leaves, LoraRouter, Segment, select_targets
+from services.trainer.compute.losses import LOSS_SUM, LOSSES
+from services.trainer.compute.tenant import LoraTenant, Tenant
+from services.trainer.order.microbatch import deal
+
+logger = logging.getLogger(__name__)
+
+
+class _RankReport(msgspec.Struct):
+    results: list[RowResult]
+    failures: dict[int, Failure]
+
+
+class Engine:
+    """One rank of the world.
+
+    Attributes:
+        vocab_size: token ids are below this.
+        context_length: most tokens of a datum.
+        arch: the base model's architecture class name.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        device: str,
+        dtype: str,
+        zero_stage: int,
+        rank: int,
+        world_size: int,
+        offload_optimizer: bool = False,
+    ) -> None:
+        """Loads the base model, joining the launcher's process group first unless that was done.
+
+        Args:
+            model_path: local directory or hub id.
+            device: "cpu" or "cuda".
+            dtype: element type of the base, "float32" or "bfloat16"; adapters are always float32.
+            zero_stage: 0..3; 1 and 2 equal 0 for a frozen base.
+            offload_optimizer: full models hold optimizer state, and step, on the CPU.
+        """
+        element = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self._router = LoraRouter()
+        self._base = BaseModel(
+            model_path,
+            device=device,
+            dtype=element,
+            zero_stage=zero_stage,
+            router=self._router,
+        )
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise ValueError(
+                f"rank {rank} of {world_size} was asked for, but this process is rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}"
+            )
+        self._rank, self._world_size = rank, world_size
+        self._device = self._base.device
+        self._full = FullModelConfig(model_path, self._device, element, zero_stage, offload_optimizer)
+        self._tenants: dict[str, LoraTenant | FullModel] = {}
+        self._buffers = FlatBuffers(self._device)
+        self.vocab_size = self._base.vocab_size
+        self.context_length = self._base.context_length
+        self.arch = self._base.arch
+
+    def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
+        """Makes a fresh adapter: equal on all ranks and any world size; it changes nothing until trained.
+
+        Args:
+            lora: None: the model trains all weights, and starts from those of the base model.
+
+        Raises:
+            InvalidRequest: the base model has nothing of what the adapter should train.
+        """
+        if model_id in self._tenants:
+            raise Internal(f"model {model_id} exists on this trainer already")
+        if lora is None:
+            self._tenants[model_id] = FullModel(self._full)
+            return
+        targets = select_targets(self._base.linears, lora)
+        hidden_size = self._base.linears[HEAD].in_features
+        adapter = Adapter(lora, targets, model_id, self._device, hidden_size)
+        self._tenants[model_id] = LoraTenant(adapter, self._buffers)
+
+    def drop_model(self, model_id: str) -> None:
+        """Frees a model's memory. Nothing happens if there is no such model."""
+        tenant = self._tenants.pop(model_id, None)
+        if isinstance(tenant, FullModel):
+            tenant.close()
+
+    def clear_gradient(self, model_id: str) -> None:
+        """Forgets what was accumulated since the model's last step."""
+        self._tenant(model_id).clear_gradient()
+
+    def run_pass(self, work: Pass) -> list[RowResult]:
+        """Runs the rows and adds to the gradients of their models.
+
+        Micro-batches are dealt to the ranks. An operation may come in parts, over several passes. If any
+        part of it fails, all of its rows, in this pass and later ones, have a `failure`, and no gradient of
+        it is left. Under ZeRO-3, and of a full model, an exception inside a forward or backward pass is
+        raised instead: the ranks are out of step, or a gradient is in doubt, and the world must be restarted.
+
+        Returns:
+            On rank 0 one result per row, ordered by operation and index; elsewhere nothing.
+        """
+        failures = self._refuse(work)
+        for number, op in enumerate(work.ops):
+            if not op.forward_only and number not in failures:
+                self._tenants[op.model_id].begin(op.seq_id)
+        results, failed_here = self._run_rounds(work, failures)
+        self._agree_on_failures(work, failures, failed_here)
+        for op in work.ops:
+            if op.model_id in self._tenants:
+                self._tenants[op.model_id].close_before(op.seq_id)
+        return self._collect(work, results, failures)
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        """Sums the model's gradient over the ranks, clips it, applies AdamW and clears the gradient.
+
+        Returns:
+            grad_norm (before clipping), learning_rate, update_norm; and "skipped" = 1 when there was no
+            gradient, in which case nothing changed.
+
+        Raises:
+            InvalidRequest: the gradient is not finite; it was dropped and nothing else changed.
+        """
+        tenant = self._tenant(model_id)
+        if not tenant.has_gradient:
+            tenant.clear_gradient()
+            return {"skipped": 1.0, "grad_norm": 0.0, "learning_rate": adam.learning_rate, "update_norm": 0.0}
+        try:
+            return tenant.step(adam)
+        except FloatingPointError as error:
+            raise InvalidRequest(
+                f"{error}: the step was not applied and the gradient was dropped; check weights, advantages "
+                "and logprobs, or lower the learning rate",
+                "non_finite_gradient",
+            ) from None
+
+    def state(self, model_id: str, *, optimizer: bool = True) -> ModelState:
+        """A copy of the model's state. A pending gradient is not part of it.
+
+        Any rank may call it alone unless `gathers_state`: then the copy is on rank 0.
+
+        Args:
+            optimizer: include the moments.
+        """
+        return self._tenant(model_id).state(optimizer)
+
+    def gathers_state(self, model_id: str) -> bool:
+        """Whether the model's state is spread over the ranks, so that all must call `state`."""
+        return isinstance(self._tenant(model_id), FullModel)
+
+    def load_state(self, model_id: str, state: ModelState, optimizer: bool) -> None:
+        """Replaces the weights, and the optimizer state or else starts that afresh. Clears the gradient.
+
+        Raises:
+            InvalidRequest: the state is of a model of another shape; nothing changed.
+        """
+        tenant = self._tenant(model_id)
+        if isinstance(tenant, FullModel) != (state.lora is None):
+            raise InvalidRequest(
+                "the saved state is of an adapter and the model trains all weights, or the other way round; "
+                "create the model from the state instead",
+                "state_mismatch",
+            )
+        tenant.load_state(state, optimizer)
+
+    def _tenant(self, model_id: str) -> Tenant:
+        if model_id not in self._tenants:
+            raise ModelNotResident(f"model {model_id} is not on this trainer")
+        return self._tenants[model_id]
+
+    def _refuse(self, work: Pass) -> dict[int, Failure]:
+        """Operations that cannot run, found from the plan alone and so on all ranks alike."""
+        failures: dict[int, Failure] = {}
+        for number, op in enumerate(work.ops):
+            try:
+                earlier = self._tenant(op.model_id).failure(op.seq_id)
+                if earlier is not None:
+                    failures[number] = earlier
+                check_loss(op.loss_fn, op.loss_config)
+                roles.check_loss(self._tenant(op.model_id).role, op.loss_fn)
+            except TinsmithError as error:
+                failures[number] = _failure(error)
+        for row in (row for batch in work.micro_batches for row in batch.rows if row.op not in failures):
+            try:
+                check_datum(
+                    work.ops[row.op].loss_fn,
+                    work.ops[row.op].loss_config,
+                    HostArray("int32", (row.length,), row.tokens),
+                    row.loss_inputs,
+                    vocab_size=self.vocab_size,
+                    context_length=self.context_length,
+                    where=f"data[{row.index}]",
+                )
+            except TinsmithError as error:
+                failures[row.op] = _failure(error)
+        return failures
+
+    def _run_rounds(
+        self, work: Pass, failures: Mapping[int, Failure]
+    ) -> tuple[list[RowResult], dict[int, Failure]]:
+        """Runs this rank's micro-batches; its results, and the operations that failed while running."""
+        model = self._computes(work)
+        kept = ([row for row in batch.rows if row.op not in failures] for batch in work.micro_batches)
+        batches = [sorted(rows, key=lambda row: (row.op, row.index)) for rows in kept if rows]
+        dealt = deal(len(batches), self._world_size, self._first_rank(work, len(batches)))
+        differentiable = [any(not work.ops[row.op].forward_only for row in rows) for rows in batches]
+        leaves: dict[int, Leaves] = {}
+        results: list[RowResult] = []
+        failed: dict[int, Failure] = {}
+        for turn in range(max(map(len, dealt))):
+            mine = dealt[self._rank][turn : turn + 1]
+            if model.collective:
+                grad = any(differentiable[batch] for rank in dealt for batch in rank[turn : turn + 1])
+                results += self._run_batch(model, work.ops, batches[mine[0]] if mine else [], grad, leaves)
+            elif mine:
+                rows = [row for row in batches[mine[0]] if row.op not in failed]
+                grad = differentiable[mine[0]]
+                try:
+                    results += self._run_batch(model, work.ops, rows, grad, leaves) if rows else []
+                except Exception as error:
+                    logger.exception("a micro-batch of %d rows failed", len(rows))
+                    failure = _failure(_explained(error, rows))
+                    failed.update({row.op: failure for row in rows})
+        return results, failed
+
+    def _computes(self, work: Pass) -> BaseModel | FullModel:
+        """The model that a pass runs on."""
+        tenants = {op.model_id: self._tenants.get(op.model_id) for op in work.ops}
+        full = [tenant for tenant in tenants.values() if isinstance(tenant, FullModel)]
+        if full and len(tenants) > 1:
+            raise RuntimeError("a full model shares a pass with other models")
+        return full[0] if full else self._base
+
+    def _first_rank(self, work: Pass, batches: int) -> int:
+        """Where dealing starts. A model that has the pass for itself goes on where its last pass ended."""
+        models = {op.model_id for op in work.ops} & self._tenants.keys()
+        if len(models) != 1:
+            return 0
+        tenant = self._tenants[models.pop()]
+        if isinstance(tenant, FullModel):
+            # Each of its passes is a whole round of one operation, or the rest of it.
+            return 0
+        first = tenant.batches
+        tenant.batches += batches
+        return first
+
+    def _run_batch(
+        self,
+        model: BaseModel | FullModel,
+        ops: Sequence[PassOp],
+        rows: Sequence[Row],
+        grad: bool,
+        leaves: dict[int, Leaves],
+    ) -> list[RowResult]:
+        """One physical batch forward and, with `grad`, backward. `leaves` keeps those of this pass."""
+        batch = collate(rows, self._device) if rows else idle_batch(self._device)
+        segments = self._segments(ops, rows, leaves) if model is self._base else []
+        with torch.set_grad_enabled(grad), self._router.route(segments):
+            logprobs, values = model.score(
+                batch.tokens, batch.positions, batch.targets, batch.value_positions
+            )
+            losses, parts = [], []
+            # A rank without rows to learn from still goes through the backward pass of a collective.
+            if grad and model.collective:
+                losses.append((logprobs * 0).sum() + (values * 0).sum())
+            for number, row in enumerate(rows):
+                op = ops[row.op]
+                loss, metrics = LOSSES[op.loss_fn].compute(
+                    row_output(logprobs, values, batch, number, row), batch.inputs[number], op.loss_config
+                )
+                parts.append({LOSS_SUM: loss, **metrics})
+                if not op.forward_only:
+                    losses.append(loss)
+            if grad:
+                model.backward(torch.stack(losses).sum())
+        names = [LOSSES[ops[row.op].loss_fn].output for row in rows]
+        return row_results(rows, names, logprobs.detach(), values.detach(), batch, parts)
+
+    def _segments(
+        self, ops: Sequence[PassOp], rows: Sequence[Row], leaves: dict[int, Leaves]
+    ) -> list[Segment]:
+        grouped: dict[int, list[Row]] = {}
+        for row in rows:
+            grouped.setdefault(row.op, []).append(row)
+        for number in grouped.keys() - leaves.keys():
+            op = ops[number]
+            tenant = self._tenants[op.model_id]
+            assert isinstance(tenant, LoraTenant)
+            leaves[number] = tenant.leaves(None if op.forward_only else op.seq_id)
+        return [
+            Segment(
+                len(group),
+                sum(row.length for row in group),
+                leaves[number].pairs,
+                leaves[number].value_head,
+            )
+            for number, group in grouped.items()
+        ]
+
+    def _agree_on_failures(
+        self, work: Pass, failures: dict[int, Failure], failed_here: Mapping[int, Failure]
+    ) -> None:
+        """Adds to `failures` what failed on any rank, and drops the gradients of all failed operations."""
+        failed = any_rank([number in failed_here for number in range(len(work.ops))], self._device)
+        elsewhere = Failure("server", "internal", "another rank of the trainer failed on this operation")
+        for number, (op, has_failed) in enumerate(zip(work.ops, failed, strict=True)):
+            if has_failed:
+                failures[number] = failed_here.get(number, elsewhere)
+            if number in failures and op.model_id in self._tenants:
+                self._tenants[op.model_id].fail(op.seq_id, failures[number])
+
+    def _collect(
+        self, work: Pass, results: list[RowResult], failures: Mapping[int, Failure]
+    ) -> list[RowResult]:
+        report = msgspec.msgpack.encode(_RankReport(results, dict(failures)))
+        reports = [
+            msgspec.msgpack.decode(data, type=_RankReport) for data in gather_bytes(report, self._device)
+        ]
+        if not reports:
+            return []
+        collected = [result for rank in reports for result in rank.results if result.op not in failures]
+        collected += [
+            RowResult(row.op, row.index, failure=failures[row.op])
+            for batch in work.micro_batches
+            for row in batch.rows
+            if row.op in failures
+        ]
+        return sorted(collected, key=lambda result: (result.op, result.index))
+
+
+def _failure(error: TinsmithError) -> Failure:
+    return Failure(error.category, error.code, error.message)
+
+
+def _explained(error: Exception, rows: Sequence[Row]) -> TinsmithError:
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        longest = max(row.length for row in rows)
+        return Internal(
+            f"out of device memory on a micro-batch of {len(rows)} x {longest} tokens; start the trainer "
+            "with a smaller --micro-batch-tokens, or send shorter data",
+            "out_of_memory",
+        )
+    return Internal(f"{type(error).__name__}: {error}")

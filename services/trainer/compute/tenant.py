@@ -1,0 +1,230 @@
+"""One model on the trainer: its weights, its optimizer, and the gradient since its last step.
+
+`Tenant` is what the engine asks of every model; `LoraTenant` is an adapter on the shared base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.common.contract.errors import InvalidRequest
+from services.common.contract.roles import Role
+from services.common.process import failpoints
+from services.trainer.compute.buffers import FlatBuffers
+from services.trainer.compute.collate import host_array, host_values
+from services.trainer.compute.data import AdamSpec, Failure, HostArray, ModelState
+from services.trainer.compute.lora import Adapter, Leaves
+from services.trainer.compute.optimizer import AdapterOptimizer
+
+
+class Tenant(Protocol):
+    """A model as the engine sees it. Unless it says otherwise a method is called on every rank alike."""
+
+    @property
+    def role(self) -> Role:
+        """What its head computes."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any operation since the last step added to the gradient, on any rank."""
+
+    def begin(self, seq_id: int) -> None:
+        """A forward_backward has work in the coming pass (perhaps not its first)."""
+
+    def failure(self, seq_id: int) -> Failure | None:
+        """Why an earlier part of the operation failed."""
+
+    def fail(self, seq_id: int, failure: Failure) -> None:
+        """The operation failed: nothing of its gradient stays, and what is left of it will fail too."""
+
+    def close_before(self, seq_id: int) -> None:
+        """Operations before `seq_id` are complete."""
+
+    def clear_gradient(self) -> None:
+        """Forgets the gradient and the failures since the last step."""
+
+    def step(self, adam: AdamSpec) -> dict[str, float]:
+        """Sums the gradient over the ranks, applies it and clears it.
+
+        Returns:
+            grad_norm (before clipping), learning_rate, update_norm.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; it was dropped and nothing else changed.
+        """
+
+    def state(self, optimizer: bool) -> ModelState:
+        """A copy of the state, on the host; with the moments when `optimizer` is set."""
+
+    def load_state(self, state: ModelState, optimizer: bool) -> None:
+        """Replaces weights, and optimizer state or else starts that afresh. Clears the gradient.
+
+        Raises:
+            InvalidRequest: the state is of a model of another shape; nothing changed.
+        """
+
+
+class LoraTenant:
+    """An adapter and its AdamW.
+
+    Invariant: the gradient is kept per operation until a later operation begins, so that one that fails in
+    any of its micro-batches leaves nothing behind; the total is always added up in seq_id order. All but
+    the gradient's values is equal on every rank.
+
+    Args:
+        buffers: of the device of the masters; gradients are taken from it and given back.
+
+    Attributes:
+        adapter: the masters.
+        batches: physical batches dealt to ranks since the last step, of passes the model had for itself.
+    """
+
+    def __init__(self, adapter: Adapter, buffers: FlatBuffers) -> None:
+        self.adapter = adapter
+        self.batches = 0
+        self._optimizer = AdapterOptimizer(adapter.flat, buffers)
+        self._buffers = buffers
+        self._total: Tensor | None = None
+        self._closed = False
+        self._open: dict[int, Tensor | None] = {}
+        self._failures: dict[int, Failure] = {}
+
+    @property
+    def role(self) -> Role:
+        return self.adapter.spec.role
+
+    @property
+    def has_gradient(self) -> bool:
+        return self._closed or bool(self._open)
+
+    def begin(self, seq_id: int) -> None:
+        self._open.setdefault(seq_id, None)
+
+    def leaves(self, seq_id: int | None) -> Leaves:
+        """The adapter's matrices, collecting the gradient of a begun operation; None = no gradient."""
+        if seq_id is None:
+            return self.adapter.leaves()
+        gradient = self._open[seq_id]
+        if gradient is None:
+            gradient = self._open[seq_id] = self._zeros()
+        return self.adapter.leaves(gradient)
+
+    def failure(self, seq_id: int) -> Failure | None:
+        return self._failures.get(seq_id)
+
+    def fail(self, seq_id: int, failure: Failure) -> None:
+        self._failures[seq_id] = failure
+        self._open.pop(seq_id, None)
+
+    def close_before(self, seq_id: int) -> None:
+        """The gradients of operations before `seq_id` join the total."""
+        for done in sorted(number for number in self._open if number < seq_id):
+            gradient = self._open.pop(done)
+            self._closed = True
+            if gradient is None:
+                continue
+            if self._total is None:
+                self._total = gradient
+            else:
+                self._total.add_(gradient)
+                self._buffers.give(gradient)
+
+    def clear_gradient(self) -> None:
+        if self._total is not None:
+            self._buffers.give(self._total)
+        self._total, self._closed, self.batches = None, False, 0
+        self._open.clear()
+        self._failures.clear()
+
+    def step(self, adam: AdamSpec) -> dict[str, float]:
+        gradient = self._take_gradient()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(gradient)
+        failpoints.hit("trainer.mid_step")
+        try:
+            return self._optimizer.step(gradient, adam)
+        finally:
+            self._buffers.give(gradient)
+
+    def state(self, optimizer: bool) -> ModelState:
+        """See `Tenant.state`; any rank may call it alone."""
+        step, moments = self._optimizer.export()
+        return ModelState(
+            lora=self.adapter.spec,
+            adapter=_named(self.adapter, self.adapter.flat),
+            optimizer={
+                f"{name}.{moment}": array
+                for moment, flat in (moments.items() if optimizer else ())
+                for name, array in _named(self.adapter, flat).items()
+            },
+            step=step,
+        )
+
+    def load_state(self, state: ModelState, optimizer: bool) -> None:
+        flat = _flattened(self.adapter, state.adapter)
+        moments = {}
+        if optimizer and state.step:
+            for moment in ("exp_avg", "exp_avg_sq"):
+                named = {name: state.optimizer.get(f"{name}.{moment}") for name in self.adapter.layout}
+                moments[moment] = _flattened(self.adapter, named)
+        self.clear_gradient()
+        self.adapter.flat.copy_(flat)
+        self._optimizer.restore(state.step if optimizer else 0, moments)
+
+    def _take_gradient(self) -> Tensor:
+        """This rank's total, flat; zeros when the rank had no rows. Clears the gradient."""
+        if self._open:
+            self.close_before(max(self._open) + 1)
+        total, self._total = self._total, None
+        self.clear_gradient()
+        return self._zeros() if total is None else total
+
+    def _zeros(self) -> Tensor:
+        return self._buffers.take(self.adapter.flat.numel()).zero_()
+
+
+def _named(adapter: Adapter, flat: Tensor) -> dict[str, HostArray]:
+    """Host copies of a flat tensor's matrices by name."""
+    views = adapter.views(flat.detach().cpu())
+    return {name: host_array(view.numpy()) for name, view in views.items()}
+
+
+def _flattened(adapter: Adapter, named: Mapping[str, HostArray | None]) -> Tensor:
+    """Named matrices as one flat host tensor in the adapter's layout."""
+    views = adapter.views(flat := torch.empty(adapter.flat.numel(), dtype=torch.float32))
+    check_shapes(named, {name: tuple(view.shape) for name, view in views.items()})
+    for name, view in views.items():
+        array = named[name]
+        assert array is not None
+        view.numpy()[...] = host_values(array)
+    return flat
+
+
+def check_shapes(named: Mapping[str, HostArray | None], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses tensors of a saved state that do not fit a model.
+
+    Args:
+        wanted: shape of each of the model's float32 tensors.
+
+    Raises:
+        InvalidRequest: a tensor is missing, too many, or of another type or shape.
+    """
+    if named.keys() != wanted.keys():
+        raise InvalidRequest(
+            "the saved state trains other modules than this model; create the model from the state instead",
+            "state_mismatch",
+        )
+    for name, shape in wanted.items():
+        array = named[name]
+        if array is None or array.dtype != "float32" or array.shape != shape:
+            found = "nothing" if array is None else f"{array.dtype} of shape {list(array.shape)}"
+            raise InvalidRequest(
+                f"the saved state has {found} for {name} where this model has float32 of shape "
+                f"{list(shape)}; create the model from the state instead",
+                "state_mismatch",
+            )

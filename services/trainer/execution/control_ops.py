@@ -1,0 +1,194 @@
+"""What each kind of barrier operation does: create, step, save, load, publish, export, unload.
+
+Invariant: when a barrier raises, the model is as it was (a creation leaves no model behind). Files are
+read and written in threads beside the engine, so one tenant's disk never stops another's training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
+
+from services.common.contract import roles
+from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
+from services.common.process import failpoints
+from services.common.storage.base import Writer
+from services.common.storage.encryption import encrypted
+from services.trainer import convert
+from services.trainer.compute.collate import with_dtype
+from services.trainer.compute.data import HostArray, ModelState
+from services.trainer.convert import Create, Export, Load, Publish, Save, Step, Unload
+from services.trainer.execution.full_models import FullModels, snapshot_due
+from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
+from services.trainer.files.checkpoints import CheckpointStore, Files
+from services.trainer.files.export_format import Base, weight_files
+from services.trainer.publish.publisher import Publisher
+from services.trainer.world.commands import CreateModel, DropModel, LoadState, OptimStep
+from services.trainer.world.world import World
+
+Release = Callable[[], None]
+"""Tells that the operation has taken effect and the model's next one may run; its result follows."""
+
+
+class Barriers:
+    """Executes one barrier operation at a time per model.
+
+    Args:
+        changed: told the id of a model whose state is new and should become durable.
+        durable: operation in a model's durable snapshot, None when it has none.
+        full: makes room for models that train all weights.
+        snapshot_steps: optimizer steps between durable snapshots of a full model.
+        dtype: element type of the base model, in which samplers and exports get the weights of full models.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        checkpoints: CheckpointStore,
+        publisher: Publisher,
+        base: Base,
+        changed: Callable[[str], None],
+        durable: Callable[[str], Awaitable[int | None]],
+        full: FullModels,
+        snapshot_steps: int,
+        dtype: str,
+    ) -> None:
+        self._world = world
+        self._checkpoints = checkpoints
+        self._publisher = publisher
+        self._base = base
+        self._changed = changed
+        self._durable = durable
+        self._full = full
+        self._snapshot_steps = snapshot_steps
+        self._dtype = dtype
+
+    async def run(self, model: Model, operation: Operation, release: Release) -> OperationResult:
+        """The result of an operation.
+
+        Raises:
+            ModelNotResident: it is to be restored before it can be created.
+            TinsmithError, OSError: the operation failed.
+        """
+        work, seq_id = operation.work, operation.seq_id
+        if isinstance(work, Rejected) and not model.created:
+            model.broken = work.error
+        match work:
+            case Rejected():
+                raise work.error
+            case Create():
+                return await self._create(model, seq_id, work)
+            case Step():
+                return await self._step(model, seq_id, work)
+            case Save():
+                return await self._save(model, seq_id, work)
+            case Load():
+                return await self._load(model, seq_id, work)
+            case Publish():
+                return await self._publish(model, seq_id, work, release)
+            case Export():
+                return await self._export(model, seq_id, work, release)
+            case Unload():
+                await self._world.call(DropModel(model.model_id))
+                model.created = False
+                return convert.unloaded()
+            case _:
+                raise TypeError(f"{type(work).__name__} is not a barrier")
+
+    async def _create(self, model: Model, seq_id: int, work: Create) -> OperationResult:
+        if model.created:
+            raise InvalidRequest(f"model {model.model_id} exists already")
+        if await self._durable(model.model_id) is not None:
+            # Made afresh it would lack everything up to its snapshot, which the journal no longer has.
+            raise ModelNotResident(f"model {model.model_id} exists; restore it")
+        lora, saved, optimizer = work.lora, None, False
+        try:
+            if work.from_state is not None:
+                load, optimizer = work.from_state, work.from_state.optimizer
+                found = await asyncio.to_thread(
+                    self._checkpoints.load, load.source_model_id, load.checkpoint_id, load.version
+                )
+                lora, saved = found.meta.lora, found.state
+            create = CreateModel(model.model_id, seq_id, lora, saved, optimizer)
+            async with self._full.room() if lora is None else nullcontext():
+                await self._world.call(create)
+                model.created, model.lora = True, lora
+        except (TinsmithError, OSError) as error:
+            model.broken = error if isinstance(error, TinsmithError) else Internal(str(error))
+            raise
+        self._replaced(model)
+        return convert.created(lora)
+
+    async def _step(self, model: Model, seq_id: int, work: Step) -> OperationResult:
+        try:
+            metrics = await self._world.call(OptimStep(model.model_id, seq_id, work.adam))
+        finally:
+            # A step that was refused has dropped the gradient: that too is to be kept.
+            model.unsaved_steps += 1
+            if snapshot_due(model, self._snapshot_steps):
+                self._replaced(model)
+        await failpoints.reach("trainer.before_step_reply")
+        return convert.stepped(metrics)
+
+    async def _save(self, model: Model, seq_id: int, work: Save) -> OperationResult:
+        _, state = await self._world.state(model.model_id)
+        size = await asyncio.to_thread(
+            self._checkpoints.save, model.model_id, seq_id, work.checkpoint_id, work.overwrite, state
+        )
+        return convert.saved(model.model_id, work, size)
+
+    async def _load(self, model: Model, seq_id: int, work: Load) -> OperationResult:
+        found = await asyncio.to_thread(
+            self._checkpoints.load, work.source_model_id, work.checkpoint_id, work.version
+        )
+        await self._world.call(LoadState(model.model_id, seq_id, found.state, work.optimizer))
+        self._replaced(model)
+        return convert.loaded(work)
+
+    async def _publish(self, model: Model, seq_id: int, work: Publish, release: Release) -> OperationResult:
+        _, state = await self._world.state(model.model_id, optimizer=False)
+        roles.check_samples(state.role)
+        model.publishing = True
+        release()
+        try:
+            weights = await asyncio.to_thread(self._weights, state)
+            published = await self._publisher.publish(model.model_id, seq_id, state.lora, weights)
+        finally:
+            model.publishing = False
+        return convert.published(
+            model.model_id, seq_id, work, published.size_bytes, published.wire_bytes, published.receivers
+        )
+
+    async def _export(self, model: Model, seq_id: int, work: Export, release: Release) -> OperationResult:
+        _, state = await self._world.state(model.model_id, optimizer=False)
+        roles.check_exports(state.role)
+        model.publishing = True
+        release()
+        try:
+            size = await asyncio.to_thread(
+                self._checkpoints.export,
+                model.model_id,
+                seq_id,
+                work.checkpoint_id,
+                self._export_files(state, work),
+            )
+        finally:
+            model.publishing = False
+        return convert.exported(model.model_id, work, size)
+
+    def _export_files(self, state: ModelState, work: Export) -> Files:
+        def make() -> Mapping[str, Writer]:
+            files = weight_files(self._base, state.lora, self._weights(state))
+            return encrypted(files, work.age_recipients) if work.age_recipients else files
+
+        return make
+
+    def _weights(self, state: ModelState) -> Mapping[str, HostArray]:
+        """What others compute with: a full model's in the base's element type. Blocking."""
+        return state.adapter if state.lora is not None else with_dtype(state.adapter, self._dtype)
+
+    def _replaced(self, model: Model) -> None:
+        """The model's state is to become durable as it is now."""
+        model.unsaved_steps = model.unsaved_bytes = 0
+        self._changed(model.model_id)

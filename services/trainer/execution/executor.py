@@ -1,0 +1,319 @@
+"""Carries out what the scheduler decides: passes on the engine, barriers beside them, results to waiters.
+
+Invariants: an operation gets exactly one result; an operation that fails changes nothing and stops nobody;
+a failure that leaves the world's state in doubt ends `run`, and with it the process; an operation that was
+under way when the trainer died runs with no other beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from services.common.contract.errors import (
+    Internal,
+    InvalidRequest,
+    ModelNotResident,
+    Overloaded,
+    TinsmithError,
+    Unavailable,
+    by_code,
+)
+from services.common.contract.errors import to_pb as error_to_pb
+from services.common.process import failpoints
+from services.common.storage.base import failure
+from services.trainer import convert
+from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row, RowResult
+from services.trainer.convert import Forward, Target
+from services.trainer.execution.control_ops import Barriers
+from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
+from services.trainer.order.crashes import CrashLedger
+from services.trainer.order.scheduler import (
+    Cursor,
+    Decision,
+    Limits,
+    RunBarrier,
+    RunPass,
+    UnitRef,
+    only_suspect,
+    plan_next,
+)
+from services.trainer.order.sequencer import Executed, Running
+from services.trainer.world.commands import RunPass as RunPassCommand
+from services.trainer.world.world import World
+from tinsmith.v1 import operation_pb2
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 2 * 1024**3
+
+
+class Executor:
+    """Runs the operations of all models.
+
+    Args:
+        models: the trainer's models by id; shared with the parts that restore and report them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        models: dict[str, Model],
+        barriers: Barriers,
+        target: Target,
+        limits: Limits,
+        crashes: CrashLedger,
+    ) -> None:
+        self._world = world
+        self._models = models
+        self._barriers = barriers
+        self._target = target
+        self._limits = limits
+        self._crashes = crashes
+        self._barriers_running = 0
+        self._cursor = Cursor()
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._queued_bytes = 0
+
+    def submit(
+        self, operation: operation_pb2.Operation, after: int, epoch: int
+    ) -> OperationResult | asyncio.Future[OperationResult]:
+        """Takes in an operation, or finds what is known of it.
+
+        Raises:
+            ModelNotResident, StaleEpoch, Overloaded, Unavailable, Conflict: as TrainerService.Execute says.
+        """
+        if self._stopping:
+            raise Unavailable("the trainer is draining")
+        model = self._models.get(operation.model_id)
+        if model is None:
+            if not operation.HasField("create_model") or after != -1:
+                raise ModelNotResident(f"model {operation.model_id} is not on this trainer")
+            model = Model(operation.model_id)
+        model.sequence.fence(epoch)
+        known = model.sequence.find(operation.seq_id, after)
+        if isinstance(known, Executed):
+            return known.result
+        if isinstance(known, Running):
+            return known.operation.result
+        size = operation.ByteSize()
+        # The operation everything else of its model waits for is never kept out.
+        is_head = model.sequence.is_next(after) and not model.sequence.ready
+        if self._queued_bytes + size > MAX_QUEUED_BYTES and not is_head:
+            raise Overloaded(f"{self._queued_bytes} bytes of operations are waiting; try again later")
+        queued = self._operation(operation, size)
+        model.sequence.admit(operation.seq_id, after, queued)
+        self._queued_bytes += size
+        self._models[model.model_id] = model
+        self._wake.set()
+        return queued.result
+
+    async def run(self) -> None:
+        """Executes until `stop`; then returns once what had begun is done.
+
+        Raises:
+            ExceptionGroup: the world failed.
+        """
+        async with asyncio.TaskGroup() as barriers:
+            while not self._stopping:
+                self._wake.clear()
+                self._fail_broken()
+                decision, alone = self._decide()
+                match decision:
+                    case None:
+                        await self._wake.wait()
+                    case RunBarrier(model_id, seq_id):
+                        model = self._models[model_id]
+                        model.held = True
+                        self._barriers_running += 1
+                        task = barriers.create_task(self._barrier(model), name=f"{model_id}:{seq_id}")
+                        if alone:
+                            await asyncio.wait([task])
+                    case RunPass():
+                        await self._pass(decision)
+
+    def _decide(self) -> tuple[Decision | None, bool]:
+        """What to do next, and whether nothing else may be done meanwhile."""
+        queues = {model_id: list(model.runnable()) for model_id, model in self._models.items()}
+        unshared = {model_id for model_id, model in self._models.items() if model.is_full}
+        suspect = only_suspect(queues, lambda *key: self._crashes.is_suspect(key))
+        if suspect is not None:
+            # What runs now ends first.
+            if self._barriers_running:
+                return None, True
+            return plan_next(suspect, self._limits, Cursor(), unshared)[0], True
+        decision, self._cursor = plan_next(queues, self._limits, self._cursor, unshared)
+        return decision, False
+
+    def stop(self) -> None:
+        """Begins nothing new and refuses new operations."""
+        self._stopping = True
+        self._wake.set()
+
+    def abandon(self, error: TinsmithError) -> None:
+        """Tells everyone who still waits that the operation did not run here."""
+        for model in list(self._models.values()):
+            self.evict(model, error)
+
+    def evict(self, model: Model, error: TinsmithError) -> None:
+        """Forgets a model; whoever waits for one of its operations gets the error."""
+        self._models.pop(model.model_id, None)
+        for operation in model.sequence.give_up():
+            self._queued_bytes -= operation.size
+            if not operation.result.done():
+                operation.result.set_exception(error)
+
+    def _operation(self, operation: operation_pb2.Operation, size: int) -> Operation:
+        work: convert.Work | Rejected
+        try:
+            work = convert.from_pb(operation, self._target)
+        except InvalidRequest as error:
+            work = Rejected(error)
+        given_up = self._crashes.verdict((operation.model_id, operation.seq_id))
+        if given_up is not None:
+            work = Rejected(given_up)
+        result: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
+        # A caller may have gone away; an error that nobody fetches is not worth a log line.
+        result.add_done_callback(lambda future: future.cancelled() or future.exception())
+        return Operation(
+            seq_id=operation.seq_id,
+            units=work.units if isinstance(work, Forward) else None,
+            model_id=operation.model_id,
+            work=work,
+            size=size,
+            result=result,
+        )
+
+    async def _barrier(self, model: Model) -> None:
+        """Runs the operation at the head of a model's queue."""
+        operation = model.sequence.ready[0]
+        keys = [(model.model_id, operation.seq_id)]
+        released = False
+
+        def release() -> None:
+            nonlocal released
+            if not released:
+                released = True
+                model.sequence.executed(operation.seq_id)
+                model.held = False
+                self._wake.set()
+
+        self._crashes.begin(keys)
+        try:
+            result = await self._barriers.run(model, operation, release)
+        except ModelNotResident as error:
+            self._crashes.end(keys)
+            model.held = False
+            self.evict(model, error)
+            return
+        except (TinsmithError, OSError) as caught:
+            what = f"what operation {operation.seq_id} of {model.model_id} saves"
+            reason = failure(caught, what) if isinstance(caught, OSError) else caught
+            log.warning("operation %s:%d failed: %s", model.model_id, operation.seq_id, caught)
+            result = OperationResult(error=error_to_pb(reason))
+        finally:
+            self._barriers_running -= 1
+            self._wake.set()
+        self._crashes.end(keys)
+        release()
+        self._finish(model, operation, result)
+        if result.HasField("unload_model"):
+            self.evict(model, ModelNotResident(f"model {model.model_id} was unloaded"))
+
+    def _finish(self, model: Model, operation: Operation, result: OperationResult) -> None:
+        if operation.seq_id in model.sequence.unfinished:
+            self._queued_bytes -= operation.size
+        model.sequence.finish(operation.seq_id, result)
+        self._crashes.survived((model.model_id, operation.seq_id))
+        model.unsaved_bytes += operation.size
+        model.last_used = time.monotonic()
+        self._wake.set()
+        if not operation.result.done():
+            operation.result.set_result(result)
+
+    async def _pass(self, decision: RunPass) -> None:
+        plan, operations = self._plan(decision)
+        keys = [(operation.model_id, operation.seq_id) for operation in operations]
+        self._crashes.begin(keys)
+        try:
+            rows: list[RowResult] = await self._world.call(RunPassCommand(plan))
+        except TinsmithError as error:
+            # The engine reports failed operations row by row; an error of the whole pass leaves the
+            # gradients in doubt.
+            raise RuntimeError(f"a pass failed: {error}") from error
+        await failpoints.reach("trainer.before_pass_reply")
+        self._crashes.end(keys)
+        for row in rows:
+            operation = operations[row.op]
+            operation.rows[row.index] = row
+            if row.failure is not None:
+                operation.failed = by_code(row.failure.code, row.failure.category, row.failure.message)
+                operation.next_unit = len(operation.units or ())
+        for model_id in dict.fromkeys(operation.model_id for operation in operations):
+            if model_id in self._models:
+                self._finish_complete(self._models[model_id])
+
+    def _finish_complete(self, model: Model) -> None:
+        ready = model.sequence.ready
+        while ready and ready[0].is_complete:
+            operation = model.sequence.executed(ready[0].seq_id)
+            self._finish(model, operation, _forward_result(operation))
+
+    def _plan(self, decision: RunPass) -> tuple[Pass, list[Operation]]:
+        """The engine's plan of a pass, and the operations its numbers refer to."""
+        operations: list[Operation] = []
+        numbers: dict[tuple[str, int], int] = {}
+        for ref in (ref for batch in decision.micro_batches for ref in batch):
+            if (ref.model_id, ref.seq_id) not in numbers:
+                numbers[ref.model_id, ref.seq_id] = len(operations)
+                operations.append(self._models[ref.model_id].find(ref))
+        batches = [
+            MicroBatch([row for ref in batch for row in _rows(ref, numbers, operations)])
+            for batch in decision.micro_batches
+        ]
+        for ref in (ref for batch in decision.micro_batches for ref in batch):
+            operations[numbers[ref.model_id, ref.seq_id]].next_unit = ref.unit + 1
+        return Pass([_pass_op(operation) for operation in operations], batches), operations
+
+    def _fail_broken(self) -> None:
+        for model in self._models.values():
+            if model.broken is None or model.held:
+                continue
+            while model.sequence.ready:
+                operation = model.sequence.executed(model.sequence.ready[0].seq_id)
+                error = by_code(
+                    model.broken.code,
+                    model.broken.category,
+                    f"the model was not created: {model.broken.message}",
+                )
+                self._finish(model, operation, OperationResult(error=error_to_pb(error)))
+
+
+def _rows(ref: UnitRef, numbers: dict[tuple[str, int], int], operations: list[Operation]) -> list[Row]:
+    number = numbers[ref.model_id, ref.seq_id]
+    operation = operations[number]
+    assert isinstance(operation.work, Forward) and operation.units is not None
+    data = operation.work.data
+    return [
+        Row(ref.model_id, number, index, data[index].tokens, data[index].loss_inputs)
+        for index in operation.units[ref.unit].datums
+    ]
+
+
+def _pass_op(operation: Operation) -> PassOp:
+    work = operation.work
+    assert isinstance(work, Forward)
+    return PassOp(operation.model_id, operation.seq_id, work.loss_fn, work.loss_config, work.forward_only)
+
+
+def _forward_result(operation: Operation) -> OperationResult:
+    if operation.failed is not None:
+        return OperationResult(error=error_to_pb(operation.failed))
+    assert isinstance(operation.work, Forward)
+    try:
+        return convert.forwarded(operation.work, [operation.rows[i] for i in range(len(operation.rows))])
+    except Exception as error:
+        log.exception("the result of %s:%d could not be built", operation.model_id, operation.seq_id)
+        return OperationResult(error=error_to_pb(Internal(f"{type(error).__name__}: {error}")))

@@ -1,0 +1,205 @@
+"""Brings models back from their durable snapshots, takes those snapshots, and lets models go.
+
+Invariant: a restored model is exactly what its snapshot says, results of its last operations included;
+a snapshot is taken only once every operation it covers has its result; a model leaves the memory only when
+nothing of it is running; and one that another trainer took further is not gone on with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+
+from services.common.contract.errors import (
+    ModelBusy,
+    ModelNotResident,
+    ModelOpen,
+    SnapshotNotFound,
+    TinsmithError,
+)
+from services.common.storage.data_dir import DataDir
+from services.trainer.execution.full_models import FullModels
+from services.trainer.execution.resident_models import Model, OperationResult
+from services.trainer.files.checkpoints import Meta, SavedState
+from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers
+from services.trainer.order.sequencer import Sequence
+from services.trainer.publish.publisher import delete_snapshots
+from services.trainer.world.commands import CreateModel, DropModel
+from services.trainer.world.world import World
+
+log = logging.getLogger(__name__)
+
+Evict = Callable[[Model, TinsmithError], None]
+_LOOK_AGAIN_S = 0.05
+
+
+class Residency:
+    """Which models are here.
+
+    Args:
+        models: the trainer's models by id; restored ones are added, parked ones taken out.
+        max_full_models: models that train all weights which may be here at once.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        models: dict[str, Model],
+        base_model: str,
+        data: DataDir,
+        pointers: Pointers,
+        max_full_models: int,
+    ) -> None:
+        self._world = world
+        self._models = models
+        self._base_model = base_model
+        self._data = data
+        self._restoring: dict[str, asyncio.Task[int]] = {}
+        self.durable = DurableStore(data, pointers, self._take, self._epoch_of, self._note_durable)
+        self.full = FullModels(models, max_full_models, self._save, self._drop)
+
+    async def drain(self) -> None:
+        """Makes everything durable that is not yet."""
+        for model in self._models.values():
+            if model.unsaved_steps:
+                self.durable.changed(model.model_id)
+        await self.durable.drain()
+
+    async def restore(self, model_id: str, epoch: int, evict: Evict) -> int:
+        """Brings a model back unless it is here. Returns the operation of its durable snapshot.
+
+        Args:
+            evict: forgets a model that is here and that another trainer has taken further.
+
+        Raises:
+            SnapshotNotFound: it has none.
+            StaleEpoch: another gateway leads the model.
+            DataLoss: the snapshot is damaged.
+        """
+        task = self._restoring.get(model_id)
+        if task is None:
+            task = asyncio.create_task(self._restore(model_id, evict), name=f"restore {model_id}")
+            self._restoring[model_id] = task
+            task.add_done_callback(lambda _: self._restoring.pop(model_id, None))
+        seq_id = await asyncio.shield(task)
+        if model_id in self._models:
+            self._models[model_id].sequence.fence(epoch)
+        return seq_id
+
+    async def _restore(self, model_id: str, evict: Evict) -> int:
+        # A snapshot still being written would move the pointer under the replay.
+        await self.durable.settle(model_id)
+        model = self._models.get(model_id)
+        if model is not None:
+            pointer = await self.durable.pointer(model_id)
+            if pointer is None:
+                raise SnapshotNotFound(f"model {model_id} has no durable snapshot yet")
+            if not model.sequence.is_behind(pointer):
+                return pointer
+            evict(model, ModelNotResident(f"another trainer went on with model {model_id}"))
+            # What is under way must not meet the model that comes in its place.
+            while model.held:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            await self._world.call(DropModel(model_id))
+            log.info("dropped %s: it was behind its durable snapshot at %d", model_id, pointer)
+        snapshot = await self.durable.read(model_id)
+        if snapshot is None:
+            raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
+        seq_id, lora = snapshot.seq_id, snapshot.saved.meta.lora
+        create = CreateModel(model_id, seq_id, lora, snapshot.saved.state, optimizer=True)
+        model = Model(model_id, Sequence(applied=seq_id), created=True, lora=lora, durable_seq=seq_id)
+        model.sequence.restore_results(
+            {number: OperationResult.FromString(result) for number, result in snapshot.results.items()}
+        )
+        async with self.full.room() if lora is None else nullcontext():
+            await self._world.call(create)
+            model.last_used = time.monotonic()
+            self._models[model_id] = model
+        log.info("restored %s at operation %d", model_id, seq_id)
+        return seq_id
+
+    async def park(self, model_id: str, epoch: int) -> None:
+        """Frees a model's memory, if it is here; `restore` and the journal bring it back.
+
+        Raises:
+            ModelBusy: operations of it are not done.
+            StaleEpoch: another gateway leads the model.
+        """
+        model = self._models.get(model_id)
+        if model is None:
+            return
+        model.sequence.fence(epoch)
+        # The newer the snapshot, the less there is to replay.
+        await self._save(model)
+        if self._models.get(model_id) is not model:
+            return
+        if model.is_busy:
+            raise ModelBusy(f"operations of model {model_id} are not done")
+        await self._drop(model)
+        log.info("parked %s", model_id)
+
+    async def delete(self, model_id: str) -> None:
+        """Deletes a closed model's memory and durable state.
+
+        Raises:
+            ModelOpen: it may still be brought back.
+            ModelBusy: operations of it are not done.
+            OSError: its files cannot be deleted.
+        """
+        if not await self.durable.is_closed(model_id):
+            raise ModelOpen(f"model {model_id} may still be used")
+        model = self._models.get(model_id)
+        if model is not None:
+            if model.is_busy:
+                raise ModelBusy(f"operations of model {model_id} are not done")
+            await self._drop(model)
+        await self.durable.delete(model_id)
+
+    async def delete_snapshots(self, model_id: str, kept: Collection[int]) -> None:
+        """Deletes a model's sampler snapshots but these versions. Raises OSError."""
+        await asyncio.to_thread(delete_snapshots, self._data, model_id, kept)
+
+    async def _drop(self, model: Model) -> None:
+        # Gone at once: an operation that arrives now is answered that the model is to be restored.
+        del self._models[model.model_id]
+        await self._world.call(DropModel(model.model_id))
+
+    async def _take(self, model_id: str) -> DurableSnapshot | None:
+        model = self._models.get(model_id)
+        if model is None:
+            return None
+        try:
+            seq_id, state = await self._world.state(model_id)
+        except ModelNotResident:
+            return None
+        # The journal will be trimmed up to this operation, so nothing before it may still lack a result.
+        unfinished = model.unfinished(up_to=seq_id)
+        if unfinished:
+            await asyncio.wait(unfinished)
+        if self._models.get(model_id) is not model or model.unfinished(up_to=seq_id):
+            return None
+        results = {
+            number: result.SerializeToString()
+            for number, result in model.sequence.results.items()
+            if number <= seq_id
+        }
+        meta = Meta(self._base_model, model_id, seq_id, state.step, state.lora)
+        return DurableSnapshot(SavedState(meta, state), results)
+
+    async def _save(self, model: Model) -> None:
+        if model.unsaved_steps:
+            model.unsaved_steps = model.unsaved_bytes = 0
+            self.durable.changed(model.model_id)
+        await self.durable.settle(model.model_id)
+
+    def _epoch_of(self, model_id: str) -> int:
+        model = self._models.get(model_id)
+        return model.sequence.epoch if model is not None else 0
+
+    def _note_durable(self, model_id: str, seq_id: int) -> None:
+        model = self._models.get(model_id)
+        if model is not None:
+            model.durable_seq = seq_id

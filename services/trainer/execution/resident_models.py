@@ -1,0 +1,108 @@
+"""The models a trainer holds and the operations they have queued. Plain data.
+
+Invariant: `Model.sequence` alone decides what may run next; `held` says that something of the model is
+still going on which the next operation must wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.common.contract.errors import TinsmithError
+from services.trainer.compute.data import LoraSpec, RowResult
+from services.trainer.convert import Export, Forward, Publish, Work
+from services.trainer.order.scheduler import QueuedOp, UnitRef
+from services.trainer.order.sequencer import Sequence
+from tinsmith.v1 import operation_pb2
+
+OperationResult = operation_pb2.OperationResult
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An operation that could not be understood; it takes its place in the order and fails."""
+
+    error: TinsmithError
+
+
+@dataclass(kw_only=True, eq=False)
+class Operation(QueuedOp):
+    """One admitted operation.
+
+    Attributes:
+        size: bytes of the request.
+        result: resolves when the operation is done.
+        rows: results of a forward so far, by datum.
+        failed: why a forward failed, if it did.
+    """
+
+    model_id: str
+    work: Work | Rejected
+    size: int
+    result: asyncio.Future[OperationResult]
+    rows: dict[int, RowResult] = field(default_factory=dict)
+    failed: TinsmithError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a forward has nothing left to run."""
+        return isinstance(self.work, Forward) and (
+            self.failed is not None or len(self.rows) == len(self.work.data)
+        )
+
+
+@dataclass(eq=False)
+class Model:
+    """One model.
+
+    Attributes:
+        created: it exists on the engine.
+        lora: shape of its adapter; None of a model that trains all weights, and before it is created.
+        broken: why it could not be created; every later operation fails with this.
+        held: a barrier of the model is executing.
+        publishing: a snapshot or an export is on its way; another one waits for it.
+        durable_seq: operation in the newest durable snapshot; -1 = none.
+        unsaved_steps: optimizer steps since the last snapshot was asked for.
+        unsaved_bytes: size of the operations that ended since then.
+        last_used: `time.monotonic()` when it was created or last had an operation.
+    """
+
+    model_id: str
+    sequence: Sequence[Operation, OperationResult] = field(default_factory=Sequence)
+    created: bool = False
+    lora: LoraSpec | None = None
+    broken: TinsmithError | None = None
+    held: bool = False
+    publishing: bool = False
+    durable_seq: int = -1
+    unsaved_steps: int = 0
+    unsaved_bytes: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it trains all weights."""
+        return self.created and self.lora is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything of it is still going on."""
+        return bool(self.sequence.unfinished) or self.held or self.publishing
+
+    def runnable(self) -> Iterable[Operation]:
+        """Operations the scheduler may choose from, in order."""
+        ready = self.sequence.ready
+        if self.held or (self.publishing and ready and isinstance(ready[0].work, Publish | Export)):
+            return ()
+        return ready
+
+    def find(self, ref: UnitRef) -> Operation:
+        """The queued operation of a unit."""
+        return next(op for op in self.sequence.ready if op.seq_id == ref.seq_id)
+
+    def unfinished(self, up_to: int) -> list[asyncio.Future[OperationResult]]:
+        """Results not there yet of operations up to a seq_id."""
+        return [op.result for seq_id, op in self.sequence.unfinished.items() if seq_id <= up_to]

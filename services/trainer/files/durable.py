@@ -1,0 +1,222 @@
+"""Durable training snapshots: what a model comes back from after its trainer died.
+
+Invariants: a snapshot is taken only where no gradient is pending, so the snapshot and the journal after
+its seq_id are the whole model; the pointer in Redis names only a snapshot that is complete on disk; and
+the one it names is deleted only after it names a newer one. Writing never holds the model up: states that
+come and go while a snapshot is being written are skipped, the newest is written next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from services.common.contract.errors import DataLoss
+from services.common.process import failpoints
+from services.common.storage.data_dir import DataDir
+from services.common.storage.directory import delete_directory, publish_directory
+from services.trainer.files.checkpoints import SavedState, read_state, state_files
+
+log = logging.getLogger(__name__)
+
+_RESULTS = "results.msgpack"
+_CONCURRENT_WRITES = 2
+_KEPT_S = 10.0
+_REST = 4.0
+"""Together the writers rest this many times as long as they write: training comes first."""
+
+
+class Pointers(Protocol):
+    """The part of the journal that holds pointers to durable snapshots."""
+
+    async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool: ...
+
+    async def durable(self, model_id: str) -> tuple[int, str] | None: ...
+
+    async def is_closed(self, model_id: str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class DurableSnapshot:
+    """A model at a point without pending gradient.
+
+    Attributes:
+        results: seq_id -> serialized OperationResult of the last operations. The journal is trimmed up to
+            the snapshot, so a result that no gateway has stored yet lives on here.
+    """
+
+    saved: SavedState
+    results: Mapping[int, bytes]
+
+    @property
+    def model_id(self) -> str:
+        return self.saved.meta.model_id
+
+    @property
+    def seq_id(self) -> int:
+        return self.saved.meta.seq_id
+
+
+class DurableStore:
+    """Writes and reads durable snapshots.
+
+    Args:
+        take: gives a model's newest snapshot; None when the model is gone.
+        epoch_of: highest fencing epoch seen for a model.
+        on_durable: told (model_id, seq_id) once a snapshot is durable.
+    """
+
+    def __init__(
+        self,
+        data: DataDir,
+        pointers: Pointers,
+        take: Callable[[str], Awaitable[DurableSnapshot | None]],
+        epoch_of: Callable[[str], int],
+        on_durable: Callable[[str, int], None],
+    ) -> None:
+        self._data = data
+        self._pointers = pointers
+        self._take = take
+        self._epoch_of = epoch_of
+        self._on_durable = on_durable
+        self._changed: set[str] = set()
+        self._writers: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(_CONCURRENT_WRITES)
+        self._hurry: dict[str, asyncio.Event] = {}
+        self._draining = False
+
+    def changed(self, model_id: str) -> None:
+        """The model has a new state that is to be made durable soon."""
+        self._changed.add(model_id)
+        if model_id not in self._writers:
+            self._hurry[model_id] = asyncio.Event()
+            if self._draining:
+                self._hurry[model_id].set()
+            self._writers[model_id] = asyncio.create_task(
+                self._write_all(model_id), name=f"durable {model_id}"
+            )
+
+    async def settle(self, model_id: str) -> None:
+        """Returns when nothing of this model is left to write."""
+        writer = self._writers.get(model_id)
+        if writer is not None:
+            self._hurry[model_id].set()
+            await asyncio.wait([writer])
+
+    async def drain(self) -> None:
+        """Returns when nothing is left to write. From now on writers do not rest."""
+        self._draining = True
+        for hurry in self._hurry.values():
+            hurry.set()
+        if self._writers:
+            await asyncio.wait(list(self._writers.values()))
+
+    async def pointer(self, model_id: str) -> int | None:
+        """Operation in the model's durable snapshot; None when it has none."""
+        found = await self._pointers.durable(model_id)
+        return None if found is None else found[0]
+
+    async def read(self, model_id: str) -> DurableSnapshot | None:
+        """The model's durable snapshot; None when it has none.
+
+        Raises:
+            DataLoss: there should be one, but its files are missing or damaged.
+        """
+        pointer = await self._pointers.durable(model_id)
+        if pointer is None:
+            return None
+        _, location = pointer
+        return await asyncio.to_thread(_read, self._data.state(model_id) / Path(location).name)
+
+    async def is_closed(self, model_id: str) -> bool:
+        """Whether the model will never be used again."""
+        return await self._pointers.is_closed(model_id)
+
+    async def delete(self, model_id: str) -> None:
+        """Deletes all snapshots of a closed model that is not here any more.
+
+        Raises:
+            OSError: the files cannot be deleted.
+        """
+        # What is still being written would appear after the deletion.
+        await self.settle(model_id)
+        await asyncio.to_thread(delete_directory, self._data.state(model_id))
+
+    async def _write_all(self, model_id: str) -> None:
+        try:
+            while model_id in self._changed:
+                self._changed.discard(model_id)
+                started = time.monotonic()
+                try:
+                    async with self._slots:
+                        snapshot = await self._take(model_id)
+                        if snapshot is not None:
+                            await self._write(snapshot)
+                except Exception:
+                    # The journal keeps what the snapshot would have covered; the next one makes up for it.
+                    log.exception("no durable snapshot of %s was written", model_id)
+                with suppress(TimeoutError):
+                    rest = _REST * len(self._writers) * (time.monotonic() - started)
+                    await asyncio.wait_for(self._hurry[model_id].wait(), rest)
+        finally:
+            del self._writers[model_id], self._hurry[model_id]
+
+    async def _write(self, snapshot: DurableSnapshot) -> None:
+        model_id, seq_id = snapshot.model_id, snapshot.seq_id
+        epoch = self._epoch_of(model_id)
+        # Another trainer may write the same operation's snapshot: under another epoch, so elsewhere.
+        location = f"{seq_id}-{epoch}"
+        parent = self._data.state(model_id)
+        await asyncio.to_thread(_write_files, parent / location, snapshot)
+        await failpoints.reach("trainer.before_pointer")
+        if not await self._pointers.mark_durable(model_id, epoch, seq_id, location):
+            log.warning(
+                "durable snapshot of %s at %d was not marked: another gateway leads it", model_id, seq_id
+            )
+            return
+        await failpoints.reach("trainer.after_pointer")
+        self._on_durable(model_id, seq_id)
+        await asyncio.to_thread(_delete_older, parent, location)
+
+
+def _write_files(target: Path, snapshot: DurableSnapshot) -> None:
+    files = state_files(snapshot.saved)
+    results = msgspec.msgpack.encode(snapshot.results)
+    files[_RESULTS] = lambda path: path.write_bytes(results)
+    publish_directory(target, files, replace=True)
+
+
+def _read(directory: Path) -> DurableSnapshot:
+    saved = read_state(directory)
+    if saved is None:
+        raise DataLoss(
+            f"the durable snapshot of model {directory.parent.name} at {directory.name} is missing"
+        )
+    results = msgspec.msgpack.decode((directory / _RESULTS).read_bytes(), type=dict[int, bytes])
+    return DurableSnapshot(saved, results)
+
+
+def _delete_older(parent: Path, current: str) -> None:
+    """Keeps the current snapshot, the one before it, and all of the last seconds: one of them the pointer
+    names again should Redis lose its last second. Newer ones may be another trainer's."""
+    written = {}
+    for path in parent.iterdir():
+        # Another trainer may be deleting, too.
+        with suppress(FileNotFoundError):
+            written[path] = path.stat().st_mtime_ns
+    older = sorted(
+        (path for path, at in written.items() if at < written[parent / current]), key=written.__getitem__
+    )
+    recent = time.time_ns() - int(_KEPT_S * 1e9)
+    for path in older[:-1]:
+        if written[path] < recent:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,337 @@
+"""The trainer's end of the weight wire: keeps the group of live samplers and sends snapshots to it.
+
+Invariant: every step has a deadline, and a member that fails one is left out for a while, so that one
+sampler that hangs does not slow every publish down. Sends of one base model happen one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc.aio
+import redis.asyncio
+import torch
+from redis.exceptions import RedisError
+from torch import Tensor
+
+from services.common import weights
+from services.common.contract import tensors
+from services.common.process import rpc
+from services.common.process.tasks import cancel_all
+from services.common.state import keys, registry
+from services.common.state.registry import ServiceRecord
+from services.common.weights.medium import Medium, choose_medium
+from services.trainer.compute.data import HostArray, LoraSpec
+from services.trainer.convert import lora_to_pb
+from services.trainer.world.threads import WorkerThread
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+JOIN_TIMEOUT_S = 20.0
+SEND_TIMEOUT_S = 10.0
+SLOWEST_BYTES_PER_S = 20e6
+_ANSWER_S = 5.0
+LEFT_OUT_S = 60.0
+_JOIN_ATTEMPTS = 3
+_MEDIA: dict[Medium, sampler_pb2.WeightMedium.ValueType] = {
+    "gloo": sampler_pb2.WEIGHT_MEDIUM_GLOO,
+    "nccl": sampler_pb2.WEIGHT_MEDIUM_NCCL,
+}
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One sampler replica; a restarted one is another member."""
+
+    record: ServiceRecord
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.record.id, self.record.incarnation
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """GPU of each worker, "" for one on a CPU."""
+        return self.record.gpus or ("",) * self.record.world_size
+
+    def __str__(self) -> str:
+        return self.record.id
+
+
+@dataclass(frozen=True)
+class _Group:
+    members: tuple[_Member, ...]
+    handle: weights.WeightGroup
+    thread: WorkerThread
+
+
+@dataclass(frozen=True)
+class _Cargo:
+    """What one broadcast sends. `buckets` makes the stream of bytes anew."""
+
+    specs: list[weights.TensorSpec]
+    crc32: int
+    buckets: Callable[[], Iterable[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return weights.nbytes(self.specs)
+
+
+class Broadcaster:
+    """Sends adapters and whole models of one base model to its samplers.
+
+    Args:
+        device: of the trainer's rank 0, "cpu" or "cuda:n".
+        dtype: element type of adapters on the wire. Whole models go as they are.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, redis_url: str, base_model: str, device: str, dtype: torch.dtype
+    ) -> None:
+        self._redis = client
+        self._redis_url = redis_url
+        self._base_model = base_model
+        self._device = device
+        self._gpu = _gpu_uuid(device)
+        self._dtype = dtype
+        self._lock = asyncio.Lock()
+        self._group: _Group | None = None
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._left_out: dict[tuple[str, str], float] = {}
+        self._abandoned: set[asyncio.Future[Any]] = set()
+
+    async def send(
+        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostArray]
+    ) -> tuple[int, int]:
+        """Broadcasts a snapshot. Returns (bytes of tensors sent, sampler workers that have it).
+
+        Args:
+            lora: None = `arrays` are all weights of a model.
+
+        Never fails for a sampler's sake; what does not arrive is logged.
+        """
+        async with self._lock:
+            try:
+                group = await self._current_group()
+            except RedisError as error:
+                log.warning("no broadcast of %s at %d, Redis does not answer: %s", model_id, version, error)
+                return 0, 0
+            if group is None:
+                return 0, 0
+            cargo = await asyncio.to_thread(_whole_model if lora is None else self._packed_adapter, arrays)
+            request = sampler_pb2.ReceiveSnapshotRequest(
+                epoch=group.handle.epoch,
+                snapshot=sampler_pb2.Snapshot(model_id=model_id, version=version),
+                lora=None if lora is None else lora_to_pb(lora),
+                tensors=[
+                    sampler_pb2.TensorSpec(
+                        name=spec.name, dtype=tensors.dtype_to_pb(spec.dtype), shape=spec.shape
+                    )
+                    for spec in cargo.specs
+                ],
+                crc32=cargo.crc32,
+                timeout_seconds=SEND_TIMEOUT_S + cargo.nbytes / SLOWEST_BYTES_PER_S,
+            )
+            have_it = await self._transfer(group, cargo, request)
+            return cargo.nbytes, sum(member.record.world_size for member in have_it)
+
+    async def close(self) -> None:
+        """Leaves the group and closes the channels."""
+        self._leave()
+        for future in list(self._abandoned):
+            future.cancel()
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    def _packed_adapter(self, adapter: Mapping[str, HostArray]) -> _Cargo:
+        packable = {
+            name: torch.frombuffer(bytearray(array.data), dtype=torch.float32)
+            .view(array.shape)
+            .to(self._dtype)
+            for name, array in adapter.items()
+        }
+        buffer, specs = weights.pack(packable)
+        return _Cargo(specs, weights.crc32(buffer), lambda: buffer.split(weights.BUCKET_BYTES))
+
+    async def _current_group(self) -> _Group | None:
+        """The group of all live samplers, made anew when they changed; None when there are none."""
+        now = time.monotonic()
+        self._left_out = {key: until for key, until in self._left_out.items() if until > now}
+        members = tuple(
+            _Member(record)
+            for record in await registry.live(self._redis, "sampler")
+            if record.base_model == self._base_model
+            and record.state == "ready"
+            and (record.id, record.incarnation) not in self._left_out
+        )
+        if self._group is not None and [m.key for m in self._group.members] == [m.key for m in members]:
+            return self._group
+        self._leave()
+        for _ in range(_JOIN_ATTEMPTS):
+            if not members:
+                return None
+            self._group, members = await self._join(members)
+            if self._group is not None:
+                return self._group
+        return None
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.handle.abort()
+            self._group.thread.close()
+            self._group = None
+
+    async def _join(self, members: Sequence[_Member]) -> tuple[_Group | None, tuple[_Member, ...]]:
+        """Makes a new group. When it does not come together: None, and the members worth another try."""
+        epoch = await self._redis.incr(keys.weight_epoch(self._base_model))
+        world_size = 1 + sum(member.record.world_size for member in members)
+        medium = choose_medium([self._gpu, *(gpu for member in members for gpu in member.gpus)])
+        device = self._device if medium == "nccl" else "cpu"
+        calls: list[asyncio.Future[Any]] = []
+        first_rank = 1
+        for member in members:
+            request = sampler_pb2.JoinGroupRequest(
+                epoch=epoch,
+                first_rank=first_rank,
+                world_size=world_size,
+                timeout_seconds=JOIN_TIMEOUT_S,
+                medium=_MEDIA[medium],
+            )
+            call = self._stub(member).JoinGroup(request, timeout=JOIN_TIMEOUT_S + _ANSWER_S)
+            calls.append(asyncio.ensure_future(_answer(call)))
+            first_rank += member.record.world_size
+        # A thread for each group: one that is stuck until its deadline must not hold up the next.
+        thread = WorkerThread(f"weights-{epoch}")
+        own = asyncio.wrap_future(
+            thread.submit(
+                lambda: weights.join(
+                    self._base_model, epoch, 0, world_size, device, self._redis_url, JOIN_TIMEOUT_S
+                )
+            )
+        )
+        await asyncio.wait([own, *calls], return_when=asyncio.FIRST_EXCEPTION)
+        if not any(_is_silence(_failure(call)) for call in calls):
+            # Whoever only waited for another in vain says so soon.
+            await asyncio.wait([own, *calls], timeout=_ANSWER_S)
+        if all(future.done() and _failure(future) is None for future in (own, *calls)):
+            log.info("weight group %d (%s): %s", epoch, medium, ", ".join(map(str, members)))
+            return _Group(tuple(members), own.result(), thread), tuple(members)
+        thread.close()
+        for future in (own, *calls):
+            self._abandon(future)
+        log.warning("weight group %d did not come together", epoch)
+        answers = [_failure(call) for call in calls]
+        for member, answer in zip(members, answers, strict=True):
+            if answer is not None:
+                log.warning("sampler %s did not join weight group %d: %s", member, epoch, _described(answer))
+        silent = [member for member, answer in zip(members, answers, strict=True) if _is_silence(answer)]
+        # A member that answered only waited for the silent one in vain.
+        at_fault = silent or [member for member, answer in zip(members, answers, strict=True) if answer]
+        self._leave_out(at_fault)
+        # When no member failed, this end did: there is nothing better to try.
+        return None, tuple(member for member in members if member not in at_fault) if at_fault else ()
+
+    def _abandon(self, future: asyncio.Future[Any]) -> None:
+        """Nobody waits any more for this part of a join, which ends by itself at its deadline."""
+
+        def ended(done: asyncio.Future[Any]) -> None:
+            self._abandoned.discard(done)
+            if _failure(done) is None and isinstance(done.result(), weights.WeightGroup):
+                done.result().abort()
+
+        self._abandoned.add(future)
+        future.add_done_callback(ended)
+
+    def _leave_out(self, members: Sequence[_Member]) -> None:
+        until = time.monotonic() + LEFT_OUT_S
+        self._left_out.update({member.key: until for member in members})
+
+    async def _transfer(
+        self, group: _Group, cargo: _Cargo, request: sampler_pb2.ReceiveSnapshotRequest
+    ) -> list[_Member]:
+        """Sends the tensors; the members that confirmed it. A group that failed is given up."""
+        limit = request.timeout_seconds
+        own = asyncio.wrap_future(
+            group.thread.submit(lambda: group.handle.broadcast_buckets(cargo.buckets(), timeout=limit))
+        )
+        calls = [
+            asyncio.ensure_future(
+                _answer(self._stub(member).ReceiveSnapshot(request, timeout=limit + _ANSWER_S))
+            )
+            for member in group.members
+        ]
+        _, unfinished = await asyncio.wait([own, *calls], return_when=asyncio.FIRST_EXCEPTION)
+        first_failed = [m for m, c in zip(group.members, calls, strict=True) if c.done() and c.exception()]
+        if unfinished:
+            # The others may wait in vain for the one that failed; who has the snapshot says so soon.
+            await asyncio.wait(unfinished, timeout=_ANSWER_S)
+        have_it = []
+        for member, call in zip(group.members, calls, strict=True):
+            if not call.done():
+                log.warning("sampler %s did not receive a snapshot: it waits for another", member)
+            elif (error := call.exception()) is not None:
+                log.warning("sampler %s did not receive a snapshot: %s", member, _described(error))
+            else:
+                have_it.append(member)
+        await cancel_all(calls)
+        if len(have_it) < len(group.members) or not own.done() or own.exception() is not None:
+            log.warning("weight group %d is given up", group.handle.epoch)
+            # The own end may be stuck until its deadline; nobody waits for it.
+            own.add_done_callback(lambda future: future.cancelled() or future.exception())
+            self._leave_out(first_failed)
+            self._leave()
+        return have_it
+
+    def _stub(self, member: _Member) -> Any:
+        address = member.record.address
+        if address not in self._channels:
+            self._channels[address] = rpc.channel(address)
+        return sampler_pb2_grpc.SamplerServiceStub(self._channels[address])
+
+
+def _whole_model(arrays: Mapping[str, HostArray]) -> _Cargo:
+    stream = [
+        weights.HostBytes(weights.TensorSpec(name, array.dtype, array.shape), array.data)
+        for name, array in arrays.items()
+    ]
+    return _Cargo(
+        [tensor.spec for tensor in stream],
+        weights.stream_crc32(stream),
+        lambda: weights.buckets(stream),
+    )
+
+
+def _gpu_uuid(device: str) -> str:
+    return "" if device == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    return await call
+
+
+def _failure(future: asyncio.Future[Any]) -> BaseException | None:
+    """Why a future failed; None while it runs, or when it did not."""
+    if not future.done():
+        return None
+    return asyncio.CancelledError() if future.cancelled() else future.exception()
+
+
+def _is_silence(answer: object) -> bool:
+    """Whether a call failed without a word from the other side."""
+    if not isinstance(answer, grpc.aio.AioRpcError):
+        return isinstance(answer, BaseException)
+    return rpc.CODE_METADATA not in dict(answer.trailing_metadata() or ())
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,98 @@
+"""Publishes snapshots: to the store, and over the wire to every live sampler of the base model.
+
+A snapshot is an adapter, or all weights of a model that was fine-tuned in full.
+
+Invariants: a snapshot, once stored, never changes, and what goes over the wire is what is stored. The
+wire is an optimisation: a sampler that misses a broadcast loads the snapshot from the store, so no failure
+of a sampler fails a publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.storage.data_dir import DataDir
+from services.common.storage.directory import delete_directory, directory_bytes, publish_directory
+from services.trainer.compute.data import HostArray, LoraSpec
+from services.trainer.files.export_format import Base, read_adapter, weight_files
+from services.trainer.publish.broadcast import Broadcaster
+
+
+@dataclass(frozen=True)
+class Published:
+    """What became of a publish.
+
+    Attributes:
+        size_bytes: of the stored files.
+        receivers: sampler workers that have it from the wire.
+    """
+
+    size_bytes: int
+    wire_bytes: int
+    receivers: int
+
+
+class Publisher:
+    """Stores and broadcasts snapshots of one base model."""
+
+    def __init__(self, data: DataDir, base: Base, broadcaster: Broadcaster) -> None:
+        self._data = data
+        self._base = base
+        self._broadcaster = broadcaster
+
+    async def publish(
+        self, model_id: str, version: int, lora: LoraSpec | None, tensors: Mapping[str, HostArray]
+    ) -> Published:
+        """Returns when the snapshot is stored and every live sampler has it or was given up.
+
+        Args:
+            lora: None = a full model.
+            tensors: of an adapter `<module>.lora_A` and `<module>.lora_B`, float32; of a full model all
+                weights by their Hugging Face names, float32 or bfloat16. They are not copied.
+
+        Raises:
+            OSError: it could not be stored.
+            Internal: the base model's configuration, which a full model needs, cannot be had.
+        """
+        target = self._data.snapshot(model_id, version)
+        if await asyncio.to_thread(target.is_dir):
+            # Executed again after a restart: the first one stands, somebody may sample from it.
+            size = await asyncio.to_thread(directory_bytes, target)
+            if lora is None:
+                # Not worth its memory: samplers read it from the store.
+                return Published(size, wire_bytes=0, receivers=0)
+            tensors = await asyncio.to_thread(read_adapter, target)
+            return Published(size, *await self._broadcaster.send(model_id, version, lora, tensors))
+        sent = asyncio.ensure_future(self._broadcaster.send(model_id, version, lora, tensors))
+        try:
+            size = await asyncio.to_thread(self._store, target, lora, tensors)
+        except BaseException:
+            await asyncio.gather(sent, return_exceptions=True)
+            raise
+        return Published(size, *await sent)
+
+    def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> int:
+        # Another trainer that had to run the same save may have stored it meanwhile: the first one stands.
+        with suppress(FileExistsError):
+            return publish_directory(target, weight_files(self._base, lora, tensors), replace=False)
+        return directory_bytes(target)
+
+
+def delete_snapshots(data: DataDir, model_id: str, kept: Collection[int]) -> None:
+    """Deletes the stored snapshots of a closed model but these versions. Blocking.
+
+    Raises:
+        OSError: something cannot be deleted; a repeat goes on with the rest.
+    """
+    parent = data.snapshots(model_id)
+    # What is not a version was left behind by a write or a deletion that broke off.
+    names = {str(version) for version in kept}
+    for path in list(parent.iterdir()) if parent.is_dir() else []:
+        if path.name not in names:
+            delete_directory(path)
+    if parent.is_dir() and not any(parent.iterdir()):
+        parent.rmdir()

@@ -1,0 +1,82 @@
+"""Starts a trainer world on this machine with the DeepSpeed launcher.
+
+Invariant: the world lives and ends as one. A rank that dies takes the others with it (the launcher
+ends them); SIGTERM drains rank 0, which dismisses the others; and when this process is killed
+outright every rank is told by the kernel and ends too.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+
+def launch_command(ranks: int, master_port: int, args: list[str], gpus: Sequence[str] = ()) -> list[str]:
+    """Command line of a world of `ranks` processes of `python -m services.trainer ARGS` on this machine.
+
+    Send it SIGTERM to stop: it exits 0 once all ranks have ended (at most 30 s for each). It exits with
+    a rank's status when that rank failed. `master_port` must be free; it is only bound on 127.0.0.1.
+    OMP_NUM_THREADS is set to an equal share of the cores unless the environment sets it. `gpus` names
+    the GPU of each rank; without it a CUDA_VISIBLE_DEVICES in the environment chooses them.
+    """
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": _devices(ranks, gpus)}).encode()).decode()
+    return [
+        sys.executable,
+        "-m",
+        "services.trainer.world.launch",
+        f"--world_info={world}",
+        "--master_addr=127.0.0.1",
+        f"--master_port={master_port}",
+        "--no_local_rank",
+        "--log_level=warning",
+        "--module",
+        "services.trainer",
+        *args,
+    ]
+
+
+def _devices(ranks: int, gpus: Sequence[str]) -> list[int] | list[str]:
+    """Device of each rank; the launcher would otherwise ignore CUDA_VISIBLE_DEVICES."""
+    visible = list(gpus) or [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not visible:
+        return list(range(ranks))
+    if len(visible) < ranks:
+        raise ValueError(f"{ranks} trainer ranks need {ranks} GPUs, and {', '.join(visible)} are given")
+    return visible[:ranks]
+
+
+def main() -> None:
+    """Runs the DeepSpeed launcher in this process with the arguments of `launch_command`."""
+    from services.common.process.process import die_with_parent
+
+    if os.getppid() != 0 and os.getpid() != 1:
+        die_with_parent(signal.SIGTERM)
+    ranks = len(json.loads(base64.urlsafe_b64decode(sys.argv[1].split("=", 1)[1]))["localhost"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+
+    # The launcher exits 1 when it is asked to stop; the signals seen here tell that from a failed rank.
+    seen, notify = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
+    from deepspeed.launcher import launch
+
+    try:
+        launch.main()
+    except SystemExit:
+        if not _stop_was_asked(seen):
+            raise
+
+
+def _stop_was_asked(seen: int) -> bool:
+    try:
+        numbers = os.read(seen, 1024)
+    except BlockingIOError:
+        return False
+    return signal.SIGTERM in numbers or signal.SIGINT in numbers
+
+
+if __name__ == "__main__":
+    main()

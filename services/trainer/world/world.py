@@ -1,0 +1,230 @@
+"""Commands from rank 0 to the whole trainer world.
+
+Rank 0 decides; every rank, rank 0 included, applies the same commands in the same order to its engine,
+on one thread. Commands are msgpack, broadcast over a gloo group of their own also where the engine
+computes on CUDA. Invariant: after each command all ranks know that all came to the same outcome; a world
+whose ranks disagree, or wait for each other beyond the deadline, ends (its process exits and is restarted).
+From that moment nothing is read from it either: weights that a command has changed in part, or on some
+ranks, would pass for those before the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from services.common.contract.errors import Internal, TinsmithError
+from services.trainer.compute.data import ModelState
+from services.trainer.compute.engine import Engine
+from services.trainer.world.commands import (
+    Command,
+    CreateModel,
+    LoadState,
+    OptimStep,
+    ReadState,
+    Shutdown,
+    Tick,
+    apply,
+    for_followers,
+)
+from services.trainer.world.threads import WorkerThread
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+TICK_S = 30.0
+_OUTCOME_BYTES = 512
+
+
+class WorldFailure(Exception):
+    """The world cannot go on; the process must exit."""
+
+
+class Channel:
+    """Carries commands and outcomes between the ranks. Blocking; one thread per rank uses it."""
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+
+    def send(self, command: Command) -> None:
+        """Rank 0: gives a command to the other ranks."""
+        if self._group is None:
+            return
+        payload = bytearray(msgspec.msgpack.encode(for_followers(command)))
+        dist.broadcast(torch.tensor([len(payload)], dtype=torch.int64), 0, self._group)
+        dist.broadcast(torch.frombuffer(payload, dtype=torch.uint8), 0, self._group)
+
+    def receive(self) -> Command:
+        """Other ranks: the next command."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, self._group)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(payload, 0, self._group)
+        return msgspec.msgpack.decode(payload.numpy().data, type=Command)
+
+    def agree(self, error: Exception | None) -> None:
+        """All ranks: compares outcomes; raises this rank's own error when all failed alike.
+
+        Raises:
+            WorldFailure: the ranks came to different outcomes.
+            TinsmithError: the command failed on all ranks.
+        """
+        mine = "" if error is None else f"{type(error).__name__}: {error}"
+        outcomes = self._exchange(mine)
+        if len({outcome.partition(":")[0] for outcome in outcomes}) > 1:
+            raise WorldFailure(f"ranks disagree about a command: {dict(enumerate(outcomes))}") from error
+        if isinstance(error, TinsmithError):
+            raise error
+        if error is not None:
+            log.error("a command failed on every rank", exc_info=error)
+            raise Internal(mine) from error
+
+    def _exchange(self, outcome: str) -> list[str]:
+        if self._group is None:
+            return [outcome]
+        text = outcome.encode()[:_OUTCOME_BYTES].ljust(_OUTCOME_BYTES, b"\0")
+        everyone = [torch.empty(_OUTCOME_BYTES, dtype=torch.uint8) for _ in range(self._world_size)]
+        dist.all_gather(everyone, torch.frombuffer(bytearray(text), dtype=torch.uint8), self._group)
+        return [tensor.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for tensor in everyone]
+
+
+def execute(engine: Engine, channel: Channel, command: Command) -> Any:
+    """Carries out a command that every rank has and returns this rank's answer.
+
+    Raises:
+        TinsmithError: it failed, on all ranks alike.
+        WorldFailure: the ranks disagree.
+    """
+    answer, error = None, None
+    try:
+        answer = apply(engine, command)
+    except Exception as caught:
+        error = caught
+    channel.agree(error)
+    return answer
+
+
+def follow(engine: Engine, channel: Channel) -> None:
+    """What ranks other than 0 do until they are dismissed."""
+    while True:
+        command = channel.receive()
+        try:
+            execute(engine, channel, command)
+        except TinsmithError as error:
+            log.debug("%s failed: %s", type(command).__name__, error)
+        if isinstance(command, Shutdown):
+            return
+
+
+class World:
+    """Rank 0's handle on the world, for its event loop.
+
+    Args:
+        timeout: seconds one command may take in all; beyond it the world is given up.
+    """
+
+    def __init__(self, thread: WorkerThread, engine: Engine, channel: Channel, timeout: float) -> None:
+        self._thread = thread
+        self._engine = engine
+        self._channel = channel
+        self._timeout = timeout
+        self._last_call = time.monotonic()
+        self._changed_by: dict[str, int] = {}
+        self._broken: WorldFailure | None = None
+        """Of the engine's thread, which must see it before the next call that waits there already."""
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def watch(self) -> None:
+        """Waits until the world fails, whoever noticed it.
+
+        Raises:
+            WorldFailure: always.
+        """
+        await asyncio.shield(self._failure)
+
+    async def call(self, command: Command) -> Any:
+        """Has every rank carry out the command; returns rank 0's answer.
+
+        Raises:
+            TinsmithError: the command failed; the world goes on.
+            WorldFailure: the world is broken.
+        """
+        return await self._run(lambda: self._execute(command), type(command).__name__)
+
+    async def state(self, model_id: str, *, optimizer: bool = True) -> tuple[int, ModelState]:
+        """A copy of the model's state, and the operation that made it: the last step, load or creation.
+
+        Raises:
+            ModelNotResident: the engine does not have the model.
+        """
+        return await self._run(lambda: self._read(model_id, optimizer), "state")
+
+    async def keep_alive(self) -> None:
+        """Ticks while nothing else goes on. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S / 3)
+            if time.monotonic() - self._last_call > TICK_S:
+                await self.call(Tick())
+
+    async def _run(self, function: Callable[[], T], name: str) -> T:
+        # Waiting does not cancel: a caller that goes away does not undo a command the ranks have.
+        future = asyncio.wrap_future(self._thread.submit(lambda: self._while_whole(function)))
+        done, _ = await asyncio.wait([future], timeout=self._timeout)
+        try:
+            if not done:
+                raise WorldFailure(f"{name} did not finish in {self._timeout:.0f} s")
+            return future.result()
+        except WorldFailure as error:
+            if not self._failure.done():
+                self._failure.set_exception(error)
+            raise
+
+    def _while_whole(self, function: Callable[[], T]) -> T:
+        if self._broken is not None:
+            raise WorldFailure(f"the world failed before: {self._broken}")
+        try:
+            return function()
+        except WorldFailure as error:
+            self._broken = error
+            raise
+
+    def _execute(self, command: Command) -> Any:
+        try:
+            self._channel.send(command)
+            answer = execute(self._engine, self._channel, command)
+        except TinsmithError as error:
+            if isinstance(command, OptimStep | LoadState) and isinstance(error, Internal):
+                # Not refused but broken off: a restart brings the model back from its durable snapshot.
+                raise WorldFailure(f"weights may be half changed: {error}") from error
+            if isinstance(command, OptimStep):
+                # Refused, and the gradient dropped: what came before is settled.
+                self._changed_by[command.model_id] = command.seq_id
+            raise
+        except WorldFailure:
+            raise
+        except Exception as error:
+            raise WorldFailure(f"{type(command).__name__}: {type(error).__name__}: {error}") from error
+        finally:
+            self._last_call = time.monotonic()
+        if isinstance(command, CreateModel | OptimStep | LoadState):
+            self._changed_by[command.model_id] = command.seq_id
+        return answer
+
+    def _read(self, model_id: str, optimizer: bool) -> tuple[int, ModelState]:
+        if self._engine.gathers_state(model_id):
+            state = self._execute(ReadState(model_id, optimizer))
+        else:
+            state = self._engine.state(model_id, optimizer=optimizer)
+        return self._changed_by[model_id], state

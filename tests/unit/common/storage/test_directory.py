@@ -1,0 +1,86 @@
+"""Storage in a directory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.contract.errors import Internal, StorageFull
+from services.common.storage.base import Key, Storage, failure
+from services.common.storage.directory import DirectoryStorage
+from tests.unit.common.storage import stored
+from tests.unit.common.storage.stored import KEY, MODEL, text
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> DirectoryStorage:
+    return DirectoryStorage(tmp_path)
+
+
+def files_below(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "check", [value for name, value in vars(stored).items() if name.startswith("check_")]
+)
+def test_it_does_what_storage_does(storage: DirectoryStorage, check: Callable[[Storage], None]) -> None:
+    check(storage)
+
+
+def test_a_sweep_removes_only_what_is_old_enough(storage: DirectoryStorage, tmp_path: Path) -> None:
+    storage.publish(KEY, {"x": text("one")})
+    storage.publish(Key(MODEL, "weights/b", 1), {"x": text("kept")})
+    storage.delete(KEY)
+    broken_off = tmp_path / MODEL / "weights" / "b" / ".2-abc"
+    broken_off.mkdir()
+    (broken_off / "half").write_text("...")
+    storage.clean()
+    assert len(files_below(tmp_path)) == 3
+    storage.clean(grace=-1)
+    assert files_below(tmp_path) == {f"{MODEL}/weights/b/1/x", f"{MODEL}/weights/b/.2-abc/half"}
+    assert not (tmp_path / MODEL / "weights" / "a").exists()
+    os.utime(broken_off, (time.time() - 100_000,) * 2)
+    storage.clean()
+    assert files_below(tmp_path) == {f"{MODEL}/weights/b/1/x"}
+
+
+SAVE_WITH_LITTLE_SPACE = f"""
+import resource, signal, sys
+from pathlib import Path
+from services.common.storage.base import Key, failure
+from services.common.storage.directory import DirectoryStorage
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+storage = DirectoryStorage(Path(sys.argv[1]))
+try:
+    storage.publish(Key("{MODEL}", "weights/a", 4), {{"x": lambda path: path.write_bytes(bytes(200_000))}})
+except OSError as error:
+    print(failure(error, "checkpoint a").code)
+"""
+
+
+def test_a_real_write_that_finds_no_space_loses_nothing(storage: DirectoryStorage, tmp_path: Path) -> None:
+    storage.publish(KEY, {"x": text("kept")})
+    command = [sys.executable, "-c", SAVE_WITH_LITTLE_SPACE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "storage_full\n", done.stderr
+    assert storage.versions(MODEL, "weights/a") == [3]
+    assert files_below(tmp_path) == {f"{KEY.path}/x"}
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_a_full_storage_is_told_from_other_failures() -> None:
+    full = failure(OSError(28, "No space left on device"), "checkpoint a")
+    assert isinstance(full, StorageFull)
+    assert (full.category, full.code) == ("server", "storage_full")
+    assert "save again" in full.message
+    assert isinstance(failure(OSError("An error occurred (XMinioStorageFull)"), "x"), StorageFull)
+    assert isinstance(failure(PermissionError(13, "Permission denied"), "x"), Internal)

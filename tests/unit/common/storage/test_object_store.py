@@ -1,0 +1,145 @@
+"""Storage in an object store, here one in memory."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from services.common.contract.errors import InvalidRequest
+from services.common.storage.base import Key, Storage
+from services.common.storage.data_dir import DataDir
+from services.common.storage.directory import DirectoryStorage
+from services.common.storage.location import check_location, connect
+from services.common.storage.object_store import ObjectStorage
+from tests.unit.common.storage import stored
+from tests.unit.common.storage.stored import KEY, MODEL, text
+
+
+@pytest.fixture
+def filesystem() -> Iterator[MemoryFileSystem]:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield fsspec.filesystem("memory")
+    MemoryFileSystem.store.clear()
+
+
+@pytest.fixture
+def storage(tmp_path: Path, filesystem: MemoryFileSystem) -> Storage:
+    return connect("memory://bucket/tinsmith", DataDir(tmp_path))
+
+
+def objects(filesystem: MemoryFileSystem) -> list[str]:
+    return sorted(filesystem.find("/bucket"))
+
+
+@pytest.mark.parametrize(
+    "check", [value for name, value in vars(stored).items() if name.startswith("check_")]
+)
+def test_it_does_what_storage_does(
+    storage: Storage, tmp_path: Path, check: Callable[[Storage], None]
+) -> None:
+    check(storage)
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+def test_a_version_whose_manifest_is_missing_does_not_exist(
+    storage: Storage, filesystem: MemoryFileSystem
+) -> None:
+    storage.publish(KEY, {"x": text("one")})
+    filesystem.rm_file(f"/bucket/tinsmith/{KEY.path}/manifest.json")
+    assert storage.versions(MODEL, "weights/a") == []
+    assert storage.files(KEY) is None
+    storage.clean()
+    assert len(objects(filesystem)) == 1
+    storage.clean(abandoned=-1)
+    assert objects(filesystem) == []
+
+
+def test_a_sweep_keeps_what_a_manifest_names_and_removes_the_rest(
+    storage: Storage, filesystem: MemoryFileSystem
+) -> None:
+    storage.publish(KEY, {"x": text("one"), "y": text("two")})
+    before = objects(filesystem)
+    filesystem.pipe_file(f"/bucket/tinsmith/{KEY.path}/0123abcd/x", b"of a save that broke off")
+    storage.clean()
+    assert len(objects(filesystem)) == 4
+    storage.clean(abandoned=-1)
+    assert objects(filesystem) == before
+    storage.delete(KEY)
+    storage.clean(abandoned=-1)
+    assert len(objects(filesystem)) == 3
+    storage.clean(grace=-1)
+    assert objects(filesystem) == []
+
+
+class FullFileSystem(MemoryFileSystem):
+    """Takes small objects only."""
+
+    cachable = False
+
+    def put_file(self, lpath: str, rpath: str, **options: object) -> None:
+        if Path(lpath).stat().st_size > 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().put_file(lpath, rpath, **options)
+
+
+def test_an_upload_that_finds_no_space_leaves_nothing_behind(
+    tmp_path: Path, filesystem: MemoryFileSystem
+) -> None:
+    storage = ObjectStorage(FullFileSystem(), "/bucket/tinsmith", tmp_path)
+    storage.publish(KEY, {"x": text("kept")})
+    before = objects(filesystem)
+    with pytest.raises(OSError, match="No space left"):
+        storage.publish(Key(MODEL, "weights/a", 4), {"x": text("small"), "y": text("large" * 100)})
+    assert objects(filesystem) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_client_library_is_an_error_of_the_operating_systems_kind(tmp_path: Path) -> None:
+    class Broken(MemoryFileSystem):
+        cachable = False
+
+        def cat_file(self, path: str, **options: object) -> bytes:
+            raise RuntimeError("connection reset")
+
+    with pytest.raises(OSError, match="connection reset"):
+        ObjectStorage(Broken(), "/bucket", tmp_path).files(KEY)
+
+
+def test_a_location_is_a_directory_or_a_url_without_secrets(tmp_path: Path) -> None:
+    assert isinstance(connect("", DataDir(tmp_path)), DirectoryStorage)
+    assert isinstance(connect(str(tmp_path), DataDir(tmp_path)), DirectoryStorage)
+    assert check_location("s3://bucket/prefix") == "s3://bucket/prefix"
+    for wrong in (
+        "relative/path",
+        "s3://key:secret@bucket/x",
+        "file:///tmp/x",
+        "s3:///x",
+        "s3://b/x?secret=1",
+    ):
+        with pytest.raises(InvalidRequest):
+            check_location(wrong)
+    with pytest.raises(InvalidRequest, match="nothing"):
+        connect("nothing://bucket/x", DataDir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpoint"),
+    [
+        ("../x", "weights/a"),
+        (MODEL, "weights/../../a"),
+        (MODEL, "weights/.a"),
+        (MODEL, "other/a"),
+        ("a/b", "a"),
+    ],
+)
+def test_no_name_leads_out_of_the_storage(model: str, checkpoint: str) -> None:
+    with pytest.raises(InvalidRequest):
+        Key(model, checkpoint, 1)
+    with pytest.raises(InvalidRequest):
+        Key(MODEL, "weights/a", -1)

@@ -1,0 +1,168 @@
+"""The weight wire: packing, and broadcasts between real processes over gloo and Redis."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from services.common import weights
+from services.common.state import keys
+from services.common.state.redis_client import connect_sync
+from services.common.weights import base
+
+
+def adapter(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model.layers.0.self_attn.q_proj.lora_A": torch.randn(3, 7, generator=generator),
+        "model.layers.0.self_attn.q_proj.lora_B": torch.randn(5, 3, generator=generator).to(torch.bfloat16),
+        "lm_head.lora_A": torch.randn(1, 1, generator=generator),
+    }
+
+
+def test_unpacking_a_packed_buffer_gives_the_same_bits() -> None:
+    tensors = adapter(0)
+    buffer, specs = weights.pack(tensors)
+    assert buffer.dtype == torch.uint8
+    assert buffer.numel() == weights.nbytes(specs)
+    unpacked = weights.unpack(buffer, specs)
+    assert list(unpacked) == list(tensors)
+    for name, tensor in tensors.items():
+        assert unpacked[name].dtype == tensor.dtype
+        assert torch.equal(unpacked[name], tensor)
+
+
+def test_a_buffer_of_another_size_is_refused() -> None:
+    buffer, specs = weights.pack(adapter(0))
+    with pytest.raises(ValueError, match="bytes"):
+        weights.unpack(buffer[:-1], specs)
+
+
+def test_one_flipped_bit_changes_the_checksum() -> None:
+    buffer, _ = weights.pack(adapter(0))
+    damaged = buffer.clone()
+    damaged[3] ^= 1
+    assert weights.crc32(buffer) == weights.crc32(buffer.clone())
+    assert weights.crc32(buffer) != weights.crc32(damaged)
+
+
+def receive(
+    redis_url: str, epoch: int, rank: int, world: int, size: int, results: multiprocessing.Queue
+) -> None:
+    group = weights.join("org/model", epoch, rank, world, "cpu", redis_url, 30)
+    results.put((rank, weights.crc32(group.receive(size, 30))))
+
+
+def test_every_receiver_gets_the_senders_bytes(redis_url: str) -> None:
+    buffer, specs = weights.pack(adapter(1))
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    size = weights.nbytes(specs)
+    children = [
+        context.Process(target=receive, args=(redis_url, 11, rank, 3, size, results)) for rank in (1, 2)
+    ]
+    for child in children:
+        child.start()
+    group = weights.join("org/model", 11, 0, 3, "cpu", redis_url, 60)
+    group.broadcast(buffer, 30)
+    received = dict(results.get(timeout=30) for _ in children)
+    assert received == {1: weights.crc32(buffer), 2: weights.crc32(buffer)}
+    for child in children:
+        child.join(10)
+        assert child.exitcode == 0
+
+
+def joined_pair(redis_url: str, epoch: int, timeout: float) -> list[weights.WeightGroup]:
+    with ThreadPoolExecutor(2) as pool:
+        joins = [
+            pool.submit(weights.join, "org/model", epoch, rank, 2, "cpu", redis_url, timeout)
+            for rank in (0, 1)
+        ]
+        return [join.result(timeout=60) for join in joins]
+
+
+def test_a_buffer_larger_than_a_bucket_arrives_whole(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "BUCKET_BYTES", 1000)
+    sender, receiver = joined_pair(redis_url, 12, 30)
+    buffer = torch.randint(0, 255, (4321,), dtype=torch.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receiver.receive, buffer.numel(), 30)
+        sender.broadcast(buffer, 30)
+        assert torch.equal(received.result(timeout=30), buffer)
+
+
+def streamed(tensors: dict[str, torch.Tensor]) -> list[weights.HostBytes]:
+    _, specs = weights.pack(tensors)
+    return [
+        weights.HostBytes(spec, bytes(tensors[spec.name].contiguous().view(torch.uint8).numpy().tobytes()))
+        for spec in specs
+    ]
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 100, 1 << 20])
+def test_a_stream_has_the_bytes_and_the_checksum_of_the_packed_buffer(
+    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    monkeypatch.setattr(base, "BUCKET_BYTES", bucket_bytes)
+    buffer, _ = weights.pack(adapter(2))
+    stream = streamed(adapter(2))
+    sizes, pieces = [], []
+    for bucket in weights.buckets(stream):
+        sizes.append(bucket.numel())
+        pieces.append(bucket.clone())
+    assert torch.equal(torch.cat(pieces), buffer)
+    assert weights.stream_crc32(stream) == weights.crc32(buffer)
+    assert set(sizes[:-1]) <= {bucket_bytes} and sizes[-1] <= bucket_bytes
+
+
+def test_a_stream_is_received_like_a_buffer_and_may_be_discarded(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "BUCKET_BYTES", 48)
+    sender, receiver = joined_pair(redis_url, 17, 30)
+    stream = streamed(adapter(3))
+    buffer, specs = weights.pack(adapter(3))
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receiver.receive, buffer.numel(), 30)
+        sender.broadcast_buckets(weights.buckets(stream), 30)
+        assert torch.equal(received.result(timeout=30), buffer)
+        discarded = pool.submit(receiver.discard, weights.nbytes(specs), 30)
+        sender.broadcast_buckets(weights.buckets(stream), 30)
+        discarded.result(timeout=30)
+        # Nothing of it is left on the wire.
+        received = pool.submit(receiver.receive, 32, 30)
+        sender.broadcast(torch.full((32,), 7, dtype=torch.uint8), 30)
+        assert received.result(timeout=30).tolist() == [7] * 32
+
+
+def test_a_receiver_whose_sender_is_silent_gives_up_at_its_deadline(redis_url: str) -> None:
+    _sender, receiver = joined_pair(redis_url, 13, 30)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        receiver.receive(16, 1.0)
+    assert time.monotonic() - started < 20
+
+
+def test_joining_alone_gives_up_at_its_deadline(redis_url: str) -> None:
+    with pytest.raises(RuntimeError):
+        weights.join("org/model", 14, 0, 2, "cpu", redis_url, 1.0)
+
+
+def test_an_aborted_group_sends_and_receives_nothing_more(redis_url: str) -> None:
+    sender, receiver = joined_pair(redis_url, 15, 30)
+    receiver.abort()
+    sender.abort()
+    with pytest.raises(RuntimeError, match="given up"):
+        receiver.receive(16, 30)
+    with pytest.raises(RuntimeError, match="given up"):
+        sender.broadcast(torch.zeros(16, dtype=torch.uint8), 30)
+
+
+def test_the_rendezvous_of_a_group_expires(redis_url: str) -> None:
+    joined_pair(redis_url, 16, 30)
+    ttl = connect_sync(redis_url).ttl(keys.weight_store("org/model", 16))
+    assert 0 < ttl <= 3600

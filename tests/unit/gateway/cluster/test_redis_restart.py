@@ -1,0 +1,137 @@
+"""What a gateway acknowledged is there again after Redis came back without it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from services.common.contract.errors import Unavailable
+from services.common.state import keys
+from services.common.state.journal import Journal
+from services.common.state.redis_client import connect
+from services.gateway.cluster import redis_restart as module
+from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.records.session import SessionRecord, SessionStore
+from tests.conftest import redis_server, redis_server_kinds
+from tinsmith.v1 import operation_pb2, types_pb2
+
+MODEL = "s:train:0"
+STEP = operation_pb2.Operation(
+    model_id=MODEL, seq_id=1, optim_step=operation_pb2.OptimStep(adam=types_pb2.AdamParams(learning_rate=0.1))
+)
+CREATE = operation_pb2.Operation(model_id=MODEL, seq_id=0, create_model={"base_model": "org/tiny"})
+
+
+class ForgetfulRedis:
+    """A server that can come back without anything that it knew."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._running = self._start()
+        self.url = self._running.__enter__()
+
+    def _start(self) -> AbstractContextManager[str]:
+        return redis_server(redis_server_kinds()["valkey"], self._directory)
+
+    def restart(self, forget: bool) -> None:
+        self._running.__exit__(None, None, None)
+        if forget:
+            shutil.rmtree(self._directory)
+        self._running = self._start()
+        self._running.__enter__()
+
+    def close(self) -> None:
+        self._running.__exit__(None, None, None)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ForgetfulRedis]:
+    # A socket's path must be short.
+    made = ForgetfulRedis(tmp_path / "r")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def client(server: ForgetfulRedis) -> AsyncIterator[redis.asyncio.Redis]:
+    made = connect(server.url)
+    yield made
+    await made.aclose()
+
+
+async def test_operations_that_redis_lost_are_accepted_again_in_order_and_only_once(
+    server: ForgetfulRedis, client: redis.asyncio.Redis
+) -> None:
+    journal = Journal(client)
+    known = Acknowledged(client, journal.announce_again)
+    await known._look()
+    for operation in (CREATE, STEP):
+        await known.make(lambda operation=operation: journal.accept(operation, "alice"))
+    for forget in (True, False):
+        server.restart(forget)
+        await known._look()
+        assert await journal.operations(MODEL, [0, 1]) == [CREATE, STEP]
+        assert (await journal.index(MODEL, -1)).pending == 2
+        assert [model for model, _ in await journal.models_with_work()] == [MODEL]
+        assert await client.hget(keys.future(MODEL, 1), "state") == b"pending"
+
+
+async def test_what_was_acknowledged_long_before_is_not_kept(
+    server: ForgetfulRedis, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEPT_S", 0.0)
+    known = Acknowledged(client)
+    await known.make(lambda: client.incr("count"))
+    await known._look()
+    server.restart(forget=True)
+    await known._look()
+    assert await client.get("count") is None
+
+
+async def test_what_was_acknowledged_before_a_long_absence_of_redis_is_kept(
+    server: ForgetfulRedis, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Acknowledged(client)
+    await known._look()
+    await known.make(lambda: client.incr("count"))
+    monkeypatch.setattr(module, "KEPT_S", 0.0)
+    server.restart(forget=True)
+    await known._look()
+    assert await client.get("count") == b"1"
+
+
+async def test_kept_payloads_are_bounded(server: ForgetfulRedis, client: redis.asyncio.Redis) -> None:
+    known = Acknowledged(client, most_bytes=10)
+    await known._look()
+    for name in ("old", "new"):
+        await known.make(lambda name=name: client.set(name, 1), 6)
+    server.restart(forget=True)
+    await known._look()
+    assert (await client.exists("old"), await client.exists("new")) == (0, 1)
+
+
+async def test_what_is_missing_right_after_a_restart_is_not_called_unknown(
+    server: ForgetfulRedis, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Acknowledged(client)
+    await known.refuse_while_restoring()
+    server.restart(forget=True)
+    with pytest.raises(Unavailable, match="restarted"):
+        await known.refuse_while_restoring()
+    monkeypatch.setattr(module, "RESTORED_AFTER_S", 0.0)
+    await known.refuse_while_restoring()
+
+
+async def test_a_session_that_is_stored_again_stays_what_it_became(client: redis.asyncio.Redis) -> None:
+    store = SessionStore(client)
+    record = SessionRecord(session_id="s", owner="alice", created_at=1.0, last_heartbeat=1.0)
+    assert await store.create(record, "key") == record
+    await store.finish("s", "done", "")
+    assert (await store.create(record, "key")).session_id == "s"
+    found = await store.get("s")
+    assert found is not None and found.finished

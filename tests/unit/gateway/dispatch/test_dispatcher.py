@@ -1,0 +1,200 @@
+"""Which operations are dispatched, in which order, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+
+import redis.asyncio
+
+from services.common.contract import ids
+from services.common.contract.errors import Internal, InvalidRequest
+from services.gateway.dispatch.plan import DispatchSettings
+from services.gateway.records.session import SessionRecord, SessionStore
+from tests.unit.gateway.dispatching import MODEL, Gateway, GatewayFactory, batch, create, refused, step
+from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
+from tinsmith.v1 import operation_pb2, types_pb2
+
+
+async def idle(gateway: Gateway) -> None:
+    """Returns when the dispatcher has seen that nothing of the model is pending."""
+    runner = gateway.dispatcher._runners[MODEL]
+    async with asyncio.timeout(5):
+        while runner._idle_since is None or runner._looking or runner.woken:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_operations_that_arrive_in_any_order_run_in_seq_id_order(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        await gateway.accept(create(), step(3), batch(2))
+        assert (await gateway.result(0)).HasField("create_model")
+        assert trainer.order(MODEL) == [0]
+        await gateway.accept(batch(1))
+        assert (await gateway.result(3)).optim_step.metrics["steps"] == 4
+        await asyncio.gather(gateway.result(1), gateway.result(2))
+        assert trainer.order(MODEL) == [0, 1, 2, 3]
+        assert sorted(gateway.recorded) == [0, 1, 2, 3]
+
+
+async def test_a_refused_operation_does_not_hold_up_the_next(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        await gateway.accept(create(), step(2), refused(1))
+        assert (await gateway.result(1)).error.message == "no data"
+        assert (await gateway.result(2)).HasField("optim_step")
+        assert trainer.order(MODEL) == [0, 2]
+
+
+async def test_a_duplicate_does_not_run_twice(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        first, second = await gateway_on("gateway-0"), await gateway_on("gateway-1")
+        await asyncio.gather(first.accept(create(), batch(1)), second.accept(create(), batch(1), step(2)))
+        await asyncio.gather(first.result(2), second.result(2))
+        await second.accept(step(2))
+        await first.result(2)
+        assert trainer.order(MODEL) == [0, 1, 2]
+
+
+async def test_the_next_operation_of_a_led_model_is_sent_without_reading_the_journal(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        await gateway.accept(create(), batch(1))
+        await gateway.result(1)
+        await idle(gateway)
+        read: list[list[int]] = []
+        operations = gateway.journal.operations
+
+        async def reading(model_id: str, seq_ids: list[int]) -> list[operation_pb2.Operation | None]:
+            read.append(seq_ids)
+            return await operations(model_id, seq_ids)
+
+        gateway.journal.operations = reading  # type: ignore[method-assign]
+        await gateway.accept(batch(2), step(3))
+        assert (await gateway.result(3)).optim_step.metrics["steps"] == 4
+        await idle(gateway)
+        # One that leaves a gap waits for what is missing, and what is refused is passed over.
+        await gateway.accept(step(5))
+        await asyncio.sleep(0.1)
+        assert trainer.order(MODEL) == [0, 1, 2, 3]
+        assert not any(read)
+        await gateway.accept(refused(4))
+        await gateway.result(5)
+        await idle(gateway)
+        await gateway.accept(batch(6))
+        await gateway.result(6)
+        assert trainer.order(MODEL) == [0, 1, 2, 3, 5, 6]
+        assert [seq_ids for seq_ids in read if seq_ids] == [[5]]
+
+
+async def test_an_operation_accepted_elsewhere_wakes_the_gateway_that_leads(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        leader, other = await gateway_on("gateway-0"), await gateway_on("gateway-1")
+        await leader.accept(create())
+        await leader.result(0)
+        started_at = asyncio.get_running_loop().time()
+        await other.accept(step(1))
+        await other.result(1)
+        assert asyncio.get_running_loop().time() - started_at < 1, "woken, not found by a sweep"
+        assert leader.recorded == [0, 1]
+
+
+async def test_operations_of_a_model_whose_creation_failed_fail_and_name_the_reason(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    trainer.fail[0] = Internal("out of memory")
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        trainer.gate.clear()
+        await gateway.accept(create(), batch(1), step(2))
+        await asyncio.sleep(0.1)
+        trainer.gate.set()
+        assert (await gateway.result(0)).error.message == "out of memory"
+        await gateway.accept(batch(3))
+        for seq_id in (1, 2, 3):
+            error = (await gateway.result(seq_id)).error
+            assert (error.category, error.code) == (types_pb2.ERROR_CATEGORY_USER, "model_not_created")
+            assert "out of memory" in error.message
+
+
+async def test_operations_after_an_unload_fail(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        unload = operation_pb2.UnloadModel()
+        await gateway.accept(
+            create(), operation_pb2.Operation(model_id=MODEL, seq_id=1, unload_model=unload), step(2)
+        )
+        assert (await gateway.result(1)).HasField("unload_model")
+        assert (await gateway.result(2)).error.code == "model_unloaded"
+        await gateway.accept(step(3))
+        assert (await gateway.result(3)).error.code == "model_unloaded"
+
+
+async def test_an_operation_that_fails_does_not_stop_the_stream(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    trainer.fail[1] = Internal("not finite")
+    trainer.raises[2] = InvalidRequest("the trainer will not have it")
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        await gateway.accept(create())
+        await gateway.result(0)
+        await gateway.accept(batch(1), batch(2), step(3))
+        assert (await gateway.result(1)).error.message == "not finite"
+        assert (await gateway.result(2)).error.message == "the trainer will not have it"
+        assert (await gateway.result(3)).HasField("optim_step")
+        assert trainer.models[MODEL].effects == [0, 3]
+
+
+async def test_a_gap_is_skipped_after_its_time_and_its_latecomer_fails(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on(settings=DispatchSettings(gap_timeout=0.3))
+        await gateway.accept(create(), step(3))
+        assert (await gateway.result(3)).HasField("optim_step")
+        await gateway.accept(batch(1))
+        assert (await gateway.result(1)).error.code == "seq_id_used"
+        assert trainer.order(MODEL) == [0, 3]
+
+
+async def test_a_gap_of_a_finished_session_is_skipped_at_once(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    sessions = SessionStore(redis_client)
+    await sessions.create(SessionRecord(session_id="s", owner="ann", created_at=1.0, last_heartbeat=1.0))
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        await gateway.accept(create(), step(2))
+        assert (await gateway.futures.wait(ids.request_id(MODEL, 2), 0.3)).state == "pending"
+        await sessions.finish("s", "success", "")
+        assert (await gateway.result(2)).HasField("optim_step")
+
+
+async def test_without_a_trainer_operations_wait_and_say_why(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    await gateway.accept(create())
+    view = await gateway.futures.wait(ids.request_id(MODEL, 0), 0.3)
+    assert (view.state, view.queue_state) == ("pending", "paused_capacity")
+    assert view.queue_state_reason == f"no trainer for {BASE} is running; the request will run when one is"
+    async with serving(redis_client, trainer, "trainer-0"):
+        await gateway.result(0)
+        trainer.gate.clear()
+        await gateway.accept(step(1))
+        view = await gateway.futures.wait(ids.request_id(MODEL, 1), 0.2)
+        assert (view.state, view.queue_state, view.queue_state_reason) == ("pending", "active", None)
+        trainer.gate.set()
+        await gateway.result(1)

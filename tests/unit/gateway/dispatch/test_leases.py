@@ -1,0 +1,102 @@
+"""Dispatch leases: one holder, growing epochs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import redis.asyncio
+
+from services.common.state import keys
+from services.common.state.journal import Journal
+from services.gateway.dispatch.leases import Lease, Leases
+from tinsmith.v1 import operation_pb2
+
+MODEL = "s:train:0"
+
+
+async def test_only_one_gateway_holds_a_lease(any_redis: redis.asyncio.Redis) -> None:
+    gateways = [Leases(any_redis, f"gateway-{n}") for n in range(10)]
+    found = await asyncio.gather(*(gateway.acquire(MODEL) for gateway in gateways))
+    assert len([lease for lease in found if isinstance(lease, Lease)]) == 1
+    assert all(5 < lease <= 6 for lease in found if isinstance(lease, float))
+
+
+async def test_a_lease_is_kept_by_renewal_and_passes_on_when_it_is_not(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    first, second = Leases(any_redis, "gateway-0", ttl=0.3), Leases(any_redis, "gateway-1", ttl=0.3)
+    lease = await first.acquire(MODEL)
+    assert isinstance(lease, Lease)
+    first.start()
+    await asyncio.sleep(0.7)
+    assert not lease.lost
+    assert isinstance(await second.acquire(MODEL), float)
+    assert first._task is not None
+    first._task.cancel()
+    await asyncio.sleep(0.4)
+    taken = await second.acquire(MODEL)
+    assert isinstance(taken, Lease)
+    assert taken.epoch > lease.epoch
+    await second.stop()
+
+
+async def test_a_holder_that_finds_its_lease_taken_stops(any_redis: redis.asyncio.Redis) -> None:
+    leases = Leases(any_redis, "gateway-0", ttl=0.3)
+    lease = await leases.acquire(MODEL)
+    assert isinstance(lease, Lease)
+    told = asyncio.Event()
+    lease.on_lost = told.set
+    await any_redis.set(keys.lease(MODEL), "gateway-9/other")
+    leases.start()
+    await asyncio.wait_for(told.wait(), 2)
+    assert lease.lost
+    await leases.stop()
+    assert await any_redis.get(keys.lease(MODEL)) == b"gateway-9/other"
+
+
+async def test_a_held_lease_gets_a_higher_epoch_and_one_taken_by_another_is_lost(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    leases = Leases(any_redis, "gateway-0", ttl=0.5)
+    lease = await leases.acquire(MODEL)
+    assert isinstance(lease, Lease)
+    first = lease.epoch
+    await leases.fence(lease)
+    assert lease.epoch > first
+    assert not lease.lost
+    assert await any_redis.get(keys.epoch(MODEL)) == str(lease.epoch).encode()
+    leases.start()
+    await asyncio.sleep(0.7)
+    assert not lease.lost, "it is renewed as before"
+    await any_redis.set(keys.lease(MODEL), "gateway-9/other")
+    await leases.fence(lease)
+    assert lease.lost
+    await leases.stop()
+
+
+async def test_a_gateway_that_restarts_takes_its_leases_back_at_once(any_redis: redis.asyncio.Redis) -> None:
+    before = await Leases(any_redis, "gateway-0").acquire(MODEL)
+    after = await Leases(any_redis, "gateway-0").acquire(MODEL)
+    assert isinstance(before, Lease)
+    assert isinstance(after, Lease)
+    assert after.epoch > before.epoch
+    assert isinstance(await Leases(any_redis, "gateway-01").acquire(MODEL), float)
+
+
+async def test_an_epoch_is_not_given_out_twice_when_redis_forgot_it(any_redis: redis.asyncio.Redis) -> None:
+    leases = Leases(any_redis, "gateway-0")
+    before = await leases.acquire(MODEL)
+    await any_redis.delete(keys.epoch(MODEL), keys.lease(MODEL))
+    await asyncio.sleep(0.01)
+    after = await leases.acquire(MODEL)
+    assert isinstance(before, Lease)
+    assert isinstance(after, Lease)
+    assert after.epoch > before.epoch
+
+
+async def test_a_sweep_takes_only_models_with_work(any_redis: redis.asyncio.Redis) -> None:
+    leases = Leases(any_redis, "gateway-0")
+    assert await leases.acquire(MODEL, only_with_work=True) is None
+    operation = operation_pb2.Operation(model_id=MODEL, seq_id=1, unload_model=operation_pb2.UnloadModel())
+    await Journal(any_redis).accept(operation, "ann")
+    assert isinstance(await leases.acquire(MODEL, only_with_work=True), Lease)

@@ -1,0 +1,188 @@
+"""Decisions of the dispatcher, over plain data."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.contract.errors import (
+    Conflict,
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    ModelNotResident,
+    Overloaded,
+    StaleEpoch,
+    TinsmithError,
+    Unavailable,
+)
+from services.common.state.journal_records import Entry, JournalIndex
+from services.gateway.dispatch.plan import (
+    DROPPED_GRADIENT,
+    Action,
+    Gap,
+    Position,
+    Send,
+    Window,
+    after_failure,
+    backoff,
+    can_replay_from_start,
+    closing_result,
+    plan,
+    position_after_restore,
+    replay_passes_over,
+    starts_at_creation,
+)
+from tinsmith.v1 import operation_pb2, types_pb2
+
+WINDOW = Window(operations=4, bytes=100)
+
+
+def pending(seq_id: int, size: int = 10) -> Entry:
+    return Entry(seq_id, size, True)
+
+
+def published(seq_id: int) -> Entry:
+    return Entry(seq_id, 10, False)
+
+
+def used_up(seq_id: int) -> Entry:
+    return Entry(seq_id, 0, False)
+
+
+def chosen(position: Position, *entries: Entry, floor: int = -1) -> tuple[list[tuple[int, int]], Gap | None]:
+    """(seq_id, after_seq_id) of what is sent, and the gap."""
+    step = plan(position, entries, floor, 0, 0, WINDOW)
+    return [(send.seq_id, send.after_seq_id) for send in step.sends], step.gap
+
+
+def test_operations_are_sent_in_a_chain() -> None:
+    assert chosen(Position(), pending(0), pending(1), pending(2)) == ([(0, -1), (1, 0), (2, 1)], None)
+
+
+def test_nothing_is_sent_beyond_a_gap() -> None:
+    assert chosen(Position(), pending(0), pending(3)) == ([(0, -1)], Gap(1, 2))
+
+
+def test_a_used_up_seq_id_is_passed_over_and_is_nobodys_predecessor() -> None:
+    assert chosen(Position(), pending(0), used_up(1), pending(2)) == ([(0, -1), (2, 0)], None)
+
+
+def test_a_skipped_gap_no_longer_holds_anything_up() -> None:
+    assert chosen(Position(0, -1, 0), pending(3), floor=2) == ([(3, 0)], None)
+
+
+def test_a_skipped_gap_does_not_skip_what_did_arrive_within_it() -> None:
+    assert chosen(Position(0, -1, 0), pending(1), pending(3), floor=2) == ([(1, 0), (3, 1)], None)
+
+
+def test_what_a_durable_snapshot_covers_is_no_gap() -> None:
+    assert chosen(position_after_restore(10, 16), pending(16), floor=15) == ([(16, 10)], None)
+
+
+def test_after_a_restore_everything_later_is_sent_again_even_if_its_result_is_published() -> None:
+    position = position_after_restore(3, 6)
+    step = plan(position, [published(4), used_up(5), pending(6)], -1, 0, 0, WINDOW)
+    assert step.sends == (Send(4, 3, 10, replayed=True), Send(6, 4, 10, replayed=False))
+
+
+def test_after_a_restore_an_executed_operation_without_a_result_is_asked_for() -> None:
+    position = position_after_restore(3, 2)
+    assert position.cursor == 1
+    sent, gap = chosen(position, pending(2), published(3), pending(4))
+    assert sent == [(2, 1), (4, 3)]
+    assert gap is None
+
+
+def test_the_window_bounds_operations_and_bytes_but_lets_one_large_operation_through() -> None:
+    five = [pending(seq_id) for seq_id in range(5)]
+    step = plan(Position(), five, -1, 0, 0, WINDOW)
+    assert [send.seq_id for send in step.sends] == [0, 1, 2, 3]
+    assert step.position == Position(3, -1, 3)
+    assert [send.seq_id for send in plan(step.position, five[4:], -1, 3, 30, WINDOW).sends] == [4]
+    large = [pending(0, 60), pending(1, 60)]
+    assert [send.seq_id for send in plan(Position(), large, -1, 0, 0, WINDOW).sends] == [0]
+    assert [send.seq_id for send in plan(Position(), [pending(0, 1000)], -1, 0, 0, WINDOW).sends] == [0]
+    assert plan(Position(), [pending(0, 60)], -1, 1, 60, WINDOW).sends == ()
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "action"),
+    [
+        (StaleEpoch(""), 1, Action.GIVE_UP_LEASE),
+        (ModelNotResident(""), 9, Action.SYNCHRONISE),
+        (Unavailable(""), 1, Action.AWAIT_TRAINER),
+        (Unavailable(""), 1, Action.AWAIT_TRAINER),
+        (Unavailable(""), 1000, Action.AWAIT_TRAINER),
+        (DeadlineExceeded(""), 9, Action.RESEND),
+        (Overloaded(""), 9, Action.RESEND),
+        (Conflict(""), 1, Action.SYNCHRONISE),
+        (Conflict(""), 3, Action.FAIL),
+        (Internal("", "result_lost"), 1, Action.REPORT_LOST_RESULT),
+        (Internal(""), 1, Action.FAIL),
+        (InvalidRequest(""), 1, Action.FAIL),
+    ],
+)
+def test_every_failure_of_a_call_has_its_answer(error: TinsmithError, times: int, action: Action) -> None:
+    assert after_failure(error, times) is action
+
+
+def test_only_what_changed_the_model_is_replayed() -> None:
+    fine, failed = operation_pb2.OperationResult(), operation_pb2.OperationResult()
+    fine.optim_step.SetInParent()
+    failed.error.code = "oom"
+    train, score = operation_pb2.Operation(), operation_pb2.Operation()
+    train.forward_backward.SetInParent()
+    score.forward_backward.forward_only = True
+    save = operation_pb2.Operation()
+    save.save_for_sampler.SetInParent()
+    load = operation_pb2.Operation()
+    load.load_state.SetInParent()
+    assert not replay_passes_over(train, fine)
+    assert not replay_passes_over(load, fine)
+    assert replay_passes_over(score, fine)
+    assert replay_passes_over(save, fine)
+    assert replay_passes_over(train, failed)
+
+
+def test_a_replay_repeats_a_step_that_failed_and_dropped_the_gradient() -> None:
+    step, dropped = operation_pb2.Operation(), operation_pb2.OperationResult()
+    step.optim_step.SetInParent()
+    dropped.error.code = DROPPED_GRADIENT
+    assert not replay_passes_over(step, dropped)
+    dropped.error.code = "internal"
+    assert replay_passes_over(step, dropped)
+
+
+def test_a_model_closes_when_its_creation_fails_or_it_is_unloaded() -> None:
+    fine, failed = operation_pb2.OperationResult(), operation_pb2.OperationResult()
+    fine.unload_model.SetInParent()
+    failed.error.message = "no memory"
+    creation, unload = operation_pb2.Operation(), operation_pb2.Operation()
+    creation.create_model.SetInParent()
+    unload.unload_model.SetInParent()
+    closing = operation_pb2.OperationResult.FromString(closing_result(creation, failed))
+    assert closing.error.category == types_pb2.ERROR_CATEGORY_USER
+    assert "no memory" in closing.error.message
+    unloaded = operation_pb2.OperationResult.FromString(closing_result(unload, fine))
+    assert unloaded.error.code == "model_unloaded"
+    assert closing_result(creation, fine) == b""
+    assert closing_result(unload, failed) == b""
+
+
+def test_a_model_without_a_snapshot_can_be_replayed_only_from_its_creation() -> None:
+    def index(durable: int, *entries: Entry) -> JournalIndex:
+        return JournalIndex(durable, -1, b"", "org/base", 1, 0, entries)
+
+    assert starts_at_creation(index(-1, pending(0), pending(1)))
+    assert not starts_at_creation(index(-1, published(0), pending(1)))
+    assert not starts_at_creation(index(0, pending(0)))
+    assert can_replay_from_start(index(-1, published(0), pending(1)))
+    assert not can_replay_from_start(index(3, pending(4)))
+    assert not can_replay_from_start(index(-1))
+
+
+def test_waits_grow_up_to_a_bound() -> None:
+    waits = [backoff(attempt, first=0.1, most=1.0) for attempt in range(1, 100)]
+    assert waits[:3] == [0.1, 0.2, 0.4]
+    assert waits == sorted(waits)
+    assert waits[-1] == 1.0

@@ -1,0 +1,225 @@
+"""HTTP: checkpoints, from what operations came to until nothing is left of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from services.common.contract import ids
+from services.common.state import keys
+from services.gateway.access.limits import Limits
+from tests.unit.gateway.edges import BOB, Edges, new_model, new_session
+from tests.unit.gateway.saved import CONTENT, SNAPSHOT_BYTES, expire, export, names, save, save_sampler, url
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return Limits(min_ttl_seconds=1)
+
+
+async def test_a_page_shows_the_newest_checkpoints_of_all_runs_of_the_caller(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        model, second = await new_model(edges, client), await new_model(edges, client)
+        await save(edges, client, model, 1, "a", user_metadata={"step": "1"})
+        await save(edges, client, second, 1, "b")
+        await save(edges, client, model, 2, None)
+        await save(edges, client, model, 3, "a", overwrite=True)
+        assert await names(client) == ["weights/a", "weights/000002", "weights/b"]
+        assert await names(client, limit=1, offset=1) == ["weights/000002"]
+        assert await names(client, limit=0) == []
+        page = (await client.get("checkpoints", params={"limit": 2, "offset": 2})).json()
+        assert page["cursor"] == {"offset": 2, "limit": 2, "total_count": 3}
+        assert await names(other) == []
+        of_run = (await client.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"]
+        assert [found["checkpoint_id"] for found in of_run] == ["weights/a", "weights/000002"]
+        assert of_run[0]["size_bytes"] == len(CONTENT)
+        assert of_run[0]["user_metadata"] is None, "an overwrite replaces the metadata"
+        for params in ({"limit": 1001}, {"limit": "x"}, {"offset": -1}):
+            assert (await client.get("checkpoints", params=params)).status_code == 400
+
+
+async def test_a_replaced_version_loses_its_files(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        await save(edges, client, model, 1, "a")
+        await save(edges, client, model, 2, "a", overwrite=True)
+        await edges.redis.zadd(keys.CHECKPOINTS_DUE, {f"tinker://{model}/weights/a@1": 1})
+        await edges.sweep.sweep()
+        assert edges.files.storage.versions(model, "weights/a") == [2]
+        assert await edges.redis.zcard(keys.CHECKPOINTS_DUE) == 0
+
+
+async def test_a_deleted_checkpoint_is_gone_and_its_name_free(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await save(edges, client, model, 1, "a")
+        assert (await client.delete(url(path))).status_code == 200
+        assert await names(client) == []
+        assert edges.files.storage.versions(model, "weights/a") == []
+        assert await edges.redis.zcard(keys.CHECKPOINTS_DUE) == 0
+        assert (await client.post("weights_info", json={"tinker_path": path})).status_code == 404
+        assert (await client.delete(url(path))).status_code == 404
+        await save(edges, client, model, 2, "a")
+        assert await names(client) == ["weights/a"]
+
+
+async def test_files_that_a_crash_left_behind_are_found(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        await save(edges, client, model, 1, "a")
+        record = await edges.app.checkpoints.owned("alice", model, "weights/a")
+        # The gateway that deletes it dies before it comes to the files.
+        assert await edges.records.remove(record)
+        await edges.sweep.sweep()
+        assert edges.files.storage.versions(model, "weights/a") == [1], "somebody may be at it"
+        await edges.redis.zadd(keys.CHECKPOINTS_DUE, {f"tinker://{model}/weights/a@1": 1})
+        await edges.sweep.sweep()
+        assert edges.files.storage.versions(model, "weights/a") == []
+
+
+async def test_an_expired_checkpoint_is_in_no_answer_and_swept_away(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await save(edges, client, model, 1, "a", ttl_seconds=1)
+        await save(edges, client, model, 2, "b")
+        assert await names(client) == ["weights/b", "weights/a"]
+        await expire(edges, path)
+        page = (await client.get("checkpoints")).json()
+        assert page["cursor"]["total_count"] == len(page["checkpoints"]) == 1
+        of_run = (await client.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"]
+        assert [found["checkpoint_id"] for found in of_run] == ["weights/b"]
+        run = (await client.get(f"training_runs/{model}")).json()
+        assert run["last_checkpoint"]["checkpoint_id"] == "weights/b"
+        for answer in (
+            await client.post("weights_info", json={"tinker_path": path}),
+            await client.put(f"{url(path)}/ttl", json={"ttl_seconds": None}),
+            await client.delete(url(path)),
+        ):
+            assert answer.status_code == 404
+        await edges.sweep.sweep()
+        assert edges.files.storage.versions(model, "weights/a") == []
+        assert await edges.redis.zcard(keys.CHECKPOINTS_DUE) == 0
+        assert await edges.redis.hlen(keys.checkpoints(model)) == 1
+
+
+async def test_a_name_whose_checkpoint_expired_can_be_used_before_any_sweep(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await save(edges, client, model, 1, "a", ttl_seconds=1)
+        await expire(edges, path)
+        await save(edges, client, model, 2, "a")
+        assert edges.files.storage.versions(model, "weights/a") == [2]
+        await edges.sweep.sweep()
+        assert await names(client) == ["weights/a"]
+
+
+async def test_a_ttl_can_be_changed_and_taken_away(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await save(edges, client, model, 1, "a", ttl_seconds=1)
+        assert (await client.put(f"{url(path)}/ttl", json={"ttl_seconds": None})).status_code == 200
+        await expire(edges, path)
+        await edges.sweep.sweep()
+        assert await names(client) == ["weights/a"]
+        assert await edges.redis.zcard(keys.CHECKPOINTS_DUE) == 0
+        before = time.time()
+        assert (await client.put(f"{url(path)}/ttl", json={"ttl_seconds": 5000})).status_code == 200
+        record = await edges.app.checkpoints.owned("alice", model, "weights/a")
+        assert record.expires_at is not None and 4999 < record.expires_at - before < 5100
+        for wrong in ({"ttl_seconds": 0}, {"ttl_seconds": 10**12}, {}, {"ttl_seconds": "x"}):
+            assert (await client.put(f"{url(path)}/ttl", json=wrong)).status_code == 400
+
+
+async def test_only_the_owner_changes_a_checkpoint(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        model = await new_model(edges, client)
+        path = url(await save(edges, client, model, 1, "a"))
+        for published in (False, True):
+            if published:
+                assert (await client.post(f"{path}/publish")).status_code == 200
+            for answer in (
+                await other.delete(path),
+                await other.post(f"{path}/publish"),
+                await other.delete(f"{path}/publish"),
+                await other.put(f"{path}/ttl", json={"ttl_seconds": None}),
+                await other.get(f"training_runs/{model}"),
+                await other.post("unload_model", json={"model_id": model}),
+            ):
+                assert answer.status_code == 403
+        assert (await other.delete(f"training_runs/{model}/checkpoints/other/a")).status_code == 400
+        missing = await other.delete("training_runs/nobody:train:0/checkpoints/weights/a")
+        assert missing.status_code == 404
+
+
+async def test_a_run_is_accessible_by_any_published_checkpoint_of_it(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        model = await new_model(edges, client)
+        path = await export(edges, client, model, 1, "e")
+        run = f"training_runs/{model}?access_scope=accessible"
+        assert (await other.get(run)).status_code == 403
+        assert (await client.post(f"{url(path)}/publish")).status_code == 200
+        assert (await other.get(run)).json()["training_run_id"] == model
+        assert (await other.get(f"training_runs/{model}")).status_code == 403
+
+
+async def test_a_published_checkpoint_can_be_read_loaded_and_sampled_by_others(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        model = await new_model(edges, client)
+        weights = await save(edges, client, model, 1, "a")
+        await save_sampler(edges, client, model, 2, "s")
+        sampler = ids.tinker_path(model, "sampler_weights/s")
+        session = await new_session(other)
+        load = {"session_id": session, "model_seq_id": 0, "path": weights, "optimizer": False}
+        sample = {"session_id": session, "sampling_session_seq_id": 0, "model_path": sampler}
+        info = {"tinker_path": weights}
+        listed = f"training_runs/{model}/checkpoints"
+
+        async def statuses() -> list[int]:
+            return [
+                (await other.post("weights_info", json=info)).status_code,
+                (await other.post("load_weights", json=load)).status_code,
+                (await other.post("create_sampling_session", json=sample)).status_code,
+                (await other.get(listed)).status_code,
+                (await other.get(f"training_runs/{model}?access_scope=accessible")).status_code,
+            ]
+
+        assert await statuses() == [403] * 5
+        for path in (weights, sampler):
+            assert (await client.post(f"{url(path)}/publish")).status_code == 200
+        assert await statuses() == [200] * 5
+        sizes = {
+            one["checkpoint_id"]: one["size_bytes"] for one in (await other.get(listed)).json()["checkpoints"]
+        }
+        assert sizes == {"weights/a": len(CONTENT), "sampler_weights/s": SNAPSHOT_BYTES}
+        assert (await other.get("checkpoints")).json()["checkpoints"] == []
+        for path in (weights, sampler):
+            assert (await client.delete(f"{url(path)}/publish")).status_code == 200
+        load["model_seq_id"] = sample["sampling_session_seq_id"] = 1
+        assert await statuses() == [403] * 5
+
+
+async def test_a_deleted_sampler_checkpoint_leaves_its_sampling_sessions_what_they_answer_from(
+    edges: Edges,
+) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        directory = await save_sampler(edges, client, model, 1, "s")
+        path = ids.tinker_path(model, "sampler_weights/s")
+        session = await new_session(client)
+        body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+        assert (await client.post("create_sampling_session", json=body)).status_code == 200
+        assert (await client.delete(url(path))).status_code == 200
+        body["sampling_session_seq_id"] = 1
+        assert (await client.post("create_sampling_session", json=body)).status_code == 404
+
+        async def sweep() -> bool:
+            await edges.redis.zadd(keys.CHECKPOINTS_DUE, {f"{path}@1": 1})
+            await edges.sweep.sweep()
+            return directory.exists()
+
+        assert await sweep()
+        assert (await client.get(f"samplers/{session}:sample:0")).status_code == 200
+        finish = {"reason": {"type": "success"}, "detail": None}
+        assert (await client.post(f"sessions/{session}/finish", json=finish)).status_code == 200
+        assert not await sweep()

@@ -1,0 +1,192 @@
+"""HTTP: one poll for all samples of a client, and giving samples up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import httpx
+import tinker
+
+from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges, new_model, new_session
+from tinsmith.v1 import operation_pb2, types_pb2
+
+RESULT = operation_pb2.SampleResult()
+
+
+async def sampling_session(client: httpx.AsyncClient) -> str:
+    body = {"session_id": await new_session(client), "sampling_session_seq_id": 0, "base_model": BASE}
+    return (await client.post("create_sampling_session", json=body)).json()["sampling_session_id"]
+
+
+async def sample(client: httpx.AsyncClient, session: str, seq_id: int = 0) -> str:
+    body = {
+        "sampling_session_id": session,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 5},
+    }
+    response = await client.post("asample", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["request_id"]
+
+
+async def poll(client: httpx.AsyncClient, session: str, **fields: object) -> httpx.Response:
+    target = {"type": "sampling_session", "sampling_session_id": session, "cloned_sampler_id": 0}
+    return await client.post("retrieve_futures", json={"target": target, "prev_cursor": 0, **fields})
+
+
+async def test_a_poll_ends_with_the_first_completion_and_goes_on_from_its_cursor(edges: Edges) -> None:
+    async with edges.http() as client:
+        session = await sampling_session(client)
+        first, second = await sample(client, session, 0), await sample(client, session, 1)
+        waiting = asyncio.create_task(poll(client, session))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await edges.answer_sample(second, RESULT)
+        answer = (await waiting).json()
+        size = operation_pb2.OperationResult(sample=RESULT).ByteSize()
+        assert answer["completions"] == [
+            {"state": "finished", "request_id": second, "response_payload_uncompressed_size": size}
+        ]
+        waiting = asyncio.create_task(poll(client, session, prev_cursor=answer["cursor"]))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        failure = types_pb2.Error(category=types_pb2.ERROR_CATEGORY_USER, message="too long")
+        await edges.samples.publish(first, operation_pb2.OperationResult(error=failure))
+        later = (await waiting).json()
+        assert later["completions"] == [{"state": "failed", "request_id": first}]
+        assert later["cursor"] > answer["cursor"]
+        result = (await client.post("retrieve_future", json={"request_id": first})).json()
+        assert result["error"] == "too long"
+
+
+async def test_timeout_0_answers_at_once_and_a_longer_one_waits_as_long(edges: Edges) -> None:
+    async with edges.http() as client:
+        session = await sampling_session(client)
+        await sample(client, session)
+        start = time.monotonic()
+        assert (await poll(client, session, timeout=0)).json() == {"completions": [], "cursor": 0}
+        assert time.monotonic() - start < 1
+        answer = await poll(client, session, timeout=0.5, prev_cursor=17)
+        assert answer.json() == {"completions": [], "cursor": 17}
+        assert time.monotonic() - start >= 0.5
+
+
+async def test_fetched_results_may_go_and_only_the_targets_own(edges: Edges) -> None:
+    async with edges.http() as client:
+        session, other = await sampling_session(client), await sampling_session(client)
+        request_id, foreign = await sample(client, session), await sample(client, other)
+        await edges.answer_sample(request_id, RESULT)
+        answer = await poll(client, session, timeout=0, retrieved_request_ids=[request_id])
+        assert answer.status_code == 200
+        assert 0 < await edges.redis.ttl(f"tinsmith:future:{{{session}}}:0") <= 60
+        for wrong in (foreign, f"{session}:1000000000", "nonsense"):
+            answer = await poll(client, session, timeout=0, retrieved_request_ids=[wrong])
+            assert answer.status_code == 400
+
+
+async def test_polls_and_cancellations_belong_to_their_owner(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        session = await sampling_session(client)
+        request_id = await sample(client, session)
+        assert (await poll(other, session, timeout=0)).status_code == 403
+        assert (await poll(client, "nobody:sample:0", timeout=0)).status_code == 404
+        refused = await other.post("cancel_future", json={"request_id": request_id})
+        assert refused.status_code == 403
+        assert await edges.samples.samples_of("gateway-0") == {request_id}
+
+
+async def test_a_cancelled_sample_fails_for_whoever_waits_for_it(edges: Edges) -> None:
+    async with edges.http() as client:
+        session = await sampling_session(client)
+        request_id = await sample(client, session)
+        cancel = {"request_id": request_id}
+        waiting = asyncio.create_task(client.post("retrieve_future", json=cancel))
+        await asyncio.sleep(0.1)
+        for _ in range(2):
+            assert (await client.post("cancel_future", json=cancel)).status_code == 200
+        assert "cancelled" in (await waiting).json()["error"]
+        assert (await poll(client, session)).json()["completions"] == [
+            {"state": "failed", "request_id": request_id}
+        ]
+        unknown = await client.post("cancel_future", json={"request_id": f"{session}:5"})
+        assert unknown.status_code == 410
+
+
+async def test_an_operation_of_a_model_cannot_be_cancelled(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        await client.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}})
+        refused = await client.post("cancel_future", json={"request_id": f"{model}:1"})
+        assert refused.status_code == 400
+        assert "takes effect" in refused.json()["detail"]
+        assert (await edges.operation(model, 1)) is not None
+
+
+async def test_the_samples_of_a_finished_session_are_given_up_on_all_gateways(edges: Edges) -> None:
+    async with edges.http() as client:
+        session, other = await sampling_session(client), await sampling_session(client)
+        mine = [await sample(client, session, seq_id) for seq_id in range(3)]
+        kept = await sample(client, other)
+        await edges.redis.sadd("tinsmith:sample-gateways", "gateway-0", "gateway-1")
+        await edges.samples.claim(mine[2], "gateway-0", "gateway-1")
+        finish = {"reason": {"type": "success"}, "detail": None}
+        await client.post(f"sessions/{session.split(':')[0]}/finish", json=finish)
+        for request_id in mine:
+            view = await edges.app.wait_result("alice", request_id, 0)
+            assert b"was finished" in (view.result or b"")
+        assert await edges.samples.samples_of("gateway-0") == {kept}
+        assert await edges.samples.samples_of("gateway-1") == set()
+
+
+async def test_the_sdk_waits_with_one_poll_and_cancels_what_it_abandons(edges: Edges) -> None:
+    """50 samples by the real SDK; the test answers all but one, which the SDK gives up."""
+    polls: list[str] = []
+    wait, wait_all = edges.app.futures.wait, edges.app.completions.wait
+
+    async def counted(request_id: str, seconds: float) -> object:
+        polls.append("one" if seconds else "now")
+        return await wait(request_id, seconds)
+
+    async def counted_all(*args: object) -> object:
+        polls.append("all")
+        return await wait_all(*args)  # type: ignore[arg-type]
+
+    edges.app.futures.wait = counted  # type: ignore[method-assign, assignment]
+    edges.app.completions.wait = counted_all  # type: ignore[method-assign, assignment]
+    loop = asyncio.get_running_loop()
+
+    def use() -> None:
+        service = tinker.ServiceClient(base_url=edges.base_url, api_key=ALICE)
+        client = service.create_sampling_client(base_model=BASE).result()
+        prompt, params = tinker.ModelInput.from_ints([1, 2]), tinker.SamplingParams(max_tokens=4)
+        futures = [client.sample(prompt, 1, params) for _ in range(50)]
+        session = client._sampling_session_id
+
+        async def answer() -> None:
+            while len(await edges.samples.samples_of("gateway-0")) < 50:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.2)
+            assert "one" not in polls, "no sample polls for itself"
+            assert polls.count("all") == 1
+            sequence = operation_pb2.SampledSequence(stop_reason=operation_pb2.STOP_REASON_STOP)
+            for seq_id in range(49):
+                await edges.answer_sample(
+                    f"{session}:{seq_id}", operation_pb2.SampleResult(sequences=[sequence])
+                )
+
+        asyncio.run_coroutine_threadsafe(answer(), loop).result(20)
+        for future in futures[:49]:
+            assert len(future.result(20).sequences) == 1
+        futures[49].future().cancel()
+
+        async def given_up() -> None:
+            async with asyncio.timeout(20):
+                while await edges.samples.samples_of("gateway-0"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+        asyncio.run_coroutine_threadsafe(given_up(), loop).result(30)
+        service.close("success").result(20)
+
+    await asyncio.to_thread(use)

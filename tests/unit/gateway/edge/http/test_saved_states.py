@@ -1,0 +1,138 @@
+"""HTTP: saving training state, and models that go on from it."""
+
+from __future__ import annotations
+
+import pytest
+import tinker
+
+from services.common.contract import ids
+from services.common.contract.errors import Unavailable
+from tests.unit.gateway import saved
+from tests.unit.gateway.edges import BASE, BOB, LORA, Edges, new_model, new_session
+from tinsmith.v1 import operation_pb2
+
+
+async def test_a_saved_state_is_known_with_its_metadata_and_lifetime(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await saved.save(edges, client, model, 1, "000020", ttl_seconds=7200, user_metadata={"k": "v"})
+        info = (await client.post("weights_info", json={"tinker_path": path})).json()
+        run = (await client.get(f"training_runs/{model}", params={"access_scope": "accessible"})).json()
+    assert (info["base_model"], info["is_lora"], info["lora_rank"]) == (BASE, True, 4)
+    read = tinker.types.TrainingRun.model_validate(run)
+    assert (read.training_run_id, read.base_model, read.model_owner) == (model, BASE, "alice")
+    assert read.user_metadata == {"run": "one"}
+    checkpoint = read.last_checkpoint
+    assert checkpoint is not None and checkpoint.expires_at is not None
+    assert (checkpoint.tinker_path, checkpoint.size_bytes) == (path, len(saved.CONTENT))
+    assert checkpoint.user_metadata == {"k": "v"}
+    assert (checkpoint.expires_at - checkpoint.time).total_seconds() == pytest.approx(7200, abs=1)
+    assert read.last_sampler_checkpoint is None
+
+
+async def test_a_name_that_is_taken_is_refused_unless_it_may_be_overwritten(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await saved.save(edges, client, model, 1, "a")
+        again = {"model_id": model, "seq_id": 1, "path": "a"}
+        assert (await client.post("save_weights", json=again)).json()["request_id"] == f"{model}:1"
+        await client.post("save_weights", json={"model_id": model, "seq_id": 2, "path": "a"})
+        assert path in (await saved.failure(client, model, 2))["error"]
+        await saved.save(edges, client, model, 3, "a", overwrite=True)
+
+
+async def test_a_fault_of_the_service_uses_up_no_seq_id(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*arguments: object) -> None:
+        raise Unavailable("the checkpoint store cannot be reached")
+
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        with monkeypatch.context() as patched:
+            patched.setattr(edges.app.checkpoints, "refuse_taken", fail)
+            body = {"model_id": model, "seq_id": 1, "path": "a"}
+            assert (await client.post("save_weights", json=body)).status_code == 503
+        assert await edges.operation(model, 1) is None
+        await saved.save(edges, client, model, 1, "a")
+
+
+async def test_a_model_can_be_created_from_a_saved_state(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        model = await new_model(edges, client)
+        path = await saved.save(edges, client, model, 1, "final")
+        session = await new_session(client)
+        body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        response = await client.post("load_weights", json=body)
+        assert response.json() == {"request_id": f"{session}:train:0:0"}
+        operation = await edges.operation(f"{session}:train:0", 0)
+        assert operation is not None
+        state = operation.create_model.from_state
+        assert (state.source_model_id, state.checkpoint_id, state.optimizer) == (model, "weights/final", True)
+        assert operation.create_model.base_model == BASE
+        assert not operation.create_model.HasField("lora")
+        result = operation_pb2.CreateModelResult(lora=LORA)
+        await edges.answer(f"{session}:train:0", 0, create_model=result)
+        info = await client.post("get_info", json={"model_id": f"{session}:train:0"})
+        assert info.json()["lora_rank"] == 4
+
+        theirs = {**body, "session_id": await new_session(other)}
+        assert (await other.post("load_weights", json=theirs)).status_code == 403
+        missing = {**body, "model_seq_id": 1, "path": path.replace("final", "gone")}
+        assert (await client.post("load_weights", json=missing)).status_code == 404
+        wrong = {**body, "model_seq_id": 1, "base_model": "org/other"}
+        assert (await client.post("load_weights", json=wrong)).status_code == 400
+
+
+async def test_a_saved_state_can_be_loaded_into_a_model(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await saved.save(edges, client, model, 1, "a")
+        body = {"model_id": model, "seq_id": 2, "path": path, "optimizer": False, "type": "load_weights"}
+        await client.post("load_weights", json=body)
+        operation = await edges.operation(model, 2)
+        assert operation is not None
+        expected = operation_pb2.LoadState(source_model_id=model, checkpoint_id="weights/a", version=1)
+        assert operation.load_state == expected
+
+
+async def test_rank_0_trains_all_weights_from_creation_to_the_next_model(edges: Edges) -> None:
+    async with edges.http() as client:
+        full = await new_model(edges, client, rank=0)
+        adapter = await new_model(edges, client)
+        created = await edges.operation(full, 0)
+        assert created is not None
+        assert created.create_model.HasField("full") and not created.create_model.HasField("lora")
+        info = (await client.post("get_info", json={"model_id": full})).json()
+        assert info["is_lora"] is False and "lora_rank" not in info
+        path = await saved.save(edges, client, full, 1, "a")
+        weights = (await client.post("weights_info", json={"tinker_path": path})).json()
+        run = (await client.get(f"training_runs/{full}")).json()
+        for told in (weights, run):
+            assert told["is_lora"] is False and "lora_rank" not in told
+        load = {"path": path, "optimizer": True}
+        await client.post("load_weights", json={**load, "model_id": adapter, "seq_id": 1})
+        assert "all of whose weights are trained" in (await saved.failure(client, adapter, 1))["error"]
+        made = {**load, "session_id": ids.session_of(full), "model_seq_id": 7}
+        assert (await client.post("load_weights", json=made)).status_code == 200
+        info = (await client.post("get_info", json={"model_id": f"{ids.session_of(full)}:train:7"})).json()
+    assert info["is_lora"] is False
+
+
+async def test_a_saved_critic_is_loaded_as_a_critic_only(edges: Edges) -> None:
+    async with edges.http() as client:
+        critic = await new_model(edges, client, metadata={"model_role": "critic"})
+        policy = await new_model(edges, client)
+        path = await saved.save(edges, client, critic, 1, "a")
+        load = {"path": path, "optimizer": True}
+        await client.post("load_weights", json={**load, "model_id": policy, "seq_id": 1})
+        assert "a critic of rank 4" in (await saved.failure(client, policy, 1))["error"]
+        made = {**load, "session_id": ids.session_of(critic), "model_seq_id": 7}
+        contradicted = await client.post(
+            "load_weights", json={**made, "user_metadata": {"model_role": "policy"}}
+        )
+        assert contradicted.status_code == 400
+        assert "is of a critic" in contradicted.json()["detail"]
+        assert (await client.post("load_weights", json=made)).status_code == 200
+        record = await edges.app.models.get("alice", ids.model_id(ids.session_of(critic), 7))
+    assert record.role == "critic"

@@ -1,0 +1,184 @@
+"""HTTP: start-up, keys, sessions, and answers to what is not served."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import tinker
+
+from services.gateway.access.limits import Limits
+from services.gateway.edge.http import body as body_module
+from tests.unit.gateway.edges import ALICE, BASE, BOB, CONTEXT, Edges, new_model, new_session, running
+
+
+async def test_healthz_needs_no_key(edges: Edges) -> None:
+    async with httpx.AsyncClient() as client:
+        response = await client.get(f"{edges.base_url}/api/v1/healthz")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("key", ["", "tml-wrong"])
+async def test_a_request_without_a_known_key_is_401_with_a_sentence(edges: Edges, key: str) -> None:
+    async with edges.http(key) as client:
+        response = await client.post("create_session", json={"tags": [], "sdk_version": "0.38.0"})
+    assert response.status_code == 401
+    assert "API key" in response.json()["detail"]
+
+
+async def test_a_path_that_is_not_served_is_404_with_its_name(edges: Edges) -> None:
+    async with edges.http() as client:
+        for path in ("create_custom_loss", "no/such/thing"):
+            response = await client.post(path, json={})
+            assert response.status_code == 404
+            assert path in response.json()["detail"]
+        assert (await client.get("create_session")).status_code == 405
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"tags": 1}', b'{"tags": [], "sdk_version": "1", "colour": "red"}']
+)
+async def test_a_malformed_body_is_400_with_a_sentence(edges: Edges, body: bytes) -> None:
+    async with edges.http() as client:
+        response = await client.post("create_session", content=body)
+    assert response.status_code == 400
+    assert len(response.json()["detail"]) > 20
+
+
+async def test_an_unknown_field_is_refused_by_its_name(edges: Edges) -> None:
+    async with edges.http() as client:
+        response = await client.post("create_session", json={"tags": [], "colour": "red"})
+    assert "colour" in response.json()["detail"]
+
+
+async def test_a_body_beyond_the_limit_is_413(redis_url: str, tmp_path: Path) -> None:
+    async with running(redis_url, tmp_path, Limits(json_body_bytes=1000)) as edges, edges.http() as client:
+        response = await client.post("telemetry", content=b"x" * 1001)
+        assert response.status_code == 413
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b"x" * 500
+
+        assert (await client.post("telemetry", content=chunks())).status_code == 413
+        assert (await client.post("telemetry", content=b"x" * 1000)).status_code == 200
+
+
+async def test_a_body_that_stops_arriving_is_given_up_and_its_budget_comes_back(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_module, "_PAUSE_S", 0.1)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"x" * 900
+        await asyncio.sleep(2)
+
+    limits = Limits(pending_body_bytes=1000)
+    async with running(redis_url, tmp_path, limits) as edges, edges.http() as client:
+        stopped = asyncio.create_task(client.post("telemetry", content=half()))
+        await asyncio.sleep(0.5)
+        assert (await client.post("telemetry", content=b"x" * 900)).status_code == 200
+        assert (await stopped).status_code == 504
+
+
+async def test_bodies_beyond_the_budget_are_429_and_the_budget_comes_back(
+    redis_url: str, tmp_path: Path
+) -> None:
+    limits = Limits(pending_body_bytes=1000)
+    async with running(redis_url, tmp_path, limits) as edges, edges.http() as client:
+        assert (await client.post("telemetry", content=b"x" * 2000)).status_code == 429
+        for _ in range(3):
+            assert (await client.post("telemetry", content=b"x" * 900)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tags": ["a"] * 65}, "at most 64"),
+        ({"tags": ["a" * 257]}, "tag has 257"),
+        ({"display_name": "a" * 257}, "display_name"),
+        ({"user_metadata": {"a": "b" * 70_000}}, "user_metadata"),
+    ],
+)
+async def test_a_session_with_more_labels_than_are_kept_is_refused(
+    edges: Edges, change: dict, says: str
+) -> None:
+    async with edges.http() as client:
+        response = await client.post("create_session", json={"tags": [], **change})
+    assert response.status_code == 400
+    assert says in response.json()["detail"]
+
+
+async def test_one_idempotency_key_makes_one_session(edges: Edges) -> None:
+    headers = {"x-idempotency-key": "again"}
+    async with edges.http() as client, edges.http(BOB) as other:
+        body = {"tags": ["a"], "sdk_version": "0.38.0", "user_metadata": {"recipe": "x"}}
+        first = await client.post("create_session", json=body, headers=headers)
+        again = await client.post("create_session", json=body, headers=headers)
+        another = await client.post("create_session", json=body)
+        theirs = await other.post("create_session", json=body, headers=headers)
+    found = [response.json()["session_id"] for response in (first, again, another, theirs)]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+async def test_heartbeats_end_with_410_when_the_session_is_finished(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        session = await new_session(client)
+        beat = {"session_id": session, "type": "session_heartbeat"}
+        assert (await client.post("session_heartbeat", json=beat)).status_code == 200
+        assert (await other.post("session_heartbeat", json=beat)).status_code == 403
+        missing = await client.post("session_heartbeat", json={"session_id": "nobody"})
+        assert missing.status_code == 404
+        finish = {"reason": {"type": "success"}, "detail": None}
+        for _ in range(2):
+            assert (await client.post(f"sessions/{session}/finish", json=finish)).status_code == 200
+        assert (await client.post("session_heartbeat", json=beat)).status_code == 410
+        model = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+        assert (await client.post("create_model", json=model)).status_code == 410
+
+
+async def test_the_sdk_starts_heartbeats_and_finishes_a_session(edges: Edges) -> None:
+    def use() -> str:
+        with tinker.ServiceClient(
+            base_url=edges.base_url, api_key=ALICE, user_metadata={"a": "b"}, display_name="run"
+        ) as client:
+            return client.holder.get_session_id()
+
+    session = await asyncio.to_thread(use)
+    async with edges.http() as client:
+        gone = await client.post("session_heartbeat", json={"session_id": session})
+    assert gone.status_code == 410
+
+
+async def test_the_sdk_lists_what_is_served(edges: Edges) -> None:
+    def use() -> list:
+        client = tinker.RestClient(base_url=edges.base_url, api_key=ALICE)
+        return client.get_server_capabilities().result().supported_models
+
+    models = await asyncio.to_thread(use)
+    assert [(m.model_name, m.max_context_length, m.trainable, m.sampleable) for m in models] == [
+        (BASE, CONTEXT, True, True)
+    ]
+
+
+async def test_a_wrong_key_is_an_authentication_error_in_the_sdk(edges: Edges) -> None:
+    def use() -> None:
+        tinker.ServiceClient(base_url=edges.base_url, api_key="tml-wrong").holder.get_session_id()
+
+    with pytest.raises(tinker.AuthenticationError):
+        await asyncio.to_thread(use)
+
+
+async def test_draining_ends_long_polls_and_healthz(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        await client.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}})
+        poll = asyncio.create_task(client.post("retrieve_future", json={"request_id": f"{model}:1"}))
+        await asyncio.sleep(0.2)
+        assert not poll.done()
+        edges.app.drain()
+        response = await asyncio.wait_for(poll, 5)
+        assert (response.status_code, response.json()["queue_state"]) == (408, "active")
+        assert (await client.get("healthz")).status_code == 503

@@ -1,0 +1,64 @@
+"""What can be done over HTTP can be done over gRPC."""
+
+from __future__ import annotations
+
+from services.gateway.edge.grpc.service import TinsmithService
+from services.gateway.edge.http.server import TABLE
+from tinsmith.v1 import tinsmith_pb2
+
+# The gRPC methods that do what an HTTP route does.
+METHODS = {
+    "create_session": "CreateSession",
+    "session_heartbeat": "Heartbeat",
+    "finish_session": "FinishSession",
+    "get_server_capabilities": "ListModels",
+    "create_model": "CreateModel",
+    "get_info": "GetModelInfo",
+    "forward_backward": "ForwardBackward",
+    "optim_step": "OptimStep",
+    "save_weights": "SaveState",
+    "load_weights": "LoadState CreateModelFromState",
+    "save_weights_for_sampler": "SaveForSampler",
+    "weights_info": "GetCheckpoint",
+    "save_weights_external": "SaveExternal",
+    "unload_model": "UnloadModel",
+    "list_runs": "ListTrainingRuns",
+    "get_run": "GetTrainingRun",
+    "list_of_run": "ListCheckpoints",
+    "external_weights_urls": "ReadExternalWeights",
+    "delete": "DeleteCheckpoint",
+    "publish": "PublishCheckpoint",
+    "unpublish": "UnpublishCheckpoint",
+    "set_ttl": "SetCheckpointTtl",
+    "list_all": "ListCheckpoints",
+    "list_sessions": "ListSessions",
+    "search": "SearchSessions",
+    "get_session": "GetSession",
+    "assign_project": "SetSessionProject",
+    "create_sampling_session": "CreateSamplingSession",
+    "get_sampler": "GetSamplingSession",
+    "asample": "Sample",
+    "retrieve_future": "GetResult",
+    # One poll for many samples spares connections; over gRPC all waits share one.
+    "retrieve_futures": "GetResult",
+    "cancel_future": "CancelSample",
+}
+# The SDK's own affairs, and what is refused over HTTP too.
+OF_THE_SDK = {"client_config", "client_dynamic_config", "telemetry"}
+REFUSED = {"copy_weights", "trace_export", "audit", "billing_usage", "checkpoint_storage"}
+
+
+def methods() -> set[str]:
+    return {method.name for method in tinsmith_pb2.DESCRIPTOR.services_by_name["TinsmithService"].methods}
+
+
+def test_every_http_route_has_its_grpc_method() -> None:
+    routes = {handler.__name__ for _, _, handler in TABLE}
+    assert routes - OF_THE_SDK - REFUSED == set(METHODS)
+    assert {name for names in METHODS.values() for name in names.split()} == methods()
+
+
+def test_every_method_of_the_contract_is_served() -> None:
+    for name in methods():
+        defined_by = getattr(TinsmithService, name).__module__
+        assert defined_by.startswith("services.gateway.edge.grpc"), f"{name} is not implemented"

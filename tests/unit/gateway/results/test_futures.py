@@ -1,0 +1,150 @@
+"""Waiting for results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from services.common.contract import ids
+from services.common.contract.errors import InvalidRequest
+from services.common.state.journal_records import Published
+from services.gateway.records.sample_journal import SampleJournal
+from services.gateway.results.futures import Futures
+from tinsmith.v1 import operation_pb2
+
+SESSION = ids.sampling_session_id("s", 0)
+
+
+def result(name: str = "") -> operation_pb2.OperationResult:
+    found = operation_pb2.OperationResult()
+    found.sample.sequences.add().tokens.data = name.encode()
+    return found
+
+
+RESULT = result()
+
+
+@pytest.fixture
+async def futures(redis_client: redis.asyncio.Redis) -> AsyncIterator[Futures]:
+    found = Futures(redis_client)
+    await found.start()
+    yield found
+    await found.stop()
+
+
+async def sample(client: redis.asyncio.Redis, seq_id: int) -> str:
+    journal = SampleJournal(client)
+    return (await journal.accept(SESSION, seq_id, b"request", "gateway-0", owner="ann")).request_id
+
+
+async def test_a_waiter_is_woken_by_the_result_and_can_fetch_it_again(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await SampleJournal(redis_client).publish(request_id, RESULT)
+    async with asyncio.timeout(1):
+        view = await waiting
+    assert (view.state, view.result, view.owner) == ("done", RESULT.SerializeToString(), "ann")
+    assert await futures.wait(request_id, 10) == view
+
+
+async def test_what_this_process_resolves_a_future_with_needs_no_second_look(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+
+    async def publish() -> Published:
+        return Published.PUBLISHED
+
+    assert await futures.resolve(request_id, b"a result", publish) is Published.PUBLISHED
+    async with asyncio.timeout(1):
+        view = await waiting
+    assert (view.state, view.result, view.owner) == ("done", b"a result", "ann")
+
+
+async def test_a_result_that_came_too_late_is_not_handed_out(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+
+    async def publish_after_another() -> Published:
+        await SampleJournal(redis_client).publish(request_id, RESULT)
+        return Published.NOT_PENDING
+
+    await futures.resolve(request_id, b"too late", publish_after_another)
+    async with asyncio.timeout(1):
+        assert (await waiting).result == RESULT.SerializeToString()
+
+
+async def test_a_wait_that_runs_out_says_pending(redis_client: redis.asyncio.Redis, futures: Futures) -> None:
+    request_id = await sample(redis_client, 1)
+    view = await futures.wait(request_id, 0.05)
+    assert (view.state, view.result, view.queue_state) == ("pending", None, "active")
+    await SampleJournal(redis_client).note_waiting(request_id, "no sampler")
+    view = await futures.wait(request_id, 0)
+    assert (view.queue_state, view.queue_state_reason) == ("paused_capacity", "no sampler")
+
+
+async def test_an_unknown_request_is_known_to_be_unknown(futures: Futures) -> None:
+    assert (await futures.wait(ids.request_id(SESSION, 5), 10)).state == "unknown"
+    with pytest.raises(InvalidRequest):
+        await futures.wait("nonsense", 10)
+
+
+async def test_thousands_wait_over_one_subscription(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    count = 3000
+    journal = SampleJournal(redis_client)
+    requests = []
+    for start in range(0, count, 100):
+        accepting = [
+            journal.accept(SESSION, seq_id, b"", "gateway-0") for seq_id in range(start, start + 100)
+        ]
+        requests += [accepted.request_id for accepted in await asyncio.gather(*accepting)]
+    waits = [asyncio.create_task(futures.wait(request_id, 30)) for request_id in requests]
+    await asyncio.sleep(0.3)
+    assert (await redis_client.info("clients"))["pubsub_clients"] == 1
+    for start in range(0, count, 200):
+        batch = requests[start : start + 200]
+        await asyncio.gather(*(journal.publish(name, result(name)) for name in batch))
+    views = await asyncio.gather(*waits)
+    assert [view.result for view in views] == [result(name).SerializeToString() for name in requests]
+    assert not futures._waiters
+
+
+async def test_waiters_survive_the_loss_of_the_subscription(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 30))
+    await asyncio.sleep(0.1)
+    assert await redis_client.execute_command("CLIENT", "KILL", "TYPE", "pubsub") == 1
+    # Published while nobody listens.
+    await SampleJournal(redis_client).publish(request_id, RESULT)
+    async with asyncio.timeout(10):
+        assert (await waiting).result == RESULT.SerializeToString()
+
+
+async def test_a_cancelled_waiter_leaves_nothing_behind(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 30))
+    other = asyncio.create_task(futures.wait(request_id, 30))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await SampleJournal(redis_client).publish(request_id, RESULT)
+    assert (await other).result == RESULT.SerializeToString()
+    assert waiting.cancelled()
+    assert not futures._waiters

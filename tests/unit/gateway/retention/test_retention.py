@@ -1,0 +1,361 @@
+"""Silent sessions are parked, ended ones taken down, and nothing accepted is lost over it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import redis.asyncio
+
+from services.common.contract import errors, ids
+from services.common.contract.errors import Gone, InvalidRequest
+from services.common.state import keys
+from services.common.state.journal import Journal
+from services.gateway.access.limits import Limits
+from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.dispatch.leases import Lease
+from services.gateway.dispatch.plan import DispatchSettings
+from services.gateway.dispatch.record_results import Outcomes
+from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.session import (
+    CheckpointRecord,
+    InflightStore,
+    ModelRecord,
+    ModelStore,
+    SamplingSessionRecord,
+    SamplingSessionStore,
+    SessionStore,
+)
+from services.gateway.results.futures import Futures
+from services.gateway.retention.plan import RetentionSettings
+from services.gateway.retention.retention import Retention
+from services.gateway.sessions.sessions import NewSession, Sessions
+from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
+from tinsmith.v1 import operation_pb2, types_pb2
+
+SETTINGS = RetentionSettings(park_after=100, end_after=1000, snapshot_grace=50)
+SETTLED = 3.0
+DELETED = SETTLED + 6.0
+"""Sweeps at these two times, after a session has ended, close its models and delete what they had."""
+
+
+class Stage:
+    """One gateway's dispatch and retention, over a scripted trainer. Sweeps are made by hand."""
+
+    def __init__(self, client: redis.asyncio.Redis, trainer: ScriptedTrainer) -> None:
+        self.redis = client
+        self.trainer = trainer
+        self.journal = Journal(client)
+        self.futures = Futures(client)
+        self.models = ModelStore(client)
+        self.checkpoints = CheckpointStore(client)
+        self.store = SessionStore(client)
+        self.sessions = Sessions(self.store, Limits(), Acknowledged(client))
+        self.samplers = SamplingSessionStore(client)
+        outcomes = Outcomes(self.models, self.checkpoints, self.samplers, InflightStore(client))
+        self.dispatcher = Dispatcher(
+            client,
+            self.journal,
+            "gateway-0",
+            outcomes.record,
+            Futures(client),
+            DispatchSettings(idle_release=0.01),
+        )
+        self.cancelled: list[str] = []
+        self.retention = self.another("gateway-0")
+
+    def another(self, gateway_id: str) -> Retention:
+        return Retention(
+            self.redis, self.journal, self.dispatcher, self._cancel_samples, gateway_id, SETTINGS
+        )
+
+    async def _cancel_samples(self, session_id: str, reason: str) -> int:
+        self.cancelled.append(session_id)
+        return 0
+
+    async def sweep(self, later: float = 0.0) -> None:
+        """One sweep, as if some seconds had passed."""
+        for _ in range(200):
+            if not self.dispatcher._leading:
+                break
+            await asyncio.sleep(0.01)
+        await self.retention.sweep(time.time() + later)
+
+    async def session(self) -> str:
+        return await self.sessions.create("ann", NewSession(), None)
+
+    async def model(self, session_id: str) -> str:
+        """A model with one step done, durable."""
+        model_id = ids.model_id(session_id, 0)
+        lora = types_pb2.LoraConfig(rank=8)
+        record = ModelRecord(
+            model_id=model_id,
+            session_id=session_id,
+            owner="ann",
+            base_model=BASE,
+            lora_rank=8,
+            created_at=time.time(),
+        )
+        await self.models.create_if_absent(record)
+        await self.run(model_id, 0, create_model=operation_pb2.CreateModel(base_model=BASE, lora=lora))
+        await self.step(model_id, 1)
+        return model_id
+
+    async def accept(self, model_id: str, seq_id: int, **kind: object) -> None:
+        operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id, **kind)  # type: ignore[arg-type]
+        await self.journal.accept(operation, "ann")
+        self.dispatcher.wake(model_id)
+
+    async def result(self, model_id: str, seq_id: int) -> operation_pb2.OperationResult:
+        view = await self.futures.wait(ids.request_id(model_id, seq_id), 10)
+        assert view.state == "done", view
+        return operation_pb2.OperationResult.FromString(view.result or b"")
+
+    async def run(self, model_id: str, seq_id: int, **kind: object) -> operation_pb2.OperationResult:
+        await self.accept(model_id, seq_id, **kind)
+        return await self.result(model_id, seq_id)
+
+    async def step(self, model_id: str, seq_id: int) -> operation_pb2.OperationResult:
+        adam = types_pb2.AdamParams(learning_rate=0.1)
+        return await self.run(model_id, seq_id, optim_step=operation_pb2.OptimStep(adam=adam))
+
+    async def journal_keys(self, model_id: str) -> set[str]:
+        names = {
+            keys.journal: "journal",
+            keys.journal_order: "order",
+            keys.journal_pending: "pending",
+            keys.journal_meta: "meta",
+        }
+        return {name for key, name in names.items() if await self.redis.exists(key(model_id))}
+
+
+@pytest.fixture
+async def stage(redis_client: redis.asyncio.Redis) -> AsyncIterator[Stage]:
+    trainer = ScriptedTrainer(Journal(redis_client), {})
+    async with serving(redis_client, trainer, "trainer-0"):
+        made = Stage(redis_client, trainer)
+        await made.futures.start()
+        await made.dispatcher.start()
+        yield made
+        await made.dispatcher.stop()
+        await made.futures.stop()
+
+
+async def test_a_silent_session_is_parked_and_goes_on_where_it_was(stage: Stage) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    forward = operation_pb2.ForwardBackward(loss_fn="cross_entropy")
+    await stage.run(model_id, 2, forward_backward=forward)
+    await stage.sweep(later=50)
+    assert stage.trainer.parked == []
+    await stage.sweep(later=200)
+    assert stage.trainer.parked == [model_id]
+    assert model_id not in stage.trainer.models
+    await stage.sweep(later=205)
+    assert stage.trainer.parked == [model_id]
+    # The gradient of operation 2 was in no snapshot: it is computed again.
+    await stage.step(model_id, 3)
+    assert stage.trainer.restored == [model_id]
+    assert stage.trainer.models[model_id].effects == [0, 1, 2, 3]
+
+
+async def test_a_session_that_came_back_is_parked_again_when_it_falls_silent_again(stage: Stage) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    await stage.sweep(later=200)
+    await stage.sessions.heartbeat("ann", session_id)
+    await stage.step(model_id, 2)
+    await stage.sweep(later=50)
+    assert stage.trainer.parked == [model_id]
+    await stage.sweep(later=200)
+    assert stage.trainer.parked == [model_id, model_id]
+
+
+async def test_a_model_that_gets_work_while_it_is_looked_at_is_not_parked(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_id = await stage.model(await stage.session())
+    lead_idle = stage.dispatcher.lead_idle
+
+    async def lead_late(led: str, work: Callable[[Lease], Awaitable[bool]]) -> bool:
+        # Accepted by another gateway, after the sweep saw that nothing waits.
+        adam = types_pb2.AdamParams(learning_rate=0.1)
+        step = operation_pb2.OptimStep(adam=adam)
+        operation = operation_pb2.Operation(model_id=model_id, seq_id=2, optim_step=step)
+        await stage.journal.accept(operation, "ann")
+        return await lead_idle(led, work)
+
+    monkeypatch.setattr(stage.dispatcher, "lead_idle", lead_late)
+    await stage.sweep(later=200)
+    assert stage.trainer.parked == []
+    stage.dispatcher.wake(model_id)
+    assert (await stage.result(model_id, 2)).HasField("optim_step")
+
+
+async def test_a_session_with_work_is_not_parked_until_it_is_done(stage: Stage) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    stage.trainer.gate.clear()
+    step = operation_pb2.OptimStep(adam=types_pb2.AdamParams(learning_rate=0.1))
+    await stage.accept(model_id, 2, optim_step=step)
+    await stage.retention.sweep(time.time() + 200)
+    assert stage.trainer.parked == []
+    stage.trainer.gate.set()
+    assert (await stage.result(model_id, 2)).HasField("optim_step")
+    await stage.sweep(later=200)
+    assert stage.trainer.parked == [model_id]
+
+
+async def test_samples_of_a_silent_and_of_an_ended_session_are_given_up(stage: Stage) -> None:
+    silent, ended, living = [await stage.session() for _ in range(3)]
+    await stage.redis.zadd(keys.SESSION_LIFE, {living: time.time() + 150})
+    await stage.sessions.finish("ann", ended, "success", "")
+    await stage.sweep(later=200)
+    assert sorted(stage.cancelled) == sorted([silent, ended])
+
+
+async def test_a_request_counts_as_a_sign_of_life(stage: Stage) -> None:
+    session_id = await stage.session()
+    await stage.redis.zadd(keys.SESSION_LIFE, {session_id: 1.0})
+    await stage.redis.hset(keys.session(session_id), "last_heartbeat", "1.0")
+    await stage.sessions.open("ann", session_id)
+    assert (await stage.redis.zscore(keys.SESSION_LIFE, session_id) or 0) > time.time() - 10
+    record = await stage.store.get(session_id)
+    assert record is not None and record.last_heartbeat > time.time() - 10
+
+
+async def test_a_session_that_is_silent_for_very_long_is_over_and_its_state_deleted(stage: Stage) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    await stage.sweep(later=2000)
+    with pytest.raises(Gone, match="nothing was heard of it"):
+        await stage.sessions.heartbeat("ann", session_id)
+    await stage.sweep(later=2000)
+    assert await stage.journal.is_closed(model_id)
+    assert model_id in stage.trainer.disk
+    await stage.sweep(later=2006)
+    assert model_id not in stage.trainer.models
+    assert model_id not in stage.trainer.disk
+    assert await stage.journal_keys(model_id) == {"meta"}
+    assert (await stage.step(model_id, 2)).error.code == "session_finished"
+    assert (await stage.models.get(model_id)).status == "unloaded"  # type: ignore[union-attr]
+
+
+async def test_a_sign_of_life_at_the_last_moment_keeps_the_session(stage: Stage) -> None:
+    session_id = await stage.session()
+    record = await stage.store.get(session_id)
+    assert record is not None
+    await stage.store.touch(session_id)
+    assert not await stage.store.abandon(session_id, record.last_heartbeat)
+    await stage.sessions.heartbeat("ann", session_id)
+
+
+async def test_a_finished_session_is_taken_down_after_what_was_accepted_is_done(stage: Stage) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    stage.trainer.gate.clear()
+    step = operation_pb2.OptimStep(adam=types_pb2.AdamParams(learning_rate=0.1))
+    await stage.accept(model_id, 2, optim_step=step)
+    await stage.sessions.finish("ann", session_id, "success", "")
+    await stage.retention.sweep(time.time() + SETTLED)
+    assert model_id in stage.trainer.disk
+    stage.trainer.gate.set()
+    assert (await stage.result(model_id, 2)).HasField("optim_step")
+    assert stage.trainer.order(model_id) == [0, 1, 2]
+    await stage.sweep(later=SETTLED)
+    await stage.sweep(later=DELETED)
+    assert model_id not in stage.trainer.disk
+    # The result can still be fetched.
+    assert (await stage.result(model_id, 2)).HasField("optim_step")
+
+
+async def test_snapshots_go_after_their_grace_except_those_with_a_name(stage: Stage) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    await stage.checkpoints.put(
+        CheckpointRecord(
+            model_id=model_id,
+            checkpoint_id="sampler_weights/kept",
+            owner="ann",
+            kind="sampler",
+            version=7,
+            size_bytes=1,
+            created_at=1.0,
+            base_model=BASE,
+            lora_rank=8,
+        )
+    )
+    # Somebody else still samples from a checkpoint that was deleted since.
+    samplers = [await stage.sessions.create(name, NewSession(), None) for name in ("ben", "cleo")]
+    for version, sampler in zip((8, 9), samplers, strict=True):
+        await stage.samplers.create_if_absent(
+            SamplingSessionRecord(
+                sampling_session_id=ids.sampling_session_id(sampler, 0),
+                session_id=sampler,
+                owner="ben",
+                base_model=BASE,
+                model_id=model_id,
+                version=version,
+            )
+        )
+    await stage.sessions.finish("cleo", samplers[1], "success", "")
+    await stage.sessions.finish("ann", session_id, "success", "")
+    await stage.sweep(later=SETTLED)
+    await stage.sweep(later=DELETED)
+    assert [request.snapshots for request in stage.trainer.deleted] == [False]
+    await stage.sweep(later=SETTLED + 60)
+    last = stage.trainer.deleted[-1]
+    assert (last.snapshots, list(last.kept_versions)) == (True, [7, 8])
+    assert await stage.redis.zcard(keys.ENDED_MODELS) == 0
+    assert [record.version for record in await stage.checkpoints.of_model(model_id)] == [7]
+
+
+async def test_an_unloaded_model_loses_its_training_state_while_its_session_lives(stage: Stage) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    unloaded = await stage.run(model_id, 2, unload_model=operation_pb2.UnloadModel())
+    assert unloaded.HasField("unload_model")
+    await stage.sweep()
+    assert model_id in stage.trainer.disk
+    await stage.sweep(later=6)
+    assert model_id not in stage.trainer.disk
+    assert await stage.journal_keys(model_id) == {"meta"}
+    assert (await stage.step(model_id, 3)).error.code == "model_unloaded"
+    assert await stage.redis.zcard(keys.ENDED_MODELS) == 0
+    # Sent again, it has the same result.
+    assert (await stage.run(model_id, 2, unload_model=operation_pb2.UnloadModel())).HasField("unload_model")
+
+
+async def test_a_trainer_that_is_away_is_waited_for(stage: Stage, redis_client: redis.asyncio.Redis) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    await redis_client.delete(keys.service("trainer", "trainer-0"))
+    await stage.dispatcher.trainers.refresh()
+    await stage.sessions.finish("ann", session_id, "success", "")
+    await stage.sweep(later=SETTLED)
+    assert await stage.journal.is_closed(model_id)
+    assert await stage.journal.durable(model_id) is not None
+    assert await stage.redis.zscore(keys.ENDED_MODELS, model_id) is not None
+
+
+async def test_only_one_gateway_sweeps_at_a_time(stage: Stage) -> None:
+    other = stage.another("gateway-1")
+    assert await stage.retention._lease.take()
+    assert await stage.retention._lease.take()
+    assert not await other._lease.take()
+    await stage.redis.delete(keys.RETENTION_LEASE)
+    assert await other._lease.take()
+
+
+async def test_a_closed_model_stays_closed_and_an_open_one_is_never_erased(stage: Stage) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    assert not await stage.journal.erase(model_id)
+    assert await stage.journal_keys(model_id) >= {"meta"}
+    refused = errors.to_pb(InvalidRequest("no data"))
+    assert (await stage.run(model_id, 2, refused=refused)).error.code == "invalid_request"
+    await stage.step(model_id, 3)
+    assert stage.trainer.order(model_id) == [0, 1, 3]

@@ -1,0 +1,104 @@
+"""Who runs next when not all can."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.gateway.sampling.fair_slots import FairSlots
+
+
+class Runs:
+    """Requests that run until they are told to end."""
+
+    def __init__(self, slots: FairSlots) -> None:
+        self.slots = slots
+        self.started: list[str] = []
+        self.ends: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def want(self, owner: str, name: str, slots: int = 1) -> None:
+        self.ends[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._run(owner, name, slots))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def _run(self, owner: str, name: str, slots: int) -> None:
+        async with self.slots.held(owner, slots):
+            self.started.append(name)
+            await self.ends[name].wait()
+
+    async def end(self, name: str) -> None:
+        self.ends[name].set()
+        async with asyncio.timeout(5):
+            await self.tasks[name]
+        await asyncio.sleep(0)
+
+
+async def test_a_key_with_one_request_goes_before_the_many_of_another() -> None:
+    runs = Runs(FairSlots(2))
+    for number in range(5):
+        await runs.want("ann", f"a{number}")
+    await runs.want("bob", "b0")
+    assert runs.started == ["a0", "a1"]
+    await runs.end("a0")
+    assert runs.started[2:] == ["b0"]
+    await runs.end("b0")
+    assert runs.started[3:] == ["a2"]
+
+
+async def test_keys_take_turns_and_each_key_is_served_in_order() -> None:
+    runs = Runs(FairSlots(1))
+    for number in range(2):
+        for owner in ("ann", "bob"):
+            await runs.want(owner, f"{owner}{number}")
+    for name in ("ann0", "bob0", "ann1"):
+        await runs.end(name)
+    assert runs.started == ["ann0", "bob0", "ann1", "bob1"]
+
+
+async def test_a_large_request_waits_for_room_and_is_not_overtaken() -> None:
+    runs = Runs(FairSlots(4))
+    await runs.want("ann", "small", 2)
+    await runs.want("ann", "large", 4)
+    await runs.want("ann", "tiny", 1)
+    assert runs.started == ["small"]
+    await runs.end("small")
+    assert runs.started == ["small", "large"]
+    await runs.end("large")
+    assert runs.started == ["small", "large", "tiny"]
+
+
+async def test_a_request_larger_than_all_slots_runs_alone() -> None:
+    runs = Runs(FairSlots(2))
+    await runs.want("ann", "one")
+    await runs.want("ann", "huge", 9)
+    assert runs.started == ["one"]
+    await runs.end("one")
+    assert runs.started == ["one", "huge"]
+
+
+async def test_whoever_is_cancelled_takes_no_slot() -> None:
+    runs = Runs(FairSlots(1))
+    for number in range(3):
+        await runs.want("ann", f"a{number}")
+    runs.tasks["a1"].cancel()
+    await asyncio.sleep(0)
+    await runs.end("a0")
+    assert runs.started == ["a0", "a2"]
+    runs.tasks["a2"].cancel()
+    await asyncio.sleep(0)
+    await runs.want("bob", "b0")
+    assert runs.started == ["a0", "a2", "b0"]
+
+
+async def test_more_replicas_let_more_run_at_once() -> None:
+    slots = FairSlots(1)
+    runs = Runs(slots)
+    for number in range(4):
+        await runs.want("ann", f"a{number}")
+    slots.resize(3)
+    await asyncio.sleep(0)
+    assert runs.started == ["a0", "a1", "a2"]
+    slots.resize(1)
+    await runs.end("a0")
+    assert runs.started == ["a0", "a1", "a2"]

@@ -1,0 +1,185 @@
+"""Whose weights are in the engine, and when they change."""
+
+from __future__ import annotations
+
+from services.sampler.engine.sampling import SnapshotKey, Weights
+from services.sampler.snapshots.turns import (
+    IDLE_GRACE_S,
+    SHORTEST_TURN_S,
+    TURN_PER_SWAP,
+    Run,
+    Swap,
+    Turns,
+    Wait,
+)
+
+BASE = None
+A, B = (SnapshotKey("session:train:0", version) for version in (1, 2))
+SWAP_S = 0.5
+TURN_S = max(SHORTEST_TURN_S, TURN_PER_SWAP * SWAP_S)
+
+
+class Clocked:
+    """Turns with a clock of their own; a swap takes SWAP_S."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.turns = Turns(self.now)
+        self.swaps: list[Weights] = []
+        self.running: set[int] = set()
+
+    def arrive(self, *requests: tuple[int, Weights]) -> None:
+        for ticket, weights in requests:
+            self.turns.arrive(ticket, weights)
+
+    def finish(self, *tickets: int) -> None:
+        for ticket in tickets:
+            self.running.discard(ticket)
+            self.turns.leave(ticket, self.now)
+
+    def settle(self) -> Wait:
+        """Does all there is to do now, swaps included."""
+        while True:
+            decision = self.turns.decide(self.now)
+            if isinstance(decision, Run):
+                self.running |= set(decision.tickets)
+            elif isinstance(decision, Swap):
+                assert not self.running, "swapped under a running request"
+                self.swaps.append(decision.weights)
+                assert self.turns.decide(self.now) == Wait()
+                self.now += SWAP_S
+                self.turns.swapped(self.now, SWAP_S)
+            else:
+                return decision
+
+
+def at_home(*requests: tuple[int, Weights]) -> Clocked:
+    clocked = Clocked()
+    clocked.arrive(*requests)
+    clocked.settle()
+    return clocked
+
+
+def test_requests_for_the_weights_in_the_engine_run_at_once() -> None:
+    clocked = at_home((1, BASE), (2, BASE))
+    assert (clocked.running, clocked.swaps) == ({1, 2}, [])
+
+
+def test_a_swap_waits_until_the_running_requests_are_done() -> None:
+    clocked = at_home((1, BASE), (2, BASE))
+    clocked.arrive((3, A))
+    clocked.settle()
+    clocked.finish(1)
+    clocked.settle()
+    assert clocked.swaps == []
+    clocked.now += IDLE_GRACE_S
+    clocked.finish(2)
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A], {3})
+
+
+def test_all_that_wait_for_the_new_weights_run_together() -> None:
+    clocked = at_home((1, A), (2, B), (3, A))
+    assert (clocked.swaps, clocked.running) == ([A], {1, 3})
+
+
+def test_weights_that_are_used_all_the_time_give_way_after_their_turn() -> None:
+    clocked = at_home((1, A))
+    clocked.arrive((2, B))
+    clocked.now += TURN_S - 0.1
+    clocked.arrive((3, A))
+    clocked.settle()
+    assert clocked.running == {1, 3}
+    clocked.now += 0.2
+    clocked.arrive((4, A))
+    clocked.settle()
+    assert clocked.running == {1, 3}
+    clocked.finish(1, 3)
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A, B], {2})
+    clocked.finish(2)
+    clocked.now += IDLE_GRACE_S
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A, B, A], {4})
+
+
+def test_weights_that_nobody_uses_give_way_within_their_turn_but_not_to_a_short_gap() -> None:
+    clocked = at_home((1, A))
+    clocked.arrive((2, B))
+    clocked.finish(1)
+    wait = clocked.settle()
+    assert wait.until == clocked.now + IDLE_GRACE_S
+    clocked.now += IDLE_GRACE_S / 2
+    clocked.arrive((3, A))
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A], {3})
+    clocked.finish(3)
+    clocked.now += IDLE_GRACE_S
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A, B], {2})
+
+
+def test_the_longest_waiting_request_decides_what_comes_next() -> None:
+    clocked = at_home((1, BASE))
+    clocked.arrive((2, B), (3, A), (4, B))
+    clocked.finish(1)
+    clocked.now += IDLE_GRACE_S
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([B], {2, 4})
+
+
+def test_nobody_starves_while_three_busy_clients_come_back_for_ever() -> None:
+    clocked = Clocked()
+    wanted: list[Weights] = [BASE, A, B]
+    waits = dict.fromkeys(range(3), 0.0)
+    began = dict.fromkeys(range(3), clocked.now)
+    clocked.arrive(*enumerate(wanted))
+    for _ in range(1000):
+        clocked.settle()
+        for ticket in sorted(clocked.running):
+            waits[ticket] = max(waits[ticket], clocked.now - began[ticket])
+            clocked.now += 0.02
+            clocked.finish(ticket)
+            clocked.arrive((ticket, wanted[ticket]))
+            began[ticket] = clocked.now
+        clocked.now += 0.001
+    most = 3 * (TURN_S + SWAP_S + 0.1)
+    assert 0 < max(waits.values()) < most
+    assert len(clocked.swaps) > 6
+
+
+def test_a_waiting_request_that_gives_up_asks_for_no_swap() -> None:
+    clocked = at_home((1, BASE))
+    clocked.arrive((2, A))
+    clocked.settle()
+    clocked.finish(2)
+    clocked.arrive((3, BASE))
+    clocked.finish(1)
+    clocked.settle()
+    assert (clocked.swaps, clocked.running, clocked.turns.waiting) == ([], {3}, 0)
+
+
+def test_after_a_failed_swap_nothing_runs_before_one_succeeds() -> None:
+    turns = Turns(0.0)
+    turns.arrive(1, A)
+    turns.arrive(2, A)
+    turns.arrive(3, B)
+    assert turns.decide(10.0) == Swap(A)
+    assert turns.failed() == (1, 2)
+    turns.arrive(4, BASE)
+    assert turns.decide(11.0) == Swap(B)
+    turns.swapped(12.0, 1.0)
+    assert turns.decide(12.0) == Run((3,))
+    turns.leave(3, 13.0)
+    # The base weights were the last before, but are there no more.
+    assert turns.decide(13.0 + IDLE_GRACE_S) == Swap(BASE)
+
+
+def test_base_weights_are_put_back_after_a_failed_swap() -> None:
+    turns = Turns(0.0)
+    turns.arrive(1, A)
+    assert turns.decide(10.0) == Swap(A)
+    assert turns.failed() == (1,)
+    assert turns.decide(10.0) == Wait()
+    turns.arrive(2, BASE)
+    assert turns.decide(11.0) == Swap(BASE)

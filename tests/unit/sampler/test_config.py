@@ -1,0 +1,72 @@
+"""The sampler's command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.common.contract.errors import InvalidRequest
+from services.sampler import config
+
+ARGUMENTS = ["--id", "sampler-0", "--model", "org/name=/models/m", "--data-dir", "/data"]
+
+
+@pytest.fixture(autouse=True)
+def redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_REDIS_URL", "redis://:secret@host/0")
+
+
+def test_flags_become_settings() -> None:
+    settings = config.parse([*ARGUMENTS, "--max-loras", "3"])
+    assert (settings.base_model, settings.model_path, settings.max_loras) == ("org/name", "/models/m", 3)
+    assert settings.data_dir == Path("/data")
+    assert settings.redis_url == "redis://:secret@host/0"
+
+
+def test_an_environment_variable_stands_in_for_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_MAX_LORA_RANK", "16")
+    assert config.parse(ARGUMENTS).max_lora_rank == 16
+    assert config.parse([*ARGUMENTS, "--max-lora-rank", "32"]).max_lora_rank == 32
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--model", "no-path"],
+        ["--max-lora-rank", "7"],
+        ["--stall-seconds", "0"],
+        ["--max-loras", "0"],
+        ["--max-sequences", "0"],
+        ["--snapshot-cache-gib", "-1"],
+        ["--gpu-memory-utilization", "1.5"],
+        ["--drain-seconds", "nan"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_value_is_refused_with_what_to_use(wrong: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match=wrong[0]):
+        config.parse([*ARGUMENTS, *wrong])
+
+
+def test_without_redis_it_says_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINSMITH_REDIS_URL")
+    with pytest.raises(InvalidRequest, match="TINSMITH_REDIS_URL"):
+        config.parse(ARGUMENTS)
+
+
+def test_secrets_reach_the_engine_by_environment() -> None:
+    environment = config.engine_environment(config.parse(ARGUMENTS))
+    assert environment["TINSMITH_REDIS_URL"] == "redis://:secret@host/0"
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+@pytest.mark.parametrize("variable", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_threads_hardly_spin_at_barriers_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    settings = config.parse(ARGUMENTS)
+    assert config.engine_environment(settings)[variable] in ("passive", "2000")
+    monkeypatch.setenv(variable, "7")
+    assert config.engine_environment(settings)[variable] == "7"

@@ -1,0 +1,149 @@
+"""The sampler's protobuf edge."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import pytest
+
+from services.common.contract.errors import InvalidRequest
+from services.common.contract.matrices import HostMatrix
+from services.common.contract.sample_schema import Scoring
+from services.sampler import convert
+from services.sampler.engine.sampling import SampleOutput, SamplingParams, Sequence, SnapshotKey
+from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
+from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+
+PROMPT = types_pb2.Tensor(
+    dtype=types_pb2.DATA_TYPE_INT32, shape=[3], data=struct.pack("<3i", 4, 5, 2**31 - 1)
+)
+
+
+def request(**params: object) -> sampler_pb2.SampleRequest:
+    return sampler_pb2.SampleRequest(
+        request_id="r",
+        snapshot=sampler_pb2.Snapshot(model_id="s:train:0", version=4),
+        prompt=PROMPT,
+        num_samples=2,
+        params=operation_pb2.SamplingParams(**params),  # type: ignore[arg-type]
+    )
+
+
+def test_a_request_becomes_a_job() -> None:
+    job = convert.sample_job_from_pb(request(temperature=0.5, top_k=-1, top_p=0.9, seed=2**64 - 1))
+    assert job.prompt == [4, 5, 2**31 - 1]
+    assert job.snapshot == SnapshotKey("s:train:0", 4)
+    assert job.params == SamplingParams(seed=2**64 - 1, temperature=0.5, top_p=0.9)
+
+
+def test_every_kind_of_score_that_is_asked_for_is_kept() -> None:
+    asked = request()
+    asked.prompt_logprobs = True
+    asked.topk_prompt_logprobs, asked.topk_sample_logprobs, asked.prompt_alt_tokens_k = 2, 3, 4
+    assert convert.sample_job_from_pb(asked).scoring == Scoring(
+        prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3, prompt_alt_tokens_k=4
+    )
+    asked.prompt_logprobs_last_n = 1
+    asked.target_prompt_logprobs.CopyFrom(
+        types_pb2.Matrix(
+            values=types_pb2.Tensor(
+                dtype=types_pb2.DATA_TYPE_INT64, shape=[2], data=struct.pack("<2q", 7, -1)
+            ),
+            shape=[2, 1],
+        )
+    )
+    scoring = convert.sample_job_from_pb(asked).scoring
+    assert scoring.prompt_logprobs_last_n == 1
+    assert scoring.targets is not None
+    assert (scoring.targets.shape, scoring.targets.values.tolist()) == ((2, 1), [7, -1])
+
+
+def test_no_model_id_means_the_base_model() -> None:
+    assert convert.snapshot_from_pb(sampler_pb2.Snapshot()) is None
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ({"model_eos": {}}, (False, (), ())),
+        ({"never": {}}, (True, (), ())),
+        ({"strings": {"values": ["a", "b"]}}, (False, ("a", "b"), ())),
+        ({"tokens": {"ids": [3]}}, (False, (), (3,))),
+    ],
+)
+def test_every_stop_condition_is_kept(stop: dict, expected: tuple) -> None:
+    params = convert.sample_job_from_pb(request(stop=operation_pb2.StopCondition(**stop))).params
+    assert (params.ignore_eos, params.stop_strings, params.stop_token_ids) == expected
+
+
+def test_a_stop_condition_that_says_nothing_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="stop"):
+        convert.sample_job_from_pb(request(stop=operation_pb2.StopCondition()))
+
+
+def test_a_prompt_of_another_type_is_refused() -> None:
+    wrong = request()
+    wrong.prompt.dtype = types_pb2.DATA_TYPE_FLOAT32
+    with pytest.raises(InvalidRequest, match="int32"):
+        convert.sample_job_from_pb(wrong)
+
+
+def pairs(ids: list[list[int]], logprobs: list[list[float]]) -> TopkLogprobs:
+    return TopkLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32))
+
+
+def test_an_output_becomes_bytes_with_shapes() -> None:
+    output = SampleOutput(
+        [
+            Sequence("stop", [7, 8], [-0.5, -1.5], pairs([[7], [1]], [[-0.5], [-0.25]])),
+            Sequence("length", [9], [-2.0]),
+        ],
+        cached_prompt_tokens=128,
+        scores=PromptScores(
+            prompt_logprobs=np.array([math.nan, -1.0], np.float32),
+            topk_prompt_logprobs=pairs([[0, 0], [3, 4]], [[-99999.0, -99999.0], [-0.1, -0.2]]),
+            target_prompt_logprobs=HostMatrix((1, 3), np.array([-3, 0, -4], np.float32)),
+            prompt_alt_tokens=pairs([[5]], [[-0.5]]),
+        ),
+    )
+    result = convert.output_to_pb(output).result
+    first, second = result.sequences
+    assert first.stop_reason == operation_pb2.STOP_REASON_STOP
+    assert second.stop_reason == operation_pb2.STOP_REASON_LENGTH
+    assert struct.unpack("<2i", first.tokens.data) == (7, 8)
+    assert struct.unpack("<2f", first.logprobs.data) == (-0.5, -1.5)
+    assert list(first.tokens.shape) == [2]
+    scores = struct.unpack("<2f", result.prompt_logprobs.data)
+    assert math.isnan(scores[0]) and scores[1] == -1.0
+    assert list(result.topk_prompt_logprobs.token_ids.shape) == [2, 2]
+    assert result.prompt_cache_hit_tokens == 128
+    assert list(first.topk_logprobs.token_ids.shape) == [2, 1]
+    assert struct.unpack("<2i", first.topk_logprobs.token_ids.data) == (7, 1)
+    assert not second.HasField("topk_logprobs")
+    assert list(result.target_prompt_logprobs.shape) == [1, 3]
+    assert struct.unpack("<3f", result.target_prompt_logprobs.values.data) == (-3, 0, -4)
+    assert not result.target_prompt_logprobs.HasField("crow_indices")
+    assert struct.unpack("<i", result.prompt_alt_tokens.token_ids.data) == (5,)
+
+
+def test_scores_that_nobody_asked_for_are_unset() -> None:
+    result = convert.output_to_pb(SampleOutput([Sequence("stop", [7], [-0.5])], 0)).result
+    assert not result.HasField("prompt_logprobs")
+    assert not result.HasField("topk_prompt_logprobs")
+    assert not result.HasField("target_prompt_logprobs")
+    assert not result.HasField("prompt_alt_tokens")
+
+
+def test_a_transfer_without_tensors_or_timeout_is_refused() -> None:
+    pb = sampler_pb2.ReceiveSnapshotRequest(
+        epoch=1, snapshot=sampler_pb2.Snapshot(model_id="s:train:0", version=1), timeout_seconds=5
+    )
+    with pytest.raises(InvalidRequest):
+        convert.incoming_from_pb(pb)
+    pb.tensors.add(name="lm_head.lora_A", dtype=types_pb2.DATA_TYPE_FLOAT32, shape=[4, 8])
+    assert convert.incoming_from_pb(pb).specs[0].shape == (4, 8)
+    pb.timeout_seconds = 0
+    with pytest.raises(InvalidRequest):
+        convert.incoming_from_pb(pb)

@@ -1,0 +1,86 @@
+"""The chunked log-probability head gives what a full log-softmax gives."""
+
+import pytest
+import torch
+from torch import nn
+
+from services.trainer.compute.logprobs import LogprobHead, selective_log_softmax
+from services.trainer.compute.lora import HEAD, LoraPair, LoraRouter, Segment
+
+HIDDEN, VOCAB, POSITIONS = 16, 50, 23
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def test_selective_log_softmax_equals_log_softmax_with_its_gradient() -> None:
+    logits = (torch.randn(7, VOCAB, dtype=torch.float64) * 5).float()
+    targets = torch.randint(VOCAB, (7, 3))
+    targets[0] = targets[0, 0]  # the same target twice
+    upstream = torch.randn(7, 3)
+    ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    result, expected = selective_log_softmax(ours, targets), theirs.log_softmax(-1).gather(-1, targets)
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-6)
+    result.backward(upstream)
+    expected.backward(upstream.double())
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=2e-6)
+
+
+def test_logits_of_bfloat16_are_normalised_in_float32() -> None:
+    logits = (torch.randn(5, VOCAB) * 10).bfloat16()
+    targets = torch.randint(VOCAB, (5, 1))
+    result = selective_log_softmax(logits, targets)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, logits.float().log_softmax(-1).gather(-1, targets))
+
+
+def pair(rank: int) -> LoraPair:
+    a, b = torch.randn(rank, HIDDEN), torch.randn(VOCAB, rank)
+    return LoraPair(a.requires_grad_(), b.requires_grad_(), 0.5)
+
+
+@pytest.mark.parametrize("chunk_positions", [1, 4, 10, 1000])
+def test_the_head_equals_a_plain_head_with_each_segments_adapter(chunk_positions: int) -> None:
+    linear = nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
+    router = LoraRouter()
+    head = LogprobHead(linear, router, chunk_elements=chunk_positions * VOCAB)
+    hidden = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
+    targets = torch.randint(VOCAB, (POSITIONS, 2))
+    first, last = pair(3), pair(5)
+    segments = [Segment(1, 9, {HEAD: first}), Segment(1, 6, {}), Segment(2, 8, {HEAD: last})]
+    leaves = [hidden, first.a, first.b, last.a, last.b]
+
+    with router.route(segments):
+        result = head(hidden, targets)
+        gradients = torch.autograd.grad(result.square().sum(), leaves)
+
+    logits = linear(hidden)
+    delta = [
+        0.5 * (hidden[:9] @ first.a.T @ first.b.T),
+        torch.zeros(6, VOCAB),
+        0.5 * (hidden[15:] @ last.a.T @ last.b.T),
+    ]
+    expected = (logits + torch.cat(delta)).log_softmax(-1).gather(-1, targets)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_at_most_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = torch.nn.functional.linear
+
+    def watched(x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return original(x, *rest)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    head = LogprobHead(nn.Linear(HIDDEN, VOCAB), LoraRouter(), chunk_elements=4 * VOCAB)
+    hidden = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
+    head(hidden, torch.zeros(POSITIONS, 1, dtype=torch.int64)).sum().backward()
+    assert max(seen) == 4
+    # Every chunk once more in the backward pass: its logits were not kept.
+    assert sum(seen) == 2 * POSITIONS

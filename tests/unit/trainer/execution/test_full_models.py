@@ -1,0 +1,145 @@
+"""Which models that train all weights stay on the trainer, and when they are made durable."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.contract.errors import Overloaded
+from services.trainer.compute.collate import host_array, host_values, with_dtype
+from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
+from services.trainer.execution import full_models
+from services.trainer.execution.full_models import (
+    IDLE_S,
+    SNAPSHOT_BYTES,
+    FullModels,
+    longest_idle,
+    snapshot_due,
+)
+from services.trainer.execution.resident_models import Model
+from services.trainer.world.commands import CreateModel, LoadState, OptimStep, for_followers
+
+LORA = LoraSpec(4)
+
+
+def model(name: str, used: float = 0.0, lora: LoraSpec | None = None, **state: object) -> Model:
+    made = Model(name, created=True, lora=lora, last_used=used)
+    for key, value in state.items():
+        setattr(made, key, value)
+    return made
+
+
+def test_a_full_model_is_made_durable_every_so_many_steps() -> None:
+    due = [snapshot_due(model("m", unsaved_steps=steps), every=3) for steps in (1, 2, 3, 4)]
+    assert due == [False, False, True, True]
+
+
+def test_a_full_model_is_made_durable_before_its_journal_grows_large() -> None:
+    assert not snapshot_due(model("m", unsaved_steps=1, unsaved_bytes=SNAPSHOT_BYTES - 1), every=10)
+    assert snapshot_due(model("m", unsaved_steps=1, unsaved_bytes=SNAPSHOT_BYTES), every=10)
+
+
+def test_an_adapter_is_made_durable_after_every_step() -> None:
+    assert snapshot_due(model("m", lora=LORA, unsaved_steps=1), every=10)
+
+
+def test_the_model_that_was_idle_longest_is_parked() -> None:
+    models = [model("b", used=2.0), model("a", used=1.0), model("adapter", used=0.0, lora=LORA)]
+    found = longest_idle(models, now=100.0)
+    assert found is not None and found.model_id == "a"
+
+
+@pytest.mark.parametrize("state", [{"held": True}, {"publishing": True}, {"created": False}])
+def test_a_model_that_has_work_is_not_parked(state: dict[str, bool]) -> None:
+    assert longest_idle([model("a", **state)], now=100.0) is None
+
+
+def test_a_model_used_just_now_is_not_parked() -> None:
+    assert longest_idle([model("a", used=100.0)], now=100.0 + IDLE_S / 2) is None
+
+
+class Trainer:
+    """What parks models, and notes in which order it did what."""
+
+    def __init__(self, *models: Model, most: int = 1) -> None:
+        self.models = {made.model_id: made for made in models}
+        self.done: list[str] = []
+        self.full = FullModels(self.models, most, self.save, self.drop)
+
+    async def save(self, made: Model) -> None:
+        self.done.append(f"save {made.model_id}")
+
+    async def drop(self, made: Model) -> None:
+        del self.models[made.model_id]
+        self.done.append(f"drop {made.model_id}")
+
+
+async def test_an_idle_model_is_saved_and_dropped_to_make_room() -> None:
+    trainer = Trainer(model("a", used=time.monotonic() - IDLE_S - 1))
+    async with trainer.full.room():
+        assert trainer.done == ["save a", "drop a"]
+
+
+async def test_nothing_is_parked_while_there_is_room() -> None:
+    trainer = Trainer(model("a"), model("adapter", lora=LORA), most=2)
+    async with trainer.full.room():
+        assert trainer.done == []
+
+
+async def test_a_model_that_gets_work_while_it_is_saved_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_models, "_WAIT_S", 0.0)
+    trainer = Trainer(model("a", used=time.monotonic() - IDLE_S - 1))
+
+    async def save(made: Model) -> None:
+        made.held = True
+
+    trainer.full = FullModels(trainer.models, 1, save, trainer.drop)
+    with pytest.raises(Overloaded, match="--max-full-models"):
+        async with trainer.full.room():
+            pass
+    assert "a" in trainer.models
+
+
+async def test_models_wait_for_room_one_after_the_other() -> None:
+    trainer = Trainer()
+
+    async def make(name: str) -> None:
+        async with trainer.full.room():
+            await asyncio.sleep(0.01)
+            trainer.models[name] = model(name, used=time.monotonic() - IDLE_S - 1)
+
+    await asyncio.gather(make("a"), make("b"))
+    assert list(trainer.models) == ["b"]
+    assert trainer.done == ["save a", "drop a"]
+
+
+def state(lora: LoraSpec | None) -> ModelState:
+    array = host_array(np.ones(3, np.float32))
+    return ModelState(lora, {"w": array}, {"w.exp_avg": array}, 7)
+
+
+def test_the_tensors_of_a_full_model_are_not_part_of_commands_to_other_ranks() -> None:
+    bare = ModelState(None, {}, {}, 7)
+    create = CreateModel("m", 0, None, state(None), True)
+    assert for_followers(create) == CreateModel("m", 0, None, bare, True)
+    assert for_followers(LoadState("m", 1, state(None), True)) == LoadState("m", 1, bare, True)
+    for command in (
+        CreateModel("m", 0, LORA, state(LORA), True),
+        CreateModel("m", 0, None),
+        OptimStep("m", 1, AdamSpec()),
+    ):
+        assert for_followers(command) is command
+
+
+def test_samplers_get_weights_rounded_as_torch_rounds() -> None:
+    values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
+    (rounded,) = with_dtype({"w": host_array(values)}, "bfloat16").values()
+    assert (rounded.dtype, rounded.shape, len(rounded.data)) == ("bfloat16", (5, 7), 70)
+    bits = torch.from_numpy(np.frombuffer(rounded.data, np.int16).copy())
+    assert torch.equal(bits.view(torch.bfloat16).view(5, 7), torch.from_numpy(values).to(torch.bfloat16))
+    (kept,) = with_dtype({"w": host_array(values)}, "float32").values()
+    assert np.array_equal(host_values(kept), values)

@@ -1,0 +1,159 @@
+"""Training state on disk."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from services.common.contract.errors import DataLoss, InvalidRequest, NotFound, StorageFull
+from services.common.storage.base import Key
+from services.common.storage.directory import DirectoryStorage, publish_directory
+from services.trainer.compute.data import ModelState
+from services.trainer.files.checkpoints import CheckpointStore, read_state
+
+MODEL = "s:train:0"
+
+
+KEY = Key(MODEL, "weights/a", 5)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> DirectoryStorage:
+    return DirectoryStorage(tmp_path)
+
+
+@pytest.fixture
+def store(storage: DirectoryStorage) -> CheckpointStore:
+    return CheckpointStore(storage, "org/base")
+
+
+def test_what_is_loaded_is_what_was_saved(store: CheckpointStore, model_state: ModelState) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    loaded = store.load(MODEL, "weights/a")
+    assert loaded.state == model_state
+    assert (loaded.meta.seq_id, loaded.meta.base_model) == (5, "org/base")
+
+
+def test_files_are_safetensors_and_json_only(
+    store: CheckpointStore, storage: DirectoryStorage, model_state: ModelState
+) -> None:
+    size = store.save(MODEL, 5, "weights/a", False, model_state)
+    files = storage.files(KEY)
+    assert files is not None and sum(files.values()) == size
+    assert sorted(files) == ["adapter.safetensors", "meta.json", "optimizer.safetensors"]
+
+
+def test_a_repeat_of_the_same_operation_changes_nothing(
+    store: CheckpointStore, model_state: ModelState
+) -> None:
+    size = store.save(MODEL, 5, "weights/a", False, model_state)
+    other = ModelState(model_state.lora, {}, {}, 0)
+    assert store.save(MODEL, 5, "weights/a", False, other) == size
+    assert store.load(MODEL, "weights/a").state == model_state
+
+
+def test_a_replay_does_not_undo_a_later_overwrite(store: CheckpointStore, model_state: ModelState) -> None:
+    later = ModelState(model_state.lora, model_state.adapter, {}, 0)
+    store.save(MODEL, 9, "weights/a", True, later)
+    store.save(MODEL, 5, "weights/a", True, model_state)
+    assert store.load(MODEL, "weights/a").state == later
+
+
+def test_a_taken_name_needs_overwrite(store: CheckpointStore, model_state: ModelState) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    with pytest.raises(InvalidRequest, match="overwrite"):
+        store.save(MODEL, 6, "weights/a", False, model_state)
+    later = ModelState(model_state.lora, model_state.adapter, {}, 0)
+    store.save(MODEL, 7, "weights/a", True, later)
+    assert store.load(MODEL, "weights/a").state == later
+    assert store.load(MODEL, "weights/a", version=5).state == model_state
+
+
+def test_an_export_does_not_replace_another(store: CheckpointStore) -> None:
+    files = {"a": lambda path: path.write_text("one")}
+    assert store.export(MODEL, 5, "external_weights/e", lambda: files) == 3
+    with pytest.raises(InvalidRequest, match="exists"):
+        store.export(MODEL, 6, "external_weights/e", lambda: files)
+
+
+def test_a_save_that_finds_no_space_fails_as_such_and_loses_nothing(
+    store: CheckpointStore, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(StorageFull, match="save again") as caught:
+        store.export(MODEL, 6, "external_weights/e", lambda: {"a": full})
+    assert (caught.value.category, caught.value.code) == ("server", "storage_full")
+    monkeypatch.setattr("services.trainer.files.checkpoints.state_files", lambda _: {"a": full})
+    with pytest.raises(StorageFull):
+        store.save(MODEL, 7, "weights/a", True, model_state)
+    monkeypatch.undo()
+    assert store.load(MODEL, "weights/a").meta.seq_id == 5
+    later = ModelState(model_state.lora, model_state.adapter, {}, 0)
+    store.save(MODEL, 8, "weights/a", True, later)
+    assert store.load(MODEL, "weights/a").state == later
+
+
+def test_a_missing_checkpoint_is_the_users_error(store: CheckpointStore) -> None:
+    with pytest.raises(NotFound, match=r"tinker://s:train:0/weights/none"):
+        store.load(MODEL, "weights/none")
+    with pytest.raises(NotFound, match=r"tinker://s:train:0/weights/none"):
+        store.load(MODEL, "weights/none", version=3)
+
+
+def test_a_checkpoint_of_another_base_model_is_refused(
+    store: CheckpointStore, storage: DirectoryStorage, model_state: ModelState
+) -> None:
+    CheckpointStore(storage, "org/other").save(MODEL, 1, "weights/a", False, model_state)
+    with pytest.raises(InvalidRequest, match="org/other"):
+        store.load(MODEL, "weights/a")
+
+
+@pytest.mark.parametrize("name", ["adapter.safetensors", "optimizer.safetensors", "meta.json"])
+def test_damage_is_noticed(
+    store: CheckpointStore, model_state: ModelState, tmp_path: Path, name: str
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    path = tmp_path / KEY.path / name
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataLoss, match="tinker://s:train:0/weights/a"):
+        store.load(MODEL, "weights/a")
+
+
+def test_an_incomplete_directory_is_not_a_state(
+    store: CheckpointStore, model_state: ModelState, tmp_path: Path
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    directory = tmp_path / KEY.path
+    (directory / "optimizer.safetensors").unlink()
+    with pytest.raises(DataLoss):
+        read_state(directory)
+    assert read_state(tmp_path / "nothing") is None
+
+
+def test_a_failed_publish_leaves_the_old_directory_and_no_litter(tmp_path: Path) -> None:
+    target = tmp_path / "here"
+    publish_directory(target, {"a": lambda path: path.write_text("old")}, replace=False)
+
+    def fail(path: Path) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        publish_directory(target, {"a": lambda path: path.write_text("new"), "b": fail}, replace=True)
+    assert (target / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
+    target = tmp_path / "here"
+    publish_directory(target, {"a": lambda path: path.write_text("old")}, replace=False)
+    with pytest.raises(FileExistsError):
+        publish_directory(target, {"b": lambda path: path.write_text("new")}, replace=False)
+    publish_directory(target, {"b": lambda path: path.write_text("new")}, replace=True)
+    assert [path.name for path in target.iterdir()] == ["b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]

@@ -1,0 +1,170 @@
+"""Durable training snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.contract.errors import DataLoss
+from services.common.storage.data_dir import DataDir
+from services.trainer.compute.data import ModelState
+from services.trainer.files import durable
+from services.trainer.files.checkpoints import Meta, SavedState
+from services.trainer.files.durable import DurableSnapshot, DurableStore
+
+MODEL = "s:train:0"
+
+
+class PointersInMemory:
+    """The journal's pointer of one model, with a fencing epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 1
+        self.pointer: tuple[int, str] | None = None
+        self.marked: list[int] = []
+        self.closed = False
+
+    async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool:
+        if epoch != self.epoch:
+            return False
+        self.pointer = (seq_id, location)
+        self.marked.append(seq_id)
+        return True
+
+    async def durable(self, model_id: str) -> tuple[int, str] | None:
+        return self.pointer
+
+    async def is_closed(self, model_id: str) -> bool:
+        return self.closed
+
+
+class Trained:
+    """A model whose newest state is of operation `seq_id`."""
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+        self.seq_id = 0
+        self.gone = False
+
+    async def take(self, model_id: str) -> DurableSnapshot | None:
+        await asyncio.sleep(0)
+        if self.gone:
+            return None
+        meta = Meta("org/base", model_id, self.seq_id, self.state.step, self.state.lora)
+        return DurableSnapshot(SavedState(meta, self.state), {self.seq_id: b"result"})
+
+
+@pytest.fixture
+def trained(model_state: ModelState) -> Trained:
+    return Trained(model_state)
+
+
+def make(
+    tmp_path: Path, pointers: PointersInMemory, take: Callable[[str], Awaitable[DurableSnapshot | None]]
+) -> tuple[DurableStore, list[tuple[str, int]]]:
+    told: list[tuple[str, int]] = []
+    store = DurableStore(
+        DataDir(tmp_path), pointers, take, lambda _: 1, lambda model, seq: told.append((model, seq))
+    )
+    return store, told
+
+
+async def test_the_newest_state_comes_back_with_its_results(tmp_path: Path, trained: Trained) -> None:
+    store, told = make(tmp_path, PointersInMemory(), trained.take)
+    assert await store.read(MODEL) is None
+    trained.seq_id = 4
+    store.changed(MODEL)
+    await store.settle(MODEL)
+    found = await store.read(MODEL)
+    assert found is not None
+    assert (found.seq_id, found.saved.state, found.results) == (4, trained.state, {4: b"result"})
+    assert told == [(MODEL, 4)]
+
+
+async def test_snapshots_of_the_last_seconds_are_kept_for_a_pointer_that_redis_lost(
+    tmp_path: Path, trained: Trained
+) -> None:
+    store, _ = make(tmp_path, PointersInMemory(), trained.take)
+    for seq_id in range(1, 5):
+        trained.seq_id = seq_id
+        store.changed(MODEL)
+        await store.settle(MODEL)
+    assert {path.name for path in DataDir(tmp_path).state(MODEL).iterdir()} == {"1-1", "2-1", "3-1", "4-1"}
+
+
+async def test_states_that_came_and_went_are_skipped_and_old_ones_deleted(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "_KEPT_S", 0.0)
+    pointers = PointersInMemory()
+    store, _ = make(tmp_path, pointers, trained.take)
+    for seq_id in range(1, 200):
+        trained.seq_id = seq_id
+        store.changed(MODEL)
+        await asyncio.sleep(0)
+    await store.drain()
+    assert pointers.marked[-1] == 199
+    assert len(pointers.marked) < 100
+    kept = {path.name for path in DataDir(tmp_path).state(MODEL).iterdir()}
+    assert kept == {"2-1", "199-1"}, "the newest, and the one before it for a pointer that Redis lost"
+
+
+async def test_a_stale_epoch_moves_no_pointer_and_deletes_nothing(tmp_path: Path, trained: Trained) -> None:
+    pointers = PointersInMemory()
+    store, told = make(tmp_path, pointers, trained.take)
+    store.changed(MODEL)
+    await store.settle(MODEL)
+    pointers.epoch, trained.seq_id = 2, 9
+    store.changed(MODEL)
+    await store.settle(MODEL)
+    assert pointers.pointer == (0, "0-1")
+    assert told == [(MODEL, 0)]
+    assert (await store.read(MODEL)) is not None
+
+
+async def test_a_model_that_is_gone_is_not_written(tmp_path: Path, trained: Trained) -> None:
+    pointers = PointersInMemory()
+    store, _ = make(tmp_path, pointers, trained.take)
+    trained.gone = True
+    store.changed(MODEL)
+    await store.settle(MODEL)
+    assert pointers.marked == []
+
+
+async def test_a_failed_write_is_made_up_for_by_the_next(
+    tmp_path: Path, trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    pointers = PointersInMemory()
+    store, _ = make(tmp_path, pointers, trained.take)
+    blocker = DataDir(tmp_path).state(MODEL)
+    blocker.parent.mkdir(parents=True)
+    blocker.write_text("in the way")
+    store.changed(MODEL)
+    await store.settle(MODEL)
+    assert pointers.marked == []
+    assert "no durable snapshot" in caplog.text
+    blocker.unlink()
+    store.changed(MODEL)
+    await store.settle(MODEL)
+    assert pointers.marked == [0]
+
+
+async def test_a_lost_snapshot_is_reported_not_passed_over(tmp_path: Path, trained: Trained) -> None:
+    pointers = PointersInMemory()
+    store, _ = make(tmp_path, pointers, trained.take)
+    pointers.pointer = (3, "3")
+    with pytest.raises(DataLoss):
+        await store.read(MODEL)
+
+
+async def test_deletion_waits_for_what_is_being_written_and_leaves_nothing(
+    tmp_path: Path, trained: Trained
+) -> None:
+    store, _ = make(tmp_path, PointersInMemory(), trained.take)
+    store.changed(MODEL)
+    await store.delete(MODEL)
+    assert not DataDir(tmp_path).state(MODEL).exists()
+    await store.delete(MODEL)

@@ -1,0 +1,177 @@
+"""The scheduler's decisions, from plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from services.trainer.order.scheduler import (
+    Cursor,
+    Limits,
+    QueuedOp,
+    RunBarrier,
+    RunPass,
+    Unit,
+    UnitRef,
+    only_suspect,
+    plan_next,
+)
+
+ONE_BATCH = Limits(micro_batches=1, micro_batch_tokens=64)
+TWO_BATCHES = Limits(micro_batches=2, micro_batch_tokens=64)
+
+
+def forward(seq_id: int, *shapes: tuple[int, int]) -> QueuedOp:
+    """An operation with one unit per (rows, longest)."""
+    units = tuple(Unit(tuple(range(rows)), longest) for rows, longest in shapes)
+    return QueuedOp(seq_id, units)
+
+
+def barrier(seq_id: int) -> QueuedOp:
+    return QueuedOp(seq_id, None)
+
+
+def refs(decision: object) -> list[list[tuple[str, int, int]]]:
+    assert isinstance(decision, RunPass)
+    return [[(r.model_id, r.seq_id, r.unit) for r in batch] for batch in decision.micro_batches]
+
+
+def drive(
+    queues: dict[str, list[QueuedOp]], limits: Limits, steps: int, alone: Set[str] = frozenset()
+) -> list[object]:
+    """Applies decisions as the executor does and returns them."""
+    cursor, made = Cursor(), []
+    for _ in range(steps):
+        decision, cursor = plan_next(queues, limits, cursor, alone)
+        if decision is None:
+            break
+        made.append(decision)
+        if isinstance(decision, RunBarrier):
+            assert queues[decision.model_id].pop(0).seq_id == decision.seq_id
+            continue
+        for ref in (ref for batch in decision.micro_batches for ref in batch):
+            op = next(op for op in queues[ref.model_id] if op.seq_id == ref.seq_id)
+            assert op.next_unit == ref.unit
+            op.next_unit += 1
+        for queue in queues.values():
+            while queue and queue[0].units is not None and queue[0].next_unit == len(queue[0].units):
+                queue.pop(0)
+    return made
+
+
+def test_nothing_queued_gives_no_decision() -> None:
+    assert plan_next({"a": []}, ONE_BATCH, Cursor())[0] is None
+
+
+def test_units_of_one_model_never_share_a_batch() -> None:
+    decision, _ = plan_next({"a": [forward(1, (1, 8), (1, 8)), forward(2, (1, 8))]}, TWO_BATCHES, Cursor())
+    assert refs(decision) == [[("a", 1, 0)], [("a", 1, 1)]]
+
+
+def test_units_of_different_models_share_a_batch_when_they_fit() -> None:
+    queues = {"a": [forward(1, (2, 16))], "b": [forward(7, (2, 10))]}
+    decision, _ = plan_next(queues, ONE_BATCH, Cursor())
+    assert refs(decision) == [[("a", 1, 0), ("b", 7, 0)]]
+
+
+def test_padding_counts_against_the_token_budget() -> None:
+    # 3 x 8 + 1 x 40 tokens are few, but padded together they are 4 x 40 = 160.
+    queues = {"a": [forward(1, (3, 8))], "b": [forward(1, (1, 40))]}
+    decision, _ = plan_next(queues, ONE_BATCH, Cursor())
+    assert refs(decision) == [[("a", 1, 0)]]
+
+
+def test_a_unit_above_the_budget_still_runs_by_itself() -> None:
+    decision, _ = plan_next({"a": [forward(1, (1, 1000))]}, ONE_BATCH, Cursor())
+    assert refs(decision) == [[("a", 1, 0)]]
+
+
+def test_nothing_passes_a_barrier() -> None:
+    queues = {"a": [forward(1, (1, 8)), barrier(2), forward(3, (1, 8))]}
+    made = drive(queues, TWO_BATCHES, 10)
+    assert refs(made[0]) == [[("a", 1, 0)]]
+    assert made[1] == RunBarrier("a", 2)
+    assert refs(made[2]) == [[("a", 3, 0)]]
+
+
+def test_a_small_tenant_waits_for_one_pass_of_a_big_one() -> None:
+    queues = {"big": [forward(1, *[(1, 64)] * 50)], "small": [forward(1, (1, 64))]}
+    made = drive(queues, ONE_BATCH, 100)
+    assert [refs(d)[0][0][0] for d in made[:4]] == ["big", "small", "big", "big"]
+    assert len(made) == 51
+
+
+def test_a_model_that_never_fits_beside_the_first_is_not_starved() -> None:
+    queues = {
+        "a": [forward(1, *[(1, 8)] * 20)],
+        "b": [forward(1, *[(1, 64)] * 5)],
+        "c": [forward(1, *[(1, 8)] * 20)],
+    }
+    made = drive(queues, ONE_BATCH, 11)
+    served = [any(ref[0] == "b" for ref in refs(d)[0]) for d in made]
+    assert sum(served) == 5
+
+
+def test_all_waiting_barriers_run_before_the_next_pass() -> None:
+    queues = {"a": [barrier(1), forward(2, (1, 8))], "b": [barrier(1), forward(2, (1, 8))]}
+    made = drive(queues, ONE_BATCH, 10)
+    assert made[:2] == [RunBarrier("a", 1), RunBarrier("b", 1)]
+    assert refs(made[2]) == [[("a", 2, 0), ("b", 2, 0)]]
+
+
+def test_a_stream_of_barriers_does_not_starve_passes() -> None:
+    queues = {"a": [barrier(n) for n in range(1, 9)], "b": [forward(n, (1, 64)) for n in range(1, 5)]}
+    made = drive(queues, ONE_BATCH, 20)
+    kinds = [type(d).__name__ for d in made[:8]]
+    assert kinds == ["RunBarrier", "RunPass"] * 4
+    assert len(made) == 12
+
+
+def test_a_lone_model_gets_the_same_batches_however_its_operations_arrive() -> None:
+    def ops() -> list[QueuedOp]:
+        return [forward(1, (2, 8), (1, 8)), forward(2, (1, 16)), forward(3, (1, 8), (1, 8))]
+
+    together = [batch for d in drive({"a": ops()}, TWO_BATCHES, 20) for batch in refs(d)]
+    one_by_one = [batch for op in ops() for d in drive({"a": [op]}, TWO_BATCHES, 20) for batch in refs(d)]
+    assert together == one_by_one
+
+
+def test_the_plan_changes_no_queue() -> None:
+    op = forward(1, (1, 8))
+    decision, _ = plan_next({"a": [op]}, ONE_BATCH, Cursor())
+    assert decision == RunPass(((UnitRef("a", 1, 0),),))
+    assert op.next_unit == 0
+
+
+def test_an_operation_that_may_bring_the_trainer_down_is_planned_without_any_other() -> None:
+    queues = {"a": [forward(1, (1, 8)), forward(2, (1, 8))], "b": [forward(4, (1, 8)), forward(5, (1, 8))]}
+    cut = only_suspect(queues, lambda model, seq_id: (model, seq_id) in {("b", 4), ("a", 2)})
+    assert cut is not None
+    assert refs(plan_next(cut, TWO_BATCHES, Cursor())[0]) == [[("b", 4, 0)]]
+    assert only_suspect(queues, lambda model, seq_id: seq_id == 2) is None, "its turn has not come"
+
+
+def test_a_model_with_weights_of_its_own_has_its_passes_for_itself() -> None:
+    queues = {"full": [forward(1, (1, 4), (1, 4))], "a": [forward(1, (1, 4))], "b": [forward(1, (1, 4))]}
+    decision, cursor = plan_next(queues, TWO_BATCHES, Cursor("a"), {"full"})
+    assert refs(decision) == [[("b", 1, 0), ("a", 1, 0)]]
+    assert cursor == Cursor("b")
+    decision, cursor = plan_next(queues, TWO_BATCHES, cursor, {"full"})
+    assert refs(decision) == [[("full", 1, 0)], [("full", 1, 1)]]
+    assert cursor == Cursor("full")
+
+
+def test_a_pass_of_a_model_with_its_own_weights_has_units_of_one_operation() -> None:
+    queues = {"full": [forward(1, (1, 4), (1, 4), (1, 4)), forward(2, (1, 4)), barrier(3)]}
+    made = drive(queues, TWO_BATCHES, 10, alone={"full"})
+    passes = [refs(decision) for decision in made[:3]]
+    assert passes == [[[("full", 1, 0)], [("full", 1, 1)]], [[("full", 1, 2)]], [[("full", 2, 0)]]]
+    assert made[3] == RunBarrier("full", 3)
+
+
+def test_models_that_share_passes_and_one_that_does_not_take_turns() -> None:
+    queues = {name: [forward(1, *[(1, 4)] * 3)] for name in ("a", "full", "z")}
+    made = drive(queues, ONE_BATCH, 20, alone={"full"})
+    sharing = [{model for batch in refs(decision) for model, _, _ in batch} for decision in made]
+    assert {"a", "z"} in sharing and {"full"} in sharing
+    assert all("full" not in models or models == {"full"} for models in sharing)
+    assert sharing[:2] == [{"a", "z"}, {"full"}]

@@ -1,0 +1,123 @@
+"""Order, duplicates and fencing of one model's operations."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.contract.errors import Internal, InvalidRequest, Overloaded, StaleEpoch
+from services.trainer.order.sequencer import KEPT_RESULTS, MAX_WAITING, Executed, Running, Sequence
+
+
+def admit(sequence: Sequence[str, str], seq_id: int, after: int) -> None:
+    assert sequence.find(seq_id, after) is None
+    sequence.admit(seq_id, after, f"op{seq_id}")
+
+
+def run_head(sequence: Sequence[str, str]) -> str:
+    operation = sequence.ready[0]
+    seq_id = int(operation.removeprefix("op"))
+    sequence.executed(seq_id)
+    sequence.finish(seq_id, f"result{seq_id}")
+    return operation
+
+
+def test_operations_become_ready_in_order_whatever_order_they_arrive_in() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    for seq_id in (2, 1, 3, 0):
+        admit(sequence, seq_id, seq_id - 1)
+    assert list(sequence.ready) == ["op0", "op1", "op2", "op3"]
+
+
+def test_a_refused_seq_id_leaves_no_gap() -> None:
+    sequence: Sequence[str, str] = Sequence(applied=4)
+    admit(sequence, 7, 4)
+    admit(sequence, 8, 7)
+    assert list(sequence.ready) == ["op7", "op8"]
+
+
+def test_a_duplicate_of_a_waiting_operation_attaches_to_it() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    admit(sequence, 1, 0)
+    assert sequence.find(1, 0) == Running("op1")
+    admit(sequence, 0, -1)
+    assert sequence.find(1, 0) == Running("op1")
+
+
+def test_a_duplicate_of_an_executed_operation_gets_its_result() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    admit(sequence, 0, -1)
+    assert run_head(sequence) == "op0"
+    assert sequence.find(0, -1) == Executed("result0")
+    assert sequence.applied == 0
+    assert not sequence.ready
+
+
+def test_an_executed_operation_whose_result_comes_later_is_still_running() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    admit(sequence, 0, -1)
+    sequence.executed(0)
+    assert sequence.find(0, -1) == Running("op0")
+    assert sequence.applied == 0
+
+
+def test_only_the_last_results_are_kept() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    for seq_id in range(KEPT_RESULTS + 1):
+        admit(sequence, seq_id, seq_id - 1)
+        run_head(sequence)
+    assert sequence.find(1, 0) == Executed("result1")
+    with pytest.raises(Internal) as caught:
+        sequence.find(0, -1)
+    assert caught.value.code == "result_lost"
+
+
+def test_a_restored_model_goes_on_after_its_snapshot() -> None:
+    sequence: Sequence[str, str] = Sequence(applied=5)
+    sequence.restore_results({4: "result4", 5: "result5"})
+    assert sequence.find(5, 4) == Executed("result5")
+    admit(sequence, 6, 5)
+    assert list(sequence.ready) == ["op6"]
+
+
+def test_a_caller_that_knows_less_than_the_model_is_served() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    for seq_id in range(3):
+        admit(sequence, seq_id, seq_id - 1)
+        run_head(sequence)
+    # The caller left operation 2 out: a replay may pass over it.
+    admit(sequence, 3, 1)
+    assert list(sequence.ready) == ["op3"]
+
+
+def test_a_restored_model_passes_over_what_the_caller_leaves_out() -> None:
+    sequence: Sequence[str, str] = Sequence(applied=1)
+    admit(sequence, 4, 3)
+    admit(sequence, 3, 1)
+    assert list(sequence.ready) == ["op3", "op4"]
+
+
+def test_an_operation_cannot_follow_a_later_one() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    with pytest.raises(InvalidRequest):
+        sequence.find(2, 2)
+
+
+def test_a_lower_epoch_is_refused_and_a_higher_one_taken() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    sequence.fence(3)
+    sequence.fence(3)
+    sequence.fence(4)
+    with pytest.raises(StaleEpoch):
+        sequence.fence(3)
+
+
+def test_a_full_queue_refuses_but_early_arrivals_never_block_the_next_in_order() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    for seq_id in range(1, MAX_WAITING + 1):
+        admit(sequence, seq_id, seq_id - 1)
+    with pytest.raises(Overloaded):
+        sequence.find(1000, 999)
+    admit(sequence, 0, -1)
+    assert len(sequence.ready) == MAX_WAITING + 1
+    with pytest.raises(Overloaded):
+        sequence.find(MAX_WAITING + 1, MAX_WAITING)

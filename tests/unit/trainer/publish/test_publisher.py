@@ -1,0 +1,117 @@
+"""What is published is stored as it was first, and goes over the wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.common.storage.data_dir import DataDir
+from services.launcher.tiny_model import make_tiny_model
+from services.trainer.compute.data import HostArray, LoraSpec, ModelState
+from services.trainer.files.export_format import Base, read_adapter
+from services.trainer.publish.broadcast import Broadcaster
+from services.trainer.publish.publisher import Published, Publisher
+
+MODEL = "session:train:0"
+
+
+class Wire:
+    """Takes what a broadcaster would send."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, ...]] = []
+
+    async def send(
+        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostArray]
+    ) -> tuple[int, int]:
+        self.sent.append((model_id, version, lora, dict(arrays)))
+        return sum(len(array.data) for array in arrays.values()), 1
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def publisher(tmp_path: Path, wire: Wire) -> Publisher:
+    make_tiny_model(tmp_path / "base", hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32)
+    return Publisher(DataDir(tmp_path), Base("org/base", str(tmp_path / "base")), cast(Broadcaster, wire))
+
+
+def weights(directory: Path, factor: float) -> dict[str, HostArray]:
+    scaled = {name: tensor * factor for name, tensor in load_file(directory / "model.safetensors").items()}
+    return {
+        name: HostArray("float32", tuple(tensor.shape), tensor.numpy().tobytes())
+        for name, tensor in scaled.items()
+    }
+
+
+def stored_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+async def test_an_adapter_is_stored_once_in_peft_format_and_sent_as_stored(
+    tmp_path: Path, publisher: Publisher, wire: Wire, model_state: ModelState
+) -> None:
+    lora, adapter = model_state.lora, model_state.adapter
+    published = await publisher.publish(MODEL, 7, lora, adapter)
+    target = DataDir(tmp_path).snapshot(MODEL, 7)
+    assert published.size_bytes == stored_bytes(target) > 0
+    config = json.loads((target / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 32, ["lm_head"])
+    assert read_adapter(target) == adapter
+    other = {name: HostArray("float32", a.shape, bytes(len(a.data))) for name, a in adapter.items()}
+    assert await publisher.publish(MODEL, 7, lora, other) == published
+    assert read_adapter(target) == adapter
+    assert wire.sent == [(MODEL, 7, lora, adapter)] * 2
+
+
+async def test_a_snapshot_that_another_trainer_stored_meanwhile_stands(
+    tmp_path: Path, publisher: Publisher, wire: Wire, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora, adapter = model_state.lora, model_state.adapter
+    other = {name: HostArray("float32", a.shape, bytes(len(a.data))) for name, a in adapter.items()}
+    another = Publisher(publisher._data, publisher._base, cast(Broadcaster, Wire()))
+    store = publisher._store
+
+    def store_late(target: Path, *what: Any) -> None:
+        another._store(target, lora, other)
+        store(target, *what)
+
+    monkeypatch.setattr(publisher, "_store", store_late)
+    await publisher.publish(MODEL, 7, lora, adapter)
+    assert read_adapter(DataDir(tmp_path).snapshot(MODEL, 7)) == other
+    assert wire.sent == [(MODEL, 7, lora, adapter)]
+
+
+async def test_a_full_model_is_stored_as_one_that_transformers_loads_and_sent_as_it_is(
+    tmp_path: Path, publisher: Publisher, wire: Wire
+) -> None:
+    tensors = weights(tmp_path / "base", 2.0)
+    published = await publisher.publish(MODEL, 7, None, tensors)
+    size = stored_bytes(DataDir(tmp_path).snapshot(MODEL, 7))
+    assert published == Published(size, sum(len(array.data) for array in tensors.values()), 1)
+    assert wire.sent == [(MODEL, 7, None, tensors)]
+    loaded = AutoModelForCausalLM.from_pretrained(DataDir(tmp_path).snapshot(MODEL, 7)).state_dict()
+    for name, array in tensors.items():
+        expected = torch.frombuffer(bytearray(array.data), dtype=torch.float32).view(array.shape)
+        assert torch.equal(loaded[name], expected), name
+
+
+async def test_a_full_model_that_is_stored_stays_as_it_is_and_is_not_sent_again(
+    tmp_path: Path, publisher: Publisher, wire: Wire
+) -> None:
+    await publisher.publish(MODEL, 7, None, weights(tmp_path / "base", 2.0))
+    stored = (DataDir(tmp_path).snapshot(MODEL, 7) / "model.safetensors").read_bytes()
+    size = stored_bytes(DataDir(tmp_path).snapshot(MODEL, 7))
+    assert await publisher.publish(MODEL, 7, None, weights(tmp_path / "base", 3.0)) == Published(size, 0, 0)
+    assert (DataDir(tmp_path).snapshot(MODEL, 7) / "model.safetensors").read_bytes() == stored
+    assert len(wire.sent) == 1

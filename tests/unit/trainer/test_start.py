@@ -1,0 +1,106 @@
+"""Settings, the launch command, and agreement between ranks."""
+
+from __future__ import annotations
+
+import base64
+import json
+from datetime import timedelta
+
+import pytest
+
+from services.common.contract.errors import Internal, InvalidRequest, TinsmithError
+from services.trainer import config
+from services.trainer.world.launch import launch_command
+from services.trainer.world.world import Channel, WorldFailure
+
+FLAGS = ["--model", "org/name=/models/x", "--data-dir", "data", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_REDIS_URL", "redis://127.0.0.1:1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_ZERO_STAGE", "3")
+    monkeypatch.setenv("TINSMITH_PORT", "1234")
+    settings = config.parse([*FLAGS, "--port", "99"])
+    assert (settings.zero_stage, settings.port) == (3, 99)
+    assert (settings.base_model, settings.model_path, settings.dtype) == ("org/name", "/models/x", "float32")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model", "nopath"],
+        ["--device", "tpu"],
+        ["--zero-stage", "4"],
+        ["--micro-batch-tokens", "0"],
+        ["--offload-optimizer", "nvme"],
+        ["--max-full-models", "0"],
+    ],
+)
+def test_senseless_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config.parse([*FLAGS, *flags])
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_the_environment_is_checked_like_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_DEVICE", "tpu")
+    with pytest.raises(SystemExit):
+        config.parse(["--model", "a=b", "--data-dir", "data"])
+
+
+def test_redis_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINSMITH_REDIS_URL")
+    with pytest.raises(SystemExit):
+        config.parse(FLAGS)
+
+
+def devices(command: list[str]) -> list[object]:
+    world = next(part for part in command if part.startswith("--world_info="))
+    return json.loads(base64.urlsafe_b64decode(world.split("=", 1)[1]))["localhost"]
+
+
+def test_the_launch_command_has_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = launch_command(2, 29511, ["--id", "trainer-0"])
+    assert devices(command) == [0, 1]
+    assert command[-2:] == ["--id", "trainer-0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,8")
+    assert devices(launch_command(2, 29511, [])) == ["5", "7"]
+    assert devices(launch_command(2, 29511, [], ["1", "3"])) == ["1", "3"]
+    with pytest.raises(ValueError, match="4 trainer ranks"):
+        launch_command(4, 29511, [])
+
+
+class TwoRanks(Channel):
+    """A rank whose peer came to the given outcome."""
+
+    def __init__(self, theirs: str) -> None:
+        super().__init__(0, 1, timedelta(seconds=1))
+        self._theirs = theirs
+
+    def _exchange(self, outcome: str) -> list[str]:
+        return [outcome, self._theirs]
+
+
+def test_ranks_that_all_succeed_go_on() -> None:
+    TwoRanks("").agree(None)
+
+
+def test_an_error_all_ranks_share_is_the_commands() -> None:
+    with pytest.raises(InvalidRequest, match="too high"):
+        TwoRanks("InvalidRequest: rank too high").agree(InvalidRequest("rank too high"))
+    with pytest.raises(Internal, match="out of memory"):
+        TwoRanks("MemoryError: out of memory").agree(MemoryError("out of memory"))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [(None, "RuntimeError: broken"), (InvalidRequest("no"), ""), (InvalidRequest("no"), "Internal: other")],
+)
+def test_a_world_whose_ranks_disagree_is_given_up(mine: TinsmithError | None, theirs: str) -> None:
+    with pytest.raises(WorldFailure):
+        TwoRanks(theirs).agree(mine)
