@@ -18,7 +18,7 @@ POINT = "gateway.after_accept"
 
 
 def run(code: str, setting: str) -> subprocess.CompletedProcess[str]:
-    program = f"from services.common import failpoints\n{code}"
+    program = f"from services.common.process import failpoints\n{code}"
     environment = {failpoints.VARIABLE: setting, "PYTHONPATH": str(SERVICES.parent)}
     return subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=30
