@@ -26,8 +26,10 @@ from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.cluster.base_models import Catalog
 from services.gateway.cluster.redis_restart import Acknowledged
 from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.model import ModelStore
 from services.gateway.records.sample_journal import SampleJournal
-from services.gateway.records.session import ModelStore, SamplingSessionStore, SessionStore
+from services.gateway.records.sampling_session import SamplingSessionStore
+from services.gateway.records.session import SessionStore
 from services.gateway.results.futures import Futures, FutureView
 from services.gateway.sampling.accept import Sampling
 from services.gateway.sampling.admission import Admission

@@ -16,8 +16,8 @@ from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.files import CheckpointFiles
-from services.gateway.records.checkpoint import CheckpointPage, CheckpointStore, key_of
-from services.gateway.records.session import CheckpointRecord, ModelStore
+from services.gateway.records.checkpoint import CheckpointPage, CheckpointRecord, CheckpointStore, key_of
+from services.gateway.records.model import ModelStore
 from services.gateway.training import validate
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from services.common.contract import ids
 from services.common.storage.base import Key, Storage
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import delete_directory
-from services.gateway.records.session import SamplingSessionStore, SessionStore
+from services.gateway.records.sampling_session import SamplingSessionStore
+from services.gateway.records.session import SessionStore
 
 
 class CheckpointFiles:

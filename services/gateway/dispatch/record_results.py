@@ -11,12 +11,10 @@ import time
 from typing import Literal
 
 from services.common.contract import ids
-from services.gateway.records.checkpoint import CheckpointStore
-from services.gateway.records.session import (
-    CheckpointRecord,
+from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
+from services.gateway.records.model import ModelRecord, ModelStore
+from services.gateway.records.sampling_session import (
     InflightStore,
-    ModelRecord,
-    ModelStore,
     SamplingSessionRecord,
     SamplingSessionStore,
 )

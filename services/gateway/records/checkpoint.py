@@ -13,19 +13,41 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import redis.asyncio
 
 from services.common.contract import ids
+from services.common.contract.roles import Role
 from services.common.state import keys
 from services.common.state.scripts import Script
 from services.common.storage.base import Key
-from services.gateway.records.session import CheckpointRecord
 
 _SETTLE_S = 60.0
 """A version that is losing its record is looked at this much later; longer than any removal can take."""
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A named checkpoint. `version` is the seq_id of the save; `expires_at` None = kept; `public`: others may
+    read it, too. `lora_rank` 0: of a model whose weights are all trained."""
+
+    model_id: str
+    checkpoint_id: str
+    owner: str
+    kind: Literal["training", "sampler", "external"]
+    version: int
+    size_bytes: int
+    created_at: float
+    expires_at: float | None = None
+    public: bool = False
+    user_metadata: dict[str, str] = {}
+    base_model: str
+    lora_rank: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    role: Role = "policy"
 
 
 @dataclass(frozen=True)

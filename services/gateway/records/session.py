@@ -1,25 +1,22 @@
-"""Records of sessions, models, sampling sessions and checkpoints in Redis.
+"""Records of sessions in Redis.
 
-Invariant: every record carries its owner; `create...` never replaces a record that is there, so a
-repeated request finds what the first one made.
+Invariant: every record carries its owner; `create` never replaces a record that is there, so a repeated
+request finds what the first one made.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import redis.asyncio
 
-from services.common.contract.roles import Role
 from services.common.state import keys
 from services.common.state.scripts import Script
 
 _IDEMPOTENCY_TTL_S = 24 * 3600
 _DETAIL_CHARS = 1000
-
-ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,67 +36,6 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     abandoned: bool = False
     finish_reason: str = ""
     finish_detail: str = ""
-
-
-class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in training. `lora_rank` 0: all its weights are trained. `lora_seed` None: not chosen by the
-    client."""
-
-    model_id: str
-    session_id: str
-    owner: str
-    base_model: str
-    lora_rank: int
-    lora_seed: int | None = None
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-    role: Role = "policy"
-    user_metadata: dict[str, str] = {}
-    created_at: float
-    status: ModelStatus = "creating"
-
-
-class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sampling session answers from. `model_id` empty = the base model itself.
-
-    Attributes:
-        version: the snapshot, for ever; of an inflight session the first one, which later inflight saves of
-            the model replace.
-        full: the snapshot is all weights of a model, not an adapter.
-    """
-
-    sampling_session_id: str
-    session_id: str
-    owner: str
-    base_model: str
-    model_id: str = ""
-    version: int = 0
-    model_path: str = ""
-    full: bool = False
-    inflight: bool = False
-
-
-class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A named checkpoint. `version` is the seq_id of the save; `expires_at` None = kept; `public`: others may
-    read it, too. `lora_rank` 0: of a model whose weights are all trained."""
-
-    model_id: str
-    checkpoint_id: str
-    owner: str
-    kind: Literal["training", "sampler", "external"]
-    version: int
-    size_bytes: int
-    created_at: float
-    expires_at: float | None = None
-    public: bool = False
-    user_metadata: dict[str, str] = {}
-    base_model: str
-    lora_rank: int
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
-    role: Role = "policy"
 
 
 class SessionStore:
@@ -219,100 +155,6 @@ class SessionStore:
             keys.owner_sessions(owner), top, "-inf", 0, limit, withscores=True
         )
         return [(raw.decode(), created_at) for raw, created_at in found]
-
-
-class ModelStore:
-    """Models: a hash each, with the status in a field of its own."""
-
-    def __init__(self, client: redis.asyncio.Redis) -> None:
-        self._redis = client
-
-    async def create_if_absent(self, record: ModelRecord) -> ModelRecord:
-        """Stores a model unless its id is taken; what is stored."""
-        name = keys.model(record.model_id)
-        # Listed first: a model that exists is always found by the end of its session.
-        await self._redis.sadd(keys.session_models(record.session_id), record.model_id)
-        if await self._redis.hsetnx(name, "record", msgspec.json.encode(record)):
-            await self._redis.zadd(keys.owner_models(record.owner), {record.model_id: record.created_at})
-            return record
-        return await self.get(record.model_id) or record
-
-    async def get(self, model_id: str) -> ModelRecord | None:
-        """The model as it is now."""
-        raw: Any
-        status: Any
-        raw, status = await self._redis.hmget(keys.model(model_id), ["record", "status"])
-        if raw is None:
-            return None
-        record = msgspec.json.decode(raw, type=ModelRecord)
-        if status is None:
-            return record
-        return msgspec.structs.replace(record, status=msgspec.convert(status.decode(), ModelStatus))
-
-    async def page(self, owner: str, offset: int, limit: int) -> tuple[int, list[str]]:
-        """How many models an owner has, and the ids of some of them, newest first."""
-        name = keys.owner_models(owner)
-        total: int = await self._redis.zcard(name)
-        found: Any = await self._redis.zrevrange(name, offset, offset + limit - 1) if limit else []
-        return total, [raw.decode() for raw in found]
-
-    async def set_status(self, model_id: str, status: ModelStatus) -> None:
-        """Changes the status of an existing model."""
-        await self._redis.hset(keys.model(model_id), "status", status)
-
-    async def note_unloaded(self, model_id: str) -> None:
-        """Notes that an existing model was unloaded, for its durable state to be deleted."""
-        await self._redis.zadd(keys.ENDED_MODELS, {model_id: time.time()})
-        await self.set_status(model_id, "unloaded")
-
-
-class SamplingSessionStore:
-    """Sampling sessions: one immutable record each."""
-
-    def __init__(self, client: redis.asyncio.Redis) -> None:
-        self._redis = client
-
-    async def create_if_absent(self, record: SamplingSessionRecord) -> SamplingSessionRecord:
-        """Stores a sampling session unless its id is taken; what is stored."""
-        # Listed first: what a session answers from is always known to be in use.
-        await self._redis.sadd(keys.session_samplers(record.session_id), record.sampling_session_id)
-        if record.model_id:
-            users = keys.model_samplers(record.model_id)
-            await self._redis.zadd(users, {record.sampling_session_id: record.version})
-        first: Any = await self._redis.set(
-            keys.sampling_session(record.sampling_session_id), msgspec.json.encode(record), nx=True, get=True
-        )
-        return record if first is None else msgspec.json.decode(first, type=SamplingSessionRecord)
-
-    async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
-        """The sampling session."""
-        raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
-        return None if raw is None else msgspec.json.decode(raw, type=SamplingSessionRecord)
-
-    async def of_model(self, model_id: str, version: int | None) -> list[tuple[str, int]]:
-        """(id, version) of every sampling session on a model's snapshots, or on one of them; some perhaps
-        never made."""
-        low, high = ("-inf", "+inf") if version is None else (version, version)
-        name = keys.model_samplers(model_id)
-        found: Any = await self._redis.zrangebyscore(name, low, high, withscores=True)
-        return [(member.decode(), int(version)) for member, version in found]
-
-
-class InflightStore:
-    """The snapshot that each model's inflight sampling sessions share: it moves forward only."""
-
-    def __init__(self, client: redis.asyncio.Redis) -> None:
-        self._redis = client
-        self._raise = Script(client, "raise_version")
-
-    async def move(self, model_id: str, version: int) -> None:
-        """Has the model's inflight sessions answer from this version, unless they do from a newer one."""
-        await self._raise([keys.inflight_version(model_id)], version)
-
-    async def version(self, record: SamplingSessionRecord) -> int:
-        """The version that a request of an inflight session answers from now."""
-        raw: Any = await self._redis.get(keys.inflight_version(record.model_id))
-        return max(record.version, int(raw or 0))
 
 
 def _number(object_id: str) -> int:

@@ -29,7 +29,9 @@ from services.gateway.cluster.discovery import call_error
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.leases import Lease
 from services.gateway.records.checkpoint import CheckpointStore
-from services.gateway.records.session import ModelStore, SamplingSessionStore, SessionStore
+from services.gateway.records.model import ModelStore
+from services.gateway.records.sampling_session import SamplingSessionStore
+from services.gateway.records.session import SessionStore
 from services.gateway.retention.plan import (
     EndedModel,
     ModelStep,

@@ -19,7 +19,7 @@ from services.gateway.cluster.base_models import Catalog
 from services.gateway.cluster.redis_restart import Acknowledged
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.sample_journal import Resolution, SampleJournal
-from services.gateway.records.session import SamplingSessionRecord, SamplingSessionStore
+from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
 from services.gateway.sampling.admission import Admission
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.training import validate

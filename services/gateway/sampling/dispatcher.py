@@ -27,7 +27,11 @@ from services.gateway.cluster.discovery import Directory
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.dispatch.plan import backoff
 from services.gateway.records.sample_journal import ACCEPTANCE_S, SampleJournal, Unclaimed
-from services.gateway.records.session import InflightStore, SamplingSessionRecord, SamplingSessionStore
+from services.gateway.records.sampling_session import (
+    InflightStore,
+    SamplingSessionRecord,
+    SamplingSessionStore,
+)
 from services.gateway.results.subscription import Subscription
 from services.gateway.sampling import choose_replica
 from services.gateway.sampling.admission import Admission

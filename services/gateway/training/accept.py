@@ -30,7 +30,7 @@ from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.base_models import BaseModel, Catalog
 from services.gateway.cluster.redis_restart import Acknowledged
 from services.gateway.cluster.ttl_cache import Recent
-from services.gateway.records.session import ModelRecord, ModelStore
+from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.training import adapter_shape, validate
 from tinsmith.v1 import operation_pb2, types_pb2

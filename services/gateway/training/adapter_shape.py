@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from services.common.contract.roles import Role
-from services.gateway.records.session import CheckpointRecord, ModelRecord
+from services.gateway.records.checkpoint import CheckpointRecord
+from services.gateway.records.model import ModelRecord
 from tinsmith.v1 import types_pb2
 
 

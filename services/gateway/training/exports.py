@@ -10,7 +10,7 @@ from services.common.state.journal import Journal
 from services.common.storage.encryption import parse_recipients
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
-from services.gateway.records.session import ModelRecord
+from services.gateway.records.model import ModelRecord
 from services.gateway.training import validate
 from services.gateway.training.accept import Models
 from tinsmith.v1 import operation_pb2

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from services.common.contract import ids
 from services.common.contract.errors import NotFound, PermissionDenied
 from services.gateway.access.limits import Limits
-from services.gateway.records.checkpoint import CheckpointStore
-from services.gateway.records.session import CheckpointRecord, ModelRecord, ModelStore, SessionStore
+from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
+from services.gateway.records.model import ModelRecord, ModelStore
+from services.gateway.records.session import SessionStore
 from services.gateway.training import validate
 
 

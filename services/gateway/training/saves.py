@@ -9,7 +9,8 @@ from services.common.contract import ids, roles
 from services.common.contract.errors import InvalidRequest
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
-from services.gateway.records.session import ModelRecord, SamplingSessionStore
+from services.gateway.records.model import ModelRecord
+from services.gateway.records.sampling_session import SamplingSessionStore
 from services.gateway.training import adapter_shape, validate
 from services.gateway.training.accept import Models
 from tinsmith.v1 import operation_pb2

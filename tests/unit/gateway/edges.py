@@ -29,8 +29,10 @@ from services.gateway.dispatch.record_results import Outcomes
 from services.gateway.edge.grpc import service
 from services.gateway.edge.http.server import HttpServer
 from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.model import ModelStore
 from services.gateway.records.sample_journal import SampleJournal
-from services.gateway.records.session import InflightStore, ModelStore, SamplingSessionStore, SessionStore
+from services.gateway.records.sampling_session import InflightStore, SamplingSessionStore
+from services.gateway.records.session import SessionStore
 from services.gateway.results.futures import Futures
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
 from services.gateway.sampling.admission import Admission

@@ -10,7 +10,9 @@ from services.common.contract import ids, roles
 from services.common.contract.errors import InvalidRequest
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
-from services.gateway.records.session import CheckpointRecord, ModelRecord, ModelStatus, SessionRecord
+from services.gateway.records.checkpoint import CheckpointRecord
+from services.gateway.records.model import ModelRecord, ModelStatus
+from services.gateway.records.session import SessionRecord
 from services.gateway.results.futures import FutureView
 from services.gateway.sessions.search import SessionDetails
 from services.gateway.sessions.sessions import NewSession

@@ -15,7 +15,8 @@ from services.gateway.cluster.base_models import BaseModel
 from services.gateway.edge.http.body import received
 from services.gateway.edge.http.codec import forward_backward_in, messages
 from services.gateway.edge.http.routes import Call, numbered, promise, reply
-from services.gateway.records.session import CheckpointRecord, ModelRecord
+from services.gateway.records.checkpoint import CheckpointRecord
+from services.gateway.records.model import ModelRecord
 from services.gateway.training.saves import SaveOptions
 from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
 

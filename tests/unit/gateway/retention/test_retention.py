@@ -19,16 +19,14 @@ from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.record_results import Outcomes
-from services.gateway.records.checkpoint import CheckpointStore
-from services.gateway.records.session import (
-    CheckpointRecord,
+from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
+from services.gateway.records.model import ModelRecord, ModelStore
+from services.gateway.records.sampling_session import (
     InflightStore,
-    ModelRecord,
-    ModelStore,
     SamplingSessionRecord,
     SamplingSessionStore,
-    SessionStore,
 )
+from services.gateway.records.session import SessionStore
 from services.gateway.results.futures import Futures
 from services.gateway.retention.plan import RetentionSettings
 from services.gateway.retention.retention import Retention

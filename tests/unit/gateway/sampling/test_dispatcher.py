@@ -16,11 +16,10 @@ from services.common.contract.errors import SnapshotNotFound, Unavailable
 from services.common.state import keys, registry
 from services.gateway.dispatch.record_results import Outcomes
 from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.records.sample_journal import Resolution, SampleJournal
-from services.gateway.records.session import (
+from services.gateway.records.sampling_session import (
     InflightStore,
-    ModelRecord,
-    ModelStore,
     SamplingSessionRecord,
     SamplingSessionStore,
 )

@@ -8,7 +8,7 @@ from typing import Any
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
 from services.gateway.edge.http.routes import Call
-from services.gateway.records.session import CheckpointRecord
+from services.gateway.records.checkpoint import CheckpointRecord
 
 
 def number(call: Call, name: str, default: int) -> int:

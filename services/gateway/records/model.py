@@ -1,0 +1,82 @@
+"""Records of models in training in Redis.
+
+Invariant: every record carries its owner; `create_if_absent` never replaces a record that is there, so a
+repeated request finds what the first one made.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import msgspec
+import redis.asyncio
+
+from services.common.contract.roles import Role
+from services.common.state import keys
+
+ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
+
+
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A model in training. `lora_rank` 0: all its weights are trained. `lora_seed` None: not chosen by the
+    client."""
+
+    model_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    lora_rank: int
+    lora_seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    role: Role = "policy"
+    user_metadata: dict[str, str] = {}
+    created_at: float
+    status: ModelStatus = "creating"
+
+
+class ModelStore:
+    """Models: a hash each, with the status in a field of its own."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+
+    async def create_if_absent(self, record: ModelRecord) -> ModelRecord:
+        """Stores a model unless its id is taken; what is stored."""
+        name = keys.model(record.model_id)
+        # Listed first: a model that exists is always found by the end of its session.
+        await self._redis.sadd(keys.session_models(record.session_id), record.model_id)
+        if await self._redis.hsetnx(name, "record", msgspec.json.encode(record)):
+            await self._redis.zadd(keys.owner_models(record.owner), {record.model_id: record.created_at})
+            return record
+        return await self.get(record.model_id) or record
+
+    async def get(self, model_id: str) -> ModelRecord | None:
+        """The model as it is now."""
+        raw: Any
+        status: Any
+        raw, status = await self._redis.hmget(keys.model(model_id), ["record", "status"])
+        if raw is None:
+            return None
+        record = msgspec.json.decode(raw, type=ModelRecord)
+        if status is None:
+            return record
+        return msgspec.structs.replace(record, status=msgspec.convert(status.decode(), ModelStatus))
+
+    async def page(self, owner: str, offset: int, limit: int) -> tuple[int, list[str]]:
+        """How many models an owner has, and the ids of some of them, newest first."""
+        name = keys.owner_models(owner)
+        total: int = await self._redis.zcard(name)
+        found: Any = await self._redis.zrevrange(name, offset, offset + limit - 1) if limit else []
+        return total, [raw.decode() for raw in found]
+
+    async def set_status(self, model_id: str, status: ModelStatus) -> None:
+        """Changes the status of an existing model."""
+        await self._redis.hset(keys.model(model_id), "status", status)
+
+    async def note_unloaded(self, model_id: str) -> None:
+        """Notes that an existing model was unloaded, for its durable state to be deleted."""
+        await self._redis.zadd(keys.ENDED_MODELS, {model_id: time.time()})
+        await self.set_status(model_id, "unloaded")

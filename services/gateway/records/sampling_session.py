@@ -1,0 +1,84 @@
+"""Records of sampling sessions in Redis, and the snapshot that a model's inflight ones share.
+
+Invariant: every record carries its owner and never changes; `create_if_absent` never replaces one that is
+there, so a repeated request finds what the first one made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import redis.asyncio
+
+from services.common.state import keys
+from services.common.state.scripts import Script
+
+
+class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sampling session answers from. `model_id` empty = the base model itself.
+
+    Attributes:
+        version: the snapshot, for ever; of an inflight session the first one, which later inflight saves of
+            the model replace.
+        full: the snapshot is all weights of a model, not an adapter.
+    """
+
+    sampling_session_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    model_id: str = ""
+    version: int = 0
+    model_path: str = ""
+    full: bool = False
+    inflight: bool = False
+
+
+class SamplingSessionStore:
+    """Sampling sessions: one immutable record each."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+
+    async def create_if_absent(self, record: SamplingSessionRecord) -> SamplingSessionRecord:
+        """Stores a sampling session unless its id is taken; what is stored."""
+        # Listed first: what a session answers from is always known to be in use.
+        await self._redis.sadd(keys.session_samplers(record.session_id), record.sampling_session_id)
+        if record.model_id:
+            users = keys.model_samplers(record.model_id)
+            await self._redis.zadd(users, {record.sampling_session_id: record.version})
+        first: Any = await self._redis.set(
+            keys.sampling_session(record.sampling_session_id), msgspec.json.encode(record), nx=True, get=True
+        )
+        return record if first is None else msgspec.json.decode(first, type=SamplingSessionRecord)
+
+    async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
+        """The sampling session."""
+        raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
+        return None if raw is None else msgspec.json.decode(raw, type=SamplingSessionRecord)
+
+    async def of_model(self, model_id: str, version: int | None) -> list[tuple[str, int]]:
+        """(id, version) of every sampling session on a model's snapshots, or on one of them; some perhaps
+        never made."""
+        low, high = ("-inf", "+inf") if version is None else (version, version)
+        name = keys.model_samplers(model_id)
+        found: Any = await self._redis.zrangebyscore(name, low, high, withscores=True)
+        return [(member.decode(), int(version)) for member, version in found]
+
+
+class InflightStore:
+    """The snapshot that each model's inflight sampling sessions share: it moves forward only."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+        self._raise = Script(client, "raise_version")
+
+    async def move(self, model_id: str, version: int) -> None:
+        """Has the model's inflight sessions answer from this version, unless they do from a newer one."""
+        await self._raise([keys.inflight_version(model_id)], version)
+
+    async def version(self, record: SamplingSessionRecord) -> int:
+        """The version that a request of an inflight session answers from now."""
+        raw: Any = await self._redis.get(keys.inflight_version(record.model_id))
+        return max(record.version, int(raw or 0))
