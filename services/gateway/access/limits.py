@@ -1,4 +1,4 @@
-"""The bounds of what one request may ask for.
+"""The bounds of what one request may ask for, and the checks that need nothing else.
 
 Invariant: whatever a client sends is refused with a sentence before it costs memory or time in
 proportion to a number that the client chose.
@@ -6,7 +6,12 @@ proportion to a number that the client chose.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
+
+from services.common.contract.errors import InvalidRequest
 
 MIB = 1024 * 1024
 
@@ -56,6 +61,39 @@ class Limits:
     page_entries: int = 1000
     min_ttl_seconds: int = 3600
     max_ttl_seconds: int = 10 * 365 * 24 * 3600
+
+    def check_ttl(self, ttl_seconds: int | None) -> None:
+        """Refuses a lifetime that checkpoints cannot have. None = for ever."""
+        if ttl_seconds is not None and not self.min_ttl_seconds <= ttl_seconds <= self.max_ttl_seconds:
+            raise InvalidRequest(
+                f"ttl_seconds must be {self.min_ttl_seconds} to {self.max_ttl_seconds}, not {ttl_seconds}; "
+                "leave it out to keep the checkpoint for ever"
+            )
+
+    def check_page(self, offset: int, limit: int) -> None:
+        """Refuses a page of a list that cannot be had."""
+        if not 0 <= limit <= self.page_entries:
+            raise InvalidRequest(f"limit must be 0 to {self.page_entries}, not {limit}")
+        if not 0 <= offset < 2**53:
+            raise InvalidRequest(f"offset must be 0 or more, not {offset}")
+
+    def check_metadata(self, metadata: Mapping[str, object]) -> None:
+        """Refuses metadata larger than what may be kept with an object."""
+        if len(msgspec.json.encode(metadata)) > self.metadata_bytes:
+            raise InvalidRequest(f"user_metadata is larger than {self.metadata_bytes} bytes; keep less in it")
+
+    def check_tags(self, tags: Sequence[str]) -> None:
+        """Refuses more or longer tags than a session may have."""
+        if len(tags) > self.tags:
+            raise InvalidRequest(f"{len(tags)} tags; use at most {self.tags}")
+        for tag in tags:
+            self.check_labels(tag=tag)
+
+    def check_labels(self, **labels: str) -> None:
+        """Refuses a name or tag that is too long."""
+        for name, value in labels.items():
+            if len(value) > self.tag_chars:
+                raise InvalidRequest(f"{name} has {len(value)} characters; use at most {self.tag_chars}")
 
 
 # Work on a body larger than this runs in a thread, so that a heartbeat never waits for it.

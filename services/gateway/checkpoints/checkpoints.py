@@ -18,7 +18,6 @@ from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.records.checkpoint import CheckpointPage, CheckpointRecord, CheckpointStore, key_of
 from services.gateway.records.model import ModelStore
-from services.gateway.training import validate
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ class Checkpoints:
         Raises:
             InvalidRequest: offset or limit is out of range.
         """
-        validate.check_page(offset, limit, self._limits)
+        self._limits.check_page(offset, limit)
         return await self._store.page(owner, offset, limit)
 
     async def set_public(self, owner: str, model_id: str, checkpoint_id: str, public: bool) -> None:
@@ -110,7 +109,7 @@ class Checkpoints:
         Raises:
             InvalidRequest: that is no lifetime which a checkpoint can have.
         """
-        validate.check_ttl(ttl_seconds, self._limits)
+        self._limits.check_ttl(ttl_seconds)
         expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
         await self._change(
             owner,

@@ -20,9 +20,9 @@ from services.gateway.cluster.redis_restart import Acknowledged
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
+from services.gateway.sampling import validate
 from services.gateway.sampling.admission import Admission
 from services.gateway.sessions.sessions import Sessions
-from services.gateway.training import validate
 from tinsmith.v1 import sampler_pb2, tinsmith_pb2
 
 _CACHE_S = 3600.0

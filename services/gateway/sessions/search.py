@@ -15,7 +15,6 @@ from services.common.contract.errors import InvalidRequest, NotFound, Permission
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.session import SessionRecord, SessionStore
-from services.gateway.training import validate
 
 _ALIVE_S = 120.0
 """A session that was heard of this recently is running; clients send a heartbeat every ten seconds."""
@@ -87,7 +86,7 @@ class SessionSearch:
 
     async def page(self, owner: str, offset: int, limit: int) -> list[str]:
         """Ids of some of the caller's sessions, newest first. Raises InvalidRequest."""
-        validate.check_page(offset, limit, self._limits)
+        self._limits.check_page(offset, limit)
         return await self._store.page(owner, offset, limit)
 
     async def details(self, owner: str, session_id: str) -> SessionDetails:
@@ -108,7 +107,7 @@ class SessionSearch:
         """
         if not project_id:
             raise InvalidRequest("project_id is empty; a session cannot be taken out of a project")
-        validate.check_labels(self._limits, project_id=project_id)
+        self._limits.check_labels(project_id=project_id)
         record = await self._owned(owner, session_id)
         await self._store.set_project(record, project_id)
 

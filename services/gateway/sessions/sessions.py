@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.contract import ids
-from services.common.contract.errors import Gone, InvalidRequest, NotFound, PermissionDenied
+from services.common.contract.errors import Gone, NotFound, PermissionDenied
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.redis_restart import Acknowledged
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.session import SessionRecord, SessionStore
-from services.gateway.training import validate
 
 log = logging.getLogger(__name__)
 
@@ -55,18 +54,14 @@ class Sessions:
         Raises:
             InvalidRequest: a label or the metadata is too large.
         """
-        if len(new.tags) > self._limits.tags:
-            raise InvalidRequest(f"{len(new.tags)} tags; use at most {self._limits.tags}")
-        for tag in new.tags:
-            validate.check_labels(self._limits, tag=tag)
-        validate.check_labels(
-            self._limits,
+        self._limits.check_tags(new.tags)
+        self._limits.check_labels(
             sdk_version=new.sdk_version,
             project_id=new.project_id,
             display_name=new.display_name,
             idempotency_key=idempotency_key or "",
         )
-        validate.check_metadata(new.user_metadata or {}, self._limits)
+        self._limits.check_metadata(new.user_metadata or {})
         now = time.time()
         record = SessionRecord(
             session_id=ids.new_session_id(),

@@ -186,7 +186,7 @@ class Models:
         role: Role,
         user_metadata: Mapping[str, str] | None,
     ) -> str:
-        validate.check_metadata(user_metadata or {}, self._limits)
+        self._limits.check_metadata(user_metadata or {})
         lora = lora or types_pb2.LoraConfig(rank=0, train_attn=True, train_mlp=True, train_unembed=True)
         model_id = ids.model_id(session_id, model_seq_id)
         record = ModelRecord(

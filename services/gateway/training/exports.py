@@ -11,7 +11,6 @@ from services.common.storage.encryption import parse_recipients
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.records.model import ModelRecord
-from services.gateway.training import validate
 from services.gateway.training.accept import Models
 from tinsmith.v1 import operation_pb2
 
@@ -49,7 +48,7 @@ class Exports:
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
             chosen = f"{seq_id:06d}" if name is None else name
             save = operation_pb2.SaveExternal(checkpoint_id=ids.checkpoint_id("external_weights", chosen))
-            validate.check_ttl(ttl_seconds, self._limits)
+            self._limits.check_ttl(ttl_seconds)
             parse_recipients(age_recipients)
             save.ttl_seconds = ttl_seconds or 0
             save.age_recipients.extend(age_recipients)

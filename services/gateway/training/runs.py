@@ -12,7 +12,6 @@ from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
 from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.records.session import SessionStore
-from services.gateway.training import validate
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Runs:
         Raises:
             InvalidRequest: offset or limit is out of range.
         """
-        validate.check_page(offset, limit, self._limits)
+        self._limits.check_page(offset, limit)
         if project_id is None:
             total, found = await self._models.page(owner, offset, limit)
         else:

@@ -11,7 +11,7 @@ from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.records.model import ModelRecord
 from services.gateway.records.sampling_session import SamplingSessionStore
-from services.gateway.training import adapter_shape, validate
+from services.gateway.training import adapter_shape
 from services.gateway.training.accept import Models
 from tinsmith.v1 import operation_pb2
 
@@ -129,7 +129,7 @@ class Saves:
     def _set_options(
         self, save: operation_pb2.SaveState | operation_pb2.SaveForSampler, options: SaveOptions
     ) -> None:
-        validate.check_ttl(options.ttl_seconds, self._limits)
-        validate.check_metadata(options.user_metadata or {}, self._limits)
+        self._limits.check_ttl(options.ttl_seconds)
+        self._limits.check_metadata(options.user_metadata or {})
         save.ttl_seconds = options.ttl_seconds or 0
         save.user_metadata.update(options.user_metadata or {})

@@ -1,23 +1,19 @@
-"""What is checked before anything is accepted: pure functions over requests and limits.
+"""What a training request is checked for before it is accepted: pure functions over requests and limits.
 
-Invariant: a request that passes here can be run by a trainer or sampler without an error that
-the request itself causes, except for what only the weights or the disk can tell.
+Invariant: a request that passes here can be run by a trainer without an error that the request itself causes,
+except for what only the weights or the disk can tell.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-import msgspec
-import numpy as np
-
-from services.common.contract import loss_schema, roles, sample_schema, tensors
+from services.common.contract import loss_schema, roles, tensors
 from services.common.contract.errors import InvalidRequest, TooLarge
 from services.common.contract.roles import Role
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
-from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
+from tinsmith.v1 import operation_pb2, types_pb2
 
 
 def check_lora(lora: types_pb2.LoraConfig, role: Role, model: BaseModel, limits: Limits) -> None:
@@ -88,98 +84,3 @@ def check_forward_backward(
             context_length=model.context_length,
             where=name,
         )
-
-
-def check_sample(
-    request: tinsmith_pb2.TinsmithServiceSampleRequest, model: BaseModel, limits: Limits
-) -> None:
-    """Refuses a sample request that a sampler of the base model could not run."""
-    if not 0 <= request.seq_id < 2**63:
-        raise InvalidRequest("seq_id must be 0 or more")
-    most = min(limits.samples, model.max_samples or limits.samples)
-    if not 1 <= request.num_samples <= most:
-        raise InvalidRequest(f"num_samples must be 1 to {most}, not {request.num_samples}")
-    _check_prompt(request.prompt, model)
-    _check_sampling_params(request.params, model, limits)
-    prompt_length = request.prompt.shape[0]
-    left = model.context_length - prompt_length
-    longest = min(request.params.max_tokens, left) if request.params.HasField("max_tokens") else left
-    scoring = sample_schema.scoring_from_pb(request)
-    sample_schema.check_answer(scoring, prompt_length, model.vocab_size, request.num_samples * longest)
-
-
-def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
-    tensor = tensors.from_pb(prompt, "prompt")
-    if tensor.dtype != "int32" or len(tensor.shape) != 1:
-        raise InvalidRequest("prompt must be an int32 tensor of shape [N]")
-    if tensor.numel == 0:
-        raise InvalidRequest("prompt is empty; send at least one token")
-    if tensor.numel >= model.context_length:
-        raise InvalidRequest(
-            f"prompt has {tensor.numel} tokens; {model.name} has a context length of {model.context_length}, "
-            "with at least one token to generate, so shorten it"
-        )
-    ids = np.frombuffer(tensor.data, dtype="<i4")
-    wrong = (ids < 0) | (ids >= model.vocab_size)
-    if wrong.any():
-        place = int(np.argmax(wrong))
-        raise InvalidRequest(
-            f"prompt token {int(ids[place])} at position {place} is outside the vocabulary of {model.name} "
-            f"(0 to {model.vocab_size - 1})",
-            "token_out_of_range",
-        )
-
-
-def _check_sampling_params(params: operation_pb2.SamplingParams, model: BaseModel, limits: Limits) -> None:
-    max_tokens = params.max_tokens if params.HasField("max_tokens") else None
-    sample_schema.check_decoding(params.temperature, params.top_k, params.top_p, max_tokens)
-    kind = params.stop.WhichOneof("kind")
-    if kind is None:
-        raise InvalidRequest("stop is not set; choose model_eos, never, strings or tokens")
-    values: list[str | int] = []
-    if kind == "strings":
-        values.extend(params.stop.strings.values)
-    elif kind == "tokens":
-        values.extend(params.stop.tokens.ids)
-    else:
-        return
-    if not 1 <= len(values) <= limits.stop_items:
-        raise InvalidRequest(f"stop must name 1 to {limits.stop_items} strings or tokens, not {len(values)}")
-    for value in values:
-        if isinstance(value, str) and not 1 <= len(value) <= limits.stop_string_chars:
-            raise InvalidRequest(f"a stop string must have 1 to {limits.stop_string_chars} characters")
-        if isinstance(value, int) and not 0 <= value < model.vocab_size:
-            raise InvalidRequest(
-                f"stop token {value} is outside the vocabulary of {model.name} (0 to {model.vocab_size - 1})",
-                "token_out_of_range",
-            )
-
-
-def check_ttl(ttl_seconds: int | None, limits: Limits) -> None:
-    """Refuses a lifetime that checkpoints cannot have. None = for ever."""
-    if ttl_seconds is not None and not limits.min_ttl_seconds <= ttl_seconds <= limits.max_ttl_seconds:
-        raise InvalidRequest(
-            f"ttl_seconds must be {limits.min_ttl_seconds} to {limits.max_ttl_seconds}, not {ttl_seconds}; "
-            "leave it out to keep the checkpoint for ever"
-        )
-
-
-def check_page(offset: int, limit: int, limits: Limits) -> None:
-    """Refuses a page of a list that cannot be had."""
-    if not 0 <= limit <= limits.page_entries:
-        raise InvalidRequest(f"limit must be 0 to {limits.page_entries}, not {limit}")
-    if not 0 <= offset < 2**53:
-        raise InvalidRequest(f"offset must be 0 or more, not {offset}")
-
-
-def check_metadata(metadata: Mapping[str, str], limits: Limits) -> None:
-    """Refuses metadata larger than what may be kept with an object."""
-    if len(msgspec.json.encode(metadata)) > limits.metadata_bytes:
-        raise InvalidRequest(f"user_metadata is larger than {limits.metadata_bytes} bytes; keep less in it")
-
-
-def check_labels(limits: Limits, **labels: str) -> None:
-    """Refuses a name or tag that is too long."""
-    for name, value in labels.items():
-        if len(value) > limits.tag_chars:
-            raise InvalidRequest(f"{name} has {len(value)} characters; use at most {limits.tag_chars}")

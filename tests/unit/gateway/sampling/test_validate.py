@@ -1,0 +1,120 @@
+"""What is refused of a sample request before it is accepted, and what the refusal says."""
+
+import dataclasses
+
+import pytest
+
+from services.common.contract.errors import InvalidRequest
+from services.gateway.access.limits import Limits
+from services.gateway.cluster.base_models import BaseModel
+from services.gateway.sampling import validate
+from tests.unit.gateway.tensors import tensor
+from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
+
+LIMITS = Limits()
+MODEL = BaseModel("org/name", "/models/name", "Qwen3ForCausalLM", vocab_size=100, context_length=16)
+
+
+def sample(**changes: object) -> tinsmith_pb2.TinsmithServiceSampleRequest:
+    params = operation_pb2.SamplingParams(
+        temperature=1.0, top_k=-1, top_p=1.0, stop=operation_pb2.StopCondition()
+    )
+    params.stop.model_eos.SetInParent()
+    fields: dict = {"prompt": tensor([1, 2], "<i4"), "num_samples": 1, "params": params}
+    for name, value in changes.items():
+        if name in operation_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+            if name == "stop":
+                params.stop.CopyFrom(value)
+            else:
+                setattr(params, name, value)
+        else:
+            fields[name] = value
+    return tinsmith_pb2.TinsmithServiceSampleRequest(**fields)
+
+
+def refused(check, *args: object) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        check(*args)
+    return caught.value.message
+
+
+def strings(*values: str) -> operation_pb2.StopCondition:
+    return operation_pb2.StopCondition(strings=operation_pb2.StopCondition.StopStrings(values=values))
+
+
+def tokens(*ids: int) -> operation_pb2.StopCondition:
+    return operation_pb2.StopCondition(tokens=operation_pb2.StopCondition.StopTokens(ids=ids))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        sample(),
+        sample(temperature=0.0, top_k=5, top_p=0.5, max_tokens=1),
+        sample(stop=strings("\n\nUser:")),
+        sample(stop=tokens(99)),
+        sample(prompt=tensor([0] * 15, "<i4"), num_samples=1024, topk_prompt_logprobs=64),
+        sample(temperature=0.01),
+        sample(temperature=2.0, top_k=2**31 - 1),
+    ],
+)
+def test_a_good_sample_passes(request_: tinsmith_pb2.TinsmithServiceSampleRequest) -> None:
+    validate.check_sample(request_, MODEL, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_samples": 0}, "num_samples"),
+        ({"num_samples": 1025}, "num_samples"),
+        ({"topk_prompt_logprobs": 65}, "topk_prompt_logprobs"),
+        ({"topk_sample_logprobs": -1}, "topk_sample_logprobs"),
+        ({"prompt_alt_tokens_k": 65}, "prompt_alt_tokens_k"),
+        ({"prompt_logprobs_last_n": 1}, "ask for one of them"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, "prompt_logprobs_last_n"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 99}, "prompt_logprobs_last_n"),
+        ({"target_prompt_logprobs": types_pb2.Matrix(shape=[1, 1])}, "target_prompt_logprobs"),
+        ({"prompt": tensor([], "<i4")}, "empty"),
+        ({"prompt": tensor([0] * 16, "<i4")}, "shorten"),
+        ({"prompt": tensor([1, 100], "<i4")}, "position 1"),
+        ({"prompt": tensor([1, -1], "<i4")}, "vocabulary"),
+        ({"prompt": tensor([1, 2], "<i8")}, "int32"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 0.009}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"stop": strings("")}, "stop string"),
+        ({"stop": strings(*["x"] * 65)}, "64"),
+        ({"stop": tokens(100)}, "stop token 100"),
+        ({"stop": operation_pb2.StopCondition()}, "stop is not set"),
+        ({"seq_id": -1}, "seq_id"),
+    ],
+)
+def test_a_sample_that_cannot_be_run_is_refused(changes: dict, says: str) -> None:
+    assert says in refused(validate.check_sample, sample(**changes), MODEL, LIMITS)
+
+
+def test_more_samples_than_the_smallest_sampler_takes_are_refused() -> None:
+    small = dataclasses.replace(MODEL, max_samples=8)
+    validate.check_sample(sample(num_samples=8), small, LIMITS)
+    assert "1 to 8" in refused(validate.check_sample, sample(num_samples=9), small, LIMITS)
+
+
+def test_what_a_request_may_sample_in_all_is_bounded_by_what_its_context_leaves() -> None:
+    large = dataclasses.replace(MODEL, context_length=2**15)
+    for max_tokens in (2**14, None):
+        wanted = sample(num_samples=1024)
+        if max_tokens:
+            wanted.params.max_tokens = max_tokens
+            validate.check_sample(wanted, large, LIMITS)
+        else:
+            assert "tokens; lower max_tokens" in refused(validate.check_sample, wanted, large, LIMITS)
+    # No more than the context leaves is sampled, whatever max_tokens says.
+    validate.check_sample(sample(num_samples=1024, max_tokens=2**31 - 1), MODEL, LIMITS)
