@@ -23,8 +23,8 @@ from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.checkpoints.files import CheckpointFiles
-from services.gateway.cluster.base_models import Catalog
-from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.cluster.base_models import BaseModels
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.model import ModelStore
 from services.gateway.records.sample_journal import SampleJournal
@@ -50,7 +50,7 @@ class Application:
     """What the edges call. Every method takes the owner that `keys` found for the caller."""
 
     keys: KeyRing
-    catalog: Catalog
+    base_models: BaseModels
     sessions: Sessions
     session_search: SessionSearch
     models: Models
@@ -62,7 +62,7 @@ class Application:
     sampling: Sampling
     futures: Futures
     completions: Completions
-    acknowledged: Acknowledged
+    redo_log: RedoLog
     limits: Limits
     budget: BodyBudget
     draining: asyncio.Future[None]
@@ -97,7 +97,7 @@ class Application:
             message = f"request {request_id} does not exist, or its result expired"
             if sample:
                 raise Gone(message)
-            await self.acknowledged.refuse_while_restoring()
+            await self.redo_log.refuse_while_restoring()
             raise NotFound(message)
         return view
 
@@ -163,25 +163,25 @@ def build(
         files: of the checkpoints.
         admission: counts the samples of this gateway until they are dispatched.
     """
-    samples, catalog = SampleJournal(client), Catalog(client)
-    acknowledged = Acknowledged(client, journal.announce_again)
+    samples, base_models = SampleJournal(client), BaseModels(client)
+    redo_log = RedoLog(client, journal.announce_again)
     model_store, session_store = ModelStore(client), SessionStore(client)
     records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
-    sessions = Sessions(session_store, limits, acknowledged)
+    sessions = Sessions(session_store, limits, redo_log)
     checkpoints = Checkpoints(records, model_store, files, limits)
     models = Models(
         journal,
         sessions,
         model_store,
         checkpoints,
-        catalog,
+        base_models,
         wake,
         limits,
-        acknowledged,
+        redo_log,
     )
     return Application(
         keys=keys,
-        catalog=catalog,
+        base_models=base_models,
         sessions=sessions,
         session_search=SessionSearch(session_store, records, limits),
         models=models,
@@ -195,16 +195,16 @@ def build(
             sessions,
             checkpoints,
             sampling_sessions,
-            catalog,
+            base_models,
             submit,
             gateway_id,
             admission,
             limits,
-            acknowledged,
+            redo_log,
         ),
         futures=futures,
         completions=Completions(samples, futures),
-        acknowledged=acknowledged,
+        redo_log=redo_log,
         limits=limits,
         budget=BodyBudget(limits.pending_body_bytes),
         draining=asyncio.get_running_loop().create_future(),

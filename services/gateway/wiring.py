@@ -13,7 +13,7 @@ from services.gateway.access.limits import Limits
 from services.gateway.application import Application, build
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.dispatch.dispatcher import Dispatcher
-from services.gateway.dispatch.record_results import Outcomes
+from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.model import ModelStore
 from services.gateway.records.sample_journal import SampleJournal
@@ -48,9 +48,9 @@ class Gateway:
         admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
         records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
         files = CheckpointFiles(storage, data, sampling_sessions, SessionStore(client))
-        outcomes = Outcomes(ModelStore(client), records, sampling_sessions, InflightStore(client))
+        recorder = ResultRecorder(ModelStore(client), records, sampling_sessions, InflightStore(client))
         futures = Futures(client)
-        self._dispatcher = Dispatcher(client, journal, gateway_id, outcomes.record, futures)
+        self._dispatcher = Dispatcher(client, journal, gateway_id, recorder.record, futures)
         self._sample_dispatcher = SampleDispatcher(client, SampleJournal(client), gateway_id, admission)
         self.application = build(
             gateway_id,
@@ -70,7 +70,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Starts listening for results and dispatching."""
-        self.application.acknowledged.start()
+        self.application.redo_log.start()
         await self.application.futures.start()
         await self._dispatcher.start()
         await self._sample_dispatcher.start()
@@ -84,4 +84,4 @@ class Gateway:
         await self._sample_dispatcher.stop()
         await self._dispatcher.stop()
         await self.application.futures.stop()
-        await self.application.acknowledged.stop()
+        await self.application.redo_log.stop()

@@ -94,7 +94,7 @@ def merge(trainers: Iterable[ServiceRecord], samplers: Iterable[ServiceRecord]) 
     return found
 
 
-class Catalog:
+class BaseModels:
     """Base models by name, read from the registry at most once a second."""
 
     def __init__(self, client: redis.asyncio.Redis, clock: Callable[[], float] = time.monotonic) -> None:

@@ -42,7 +42,7 @@ def call_error(error: grpc.aio.AioRpcError) -> TinsmithError:
     return rpc.from_rpc_error(error)
 
 
-class Directory:
+class Discovery:
     """Services of one kind, refreshed in the background."""
 
     def __init__(self, client: redis.asyncio.Redis, kind: str, refresh: float = _REFRESH_S) -> None:
@@ -58,7 +58,7 @@ class Directory:
     async def start(self) -> None:
         """Reads the records once and keeps reading them."""
         await self.refresh()
-        self._task = keep_running(self._keep_refreshing(), name=f"directory of {self._kind}s")
+        self._task = keep_running(self._keep_refreshing(), name=f"discovery of {self._kind}s")
 
     async def stop(self) -> None:
         await cancel_all([self._task])

@@ -39,8 +39,8 @@ class _Write:
     made: float
 
 
-class Acknowledged:
-    """The writes of one gateway.
+class RedoLog:
+    """What one gateway wrote of late.
 
     Args:
         before_repeating: called when Redis has restarted.
@@ -64,12 +64,12 @@ class Acknowledged:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = keep_running(self._watch(), name="acknowledged writes")
+        self._task = keep_running(self._watch(), name="redo log")
 
     async def stop(self) -> None:
         await cancel_all([self._task])
 
-    async def make(
+    async def perform(
         self,
         write: Callable[[], Awaitable[T]],
         size: int = 0,

@@ -18,11 +18,11 @@ from services.common.process import failpoints
 from services.common.process.tasks import cancel_all, keep_running
 from services.common.state import keys
 from services.common.state.journal import Journal
-from services.gateway.cluster.discovery import Directory
+from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.leases import TTL_S, Lease, Leases
 from services.gateway.dispatch.model_runner import ModelRunner
 from services.gateway.dispatch.plan import DispatchSettings
-from services.gateway.dispatch.publish_results import OnResult, ResultWriter
+from services.gateway.dispatch.publish_results import OnResult, ResultPublisher
 from services.gateway.records.session import SessionStore
 from services.gateway.results.futures import Futures
 from services.gateway.results.subscription import Subscription
@@ -60,7 +60,7 @@ class Dispatcher:
         self._settings = settings or DispatchSettings()
         self._sessions = SessionStore(client)
         self._leases = Leases(client, gateway_id, lease_ttl)
-        self.trainers = Directory(client, "trainer")
+        self.trainers = Discovery(client, "trainer")
         """The live trainers."""
         self.trainers.listen(self._wake_all)
         self._subscription = Subscription(client, keys.WORK_CHANNEL, self._wake_led, self._wake_all)
@@ -181,7 +181,7 @@ class Dispatcher:
             self._leases.fence,
             self._journal,
             self.trainers,
-            ResultWriter(lease, self._journal, self._on_result, self._futures),
+            ResultPublisher(lease, self._journal, self._on_result, self._futures),
             self._session_finished,
             self._settings,
         )

@@ -28,12 +28,12 @@ from services.common.process.tasks import cancel_all
 from services.common.state.journal import Journal
 from services.common.state.journal_records import Entry, JournalIndex, error_result
 from services.common.state.registry import ServiceRecord
-from services.gateway.cluster.discovery import Directory, call_error
+from services.gateway.cluster.discovery import Discovery, call_error
 from services.gateway.dispatch import plan
 from services.gateway.dispatch.gaps import GapWatch
 from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.plan import Action, DispatchSettings, Plan, Position, Send
-from services.gateway.dispatch.publish_results import ResultWriter
+from services.gateway.dispatch.publish_results import ResultPublisher
 from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class ModelRunner:
         lease: Lease,
         fence: Callable[[Lease], Awaitable[None]],
         journal: Journal,
-        trainers: Directory,
-        writer: ResultWriter,
+        trainers: Discovery,
+        publisher: ResultPublisher,
         session_finished: Callable[[str], Awaitable[bool]],
         settings: DispatchSettings,
     ) -> None:
@@ -62,7 +62,7 @@ class ModelRunner:
         self._fence = fence
         self._journal = journal
         self._trainers = trainers
-        self._writer = writer
+        self._publisher = publisher
         self._session_finished = session_finished
         self._settings = settings
         self._changed = asyncio.Event()
@@ -222,7 +222,7 @@ class ModelRunner:
             "model_lost",
         )
         closing = error_result(errors.to_pb(lost))
-        await self._writer.close_model(index.lowest_pending, closing)
+        await self._publisher.close_model(index.lowest_pending, closing)
 
     async def _after_failed_restore(self, error: TinsmithError) -> None:
         action = plan.after_failure(error, 1)
@@ -317,7 +317,7 @@ class ModelRunner:
             if reply.result.WhichOneof("kind") is None:
                 raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
             if not send.replayed:
-                await self._writer.write(operation, reply.result)
+                await self._publisher.publish(operation, reply.result)
             elif reply.result.HasField("error") and reply.result.error.code != plan.DROPPED_GRADIENT:
                 await self._replay_failed(send.seq_id, errors.from_pb(reply.result.error))
             return
@@ -339,7 +339,7 @@ class ModelRunner:
         failed = operation_pb2.OperationResult(error=errors.to_pb(error))
         if action is Action.REPORT_LOST_RESULT:
             if not send.replayed:
-                await self._writer.write(operation, failed, ran=True)
+                await self._publisher.publish(operation, failed, ran=True)
             return
         # The runner ends all calls when it synchronises, this one too: that is asked for last.
         if action is Action.AWAIT_TRAINER:
@@ -349,7 +349,7 @@ class ModelRunner:
             await self._replay_failed(send.seq_id, error)
         elif action is Action.FAIL:
             log.error("operation %d of %s failed: %s", send.seq_id, self.model_id, error.message)
-            await self._writer.write(operation, failed)
+            await self._publisher.publish(operation, failed)
         self._synchronised = False
 
     async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:
@@ -372,7 +372,7 @@ class ModelRunner:
         for seq_id in waiting:
             (operation,) = await self._journal.operations(self.model_id, [seq_id])
             if operation is not None and not self._lease.lost:
-                await self._writer.write(operation, result)
+                await self._publisher.publish(operation, result)
         if waiting:
             self._position = Position(cursor=max(self._position.cursor, waiting[-1]))
 
@@ -394,7 +394,7 @@ class ModelRunner:
         """Ends all calls. What is already known of an operation is still written down."""
         calls = {seq_id: call for seq_id, (call, _) in self._calls.items()}
         self._calls.clear()
-        known = [call for seq_id, call in calls.items() if seq_id in self._writer.writing]
+        known = [call for seq_id, call in calls.items() if seq_id in self._publisher.writing]
         try:
             if known and not self._lease.lost:
                 await asyncio.wait(known)

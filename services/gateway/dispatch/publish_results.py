@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 OnResult = Callable[[operation_pb2.Operation, operation_pb2.OperationResult], Awaitable[None]]
 
 
-class ResultWriter:
+class ResultPublisher:
     """Writes the results of one model's operations under one lease.
 
     Args:
@@ -44,7 +44,7 @@ class ResultWriter:
         self._on_result = on_result
         self.writing: set[int] = set()
 
-    async def write(
+    async def publish(
         self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult, ran: bool = False
     ) -> None:
         """Writes one result. `ran`: the operation took effect although the result is an error."""

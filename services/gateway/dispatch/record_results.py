@@ -31,7 +31,7 @@ KINDS: dict[str, Literal["training", "sampler", "external"]] = {
 """Kind of a checkpoint by the first part of its id."""
 
 
-class Outcomes:
+class ResultRecorder:
     """Writes the records that finished operations give rise to."""
 
     def __init__(

@@ -15,8 +15,8 @@ from services.common.process import failpoints
 from services.common.state.journal_records import Accepted
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
-from services.gateway.cluster.base_models import Catalog
-from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.cluster.base_models import BaseModels
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
@@ -41,19 +41,19 @@ class Sampling:
         sessions: Sessions,
         checkpoints: Checkpoints,
         store: SamplingSessionStore,
-        catalog: Catalog,
+        base_models: BaseModels,
         submit: Callable[[Accepted, sampler_pb2.SampleRequest], None],
         gateway_id: str,
         admission: Admission,
         limits: Limits,
-        acknowledged: Acknowledged,
+        redo_log: RedoLog,
     ) -> None:
-        self._acknowledged = acknowledged
+        self._redo_log = redo_log
         self._journal = journal
         self._sessions = sessions
         self._checkpoints = checkpoints
         self._store = store
-        self._catalog = catalog
+        self._base_models = base_models
         self._submit = submit
         self._gateway_id = gateway_id
         self._admission = admission
@@ -86,7 +86,7 @@ class Sampling:
             full = checkpoint.lora_rank == 0
         if not base_model:
             raise InvalidRequest("pass base_model or model_path")
-        await self._catalog.sampleable(base_model)
+        await self._base_models.sampleable(base_model)
         record = SamplingSessionRecord(
             sampling_session_id=ids.sampling_session_id(session_id, seq_id),
             session_id=session_id,
@@ -97,7 +97,7 @@ class Sampling:
             model_path=model_path or "",
             full=full,
         )
-        stored = await self._acknowledged.make(lambda: self._store.create_if_absent(record))
+        stored = await self._redo_log.perform(lambda: self._store.create_if_absent(record))
         if stored != record:
             raise Conflict(
                 f"sampling session {record.sampling_session_id} exists on other weights; use the next seq id"
@@ -116,7 +116,7 @@ class Sampling:
             known = ids.is_sampling_session_id(sampling_session_id)
             record = await self._store.get(sampling_session_id) if known else None
             if record is None:
-                await self._acknowledged.refuse_while_restoring()
+                await self._redo_log.refuse_while_restoring()
                 raise NotFound(
                     f"sampling session {sampling_session_id[:100]!r} does not exist; create one first"
                 )
@@ -136,7 +136,7 @@ class Sampling:
         """
         record = await self.get(owner, request.sampling_session_id)
         await self._sessions.open(owner, record.session_id)
-        base = await self._catalog.get(record.base_model)
+        base = await self._base_models.get(record.base_model)
         if request.ByteSize() > THREAD_ABOVE_BYTES:
             await asyncio.to_thread(validate.check_sample, request, base, self._limits)
         else:

@@ -23,7 +23,7 @@ from services.common.process.tasks import cancel_all, keep_running
 from services.common.state import keys
 from services.common.state.journal_records import Accepted
 from services.common.state.registry import TTL_S
-from services.gateway.cluster.discovery import Directory
+from services.gateway.cluster.discovery import Discovery
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.dispatch.plan import backoff
 from services.gateway.records.sample_journal import ACCEPTANCE_S, SampleJournal, Unclaimed
@@ -93,7 +93,7 @@ class SampleDispatcher:
         self._inflight = InflightStore(client)
         self._replicas = Replicas(client, self._settings.sample_timeout)
         self._replicas.listen(self._resize)
-        self._gateways = Directory(client, "gateway")
+        self._gateways = Discovery(client, "gateway")
         self._cancellations = Subscription(client, keys.CANCEL_CHANNEL, self._cancel, lambda: None)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._claimed: set[str] = set()

@@ -15,7 +15,7 @@ import redis.asyncio
 
 from services.common.contract.errors import DeadlineExceeded, Internal
 from services.common.state.registry import ServiceRecord
-from services.gateway.cluster.discovery import Directory, call_error
+from services.gateway.cluster.discovery import Discovery, call_error
 from services.gateway.sampling import choose_replica
 from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc
 
@@ -28,25 +28,25 @@ class Replicas:
     """
 
     def __init__(self, client: redis.asyncio.Redis, timeout: float) -> None:
-        self._directory = Directory(client, "sampler")
-        self._directory.listen(self._wake)
+        self._discovery = Discovery(client, "sampler")
+        self._discovery.listen(self._wake)
         self._timeout = timeout
         self._change = asyncio.Event()
         self._in_flight: Counter[str] = Counter()
 
     async def start(self) -> None:
-        await self._directory.start()
+        await self._discovery.start()
 
     async def stop(self) -> None:
-        await self._directory.stop()
+        await self._discovery.stop()
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Has a function called whenever a replica came, went or changed."""
-        self._directory.listen(on_change)
+        self._discovery.listen(on_change)
 
     def ready(self, base_model: str) -> dict[str, ServiceRecord]:
         """Replicas that take new samples, by incarnation."""
-        serving = self._directory.serving(base_model)
+        serving = self._discovery.serving(base_model)
         return {record.incarnation: record for record in serving if record.state == "ready"}
 
     def choose(
@@ -75,7 +75,7 @@ class Replicas:
         name, weight = replica.incarnation, request.num_samples
         self._in_flight[name] += weight
         try:
-            stub = sampler_pb2_grpc.SamplerServiceStub(self._directory.channel(replica))
+            stub = sampler_pb2_grpc.SamplerServiceStub(self._discovery.channel(replica))
             reply = await stub.Sample(request, timeout=self._timeout)
         except grpc.aio.AioRpcError as raw:
             error = call_error(raw)

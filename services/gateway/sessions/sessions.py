@@ -16,7 +16,7 @@ from typing import Any
 from services.common.contract import ids
 from services.common.contract.errors import Gone, NotFound, PermissionDenied
 from services.gateway.access.limits import Limits
-from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.session import SessionRecord, SessionStore
 
@@ -41,9 +41,9 @@ class NewSession:
 class Sessions:
     """Creates, keeps alive and finishes sessions."""
 
-    def __init__(self, store: SessionStore, limits: Limits, acknowledged: Acknowledged) -> None:
+    def __init__(self, store: SessionStore, limits: Limits, redo_log: RedoLog) -> None:
         self._store = store
-        self._acknowledged = acknowledged
+        self._redo_log = redo_log
         self._limits = limits
         self._recent: Recent[SessionRecord] = Recent(_FRESH_S, _CACHED)
         self._noted: Recent[bool] = Recent(_NOTED_S, _CACHED)
@@ -74,7 +74,7 @@ class Sessions:
             project_id=new.project_id,
             sdk_version=new.sdk_version,
         )
-        stored = await self._acknowledged.make(lambda: self._store.create(record, idempotency_key))
+        stored = await self._redo_log.perform(lambda: self._store.create(record, idempotency_key))
         return stored.session_id
 
     async def open(self, owner: str, session_id: str) -> SessionRecord:
@@ -117,7 +117,7 @@ class Sessions:
     async def _get(self, session_id: str) -> SessionRecord:
         record = await self._store.get(session_id) if ids.is_session_id(session_id) else None
         if record is None:
-            await self._acknowledged.refuse_while_restoring()
+            await self._redo_log.refuse_while_restoring()
             raise NotFound(f"session {session_id[:100]!r} does not exist; create one first")
         return record
 

@@ -27,8 +27,8 @@ from services.common.process import failpoints
 from services.common.state.journal import Journal
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
-from services.gateway.cluster.base_models import BaseModel, Catalog
-from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.cluster.base_models import BaseModel, BaseModels
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.sessions.sessions import Sessions
@@ -56,17 +56,17 @@ class Models:
         sessions: Sessions,
         models: ModelStore,
         checkpoints: Checkpoints,
-        catalog: Catalog,
+        base_models: BaseModels,
         wake: Wake,
         limits: Limits,
-        acknowledged: Acknowledged,
+        redo_log: RedoLog,
     ) -> None:
-        self._acknowledged = acknowledged
+        self._redo_log = redo_log
         self._journal = journal
         self._sessions = sessions
         self._models = models
         self._checkpoints = checkpoints
-        self._catalog = catalog
+        self._base_models = base_models
         self._wake = wake
         self._limits = limits
         self._ready: Recent[ModelRecord] = Recent(_CACHE_S, _CACHED)
@@ -82,7 +82,7 @@ class Models:
         if record is None:
             record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
             if record is None:
-                await self._acknowledged.refuse_while_restoring()
+                await self._redo_log.refuse_while_restoring()
                 raise NotFound(f"model {model_id[:100]!r} does not exist; create one first")
             if record.status == "ready":
                 # From now on nothing in the record changes but the status.
@@ -98,13 +98,13 @@ class Models:
 
     async def base_of(self, record: ModelRecord) -> BaseModel:
         """Limits of the base model that a model adapts."""
-        return await self._catalog.get(record.base_model)
+        return await self._base_models.get(record.base_model)
 
     async def tokenizer_of(self, record: ModelRecord) -> str:
         """What AutoTokenizer.from_pretrained takes on any machine; empty when only this cluster has it, or
         the base model is not served at present."""
         try:
-            tokenizer = (await self._catalog.get(record.base_model)).tokenizer_id
+            tokenizer = (await self._base_models.get(record.base_model)).tokenizer_id
         except TinsmithError:
             return ""
         return "" if Path(tokenizer).is_absolute() else tokenizer
@@ -132,7 +132,7 @@ class Models:
         """
         await self._sessions.open(owner, session_id)
         role = roles.asked_for(user_metadata or {}, role) or "policy"
-        base = await self._catalog.trainable(base_model)
+        base = await self._base_models.trainable(base_model)
         self._check_kind(lora, role, base)
         full = types_pb2.FullFineTuning() if lora is None else None
         create = operation_pb2.CreateModel(
@@ -162,7 +162,7 @@ class Models:
             raise InvalidRequest(
                 f"{path} is of a {checkpoint.role}; leave {roles.METADATA_KEY} out of user_metadata or say so"
             )
-        base = await self._catalog.trainable(checkpoint.base_model)
+        base = await self._base_models.trainable(checkpoint.base_model)
         lora = adapter_shape.lora_of(checkpoint)
         self._check_kind(lora, checkpoint.role, base)
         state = operation_pb2.LoadState(
@@ -204,7 +204,7 @@ class Models:
             created_at=time.time(),
             status="creating",
         )
-        stored = await self._acknowledged.make(lambda: self._models.create_if_absent(record))
+        stored = await self._redo_log.perform(lambda: self._models.create_if_absent(record))
         if stored != msgspec.structs.replace(record, created_at=stored.created_at, status=stored.status):
             raise Conflict(f"model {model_id} exists with other settings; use the next model_seq_id")
         operation = operation_pb2.Operation(model_id=model_id, seq_id=0, create_model=create)
@@ -305,7 +305,7 @@ class Models:
     async def _accept(self, operation: operation_pb2.Operation, owner: str) -> str:
         accepted = None
         try:
-            accepted = await self._acknowledged.make(
+            accepted = await self._redo_log.perform(
                 lambda: self._journal.accept(operation, owner),
                 operation.ByteSize(),
                 lambda: self._journal.accept(operation, owner, accepted_before=True),

@@ -25,7 +25,7 @@ from services.gateway.access.auth import KeyRing
 from services.gateway.access.limits import Limits
 from services.gateway.application import Application, build
 from services.gateway.checkpoints.files import CheckpointFiles
-from services.gateway.dispatch.record_results import Outcomes
+from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.edge.grpc import service
 from services.gateway.edge.http.server import HttpServer
 from services.gateway.records.checkpoint import CheckpointStore
@@ -55,7 +55,7 @@ class Edges:
     redis: redis.asyncio.Redis
     journal: Journal
     samples: SampleJournal
-    outcomes: Outcomes
+    recorder: ResultRecorder
     data: DataDir
     records: CheckpointStore
     files: CheckpointFiles
@@ -74,7 +74,7 @@ class Edges:
         operation = await self.operation(model_id, seq_id)
         assert operation is not None
         outcome = operation_pb2.OperationResult(**result)
-        await self.outcomes.record(operation, outcome)
+        await self.recorder.record(operation, outcome)
         await self.redis.set(keys.epoch(model_id), EPOCH)
         published = await self.journal.publish(model_id, EPOCH, seq_id, outcome.SerializeToString())
         assert published is Published.PUBLISHED
@@ -136,7 +136,7 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
     http = HttpServer(app, "127.0.0.1", 0)
     http.start()
     rpc_server = await service.serve(app, "127.0.0.1:0")
-    outcomes = Outcomes(ModelStore(client), records, sampling_sessions, InflightStore(client))
+    recorder = ResultRecorder(ModelStore(client), records, sampling_sessions, InflightStore(client))
     try:
         yield Edges(
             f"http://127.0.0.1:{http.port}",
@@ -145,7 +145,7 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
             client,
             Journal(client),
             SampleJournal(client),
-            outcomes,
+            recorder,
             data,
             records,
             files,

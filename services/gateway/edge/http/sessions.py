@@ -86,6 +86,6 @@ async def get_server_capabilities(call: Call) -> Response:
             "trainable": model.trainable,
             "sampleable": model.sampleable,
         }
-        for model in await call.app.catalog.live()
+        for model in await call.app.base_models.live()
     ]
     return reply({"supported_models": models})

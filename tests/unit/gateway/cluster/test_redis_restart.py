@@ -15,7 +15,7 @@ from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.redis_client import connect
 from services.gateway.cluster import redis_restart as module
-from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.records.session import SessionRecord, SessionStore
 from tests.conftest import redis_server, redis_server_kinds
 from tinsmith.v1 import operation_pb2, types_pb2
@@ -68,10 +68,10 @@ async def test_operations_that_redis_lost_are_accepted_again_in_order_and_only_o
     server: ForgetfulRedis, client: redis.asyncio.Redis
 ) -> None:
     journal = Journal(client)
-    known = Acknowledged(client, journal.announce_again)
+    known = RedoLog(client, journal.announce_again)
     await known._look()
     for operation in (CREATE, STEP):
-        await known.make(lambda operation=operation: journal.accept(operation, "alice"))
+        await known.perform(lambda operation=operation: journal.accept(operation, "alice"))
     for forget in (True, False):
         server.restart(forget)
         await known._look()
@@ -85,8 +85,8 @@ async def test_what_was_acknowledged_long_before_is_not_kept(
     server: ForgetfulRedis, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "KEPT_S", 0.0)
-    known = Acknowledged(client)
-    await known.make(lambda: client.incr("count"))
+    known = RedoLog(client)
+    await known.perform(lambda: client.incr("count"))
     await known._look()
     server.restart(forget=True)
     await known._look()
@@ -96,9 +96,9 @@ async def test_what_was_acknowledged_long_before_is_not_kept(
 async def test_what_was_acknowledged_before_a_long_absence_of_redis_is_kept(
     server: ForgetfulRedis, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = Acknowledged(client)
+    known = RedoLog(client)
     await known._look()
-    await known.make(lambda: client.incr("count"))
+    await known.perform(lambda: client.incr("count"))
     monkeypatch.setattr(module, "KEPT_S", 0.0)
     server.restart(forget=True)
     await known._look()
@@ -106,10 +106,10 @@ async def test_what_was_acknowledged_before_a_long_absence_of_redis_is_kept(
 
 
 async def test_kept_payloads_are_bounded(server: ForgetfulRedis, client: redis.asyncio.Redis) -> None:
-    known = Acknowledged(client, most_bytes=10)
+    known = RedoLog(client, most_bytes=10)
     await known._look()
     for name in ("old", "new"):
-        await known.make(lambda name=name: client.set(name, 1), 6)
+        await known.perform(lambda name=name: client.set(name, 1), 6)
     server.restart(forget=True)
     await known._look()
     assert (await client.exists("old"), await client.exists("new")) == (0, 1)
@@ -118,7 +118,7 @@ async def test_kept_payloads_are_bounded(server: ForgetfulRedis, client: redis.a
 async def test_what_is_missing_right_after_a_restart_is_not_called_unknown(
     server: ForgetfulRedis, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = Acknowledged(client)
+    known = RedoLog(client)
     await known.refuse_while_restoring()
     server.restart(forget=True)
     with pytest.raises(Unavailable, match="restarted"):

@@ -14,11 +14,11 @@ from services.common.contract.errors import Gone, InvalidRequest
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.gateway.access.limits import Limits
-from services.gateway.cluster.redis_restart import Acknowledged
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.plan import DispatchSettings
-from services.gateway.dispatch.record_results import Outcomes
+from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
 from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.records.sampling_session import (
@@ -51,14 +51,14 @@ class Stage:
         self.models = ModelStore(client)
         self.checkpoints = CheckpointStore(client)
         self.store = SessionStore(client)
-        self.sessions = Sessions(self.store, Limits(), Acknowledged(client))
+        self.sessions = Sessions(self.store, Limits(), RedoLog(client))
         self.samplers = SamplingSessionStore(client)
-        outcomes = Outcomes(self.models, self.checkpoints, self.samplers, InflightStore(client))
+        recorder = ResultRecorder(self.models, self.checkpoints, self.samplers, InflightStore(client))
         self.dispatcher = Dispatcher(
             client,
             self.journal,
             "gateway-0",
-            outcomes.record,
+            recorder.record,
             Futures(client),
             DispatchSettings(idle_release=0.01),
         )

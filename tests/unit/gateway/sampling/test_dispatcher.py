@@ -14,7 +14,7 @@ import redis.asyncio
 from services.common.contract import ids
 from services.common.contract.errors import SnapshotNotFound, Unavailable
 from services.common.state import keys, registry
-from services.gateway.dispatch.record_results import Outcomes
+from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.records.sample_journal import Resolution, SampleJournal
@@ -360,11 +360,13 @@ async def inflight_session(client: redis.asyncio.Redis, session: str, version: i
     )
     models = ModelStore(client)
     await models.create_if_absent(model)
-    outcomes = Outcomes(models, CheckpointStore(client), SamplingSessionStore(client), InflightStore(client))
+    recorder = ResultRecorder(
+        models, CheckpointStore(client), SamplingSessionStore(client), InflightStore(client)
+    )
     save = operation_pb2.SaveForSampler(sampling_session_id=session, inflight=True)
     operation = operation_pb2.Operation(model_id=MODEL, seq_id=version, save_for_sampler=save)
     result = operation_pb2.SaveForSamplerResult(sampling_session_id=session, version=version)
-    await outcomes.record(operation, operation_pb2.OperationResult(save_for_sampler=result))
+    await recorder.record(operation, operation_pb2.OperationResult(save_for_sampler=result))
 
 
 async def test_inflight_sessions_follow_their_model_and_running_samples_keep_their_version(
