@@ -1,7 +1,7 @@
 """Every failure the services report, as typed exceptions.
 
 Invariant: an error is mapped to HTTP and to gRPC from the class attributes below and nowhere
-else, and its message tells the reader what to change.
+else, and its message, which is bounded, tells the reader what to change.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import ClassVar, Literal
 from tinsmith.v1 import types_pb2
 
 Category = Literal["user", "server"]
+
+MESSAGE_CHARS = 2000
+"""Longest message. It may quote what a client sent, and is stored with the result of a refused request."""
 
 
 class TinsmithError(Exception):
@@ -29,6 +32,8 @@ class TinsmithError(Exception):
     grpc_status: ClassVar[str] = "INTERNAL"
 
     def __init__(self, message: str, code: str | None = None) -> None:
+        if len(message) > MESSAGE_CHARS:
+            message = message[: MESSAGE_CHARS - 3] + "..."
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code

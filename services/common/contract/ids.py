@@ -15,12 +15,12 @@ from services.common.contract.errors import InvalidRequest
 _SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 _NAME = r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}"
 _SESSION_ID = re.compile(_SESSION)
-_MODEL_ID = re.compile(rf"({_SESSION}):train:(\d{{1,9}})")
-_SAMPLING_SESSION_ID = re.compile(rf"({_SESSION}):sample:(\d{{1,9}})")
-_REQUEST_ID = re.compile(rf"({_SESSION}:(?:train|sample):\d{{1,9}}):(\d{{1,19}})")
+_MODEL_ID = re.compile(rf"({_SESSION}):train:([0-9]{{1,9}})")
+_SAMPLING_SESSION_ID = re.compile(rf"({_SESSION}):sample:([0-9]{{1,9}})")
+_REQUEST_ID = re.compile(rf"({_SESSION}:(?:train|sample):[0-9]{{1,9}}):([0-9]{{1,19}})")
 _CHECKPOINT_ID = re.compile(rf"(weights|sampler_weights|external_weights)/({_NAME})")
 _TINKER_PATH = re.compile(
-    rf"tinker://({_SESSION}:train:\d{{1,9}})/((?:weights|sampler_weights|external_weights)/{_NAME})"
+    rf"tinker://({_SESSION}:train:[0-9]{{1,9}})/((?:weights|sampler_weights|external_weights)/{_NAME})"
 )
 
 

@@ -56,7 +56,8 @@ def from_pb(pb: types_pb2.Matrix, name: str) -> HostMatrix:
         InvalidRequest: another dtype, a shape that is not two-dimensional or does not match the values,
             or sparse indices that are no compressed sparse rows.
     """
-    if len(pb.shape) != 2 or min(pb.shape) < 0:
+    tensors.element_count(pb.shape, name)
+    if len(pb.shape) != 2:
         raise InvalidRequest(f"{name} must have a shape of [rows, columns], not {list(pb.shape)}")
     rows, columns = pb.shape
     values = _int64(pb.values, name)

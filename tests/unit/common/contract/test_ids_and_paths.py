@@ -21,7 +21,19 @@ def test_a_request_id_names_its_object_and_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", MODEL, f"{MODEL}:", f"{MODEL}:-1", f"{MODEL}:1:2", f"../{MODEL}:1", f"{MODEL}:1\n"]
+    "text",
+    [
+        "",
+        "x",
+        MODEL,
+        f"{MODEL}:",
+        f"{MODEL}:-1",
+        f"{MODEL}:1:2",
+        f"../{MODEL}:1",
+        f"{MODEL}:1\n",
+        f"{MODEL}:١",
+        f"{SESSION}:train:٣:1",
+    ],
 )
 def test_anything_else_is_no_request_id(text: str) -> None:
     with pytest.raises(InvalidRequest):
@@ -70,3 +82,11 @@ def test_an_id_that_is_none_never_becomes_a_path(tmp_path: Path, model: str) -> 
         data.state(model)
     with pytest.raises(InvalidRequest):
         data.snapshot(model, 1)
+
+
+@pytest.mark.parametrize("digits", ["٣", "³", "１"])
+def test_only_the_ten_ascii_digits_are_digits(digits: str) -> None:
+    assert not ids.is_model_id(f"{SESSION}:train:{digits}")
+    assert not ids.is_sampling_session_id(f"{SESSION}:sample:{digits}")
+    with pytest.raises(InvalidRequest):
+        ids.parse_tinker_path(f"tinker://{SESSION}:train:{digits}/weights/a")
