@@ -3,7 +3,9 @@
 Invariants. What `accept` acknowledged is in Redis together with its future until its result is
 published; a future is resolved exactly once; only the holder of the model's current fencing epoch
 resolves it; an operation leaves the journal only when its result is published and a durable
-snapshot covers it, or when repeating it would change nothing.
+snapshot covers it, or when repeating it would change nothing. So what a journal holds is what waits,
+which goes by itself, and the batches since the last step, which go with the next: a step, a save or the
+end of the model is never refused because of them.
 """
 
 from __future__ import annotations
@@ -126,6 +128,7 @@ class Journal:
             self._limits.ahead,
             int(accepted_before),
             self._gateway_id,
+            int(kind == "forward_backward"),
         )
         self._check_accepted(outcome, model_id, seq_id)
         return Accepted(request_id, outcome == b"new")
@@ -142,13 +145,12 @@ class Journal:
             )
         if outcome == b"busy":
             raise Overloaded(
-                f"more than {self._limits.pending_bytes} bytes of model {model_id} wait to run; "
-                "send this again later"
+                f"more than {self._limits.pending_bytes} bytes or {self._limits.entries} operations of model "
+                f"{model_id} wait to run; send this again later"
             )
         if outcome == b"full":
             raise Overloaded(
-                f"model {model_id} has too many operations since its last optim_step; "
-                "send an optim_step, then this"
+                f"model {model_id} has too many batches since its last step; send an optim_step, then this"
             )
 
     async def _announce(self, model_id: str) -> None:
@@ -279,7 +281,8 @@ class Journal:
     async def last_seq_id(self, model_id: str) -> int:
         """The highest seq_id used so far; -1 = none."""
         top: Any = await self._redis.zrevrange(keys.journal_order(model_id), 0, 0)
-        settled: Any = await self._redis.hmget(keys.journal_meta(model_id), ["durable", "floor"])
+        fields = ["durable", "floor", "through"]
+        settled: Any = await self._redis.hmget(keys.journal_meta(model_id), fields)
         return max(int(found) for found in (*top, *settled, b"-1") if found is not None)
 
     async def skip(self, model_id: str, epoch: int, up_to: int) -> bool:

@@ -16,7 +16,7 @@ class JournalLimits:
     Attributes:
         pending_bytes: payload of operations whose results are not published.
         journal_bytes: payload of all operations kept for a replay.
-        entries: operations kept, used-up seq_ids included.
+        entries: operations that wait, and operations kept for a replay.
         ahead: how far a seq_id may be beyond the highest one so far.
     """
 
@@ -54,7 +54,7 @@ class JournalIndex:
 
     Attributes:
         durable: seq_id of the newest durable snapshot; -1 = none.
-        floor: every seq_id up to this one that is not journaled counts as used up; -1 = none.
+        floor: every seq_id up to this one that is not journaled is used up; -1 = none.
         closed: serialized OperationResult that every operation gets because the model can run none;
             empty = the model is open.
         base_model: name of the base model; empty when the creation is not accepted yet.

@@ -115,7 +115,7 @@ def journal_pending(model_id: str) -> str:
 
 
 def journal_meta(model_id: str) -> str:
-    """Hash of what is known of the journal as a whole: durable, location, floor, closed, sizes."""
+    """Hash of what is known of the journal as a whole: durable, location, floor, through, closed, sizes."""
     return f"{PREFIX}:model:{{{model_id}}}:journal-meta"
 
 

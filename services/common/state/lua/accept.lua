@@ -4,12 +4,13 @@
 --      result of a seq_id that was used before, result ttl (s), model id, request id,
 --      work channel, done channel, max pending bytes, max journal bytes, max entries, max ahead,
 --      '1' = it was accepted before, and Redis may have lost that,
---      gateway whose dispatcher is told otherwise ('' = none)
+--      gateway whose dispatcher is told otherwise ('' = none),
+--      '1' = it is a batch, which a replay may need until the next step
 -- Returns 'new' journaled and to be run, 'resolved' nothing is to be run, 'same' accepted before, or why not:
 --      'conflict', 'ahead', 'full', 'busy'
 local seq = tonumber(ARGV[1])
 local payload, digest, owner, refusal = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local ttl = ARGV[8]
+local ttl, most, batch = ARGV[8], tonumber(ARGV[15]), ARGV[19] == '1'
 
 local known = redis.call('HMGET', KEYS[1], 'state', 'digest')
 if known[1] then
@@ -17,11 +18,12 @@ if known[1] then
   return 'conflict'
 end
 
-local meta = redis.call('HMGET', KEYS[5], 'durable', 'floor', 'closed', 'pending_bytes', 'journal_bytes')
+local meta = redis.call('HMGET', KEYS[5], 'durable', 'floor', 'closed', 'pending_bytes', 'journal_bytes', 'through')
 local floor = tonumber(meta[2] or -1)
-local settled = math.max(tonumber(meta[1] or -1), floor)
+-- Everything up to here was accepted, or is settled without.
+local through = math.max(tonumber(meta[1] or -1), floor, tonumber(meta[6] or -1))
 -- What is accepted anew may be part of a durable snapshot already: the trainer has its result.
-if seq <= (ARGV[17] == '1' and floor or settled) or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
+if seq <= (ARGV[17] == '1' and floor or through) or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
   redis.call('HSET', KEYS[1], 'state', 'done', 'digest', '', 'owner', owner, 'result', ARGV[7])
   redis.call('EXPIRE', KEYS[1], ttl)
   return 'same'
@@ -36,8 +38,7 @@ if meta[3] then
 end
 
 local top = redis.call('ZREVRANGE', KEYS[3], 0, 0)[1]
-if seq > math.max(settled, tonumber(top or -1)) + tonumber(ARGV[16]) then return 'ahead' end
-if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[15]) then return 'full' end
+if seq > math.max(through, tonumber(top or -1)) + tonumber(ARGV[16]) then return 'ahead' end
 
 if refusal ~= '' then
   if seq == 0 then redis.call('HSET', KEYS[5], 'closed', refusal) end
@@ -48,9 +49,15 @@ if refusal ~= '' then
   redis.call('PUBLISH', ARGV[12], ARGV[10])
 else
   local size = #payload
-  local waiting = tonumber(meta[4] or 0)
-  if waiting > 0 and waiting + size > tonumber(ARGV[13]) then return 'busy' end
-  if tonumber(meta[5] or 0) + size > tonumber(ARGV[14]) then return 'full' end
+  local lowest = redis.call('ZRANGE', KEYS[4], 0, 0)[1]
+  -- What the waiting ones wait for themselves gets in, or they would wait for ever.
+  if lowest and not (seq == through + 1 and seq < tonumber(lowest)) then
+    -- They drain by themselves; batches that a replay needs go with a step, which has to get in for that.
+    if tonumber(meta[4] or 0) + size > tonumber(ARGV[13]) then return 'busy' end
+    if redis.call('ZCARD', KEYS[4]) >= most then return 'busy' end
+  end
+  if batch and redis.call('ZCARD', KEYS[3]) >= most then return 'full' end
+  if batch and tonumber(meta[5] or 0) + size > tonumber(ARGV[14]) then return 'full' end
   redis.call('HSET', KEYS[1], 'state', 'pending', 'digest', digest, 'owner', owner)
   redis.call('HSET', KEYS[2], ARGV[1], payload)
   redis.call('ZADD', KEYS[4], seq, ARGV[1])
@@ -59,6 +66,19 @@ else
   if ARGV[6] ~= '' then redis.call('HSET', KEYS[5], 'base_model', ARGV[6]) end
 end
 redis.call('ZADD', KEYS[3], seq, ARGV[1])
+
+-- Used up seq_ids need no entry once everything before them was accepted.
+local reached = through
+while redis.call('ZSCORE', KEYS[3], string.format('%.0f', reached + 1)) do
+  reached = reached + 1
+  local name = string.format('%.0f', reached)
+  if redis.call('HSTRLEN', KEYS[2], name) == 0 then
+    redis.call('HDEL', KEYS[2], name)
+    redis.call('ZREM', KEYS[3], name)
+  end
+end
+if reached > through then redis.call('HSET', KEYS[5], 'through', string.format('%.0f', reached)) end
+
 -- Without a lease holder the accepting gateway itself is about to become one.
 local holder = redis.call('GET', KEYS[6])
 if holder and (ARGV[18] == '' or string.sub(holder, 1, #ARGV[18] + 1) ~= ARGV[18] .. '/') then

@@ -2,7 +2,7 @@
 -- KEYS journal, order, pending, meta
 -- ARGV after (seq_id), most entries
 -- Returns {durable, floor, closed, base model, pending count, lowest pending, {seq, size, pending, ...}}
-local meta = redis.call('HMGET', KEYS[4], 'durable', 'floor', 'closed', 'base_model')
+local meta = redis.call('HMGET', KEYS[4], 'durable', 'floor', 'closed', 'base_model', 'through')
 local lowest = redis.call('ZRANGE', KEYS[3], 0, 0)[1]
 local entries = {}
 local seqs = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. ARGV[1], '+inf', 'LIMIT', 0, ARGV[2])
@@ -12,6 +12,6 @@ for _, seq in ipairs(seqs) do
   entries[#entries + 1] = redis.call('ZSCORE', KEYS[3], seq) and 1 or 0
 end
 return {
-  tonumber(meta[1] or -1), tonumber(meta[2] or -1), meta[3] or '', meta[4] or '',
+  tonumber(meta[1] or -1), math.max(tonumber(meta[2] or -1), tonumber(meta[5] or -1)), meta[3] or '', meta[4] or '',
   redis.call('ZCARD', KEYS[3]), tonumber(lowest or -1), entries,
 }

@@ -15,5 +15,5 @@ for _, covered in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', seq)) do
     redis.call('ZREM', KEYS[2], covered)
   end
 end
-redis.call('HINCRBY', KEYS[4], 'journal_bytes', -freed)
+if freed > 0 then redis.call('HINCRBY', KEYS[4], 'journal_bytes', -freed) end
 return 1

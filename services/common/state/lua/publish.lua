@@ -6,18 +6,26 @@
 if tonumber(redis.call('GET', KEYS[6]) or 0) ~= tonumber(ARGV[2]) then return -1 end
 if redis.call('HGET', KEYS[1], 'state') ~= 'pending' then return 0 end
 
+local seq = tonumber(ARGV[1])
 local size = redis.call('HSTRLEN', KEYS[2], ARGV[1])
 redis.call('HSET', KEYS[1], 'state', 'done', 'result', ARGV[3])
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 redis.call('ZREM', KEYS[4], ARGV[1])
-redis.call('HINCRBY', KEYS[5], 'pending_bytes', -size)
-if tonumber(ARGV[1]) <= tonumber(redis.call('HGET', KEYS[5], 'durable') or -1) then
-  redis.call('HDEL', KEYS[2], ARGV[1])
-  redis.call('ZREM', KEYS[3], ARGV[1])
-  redis.call('HINCRBY', KEYS[5], 'journal_bytes', -size)
-elseif ARGV[5] == '1' then
-  redis.call('HSET', KEYS[2], ARGV[1], '')
-  redis.call('HINCRBY', KEYS[5], 'journal_bytes', -size)
+
+local meta = redis.call('HMGET', KEYS[5], 'durable', 'floor', 'through')
+local durable, passed = seq <= tonumber(meta[1] or -1), ARGV[5] == '1'
+if durable or passed then
+  -- A creation that failed leaves its entry: it says that there is something to take down.
+  if durable or (seq > 0 and seq <= math.max(tonumber(meta[2] or -1), tonumber(meta[3] or -1))) then
+    redis.call('HDEL', KEYS[2], ARGV[1])
+    redis.call('ZREM', KEYS[3], ARGV[1])
+  else
+    redis.call('HSET', KEYS[2], ARGV[1], '')
+  end
+end
+if size > 0 then
+  redis.call('HINCRBY', KEYS[5], 'pending_bytes', -size)
+  if durable or passed then redis.call('HINCRBY', KEYS[5], 'journal_bytes', -size) end
 end
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[5], 'closed', ARGV[6]) end
 redis.call('PUBLISH', ARGV[8], ARGV[7])

@@ -32,6 +32,11 @@ def creation(model_id: str = MODEL) -> operation_pb2.Operation:
     )
 
 
+def batch(seq_id: int, forward_only: bool = False) -> operation_pb2.Operation:
+    forward = operation_pb2.ForwardBackward(loss_fn="cross_entropy", forward_only=forward_only)
+    return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, forward_backward=forward)
+
+
 def refusal(seq_id: int) -> operation_pb2.Operation:
     refused = errors.to_pb(InvalidRequest("no data; pass at least one datum"))
     return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, refused=refused)
@@ -46,6 +51,15 @@ def done(grad_norm: float = 1.0) -> bytes:
 async def lead(client: redis.asyncio.Redis, gateway: str = "gateway-0", model_id: str = MODEL) -> Lease:
     lease = await Leases(client, gateway).acquire(model_id)
     assert isinstance(lease, Lease)
+    return lease
+
+
+async def created(client: redis.asyncio.Redis, journal: Journal) -> Lease:
+    """Leads a model whose creation is done and durable."""
+    await journal.accept(creation(), "ann")
+    lease = await lead(client)
+    await journal.publish(MODEL, lease.epoch, 0, done())
+    await journal.mark_durable(MODEL, lease.epoch, 0, "0")
     return lease
 
 
@@ -108,6 +122,14 @@ async def test_a_refused_operation_fails_its_future_and_uses_up_its_seq_id(
     (entry,) = (await journal.index(MODEL, -1)).entries
     assert (entry.seq_id, entry.size, entry.pending) == (1, 0, False)
     assert await journal.read(MODEL, -1, 1 << 20) == []
+    # Once all before it is there, it needs no entry to be used up.
+    await journal.accept(creation(), "ann")
+    index = await journal.index(MODEL, -1)
+    assert ([entry.seq_id for entry in index.entries], index.floor) == ([0], 1)
+    assert await journal.last_seq_id(MODEL) == 1
+    await any_redis.delete(keys.future(MODEL, 1))
+    await journal.accept(step(1), "ann")
+    assert (await view(any_redis, 1))[1].error.code == "seq_id_used"
 
 
 async def test_a_result_is_published_once_and_only_under_the_current_epoch(
@@ -219,6 +241,82 @@ async def test_a_full_journal_turns_operations_away_until_it_has_room(any_redis:
     await journal.accept(step(3), "ann")
     with pytest.raises(InvalidRequest, match="without gaps"):
         await journal.accept(step(100), "ann")
+
+
+async def test_a_model_that_only_runs_forward_keeps_a_small_journal(any_redis: redis.asyncio.Redis) -> None:
+    journal = Journal(any_redis, JournalLimits(entries=8))
+    lease = await created(any_redis, journal)
+    for seq_id in range(1, 1001):
+        await journal.accept(batch(seq_id, forward_only=True), "ann")
+        await journal.publish(MODEL, lease.epoch, seq_id, done(), replay_passes_over=True)
+    assert (await journal.index(MODEL, -1)).entries == ()
+    assert await any_redis.memory_usage(keys.journal_meta(MODEL)) < 4096
+    await journal.accept(step(1001), "ann")
+    assert await journal.last_seq_id(MODEL) == 1001
+    # What was passed over is used up all the same.
+    await any_redis.delete(keys.future(MODEL, 7))
+    assert not (await journal.accept(step(7), "ann")).to_run
+    assert (await view(any_redis, 7))[1].error.code == "seq_id_used"
+
+
+async def test_passed_over_operations_leave_also_when_they_came_in_another_order(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = Journal(any_redis)
+    lease = await created(any_redis, journal)
+    for seq_id in (4, 2, 5, 3):
+        await journal.accept(batch(seq_id, forward_only=seq_id != 3), "ann")
+    for seq_id in (5, 4, 3, 2):
+        passed = seq_id != 3
+        await journal.publish(MODEL, lease.epoch, seq_id, done(), replay_passes_over=passed)
+    # Without operation 1 nothing says that 2, 4 and 5 came.
+    assert [(e.seq_id, e.size > 0) for e in (await journal.index(MODEL, -1)).entries] == [
+        (2, False),
+        (3, True),
+        (4, False),
+        (5, False),
+    ]
+    await journal.accept(batch(1, forward_only=True), "ann")
+    index = await journal.index(MODEL, -1)
+    assert ([entry.seq_id for entry in index.entries], index.floor) == ([1, 3], 5)
+
+
+async def test_batches_since_the_last_step_fill_a_journal_and_never_keep_the_step_out(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    size = batch(1).ByteSize()
+    for limits in (JournalLimits(entries=8), JournalLimits(journal_bytes=8 * size)):
+        await any_redis.flushall()
+        journal = Journal(any_redis, limits)
+        lease = await created(any_redis, journal)
+        for seq_id in range(1, 9):
+            await journal.accept(batch(seq_id), "ann")
+            await journal.publish(MODEL, lease.epoch, seq_id, done())
+        with pytest.raises(Overloaded, match="send an optim_step"):
+            await journal.accept(batch(9), "ann")
+        save = operation_pb2.SaveState(checkpoint_id="weights/a")
+        await journal.accept(operation_pb2.Operation(model_id=MODEL, seq_id=9, save_state=save), "ann")
+        await journal.accept(step(10), "ann")
+        ended = operation_pb2.UnloadModel()
+        await journal.accept(operation_pb2.Operation(model_id=MODEL, seq_id=11, unload_model=ended), "ann")
+        for seq_id in (9, 10):
+            await journal.publish(MODEL, lease.epoch, seq_id, done(), replay_passes_over=seq_id == 9)
+        await journal.mark_durable(MODEL, lease.epoch, 10, "10")
+        await journal.accept(batch(12), "ann")
+
+
+async def test_what_the_waiting_operations_wait_for_is_never_turned_away(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = Journal(any_redis, JournalLimits(entries=4))
+    await created(any_redis, journal)
+    for seq_id in (2, 3, 4, 5):
+        await journal.accept(step(seq_id), "ann")
+    with pytest.raises(Overloaded, match="send this again later"):
+        await journal.accept(step(6), "ann")
+    await journal.accept(step(1), "ann")
+    with pytest.raises(Overloaded, match="send this again later"):
+        await journal.accept(step(6), "ann")
 
 
 async def test_models_with_work_are_listed_until_they_are_idle(any_redis: redis.asyncio.Redis) -> None:
