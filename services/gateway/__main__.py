@@ -45,10 +45,10 @@ async def run(config: GatewayConfig) -> None:
             config.id,
             client,
             KeyRing(config.api_keys_file),
-            config.retention,
-            config.journal,
             storage,
             data,
+            config.retention,
+            config.journal,
         )
         http = HttpServer(gateway.application, config.host, config.port)
         cleanup.push_async_callback(gateway.stop)

@@ -11,36 +11,24 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import redis.asyncio
-
 from services.common.contract import ids
 from services.common.contract.errors import Gone, InvalidRequest, NotFound
-from services.common.state.journal import Journal
-from services.common.state.journal_records import Accepted
 from services.gateway.access.auth import KeyRing
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
-from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.redis_restart import RedoLog
-from services.gateway.records.checkpoint import CheckpointStore
-from services.gateway.records.model import ModelStore
-from services.gateway.records.sample_journal import SampleJournal
-from services.gateway.records.sampling_session import SamplingSessionStore
-from services.gateway.records.session import SessionStore
 from services.gateway.results.futures import Futures, FutureView
 from services.gateway.sampling.accept import Sampling
-from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.completions import Completions, Page, Target
 from services.gateway.sessions.search import SessionSearch
 from services.gateway.sessions.sessions import Sessions
-from services.gateway.training.accept import Models, Wake
+from services.gateway.training.accept import Models
 from services.gateway.training.exports import Exports
 from services.gateway.training.runs import Runs
 from services.gateway.training.saves import Saves
-from tinsmith.v1 import sampler_pb2
 
 T = TypeVar("T")
 
@@ -140,72 +128,3 @@ class Application:
         """Ends all waiting, so that clients turn to another gateway."""
         if not self.draining.done():
             self.draining.set_result(None)
-
-
-def build(
-    gateway_id: str,
-    client: redis.asyncio.Redis,
-    journal: Journal,
-    futures: Futures,
-    keys: KeyRing,
-    wake: Wake,
-    submit: Callable[[Accepted, sampler_pb2.SampleRequest], None],
-    limits: Limits,
-    admission: Admission,
-    files: CheckpointFiles,
-) -> Application:
-    """The application over one Redis. Call within the event loop that will run it.
-
-    Args:
-        gateway_id: name under which accepted samples are dispatched.
-        wake: called with the id of a model that has new operations, and one to be run.
-        submit: called with every accepted sample.
-        files: of the checkpoints.
-        admission: counts the samples of this gateway until they are dispatched.
-    """
-    samples, base_models = SampleJournal(client), BaseModels(client)
-    redo_log = RedoLog(client, journal.announce_again)
-    model_store, session_store = ModelStore(client), SessionStore(client)
-    records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
-    sessions = Sessions(session_store, limits, redo_log)
-    checkpoints = Checkpoints(records, model_store, files, limits)
-    models = Models(
-        journal,
-        sessions,
-        model_store,
-        checkpoints,
-        base_models,
-        wake,
-        limits,
-        redo_log,
-    )
-    return Application(
-        keys=keys,
-        base_models=base_models,
-        sessions=sessions,
-        session_search=SessionSearch(session_store, records, limits),
-        models=models,
-        saves=Saves(models, checkpoints, sampling_sessions, limits),
-        exports=Exports(models, checkpoints, journal, limits),
-        checkpoints=checkpoints,
-        downloads=Downloads(client, checkpoints, records, files.storage),
-        runs=Runs(model_store, session_store, records, limits),
-        sampling=Sampling(
-            samples,
-            sessions,
-            checkpoints,
-            sampling_sessions,
-            base_models,
-            submit,
-            gateway_id,
-            admission,
-            limits,
-            redo_log,
-        ),
-        futures=futures,
-        completions=Completions(samples, futures),
-        redo_log=redo_log,
-        limits=limits,
-        budget=BodyBudget(limits.pending_body_bytes),
-        draining=asyncio.get_running_loop().create_future(),
-    )

@@ -1,6 +1,13 @@
-"""One gateway in operation: the application with the dispatchers that carry out what it accepts."""
+"""One gateway, put together from its parts.
+
+Invariant: every store, service and dispatcher of a gateway is made here, once. A part is given those that it
+needs, is started after them and stopped before them.
+"""
 
 from __future__ import annotations
+
+import asyncio
+from typing import Protocol
 
 import redis.asyncio
 
@@ -9,79 +16,163 @@ from services.common.state.journal_records import JournalLimits
 from services.common.storage.base import Storage
 from services.common.storage.data_dir import DataDir
 from services.gateway.access.auth import KeyRing
+from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.limits import Limits
-from services.gateway.application import Application, build
+from services.gateway.application import Application
+from services.gateway.checkpoints.checkpoints import Checkpoints
+from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.checkpoints.files import CheckpointFiles
+from services.gateway.cluster.base_models import BaseModels
+from services.gateway.cluster.discovery import Discovery
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.record_results import ResultRecorder
-from services.gateway.records.checkpoint import CheckpointStore
-from services.gateway.records.model import ModelStore
-from services.gateway.records.sample_journal import SampleJournal
-from services.gateway.records.sampling_session import InflightStore, SamplingSessionStore
-from services.gateway.records.session import SessionStore
+from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
 from services.gateway.retention.plan import RetentionSettings
 from services.gateway.retention.retention import Retention
+from services.gateway.sampling.accept import Sampling
 from services.gateway.sampling.admission import Admission
+from services.gateway.sampling.completions import Completions
 from services.gateway.sampling.dispatcher import SampleDispatcher
+from services.gateway.sampling.replicas import Replicas
+from services.gateway.sessions.search import SessionSearch
+from services.gateway.sessions.sessions import Sessions
+from services.gateway.training.accept import Models
+from services.gateway.training.exports import Exports
+from services.gateway.training.runs import Runs
+from services.gateway.training.saves import Saves
+
+
+class Part(Protocol):
+    """What works in the background."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 class Gateway:
-    """Application, dispatchers and the subscription to results, started and stopped together."""
+    """A gateway's parts, started and stopped together.
 
-    application: Application
+    Attributes:
+        application: what the edges call.
+        stores: its records.
+        journal: the operations of its models.
+        files: of the checkpoints.
+        recorder: records what operations come to.
+        checkpoint_sweep: takes away what expired.
+    """
 
     def __init__(
         self,
         gateway_id: str,
         client: redis.asyncio.Redis,
         keys: KeyRing,
-        retention: RetentionSettings,
-        journal_limits: JournalLimits,
         storage: Storage,
         data: DataDir,
+        retention: RetentionSettings | None = None,
+        journal_limits: JournalLimits | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        """Wires everything up over one Redis. Call within the event loop that will run it."""
-        journal = Journal(client, journal_limits, gateway_id)
-        limits = Limits()
-        admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
-        records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
-        files = CheckpointFiles(storage, data, sampling_sessions, SessionStore(client))
-        recorder = ResultRecorder(ModelStore(client), records, sampling_sessions, InflightStore(client))
+        """Puts everything together over one Redis. Call within the event loop that will run it.
+
+        Args:
+            gateway_id: stable over restarts of the gateway.
+            storage: of named checkpoints and exports.
+            data: where sampler snapshots are.
+        """
+        limits = limits or Limits()
+
+        # What is kept: records and operations in Redis, files beside it.
+        self.stores = stores = Stores.over(client)
+        self.journal = journal = Journal(client, journal_limits or JournalLimits(), gateway_id)
+        self.files = CheckpointFiles(storage, data, stores.sampling_sessions, stores.sessions)
+        redo_log = RedoLog(client, journal.announce_again)
+
+        # Who is there, and who waits.
+        trainers, samplers = Discovery(client, "trainer"), Discovery(client, "sampler")
+        gateways = Discovery(client, "gateway")
+        base_models = BaseModels(client)
         futures = Futures(client)
-        self._dispatcher = Dispatcher(client, journal, gateway_id, recorder.record, futures)
-        self._sample_dispatcher = SampleDispatcher(client, SampleJournal(client), gateway_id, admission)
-        self.application = build(
+
+        # What carries out what was accepted.
+        self.recorder = ResultRecorder(stores)
+        dispatcher = Dispatcher(
+            client, journal, stores.sessions, trainers, futures, gateway_id, self.recorder.record
+        )
+        admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
+        samples = SampleDispatcher(client, stores, Replicas(samplers), gateways, gateway_id, admission)
+
+        # What accepts it.
+        sessions = Sessions(stores.sessions, limits, redo_log)
+        checkpoints = Checkpoints(stores.checkpoints, stores.models, self.files, limits)
+        models = Models(
+            journal, sessions, stores.models, checkpoints, base_models, dispatcher.wake, limits, redo_log
+        )
+        sampling = Sampling(
+            stores.samples,
+            sessions,
+            checkpoints,
+            stores.sampling_sessions,
+            base_models,
+            samples.submit,
             gateway_id,
+            admission,
+            limits,
+            redo_log,
+        )
+        self.application = Application(
+            keys=keys,
+            base_models=base_models,
+            sessions=sessions,
+            session_search=SessionSearch(stores.sessions, stores.checkpoints, limits),
+            models=models,
+            saves=Saves(models, checkpoints, stores.sampling_sessions, limits),
+            exports=Exports(models, checkpoints, journal, limits),
+            checkpoints=checkpoints,
+            downloads=Downloads(client, checkpoints, stores.checkpoints, storage),
+            runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),
+            sampling=sampling,
+            futures=futures,
+            completions=Completions(stores.samples, futures),
+            redo_log=redo_log,
+            limits=limits,
+            budget=BodyBudget(limits.pending_body_bytes),
+            draining=asyncio.get_running_loop().create_future(),
+        )
+
+        # What lets go of it.
+        self.checkpoint_sweep = CheckpointSweep(client, stores.checkpoints, self.files, gateway_id)
+        letting_go = Retention(
             client,
             journal,
-            futures,
-            keys,
-            self._dispatcher.wake,
-            self._sample_dispatcher.submit,
-            limits,
-            admission,
-            files,
+            stores,
+            dispatcher,
+            trainers,
+            sampling.cancel_samples_of_session,
+            gateway_id,
+            retention or RetentionSettings(),
         )
-        self._sweep = CheckpointSweep(client, records, files, gateway_id)
-        cancel_samples = self.application.sampling.cancel_samples_of_session
-        self._retention = Retention(client, journal, self._dispatcher, cancel_samples, gateway_id, retention)
+        self._parts: tuple[Part, ...] = (
+            redo_log,
+            futures,
+            trainers,
+            samplers,
+            gateways,
+            dispatcher,
+            samples,
+            letting_go,
+            self.checkpoint_sweep,
+        )
 
     async def start(self) -> None:
-        """Starts listening for results and dispatching."""
-        self.application.redo_log.start()
-        await self.application.futures.start()
-        await self._dispatcher.start()
-        await self._sample_dispatcher.start()
-        self._retention.start()
-        self._sweep.start()
+        """Starts listening for results and carrying out what was accepted."""
+        for part in self._parts:
+            await part.start()
 
     async def stop(self) -> None:
-        """Stops dispatching; what is unfinished is taken over by another gateway."""
-        await self._sweep.stop()
-        await self._retention.stop()
-        await self._sample_dispatcher.stop()
-        await self._dispatcher.stop()
-        await self.application.futures.stop()
-        await self.application.redo_log.stop()
+        """Stops, also what has started only in part; what is unfinished is taken over by another gateway."""
+        for part in reversed(self._parts):
+            await part.stop()

@@ -63,7 +63,7 @@ class RedoLog:
         self._repeating = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    async def start(self) -> None:
         self._task = keep_running(self._watch(), name="redo log")
 
     async def stop(self) -> None:

@@ -37,20 +37,25 @@ _SWEEP_CONCURRENCY = 32
 class Dispatcher:
     """Leads models: takes leases, runs a `ModelRunner` under each, gives them back.
 
+    Before it is started, and after it is stopped, operations stay in the journal.
+
     Args:
+        trainers: the live trainers.
+        futures: has those who wait for results on this gateway.
         gateway_id: stable over restarts of the gateway.
         on_result: called with every operation and its result before the future is resolved; may be
             called again for the same operation.
-        futures: has those who wait for results on this gateway.
     """
 
     def __init__(
         self,
         client: redis.asyncio.Redis,
         journal: Journal,
+        sessions: SessionStore,
+        trainers: Discovery,
+        futures: Futures,
         gateway_id: str,
         on_result: OnResult,
-        futures: Futures,
         settings: DispatchSettings | None = None,
         lease_ttl: float = TTL_S,
     ) -> None:
@@ -58,33 +63,31 @@ class Dispatcher:
         self._journal = journal
         self._on_result = on_result
         self._settings = settings or DispatchSettings()
-        self._sessions = SessionStore(client)
+        self._sessions = sessions
         self._leases = Leases(client, gateway_id, lease_ttl)
-        self.trainers = Discovery(client, "trainer")
-        """The live trainers."""
-        self.trainers.listen(self._wake_all)
+        self._trainers = trainers
+        trainers.listen(self._wake_all)
         self._subscription = Subscription(client, keys.WORK_CHANNEL, self._wake_led, self._wake_all)
         self._runners: dict[str, ModelRunner] = {}
         self._leading: dict[str, asyncio.Task[None]] = {}
         self._held_elsewhere: dict[str, float] = {}
         self._sweeper: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._running = False
 
     async def start(self) -> None:
         """Starts listening for work. Models left over by other gateways are found by the first sweep."""
-        await self.trainers.start()
+        self._running = True
         self._leases.start()
         self._subscription.start()
         self._sweeper = keep_running(self._keep_sweeping(), name="dispatch sweep")
 
     async def stop(self) -> None:
         """Stops dispatching and gives all leases back; pending operations stay in the journal."""
-        self._stopping = True
+        self._running = False
         await cancel_all([self._sweeper])
         await cancel_all(self._leading.values())
         await self._subscription.stop()
         await self._leases.stop()
-        await self.trainers.stop()
 
     def wake(self, model_id: str, accepted: operation_pb2.Operation | None = None) -> None:
         """An operation of this model was accepted: run it, if no other gateway leads the model.
@@ -92,7 +95,7 @@ class Dispatcher:
         Args:
             accepted: the operation, if it was journaled just now and is to be run.
         """
-        if self._stopping:
+        if not self._running:
             return
         runner = self._runners.get(model_id)
         if runner is not None:
@@ -104,7 +107,7 @@ class Dispatcher:
     async def lead_idle(self, model_id: str, work: Callable[[Lease], Awaitable[bool]]) -> bool:
         """Does something to a model that nobody leads, under its lease; what `work` says, or False when some
         gateway leads the model. Operations accepted meanwhile are found by the next sweep."""
-        if self._stopping or model_id in self._leading:
+        if not self._running or model_id in self._leading:
             return False
         done = False
 
@@ -180,7 +183,7 @@ class Dispatcher:
             lease,
             self._leases.fence,
             self._journal,
-            self.trainers,
+            self._trainers,
             ResultPublisher(lease, self._journal, self._on_result, self._futures),
             self._session_finished,
             self._settings,

@@ -11,13 +11,10 @@ import time
 from typing import Literal
 
 from services.common.contract import ids
-from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
-from services.gateway.records.model import ModelRecord, ModelStore
-from services.gateway.records.sampling_session import (
-    InflightStore,
-    SamplingSessionRecord,
-    SamplingSessionStore,
-)
+from services.gateway.records.checkpoint import CheckpointRecord
+from services.gateway.records.model import ModelRecord
+from services.gateway.records.sampling_session import SamplingSessionRecord
+from services.gateway.records.stores import Stores
 from tinsmith.v1 import operation_pb2
 
 log = logging.getLogger(__name__)
@@ -34,17 +31,11 @@ KINDS: dict[str, Literal["training", "sampler", "external"]] = {
 class ResultRecorder:
     """Writes the records that finished operations give rise to."""
 
-    def __init__(
-        self,
-        models: ModelStore,
-        checkpoints: CheckpointStore,
-        sampling_sessions: SamplingSessionStore,
-        inflight: InflightStore,
-    ) -> None:
-        self._models = models
-        self._checkpoints = checkpoints
-        self._sampling_sessions = sampling_sessions
-        self._inflight = inflight
+    def __init__(self, stores: Stores) -> None:
+        self._models = stores.models
+        self._checkpoints = stores.checkpoints
+        self._sampling_sessions = stores.sampling_sessions
+        self._inflight = stores.inflight
 
     async def record(self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> None:
         """Records what an operation came to. Most operations leave nothing to record."""

@@ -45,7 +45,7 @@ class CheckpointSweep:
         self._cleaned = time.monotonic()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begins to sweep."""
         self._task = keep_running(self._keep_sweeping(), name="checkpoint sweep")
 

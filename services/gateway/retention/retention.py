@@ -25,13 +25,10 @@ from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.journal_records import Closing, error_result
 from services.gateway.checkpoints.files import sampled_versions
-from services.gateway.cluster.discovery import call_error
+from services.gateway.cluster.discovery import Discovery, call_error
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.leases import Lease
-from services.gateway.records.checkpoint import CheckpointStore
-from services.gateway.records.model import ModelStore
-from services.gateway.records.sampling_session import SamplingSessionStore
-from services.gateway.records.session import SessionStore
+from services.gateway.records.stores import Stores
 from services.gateway.retention.plan import (
     EndedModel,
     ModelStep,
@@ -67,7 +64,9 @@ class Retention:
         self,
         client: redis.asyncio.Redis,
         journal: Journal,
+        stores: Stores,
         dispatcher: Dispatcher,
+        trainers: Discovery,
         cancel_samples: CancelSamples,
         gateway_id: str,
         settings: RetentionSettings,
@@ -75,17 +74,18 @@ class Retention:
         self._redis = client
         self._journal = journal
         self._dispatcher = dispatcher
-        self._sampling_sessions = SamplingSessionStore(client)
+        self._trainers = trainers
         self._cancel_samples = cancel_samples
         self._settings = settings
-        self._sessions = SessionStore(client)
-        self._models = ModelStore(client)
-        self._checkpoints = CheckpointStore(client)
+        self._sessions = stores.sessions
+        self._models = stores.models
+        self._checkpoints = stores.checkpoints
+        self._sampling_sessions = stores.sampling_sessions
         self._lease = SweepLease(client, keys.RETENTION_LEASE, gateway_id)
         self._slots = asyncio.Semaphore(_CONCURRENCY)
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begins to sweep."""
         self._task = keep_running(self._keep_sweeping(), name="retention sweep")
 
@@ -162,7 +162,7 @@ class Retention:
         if not index.base_model or index.closed:
             # No trainer ever heard of the model, or none will again.
             return True
-        if index.pending or not self._dispatcher.trainers.serving(index.base_model):
+        if index.pending or not self._trainers.serving(index.base_model):
             return False
 
         async def park(lease: Lease) -> bool:
@@ -179,10 +179,10 @@ class Retention:
         Raises:
             TinsmithError: a trainer failed or cannot be reached.
         """
-        trainers = self._dispatcher.trainers.serving(base_model)
+        trainers = self._trainers.serving(base_model)
         for record in trainers:
             try:
-                await call(trainer_pb2_grpc.TrainerServiceStub(self._dispatcher.trainers.channel(record)))
+                await call(trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(record)))
             except grpc.aio.AioRpcError as raw:
                 error = call_error(raw)
                 if isinstance(error, ModelBusy):

@@ -26,12 +26,9 @@ from services.common.state.registry import TTL_S
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.dispatch.plan import backoff
-from services.gateway.records.sample_journal import ACCEPTANCE_S, SampleJournal, Unclaimed
-from services.gateway.records.sampling_session import (
-    InflightStore,
-    SamplingSessionRecord,
-    SamplingSessionStore,
-)
+from services.gateway.records.sample_journal import ACCEPTANCE_S, Unclaimed
+from services.gateway.records.sampling_session import SamplingSessionRecord
+from services.gateway.records.stores import Stores
 from services.gateway.results.subscription import Subscription
 from services.gateway.sampling import choose_replica
 from services.gateway.sampling.admission import Admission
@@ -55,7 +52,6 @@ class SampleSettings:
     """Times in seconds.
 
     Attributes:
-        sample_timeout: deadline of one Sample call.
         dead_after: how long a gateway must be missing before its samples are taken over.
         replica_sequences: sequences that this gateway has one replica generate at once; more wait here, where
             API keys take turns.
@@ -63,7 +59,6 @@ class SampleSettings:
     """
 
     session_timeout: float = 20.0
-    sample_timeout: float = 1800.0
     dead_after: float = TTL_S / 2
     replica_sequences: int = 1024
 
@@ -71,7 +66,10 @@ class SampleSettings:
 class SampleDispatcher:
     """Runs this gateway's samples, and those of gateways that died.
 
+    Before it is started, and after it is stopped, samples stay on the gateway's list.
+
     Args:
+        gateways: the live gateways.
         gateway_id: stable over restarts of the gateway; what an earlier start left is taken up by `start`.
         admission: counts this gateway's samples; those that end are released.
     """
@@ -79,21 +77,22 @@ class SampleDispatcher:
     def __init__(
         self,
         client: redis.asyncio.Redis,
-        journal: SampleJournal,
+        stores: Stores,
+        replicas: Replicas,
+        gateways: Discovery,
         gateway_id: str,
         admission: Admission,
         settings: SampleSettings | None = None,
     ) -> None:
-        self._redis = client
-        self._journal = journal
+        self._journal = stores.samples
         self._gateway_id = gateway_id
         self._settings = settings or SampleSettings()
-        self._sessions = SamplingSessionStore(client)
+        self._sessions = stores.sampling_sessions
         self._known: Recent[SamplingSessionRecord] = Recent(_CACHE_S, _CACHED_SESSIONS)
-        self._inflight = InflightStore(client)
-        self._replicas = Replicas(client, self._settings.sample_timeout)
-        self._replicas.listen(self._resize)
-        self._gateways = Discovery(client, "gateway")
+        self._inflight = stores.inflight
+        self._replicas = replicas
+        replicas.listen(self._resize)
+        self._gateways = gateways
         self._cancellations = Subscription(client, keys.CANCEL_CHANNEL, self._cancel, lambda: None)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._claimed: set[str] = set()
@@ -101,25 +100,22 @@ class SampleDispatcher:
         self._slots_of: dict[str, FairSlots] = {}
         self._missing_since: dict[str, float] = {}
         self._unknown_since: dict[str, float] = {}
-        self._stopping = False
+        self._dispatching = False
         self._auditor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts dispatching; samples that an earlier start of this gateway left are run too."""
-        await self._replicas.start()
-        await self._gateways.start()
         await self._journal.join(self._gateway_id)
+        self._dispatching = True
         self._cancellations.start()
         self._auditor = keep_running(self._keep_auditing(), name="sample audit")
 
     async def stop(self) -> None:
         """Stops dispatching; unfinished samples stay listed, for another gateway or the next start."""
-        self._stopping = True
+        self._dispatching = False
         await self._cancellations.stop()
         await cancel_all([self._auditor])
         await cancel_all(self._running.values())
-        await self._replicas.stop()
-        await self._gateways.stop()
 
     def submit(self, accepted: Accepted, request: sampler_pb2.SampleRequest) -> None:
         """Runs a sample that `SampleJournal.accept` accepted for this gateway. Returns at once.
@@ -132,7 +128,7 @@ class SampleDispatcher:
         self, request_id: str, from_gateway: str, request: sampler_pb2.SampleRequest | None = None
     ) -> None:
         """Runs a sample unless it runs. `request`: given when the sample is known to be this gateway's."""
-        if self._stopping or request_id in self._running:
+        if not self._dispatching or request_id in self._running:
             return
         running = self._run(request_id, from_gateway, request)
         task = asyncio.create_task(running, name=f"sample {request_id}")

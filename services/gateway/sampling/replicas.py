@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 
 import grpc.aio
-import redis.asyncio
 
 from services.common.contract.errors import DeadlineExceeded, Internal
 from services.common.state.registry import ServiceRecord
 from services.gateway.cluster.discovery import Discovery, call_error
 from services.gateway.sampling import choose_replica
 from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc
+
+SAMPLE_TIMEOUT_S = 1800.0
 
 
 class Replicas:
@@ -27,18 +28,12 @@ class Replicas:
         timeout: deadline of one Sample call in seconds.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, timeout: float) -> None:
-        self._discovery = Discovery(client, "sampler")
-        self._discovery.listen(self._wake)
+    def __init__(self, samplers: Discovery, timeout: float = SAMPLE_TIMEOUT_S) -> None:
+        self._discovery = samplers
+        samplers.listen(self._wake)
         self._timeout = timeout
         self._change = asyncio.Event()
         self._in_flight: Counter[str] = Counter()
-
-    async def start(self) -> None:
-        await self._discovery.start()
-
-    async def stop(self) -> None:
-        await self._discovery.stop()
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Has a function called whenever a replica came, went or changed."""

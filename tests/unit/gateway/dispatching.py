@@ -10,8 +10,10 @@ import redis.asyncio
 from services.common.contract import errors, ids
 from services.common.contract.errors import InvalidRequest
 from services.common.state.journal import Journal
+from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.plan import DispatchSettings
+from services.gateway.records.session import SessionStore
 from services.gateway.results.futures import Futures
 from tests.unit.gateway.scripted_services import BASE
 from tinsmith.v1 import operation_pb2, types_pb2
@@ -49,7 +51,18 @@ class Gateway:
         self.journal = Journal(client, gateway_id=name)
         self.futures = Futures(client)
         self.recorded: list[int] = []
-        self.dispatcher = Dispatcher(client, self.journal, name, self._record, self.futures, settings, ttl)
+        self.trainers = Discovery(client, "trainer")
+        self.dispatcher = Dispatcher(
+            client,
+            self.journal,
+            SessionStore(client),
+            self.trainers,
+            self.futures,
+            name,
+            self._record,
+            settings,
+            ttl,
+        )
 
     async def _record(
         self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult
@@ -78,9 +91,11 @@ async def started(
 ) -> AsyncIterator[Gateway]:
     gateway = Gateway(client, name, settings, ttl)
     await gateway.futures.start()
+    await gateway.trainers.start()
     await gateway.dispatcher.start()
     try:
         yield gateway
     finally:
         await gateway.dispatcher.stop()
+        await gateway.trainers.stop()
         await gateway.futures.stop()

@@ -23,19 +23,15 @@ from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
 from services.gateway.access.auth import KeyRing
 from services.gateway.access.limits import Limits
-from services.gateway.application import Application, build
+from services.gateway.application import Application
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.edge.grpc import service
 from services.gateway.edge.http.server import HttpServer
 from services.gateway.records.checkpoint import CheckpointStore
-from services.gateway.records.model import ModelStore
 from services.gateway.records.sample_journal import SampleJournal
-from services.gateway.records.sampling_session import InflightStore, SamplingSessionStore
-from services.gateway.records.session import SessionStore
-from services.gateway.results.futures import Futures
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
-from services.gateway.sampling.admission import Admission
+from services.gateway.wiring import Gateway
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
 ALICE, BOB = "tml-alice", "tml-bob"
@@ -112,44 +108,29 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
     for announcer in announcers:
         await announcer.start()
 
-    async def leave(request_id: str, request: sampler_pb2.SampleRequest) -> None:
-        """Nothing is dispatched: samples and operations stay where the test finds them."""
-
-    limits = limits or Limits()
-    admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
-    records, sampling_sessions = CheckpointStore(client), SamplingSessionStore(client)
     data = DataDir(directory)
-    files = CheckpointFiles(connect("", data), data, sampling_sessions, SessionStore(client))
-    app = build(
-        "gateway-0",
-        client,
-        Journal(client),
-        Futures(client),
-        KeyRing(directory / "keys"),
-        lambda model_id, accepted: None,
-        leave,
-        limits,
-        admission,
-        files,
+    # Nothing but futures is started: operations and samples stay where the test finds them.
+    gateway = Gateway(
+        "gateway-0", client, KeyRing(directory / "keys"), connect("", data), data, limits=limits or Limits()
     )
+    app, stores = gateway.application, gateway.stores
     await app.futures.start()
     http = HttpServer(app, "127.0.0.1", 0)
     http.start()
     rpc_server = await service.serve(app, "127.0.0.1:0")
-    recorder = ResultRecorder(ModelStore(client), records, sampling_sessions, InflightStore(client))
     try:
         yield Edges(
             f"http://127.0.0.1:{http.port}",
             f"127.0.0.1:{rpc_server.port}",
             app,
             client,
-            Journal(client),
-            SampleJournal(client),
-            recorder,
+            gateway.journal,
+            stores.samples,
+            gateway.recorder,
             data,
-            records,
-            files,
-            CheckpointSweep(client, records, files, "gateway-0"),
+            stores.checkpoints,
+            gateway.files,
+            gateway.checkpoint_sweep,
         )
     finally:
         app.drain()

@@ -14,19 +14,16 @@ from services.common.contract.errors import Gone, InvalidRequest
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.gateway.access.limits import Limits
+from services.gateway.cluster.discovery import Discovery
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.record_results import ResultRecorder
-from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
-from services.gateway.records.model import ModelRecord, ModelStore
-from services.gateway.records.sampling_session import (
-    InflightStore,
-    SamplingSessionRecord,
-    SamplingSessionStore,
-)
-from services.gateway.records.session import SessionStore
+from services.gateway.records.checkpoint import CheckpointRecord
+from services.gateway.records.model import ModelRecord
+from services.gateway.records.sampling_session import SamplingSessionRecord
+from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from services.gateway.retention.plan import RetentionSettings
 from services.gateway.retention.retention import Retention
@@ -48,18 +45,19 @@ class Stage:
         self.trainer = trainer
         self.journal = Journal(client)
         self.futures = Futures(client)
-        self.models = ModelStore(client)
-        self.checkpoints = CheckpointStore(client)
-        self.store = SessionStore(client)
+        self.stores = stores = Stores.over(client)
+        self.models, self.checkpoints, self.store = stores.models, stores.checkpoints, stores.sessions
+        self.samplers = stores.sampling_sessions
         self.sessions = Sessions(self.store, Limits(), RedoLog(client))
-        self.samplers = SamplingSessionStore(client)
-        recorder = ResultRecorder(self.models, self.checkpoints, self.samplers, InflightStore(client))
+        self.trainers = Discovery(client, "trainer")
         self.dispatcher = Dispatcher(
             client,
             self.journal,
+            self.store,
+            self.trainers,
+            self.futures,
             "gateway-0",
-            recorder.record,
-            Futures(client),
+            ResultRecorder(stores).record,
             DispatchSettings(idle_release=0.01),
         )
         self.cancelled: list[str] = []
@@ -67,7 +65,14 @@ class Stage:
 
     def another(self, gateway_id: str) -> Retention:
         return Retention(
-            self.redis, self.journal, self.dispatcher, self._cancel_samples, gateway_id, SETTINGS
+            self.redis,
+            self.journal,
+            self.stores,
+            self.dispatcher,
+            self.trainers,
+            self._cancel_samples,
+            gateway_id,
+            SETTINGS,
         )
 
     async def _cancel_samples(self, session_id: str, reason: str) -> int:
@@ -135,11 +140,12 @@ async def stage(redis_client: redis.asyncio.Redis) -> AsyncIterator[Stage]:
     trainer = ScriptedTrainer(Journal(redis_client), {})
     async with serving(redis_client, trainer, "trainer-0"):
         made = Stage(redis_client, trainer)
-        await made.futures.start()
-        await made.dispatcher.start()
+        parts = (made.futures, made.trainers, made.dispatcher)
+        for part in parts:
+            await part.start()
         yield made
-        await made.dispatcher.stop()
-        await made.futures.stop()
+        for part in reversed(parts):
+            await part.stop()
 
 
 async def test_a_silent_session_is_parked_and_goes_on_where_it_was(stage: Stage) -> None:
@@ -331,7 +337,7 @@ async def test_a_trainer_that_is_away_is_waited_for(stage: Stage, redis_client: 
     session_id = await stage.session()
     model_id = await stage.model(session_id)
     await redis_client.delete(keys.service("trainer", "trainer-0"))
-    await stage.dispatcher.trainers.refresh()
+    await stage.trainers.refresh()
     await stage.sessions.finish("ann", session_id, "success", "")
     await stage.sweep(later=SETTLED)
     assert await stage.journal.is_closed(model_id)

@@ -14,19 +14,17 @@ import redis.asyncio
 from services.common.contract import ids
 from services.common.contract.errors import SnapshotNotFound, Unavailable
 from services.common.state import keys, registry
+from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.record_results import ResultRecorder
-from services.gateway.records.checkpoint import CheckpointStore
-from services.gateway.records.model import ModelRecord, ModelStore
-from services.gateway.records.sample_journal import Resolution, SampleJournal
-from services.gateway.records.sampling_session import (
-    InflightStore,
-    SamplingSessionRecord,
-    SamplingSessionStore,
-)
+from services.gateway.records.model import ModelRecord
+from services.gateway.records.sample_journal import Resolution
+from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
+from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from services.gateway.sampling import dispatcher as module
 from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.dispatcher import SampleDispatcher, SampleSettings
+from services.gateway.sampling.replicas import Replicas
 from tests.unit.gateway.scripted_services import BASE, ScriptedSampler, serving
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
@@ -39,12 +37,21 @@ class Gateway:
 
     def __init__(self, client: redis.asyncio.Redis, name: str) -> None:
         self.name = name
-        self.journal = SampleJournal(client)
+        stores = Stores.over(client)
+        self.journal = stores.samples
         self.futures = Futures(client)
         self.admission = Admission(1000, 1 << 20)
+        self.samplers, self.gateways = Discovery(client, "sampler"), Discovery(client, "gateway")
         self.dispatcher = SampleDispatcher(
-            client, self.journal, name, self.admission, SampleSettings(dead_after=0.2)
+            client,
+            stores,
+            Replicas(self.samplers),
+            self.gateways,
+            name,
+            self.admission,
+            SampleSettings(dead_after=0.2),
         )
+        self.parts = (self.futures, self.samplers, self.gateways, self.dispatcher)
 
     async def sample(self, seq_id: int, prompt: bytes = b"") -> str:
         request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, seq_id), num_samples=1)
@@ -75,13 +82,13 @@ async def started(client: redis.asyncio.Redis, name: str) -> AsyncIterator[Gatew
     announcer = registry.Announcer(client, record)
     await announcer.start()
     gateway = Gateway(client, name)
-    await gateway.futures.start()
-    await gateway.dispatcher.start()
+    for part in gateway.parts:
+        await part.start()
     try:
         yield gateway
     finally:
-        await gateway.dispatcher.stop()
-        await gateway.futures.stop()
+        for part in reversed(gateway.parts):
+            await part.stop()
         await announcer.stop()
 
 
@@ -358,11 +365,9 @@ async def inflight_session(client: redis.asyncio.Redis, session: str, version: i
     model = ModelRecord(
         model_id=MODEL, session_id="s", owner="ann", base_model=BASE, lora_rank=4, created_at=0.0
     )
-    models = ModelStore(client)
-    await models.create_if_absent(model)
-    recorder = ResultRecorder(
-        models, CheckpointStore(client), SamplingSessionStore(client), InflightStore(client)
-    )
+    stores = Stores.over(client)
+    await stores.models.create_if_absent(model)
+    recorder = ResultRecorder(stores)
     save = operation_pb2.SaveForSampler(sampling_session_id=session, inflight=True)
     operation = operation_pb2.Operation(model_id=MODEL, seq_id=version, save_for_sampler=save)
     result = operation_pb2.SaveForSamplerResult(sampling_session_id=session, version=version)

@@ -1,0 +1,41 @@
+"""The stores of all records of one Redis.
+
+Invariant: a process has one of these, made where it is put together, so what a store may come to remember it
+remembers once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import redis.asyncio
+
+from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.model import ModelStore
+from services.gateway.records.sample_journal import SampleJournal
+from services.gateway.records.sampling_session import InflightStore, SamplingSessionStore
+from services.gateway.records.session import SessionStore
+
+
+@dataclass(frozen=True)
+class Stores:
+    """One store a kind of record."""
+
+    sessions: SessionStore
+    models: ModelStore
+    checkpoints: CheckpointStore
+    sampling_sessions: SamplingSessionStore
+    inflight: InflightStore
+    samples: SampleJournal
+
+    @classmethod
+    def over(cls, client: redis.asyncio.Redis) -> Stores:
+        """The stores of one Redis."""
+        return cls(
+            SessionStore(client),
+            ModelStore(client),
+            CheckpointStore(client),
+            SamplingSessionStore(client),
+            InflightStore(client),
+            SampleJournal(client),
+        )
