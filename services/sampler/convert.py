@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -13,15 +11,17 @@ from services.common.contract import errors, matrices, tensors
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import scoring_from_pb
 from services.common.contract.tensors import HostTensor
+from services.common.weights import TensorSpec
 from services.common.weights.medium import Medium
 from services.sampler.engine.sampling import (
     SampleJob,
     SampleOutput,
     SamplingParams,
     Sequence,
-    SnapshotKey,
     StopReason,
 )
+from services.sampler.engine.snapshot_key import SnapshotKey
+from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.worker.prompt_scores import TopkLogprobs
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 
@@ -29,31 +29,6 @@ _STOP_REASONS: dict[StopReason, operation_pb2.StopReason.ValueType] = {
     "stop": operation_pb2.STOP_REASON_STOP,
     "length": operation_pb2.STOP_REASON_LENGTH,
 }
-
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """Name, dtype and shape of one tensor of a packed buffer."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class IncomingSnapshot:
-    """A snapshot about to be broadcast. `rank`: of the adapter; None = a full model."""
-
-    epoch: int
-    key: SnapshotKey
-    rank: int | None
-    specs: tuple[TensorSpec, ...]
-    crc32: int
-    timeout: float
-
-    @property
-    def layout(self) -> list[list[object]]:
-        """[name, dtype, shape] of each tensor, in order."""
-        return [[spec.name, spec.dtype, list(spec.shape)] for spec in self.specs]
 
 
 def snapshot_from_pb(pb: sampler_pb2.Snapshot) -> SnapshotKey | None:

@@ -1,4 +1,4 @@
-"""Puts one replica together and sees it through its life: start, announce, serve, drain, stop.
+"""Sees one replica through its life: start, announce, serve, drain, stop.
 
 Invariant: it is announced only after a request went through the engine, and when the engine ends
 or is stuck the process ends too, with a non-zero exit code, so that its supervisor starts a new one.
@@ -16,16 +16,11 @@ from redis.exceptions import RedisError
 from services.common.process import process, rpc
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client, registry
-from services.common.storage.data_dir import DataDir
-from services.sampler import watchdog
-from services.sampler.config import GIB, SamplerConfig
+from services.sampler import wiring
+from services.sampler.config import SamplerConfig
+from services.sampler.engine import watchdog
 from services.sampler.engine.engine import Engine
-from services.sampler.engine.sampling import Weights
-from services.sampler.service import SamplerService
-from services.sampler.snapshots.full_snapshots import FullSnapshots
-from services.sampler.snapshots.residency import Residency
-from services.sampler.snapshots.snapshots import Snapshots
-from services.sampler.snapshots.staging import Staging
+from services.sampler.engine.snapshot_key import Weights
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -51,15 +46,13 @@ async def run(config: SamplerConfig) -> int:
 
 
 async def _serve(config: SamplerConfig, engine: Engine) -> int:
-    data_dir = DataDir(config.data_dir)
-    full = FullSnapshots(engine, data_dir, Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers))
-    residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id)
-    service = SamplerService(engine, Snapshots(engine, data_dir, residency, full))
+    parts = wiring.build(config, engine)
+    service, full = parts.service, parts.full
     name = sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name
     add = sampler_pb2_grpc.add_SamplerServiceServicer_to_server
     server = await rpc.serve([(add, service, name)], f"{config.host}:{config.port}")
     client = redis_client.connect(config.redis_url)
-    announcer = registry.Announcer(client, _record(config, engine, server.port))
+    announcer = registry.Announcer(client, wiring.record(config, engine, server.port))
     full.listen(lambda weights: _announce_weights(announcer, weights))
     await announcer.start()
     log.info("serving %s at %s", config.base_model, announcer.record.address)
@@ -94,26 +87,8 @@ async def _serve(config: SamplerConfig, engine: Engine) -> int:
     finally:
         await cancel_all([signalled, died, stuck])
         await full.close()
+        await engine.close()
         await client.aclose()
-
-
-def _record(config: SamplerConfig, engine: Engine, port: int) -> registry.ServiceRecord:
-    return registry.ServiceRecord(
-        kind="sampler",
-        id=config.id,
-        address=f"{config.advertise_host}:{port}",
-        base_model=config.base_model,
-        model_path=config.model_path,
-        arch=engine.arch,
-        vocab_size=engine.limits.vocab_size,
-        context_length=engine.limits.context_length,
-        device=engine.device,
-        dtype=engine.dtype,
-        world_size=engine.workers,
-        max_lora_rank=config.max_lora_rank,
-        max_sequences=config.max_sequences,
-        gpus=engine.gpus,
-    )
 
 
 async def _announce_weights(announcer: registry.Announcer, weights: Weights) -> None:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from services.common.contract.errors import InvalidRequest, Unavailable
 from services.common.process import failpoints
 from services.sampler import convert
-from services.sampler.engine.sampling import Adapter, Limits, SampleJob, SampleOutput, admit, check
+from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, admit, check
+from services.sampler.engine.snapshot_key import Adapter
 from services.sampler.snapshots.snapshots import Snapshots
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 

@@ -27,7 +27,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.contract import errors
 from services.common.contract.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
 from services.common.contract.sample_schema import Scoring
 from services.common.process import failpoints
@@ -36,18 +35,18 @@ from services.common.weights.medium import Medium
 from services.sampler.config import SamplerConfig
 from services.sampler.engine.child import STACKS_SIGNAL
 from services.sampler.engine.sampling import (
-    Adapter,
     Limits,
     SampleJob,
     SampleOutput,
     SamplingParams,
     Sequence,
     StopReason,
-    Weights,
     sequence_seed,
     tokens_left,
 )
 from services.sampler.engine.settings import engine_args
+from services.sampler.engine.snapshot_key import Adapter, Weights
+from services.sampler.engine.workers import ENDED, Workers
 from services.sampler.worker.prompt_scores import (
     CACHE_LIMIT_KEY,
     REQUEST_KEY,
@@ -63,9 +62,6 @@ log = logging.getLogger(__name__)
 _STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length"}
 # Work on larger answers runs in a thread, so that other requests do not wait for it.
 _THREAD_ABOVE_CELLS = 2**16
-_RPC_TIMEOUT_S = 60.0
-_POLL_S = 0.002
-_POLL_MAX_S = 0.05
 
 
 class Engine:
@@ -99,10 +95,11 @@ class Engine:
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
         self._request_numbers = itertools.count()
         self._weights: Weights = None
+        self._calls = Workers(self._llm.collective_rpc, lambda: self.dead)
 
     async def prepare(self) -> None:
         """Corrects the workers and runs one request, so that the first user does not wait for it."""
-        self.gpus = tuple(gpu for gpu in await self._call_workers("tinsmith_setup") if gpu)
+        self.gpus = tuple(gpu for gpu in await self._calls.call("tinsmith_setup") if gpu)
         prompt = [0] * min(16, self.limits.context_length - 2)
         params = SamplingParams(max_tokens=2)
         await self.sample(
@@ -125,7 +122,7 @@ class Engine:
         Raises:
             Unavailable: the engine died.
         """
-        return min(await self._call_workers("tinsmith_steps"))
+        return min(await self._calls.call("tinsmith_steps"))
 
     def dump_stacks(self) -> None:
         """Has the engine core write where its threads are to the log, whatever they wait for."""
@@ -137,6 +134,10 @@ class Engine:
         """Ends the engine's processes at once; a stuck one heeds nothing else."""
         for child in multiprocessing.active_children():
             child.kill()
+
+    async def close(self) -> None:
+        """Ends what goes on in the background here; the engine's processes go on."""
+        await self._calls.close()
 
     def shutdown(self, seconds: float) -> None:
         """Ends the engine's processes, killing them after `seconds`."""
@@ -189,7 +190,7 @@ class Engine:
             ):
                 last = output
         except EngineDeadError as error:
-            raise Unavailable("the engine ended; the sampler is restarting, try again") from error
+            raise Unavailable(ENDED) from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         if last is None or not last.finished:
@@ -205,11 +206,11 @@ class Engine:
             DeadlineExceeded: a member did not come.
         """
         arguments = (epoch, first_rank, world_size, medium, self._config.base_model, seconds)
-        await self._run_job("tinsmith_join", arguments, seconds)
+        await self._calls.run("tinsmith_join", arguments, seconds)
 
     async def leave_group(self) -> None:
         """Gives the weight group up."""
-        await self._call_workers("tinsmith_leave")
+        await self._calls.call("tinsmith_leave")
 
     async def receive_adapter(
         self, adapter_id: int, epoch: int, rank: int, specs: list[list[Any]], crc32: int, seconds: float
@@ -223,15 +224,15 @@ class Engine:
             DataLoss, DeadlineExceeded, InvalidRequest.
         """
         arguments = (epoch, adapter_id, rank, specs, crc32, seconds)
-        return await self._run_job("tinsmith_receive", arguments, seconds)
+        return await self._calls.run("tinsmith_receive", arguments, seconds)
 
     async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int:
         """Loads an adapter from a PEFT directory; returns its bytes in memory on one worker."""
-        return await self._run_job("tinsmith_load", (adapter_id, directory), seconds)
+        return await self._calls.run("tinsmith_load", (adapter_id, directory), seconds)
 
     async def drop_adapters(self, adapter_ids: list[int]) -> None:
         """Frees adapters that no request uses."""
-        await self._call_workers("tinsmith_drop", adapter_ids)
+        await self._calls.call("tinsmith_drop", adapter_ids)
 
     async def stage_weights(
         self, stage_id: int | None, epoch: int, specs: list[list[Any]], crc32: int, seconds: float
@@ -245,11 +246,11 @@ class Engine:
         Raises:
             DataLoss, DeadlineExceeded.
         """
-        await self._run_job("tinsmith_stage", (stage_id, epoch, specs, crc32, seconds), seconds)
+        await self._calls.run("tinsmith_stage", (stage_id, epoch, specs, crc32, seconds), seconds)
 
     async def drop_staged(self, stage_ids: list[int]) -> None:
         """Frees staged weights."""
-        await self._call_workers("tinsmith_drop_staged", stage_ids)
+        await self._calls.call("tinsmith_drop_staged", stage_ids)
 
     async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
         """Replaces the engine's weights. The caller sees to it that no request runs.
@@ -267,46 +268,15 @@ class Engine:
         try:
             async with asyncio.timeout(seconds):
                 await self._llm.pause_generation(mode="wait", clear_cache=False)
-            await self._run_job("tinsmith_swap", (source,), seconds)
+            await self._calls.run("tinsmith_swap", (source,), seconds)
             self._weights = weights
         except TimeoutError as error:
             raise DeadlineExceeded(f"the engine did not come to rest in {seconds:.0f} s") from error
         except EngineDeadError as error:
-            raise Unavailable("the engine ended; the sampler is restarting, try again") from error
+            raise Unavailable(ENDED) from error
         finally:
             if not self.dead:
                 await self._llm.resume_generation()
-
-    async def _run_job(self, method: str, arguments: tuple[Any, ...], seconds: float) -> int:
-        """Starts a job on every worker and waits for all of them, a little longer than `seconds`."""
-        job = f"{method}-{next(self._request_numbers)}"
-        try:
-            async with asyncio.timeout(seconds + _RPC_TIMEOUT_S):
-                await self._call_workers(method, job, *arguments)
-                outcomes = await self._poll(job)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{method} did not finish in {seconds:.0f} s") from error
-        for outcome in outcomes:
-            if outcome[0] == "error":
-                raise errors.by_code(*outcome[1:])
-        return max(outcome[1] for outcome in outcomes)
-
-    async def _poll(self, job: str) -> list[list[Any]]:
-        pause = _POLL_S
-        while True:
-            outcomes = await self._call_workers("tinsmith_poll", job)
-            if all(outcome is not None for outcome in outcomes):
-                return outcomes
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, _POLL_MAX_S)
-
-    async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
-        if self.dead:
-            raise Unavailable("the engine ended; the sampler is restarting, try again")
-        try:
-            return list(await self._llm.collective_rpc(method, timeout=_RPC_TIMEOUT_S, args=arguments))
-        except EngineDeadError as error:
-            raise Unavailable("the engine ended; the sampler is restarting, try again") from error
 
 
 def _vllm_params(job: SampleJob, index: int, limits: Limits, plan: ScorePlan | None) -> VllmParams:

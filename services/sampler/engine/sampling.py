@@ -11,42 +11,12 @@ from typing import Literal
 
 from services.common.contract.errors import InvalidRequest, Overloaded
 from services.common.contract.sample_schema import Scoring, check_answer, check_decoding
+from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
 
 StopReason = Literal["stop", "length"]
 
 _MASK64 = (1 << 64) - 1
-
-
-@dataclass(frozen=True)
-class SnapshotKey:
-    """An immutable snapshot, adapter or full model: the model that was saved and the seq_id of the save."""
-
-    model_id: str
-    version: int
-
-    def __str__(self) -> str:
-        return f"{self.model_id}@{self.version}"
-
-
-Weights = SnapshotKey | None
-"""What the weights below every adapter are of: a full snapshot, or None = the base model."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A snapshot that every worker of the engine holds.
-
-    Attributes:
-        id: the engine's own number, never reused.
-        name: unique per snapshot; it keys the prefix cache, so cached keys and values never cross
-            from one version to another.
-        directory: the snapshot in the store.
-    """
-
-    id: int
-    name: str
-    directory: str
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from services.common.contract.errors import Internal, TinsmithError
-from services.common.contract.tensors import ITEM_SIZE
 from services.common.process.tasks import cancel_all
 from services.common.storage.data_dir import DataDir
-from services.sampler.convert import IncomingSnapshot
-from services.sampler.engine.sampling import SnapshotKey, Weights
+from services.sampler.engine.snapshot_key import SnapshotKey, Weights
+from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.staging import Staging
 from services.sampler.snapshots.turns import Run, Swap, Turns
 
@@ -103,7 +101,7 @@ class FullSnapshots:
         Raises:
             DataLoss, DeadlineExceeded: as Engine.stage_weights.
         """
-        nbytes = sum(math.prod(spec.shape) * ITEM_SIZE[spec.dtype] for spec in incoming.specs)
+        nbytes = incoming.nbytes
         stage_id, dropped = self._staging.reserve(incoming.key, nbytes)
         try:
             if dropped := [*self._unwanted, *dropped]:

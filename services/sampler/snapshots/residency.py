@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-from services.sampler.engine.sampling import SnapshotKey
+from services.sampler.engine.snapshot_key import SnapshotKey
 
 
 @dataclass

@@ -15,9 +15,9 @@ from typing import Protocol
 from services.common.contract.errors import InvalidRequest, SnapshotNotFound, TinsmithError
 from services.common.storage.data_dir import DataDir
 from services.common.weights.medium import Medium
-from services.sampler.convert import IncomingSnapshot
-from services.sampler.engine.sampling import Adapter, SnapshotKey, Weights
+from services.sampler.engine.snapshot_key import Adapter, SnapshotKey, Weights
 from services.sampler.snapshots.full_snapshots import FullSnapshots
+from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
 
 log = logging.getLogger(__name__)

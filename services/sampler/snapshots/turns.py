@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from services.sampler.engine.sampling import Weights
+from services.sampler.engine.snapshot_key import Weights
 
 SHORTEST_TURN_S = 1.0
 TURN_PER_SWAP = 4.0

@@ -17,8 +17,7 @@ import json
 import logging
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,11 @@ from services.common.contract.errors import (
     DeadlineExceeded,
     Internal,
     InvalidRequest,
-    TinsmithError,
 )
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
 from services.sampler.worker import full_weights, vllm_fixes
+from services.sampler.worker.jobs import Job, Outcome
 from services.sampler.worker.prompt_scorer import PromptScorer
 
 log = logging.getLogger(__name__)
@@ -46,48 +45,7 @@ log = logging.getLogger(__name__)
 LORA_ALPHA = 32
 """Scale of every adapter is LORA_ALPHA / rank."""
 
-_KEPT_JOBS = 64
 _PEFT_PREFIX = "base_model.model."
-
-Outcome = list[Any]
-"""["ok", bytes] or ["error", code, category, message]; plain, because it crosses processes."""
-
-
-class _Job:
-    """Work in a thread; `finish`, if any, runs on the engine's thread with the work's result."""
-
-    def __init__(
-        self, name: str, work: Callable[[], Any], finish: Callable[[Any], int] = lambda _: 0
-    ) -> None:
-        self._finish = finish
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.outcome: Outcome | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:
-            self._error = error
-
-    def poll(self) -> Outcome | None:
-        if self.outcome is None and not self._thread.is_alive():
-            self.outcome = self._conclude()
-            self._result = None
-        return self.outcome
-
-    def _conclude(self) -> Outcome:
-        try:
-            if self._error is not None:
-                raise self._error
-            return ["ok", self._finish(self._result)]
-        except TinsmithError as error:
-            return ["error", error.code, error.category, error.message]
-        except Exception as error:
-            log.warning("%s failed", self._thread.name, exc_info=error)
-            return ["error", Internal.default_code, "server", f"{type(error).__name__}: {error}"]
 
 
 @contextmanager
@@ -103,7 +61,7 @@ class _State:
 
     def __init__(self) -> None:
         self.group: weights.WeightGroup | None = None
-        self.jobs: OrderedDict[str, _Job] = OrderedDict()
+        self.jobs: dict[str, Job] = {}
         self.staged: dict[int, dict[str, torch.Tensor]] = {}
         self.swapping = threading.Lock()
         self.steps = 0
@@ -168,7 +126,7 @@ class WorkerExtension:
             self.tinsmith_state.group = group
             return 0
 
-        self._tinsmith_start(job, _Job(f"join-{epoch}", work, finish))
+        self.tinsmith_state.jobs[job] = Job(f"join-{epoch}", work, finish, weights.WeightGroup.abort)
 
     def tinsmith_leave(self) -> None:
         """Gives the weight group up; a transfer that waits fails."""
@@ -186,7 +144,7 @@ class WorkerExtension:
             tensors = self._tinsmith_received(epoch, layout, crc32, timeout)
             return self._tinsmith_adapter(adapter_id, rank, tensors)
 
-        self._tinsmith_start(job, _Job(f"receive-{adapter_id}", work, self._tinsmith_register))
+        self.tinsmith_state.jobs[job] = Job(f"receive-{adapter_id}", work, self._tinsmith_register)
 
     def tinsmith_stage(
         self, job: str, stage_id: int | None, epoch: int, specs: list, crc32: int, timeout: float
@@ -206,7 +164,7 @@ class WorkerExtension:
                 self.tinsmith_state.staged[stage_id] = tensors
             return 0
 
-        self._tinsmith_start(job, _Job(f"stage-{stage_id}", work, finish))
+        self.tinsmith_state.jobs[job] = Job(f"stage-{stage_id}", work, finish)
 
     def tinsmith_drop_staged(self, stage_ids: list[int]) -> None:
         """Frees staged weights."""
@@ -233,7 +191,7 @@ class WorkerExtension:
             with self.tinsmith_state.swapping:
                 full_weights.load(self, tensors)
 
-        self._tinsmith_start(job, _Job(f"swap-{source}", work))
+        self.tinsmith_state.jobs[job] = Job(f"swap-{source}", work)
 
     def tinsmith_load(self, job: str, adapter_id: int, directory: str) -> None:
         """Starts loading an adapter from a snapshot directory in PEFT format."""
@@ -247,23 +205,26 @@ class WorkerExtension:
             }
             return self._tinsmith_adapter(adapter_id, int(config["r"]), named)
 
-        self._tinsmith_start(job, _Job(f"load-{adapter_id}", work, self._tinsmith_register))
+        self.tinsmith_state.jobs[job] = Job(f"load-{adapter_id}", work, self._tinsmith_register)
 
     def tinsmith_poll(self, job: str) -> Outcome | None:
-        """What a job came to; None while it runs. A finished adapter is registered by this call."""
+        """Whether a job is done here; None while it is not. Nothing changes by it."""
         return self.tinsmith_state.jobs[job].poll()
+
+    def tinsmith_finish(self, job: str) -> Outcome:
+        """Has a job take effect that is done on all workers: they do so between the same two steps."""
+        return self.tinsmith_state.jobs.pop(job).finish()
+
+    def tinsmith_forget(self, job: str) -> None:
+        """A job that shall have no effect any more, whether it is done or not."""
+        forgotten = self.tinsmith_state.jobs.pop(job, None)
+        if forgotten is not None:
+            forgotten.forget()
 
     def tinsmith_drop(self, adapter_ids: list[int]) -> None:
         """Frees adapters that no request uses."""
         for adapter_id in adapter_ids:
             self.model_runner.lora_manager.remove_adapter(adapter_id)
-
-    def _tinsmith_start(self, name: str, job: _Job) -> None:
-        jobs = self.tinsmith_state.jobs
-        jobs[name] = job
-        for old in list(jobs)[:-_KEPT_JOBS]:
-            if jobs[old].outcome is not None:
-                del jobs[old]
 
     def _tinsmith_group(self, epoch: int) -> weights.WeightGroup:
         group = self.tinsmith_state.group

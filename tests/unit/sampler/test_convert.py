@@ -12,7 +12,8 @@ from services.common.contract.errors import InvalidRequest
 from services.common.contract.matrices import HostMatrix
 from services.common.contract.sample_schema import Scoring
 from services.sampler import convert
-from services.sampler.engine.sampling import SampleOutput, SamplingParams, Sequence, SnapshotKey
+from services.sampler.engine.sampling import SampleOutput, SamplingParams, Sequence
+from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
 from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
 

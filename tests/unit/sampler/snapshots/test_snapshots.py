@@ -10,9 +10,10 @@ import pytest
 
 from services.common.contract.errors import DataLoss, Internal, InvalidRequest, SnapshotNotFound
 from services.common.storage.data_dir import DataDir
-from services.sampler.convert import IncomingSnapshot, TensorSpec
-from services.sampler.engine.sampling import SnapshotKey, Weights
+from services.common.weights import TensorSpec
+from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.full_snapshots import FullSnapshots
+from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
 from services.sampler.snapshots.snapshots import NotInGroup, Snapshots
 from services.sampler.snapshots.staging import Staging

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.sampler.engine.sampling import SnapshotKey
+from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.snapshots.staging import Staging
 
 A, B, C = (SnapshotKey("session:train:0", version) for version in (1, 2, 3))

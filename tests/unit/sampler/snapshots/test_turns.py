@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.sampler.engine.sampling import SnapshotKey, Weights
+from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.turns import (
     IDLE_GRACE_S,
     SHORTEST_TURN_S,

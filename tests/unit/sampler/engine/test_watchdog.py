@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.common.contract.errors import Unavailable
-from services.sampler.watchdog import Progress, until_stuck
+from services.sampler.engine.watchdog import Progress, until_stuck
 
 
 def test_an_engine_that_finishes_steps_is_never_stuck() -> None:

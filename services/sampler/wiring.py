@@ -1,0 +1,55 @@
+"""Puts the parts of a sampler together: the one place that decides who is given what.
+
+Invariant: no part makes another or looks for one; what is not passed here is not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.state.registry import ServiceRecord
+from services.common.storage.data_dir import DataDir
+from services.sampler.config import GIB, SamplerConfig
+from services.sampler.engine.engine import Engine
+from services.sampler.service import SamplerService
+from services.sampler.snapshots.full_snapshots import FullSnapshots
+from services.sampler.snapshots.residency import Residency
+from services.sampler.snapshots.snapshots import Snapshots
+from services.sampler.snapshots.staging import Staging
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a replica starts and ends."""
+
+    full: FullSnapshots
+    service: SamplerService
+
+
+def build(config: SamplerConfig, engine: Engine) -> Parts:
+    """The parts around an engine that stands. Must be called in the loop that uses it."""
+    data_dir = DataDir(config.data_dir)
+    full = FullSnapshots(engine, data_dir, Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers))
+    residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id)
+    snapshots = Snapshots(engine, data_dir, residency, full)
+    return Parts(full, SamplerService(engine, snapshots))
+
+
+def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
+    """What the replica tells gateways and trainers about itself."""
+    return ServiceRecord(
+        kind="sampler",
+        id=config.id,
+        address=f"{config.advertise_host}:{port}",
+        base_model=config.base_model,
+        model_path=config.model_path,
+        arch=engine.arch,
+        vocab_size=engine.limits.vocab_size,
+        context_length=engine.limits.context_length,
+        device=engine.device,
+        dtype=engine.dtype,
+        world_size=engine.workers,
+        max_lora_rank=config.max_lora_rank,
+        max_sequences=config.max_sequences,
+        gpus=engine.gpus,
+    )

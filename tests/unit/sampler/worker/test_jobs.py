@@ -1,0 +1,81 @@
+"""Work beside the engine's steps: it takes effect once, or never."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from services.common.contract.errors import DataLoss
+from services.sampler.worker.jobs import Job
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for a thread; there is nothing to subscribe to."""
+    deadline = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_nothing_takes_effect_by_looking_whether_the_work_is_done() -> None:
+    effects: list[int] = []
+
+    def finish(result: int) -> int:
+        effects.append(result)
+        return 8
+
+    gate = threading.Event()
+    job = Job("work", lambda: gate.wait(5) and 7, finish)
+    assert job.poll() is None
+    gate.set()
+    until(lambda: job.poll() == ["done"])
+    assert effects == []
+    assert (job.finish(), effects) == (["ok", 8], [7])
+
+
+def test_a_failure_is_told_with_its_code_and_an_unknown_one_as_internal() -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    typed = Job("typed", lambda: fail(DataLoss("checksum")))
+    until(lambda: typed.poll() is not None)
+    assert typed.poll() == ["error", "data_loss", "server", "checksum"]
+    untyped = Job("untyped", lambda: fail(OSError("disk")))
+    until(lambda: untyped.poll() is not None)
+    assert untyped.poll() == ["error", "internal", "server", "OSError: disk"]
+
+
+class Tensors:
+    """Something large."""
+
+
+def test_the_result_of_a_forgotten_job_is_freed_although_its_work_ends_later() -> None:
+    gate = threading.Event()
+    made: list[weakref.ref[Tensors]] = []
+
+    def work() -> Tensors:
+        gate.wait(5)
+        tensors = Tensors()
+        made.append(weakref.ref(tensors))
+        return tensors
+
+    jobs = {"receive": Job("receive", work)}
+    jobs.pop("receive").forget()
+    gate.set()
+    until(lambda: bool(made) and gc.collect() >= 0 and made[0]() is None)
+
+
+def test_what_a_forgotten_job_makes_is_done_away_with_whether_it_was_done_or_not() -> None:
+    discarded: list[str] = []
+    gate = threading.Event()
+    late = Job("late", lambda: gate.wait(5) and "late", discard=discarded.append)
+    late.forget()
+    done = Job("done", lambda: "done", discard=discarded.append)
+    until(lambda: done.poll() is not None)
+    done.forget()
+    until(lambda: discarded == ["done"])
+    gate.set()
+    until(lambda: discarded == ["done", "late"])
