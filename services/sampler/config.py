@@ -35,7 +35,7 @@ class SamplerConfig:
         host, port, advertise_host: where gRPC listens (0 = a free port), and the name others use.
         data_dir: shared directory with the snapshots.
         redis_url: of the cluster's Redis.
-        max_loras: adapters in one engine step; more wait for the next step.
+        max_loras: adapters in one engine step; requests for more take turns.
         max_lora_rank: largest adapter rank.
         snapshot_cache_gib: host memory for snapshots that may be sampled from without a reload.
         full_snapshot_cache_gib: host memory, of all workers together, for snapshots of full models; others

@@ -12,6 +12,7 @@ from services.common.storage.data_dir import DataDir
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.engine.engine import Engine
 from services.sampler.service import SamplerService
+from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
 from services.sampler.snapshots.residency import Residency
 from services.sampler.snapshots.snapshots import Snapshots
@@ -31,7 +32,8 @@ def build(config: SamplerConfig, engine: Engine) -> Parts:
     data_dir = DataDir(config.data_dir)
     full = FullSnapshots(engine, data_dir, Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers))
     residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id)
-    snapshots = Snapshots(engine, data_dir, residency, full)
+    slots = AdapterSlots(config.max_loras)
+    snapshots = Snapshots(engine, data_dir, residency, slots, full)
     return Parts(full, SamplerService(engine, snapshots))
 
 

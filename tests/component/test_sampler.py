@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from services.common import weights
+from services.common.process.tasks import cancel_all
 from services.common.state import registry
 from services.common.state.redis_client import connect
 from tests.component.sampler_process import (
@@ -104,6 +105,34 @@ async def test_more_adapters_than_slots_are_served_side_by_side(stub, judge) -> 
         tokens = prompt(30 + i, 12) + ints(result.sequences[0].tokens)
         expected = judge(version).sequence_logprobs(tokens)[11:]
         torch.testing.assert_close(floats(result.sequences[0].logprobs), expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_a_third_busy_tenant_gets_its_turn_although_two_never_leave_their_slots(stub) -> None:
+    served = dict.fromkeys((1, 2, 3), 0)
+
+    async def keep_asking(version: int, lane: int) -> None:
+        while True:
+            seed = 100 * version + lane
+            # Lanes end at different times, so the adapter always has a request in the engine.
+            await sample(
+                stub, request(prompt(seed, 8), version, max_tokens=40 + 25 * lane, stop=NEVER, seed=seed)
+            )
+            served[version] += 1
+
+    tasks = [asyncio.create_task(keep_asking(version, lane)) for version in (1, 2) for lane in range(4)]
+    try:
+        async with asyncio.timeout(60):
+            while not (served[1] and served[2]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            tasks += [asyncio.create_task(keep_asking(3, lane)) for lane in range(4)]
+            while served[3] < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            before = dict(served)
+            while not all(served[version] > before[version] for version in (1, 2, 3)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        await cancel_all(tasks)
+    await until_running(stub, lambda running: running == 0)
 
 
 async def test_cached_prefixes_are_reused_within_a_version_and_never_across_versions(stub, judge) -> None:

@@ -16,6 +16,7 @@ from services.common.contract.errors import InvalidRequest, SnapshotNotFound, Ti
 from services.common.storage.data_dir import DataDir
 from services.common.weights.medium import Medium
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey, Weights
+from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
@@ -54,11 +55,17 @@ class Snapshots:
     """The snapshots of one engine."""
 
     def __init__(
-        self, engine: AdapterEngine, data_dir: DataDir, residency: Residency, full: FullSnapshots
+        self,
+        engine: AdapterEngine,
+        data_dir: DataDir,
+        residency: Residency,
+        slots: AdapterSlots,
+        full: FullSnapshots,
     ) -> None:
         self._engine = engine
         self._data_dir = data_dir
         self._residency = residency
+        self._slots = slots
         self._full = full
         self._loads: dict[SnapshotKey, asyncio.Task[None]] = {}
         self._receiving = asyncio.Lock()
@@ -77,8 +84,8 @@ class Snapshots:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait until other weights are in the engine."""
-        return self._full.waiting
+        """Requests that wait for the turn of their adapter or their weights."""
+        return self._slots.waiting + self._full.waiting
 
     @asynccontextmanager
     async def use(self, key: SnapshotKey | None) -> AsyncIterator[Adapter | None]:
@@ -99,8 +106,9 @@ class Snapshots:
         finally:
             self._residency.stop_waiting(key)
         try:
+            # The slot first: who waits for one keeps nobody from putting other weights into the engine.
             # Adapters belong to the base model.
-            async with self._full.use(None):
+            async with self._slots.use(key), self._full.use(None):
                 directory = self._data_dir.snapshot(key.model_id, key.version)
                 yield Adapter(adapter_id, str(key), str(directory))
         finally:

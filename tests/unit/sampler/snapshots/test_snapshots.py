@@ -12,6 +12,7 @@ from services.common.contract.errors import DataLoss, Internal, InvalidRequest, 
 from services.common.storage.data_dir import DataDir
 from services.common.weights import TensorSpec
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
+from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
@@ -93,7 +94,7 @@ def snapshots(engine: Engine, tmp_path: Path) -> Snapshots:
         directory.mkdir(parents=True)
         (directory / "adapter_config.json").write_text("{}")
     full = FullSnapshots(engine, data_dir, Staging(20, copies=1))
-    return Snapshots(engine, data_dir, Residency(10, first_adapter_id=100), full)
+    return Snapshots(engine, data_dir, Residency(10, first_adapter_id=100), AdapterSlots(2), full)
 
 
 async def use(snapshots: Snapshots, key: SnapshotKey = KEY) -> int:
@@ -230,6 +231,21 @@ async def test_a_transfer_of_another_group_is_refused_before_anything_waits(
     with pytest.raises(NotInGroup, match="join again"):
         await snapshots.receive(INCOMING)
     assert (engine.receives, snapshots.group_epoch) == ([], 2)
+
+
+async def test_a_third_adapter_waits_for_one_of_two_slots_and_is_forgotten_when_it_gives_up(
+    snapshots: Snapshots,
+) -> None:
+    async with snapshots.use(KEY), snapshots.use(OTHER):
+        waiting = asyncio.create_task(use(snapshots, THIRD))
+        given_up = asyncio.create_task(use(snapshots, THIRD))
+        await until(lambda: snapshots.waiting == 2)
+        given_up.cancel()
+        await until(lambda: snapshots.waiting == 1)
+        assert await use(snapshots, KEY) == 100
+        assert not waiting.done()
+    assert await waiting > 100
+    assert snapshots.waiting == 0
 
 
 # Full models.
