@@ -68,10 +68,10 @@ def test_what_another_process_did_is_seen_at_once(bucket: str, tmp_path: Path) -
 def test_a_sweep_leaves_nothing_of_what_was_deleted(storage: Storage, bucket: str) -> None:
     before = objects(bucket)
     storage.publish(KEY, {"x": text("one")})
-    storage.delete(KEY)
+    assert storage.delete(KEY)
     storage.clean()
     assert len(objects(bucket)) == len(before) + 2
-    storage.clean(grace=-1)
+    assert storage.delete(KEY, grace=-1) is None
     assert objects(bucket) == before
 
 

@@ -5,7 +5,8 @@ operation that saved it. Another save under the same name is another version, so
 
 Invariants: a reader finds a version complete or not at all; what a failed or interrupted save leaves behind
 is never found and is removed by `clean`; a version that was deleted is gone for new readers at once, and for
-those that are reading it after `GRACE_S`.
+those that are reading it after `GRACE_S`. What a deletion costs depends on its version alone, not on what
+else is stored.
 """
 
 from __future__ import annotations
@@ -91,13 +92,23 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def delete(self, key: Key) -> None:
-        """Makes a version impossible to find. Nothing happens when there is none."""
+    def delete(self, key: Key, grace: float = GRACE_S) -> float | None:
+        """Makes a version impossible to find, and takes its files away once nobody can be reading them.
+
+        Args:
+            grace: seconds after the first call until the files go.
+
+        Returns:
+            None when nothing of it is left, else seconds after which this is to be called again.
+        """
 
     @abstractmethod
-    def clean(self, grace: float = GRACE_S, abandoned: float = ABANDONED_S) -> None:
-        """Removes the files of versions deleted longer than `grace` seconds ago, and what saves that broke
-        off longer than `abandoned` seconds ago left behind. Any number of processes may do this."""
+    def clean(self, abandoned: float = ABANDONED_S) -> None:
+        """Removes what saves that broke off longer than `abandoned` seconds ago left behind.
+
+        Looks at all that is stored: for once a day. What does not look like this storage's own is left alone.
+        Any number of processes may do this.
+        """
 
 
 def check_name(model_id: str, checkpoint_id: str) -> None:

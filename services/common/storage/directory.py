@@ -123,24 +123,34 @@ class DirectoryStorage(Storage):
             raise FileNotFoundError(f"{key.path} has no file {name!r}")
         return (self._path(key) / name).open("rb")
 
-    def delete(self, key: Key) -> None:
+    def delete(self, key: Key, grace: float = GRACE_S) -> float | None:
         path = self._path(key)
+        hidden = f"{_DELETED}{key.version}-"
         with suppress(FileNotFoundError):
-            # The time of the deletion, for `clean`.
+            # The time of the deletion.
             os.utime(path)
-            path.rename(path.with_name(f"{_DELETED}{key.version}-{uuid.uuid4().hex}"))
+            path.rename(path.with_name(f"{hidden}{uuid.uuid4().hex}"))
+        left = None
+        for doomed in path.parent.glob(f"{hidden}*"):
+            with suppress(FileNotFoundError):
+                rest = doomed.stat().st_mtime + grace - time.time()
+                if rest <= 0:
+                    shutil.rmtree(doomed)
+                else:
+                    left = max(rest, left or 0.0)
+        with suppress(OSError):
+            # Only when it is empty.
+            path.parent.rmdir()
+        return left
 
-    def clean(self, grace: float = GRACE_S, abandoned: float = ABANDONED_S) -> None:
+    def clean(self, abandoned: float = ABANDONED_S) -> None:
         now = time.time()
-        for name in self._root.glob("*/*/*"):
-            for path in name.glob(".*"):
-                with suppress(FileNotFoundError):
-                    limit = grace if path.name.startswith(_DELETED) else abandoned
-                    if now - path.stat().st_mtime > limit:
-                        shutil.rmtree(path)
+        for path in self._root.glob("*/*/*/.*"):
+            with suppress(FileNotFoundError):
+                if not path.name.startswith(_DELETED) and now - path.stat().st_mtime > abandoned:
+                    shutil.rmtree(path)
             with suppress(OSError):
-                # Only when it is empty.
-                name.rmdir()
+                path.parent.rmdir()
 
     def _path(self, key: Key) -> Path:
         return self._root / key.path

@@ -3,7 +3,8 @@
 An object store renames nothing, but writes one object whole or not at all. The files of a version go below a
 prefix that no other save uses, <root>/<key>/<random>/, and <root>/<key>/manifest.json, written last, says
 which prefix and which files the version is. Readers go by the manifest alone. Deleting writes the time as
-<root>/<key>/deleted, then removes the manifest; `clean` removes what no manifest names.
+<root>/<key>/deleted, then removes the manifest, and later all below the key; `clean` removes what no
+manifest names.
 """
 
 from __future__ import annotations
@@ -129,45 +130,63 @@ class ObjectStorage(Storage):
         return cast(BinaryIO, self._fs.open(path, "rb", block_size=_READ_BYTES, cache_type="readahead"))
 
     @_with_os_errors
-    def delete(self, key: Key) -> None:
+    def delete(self, key: Key, grace: float = GRACE_S) -> float | None:
+        mark = self._object(key, _DELETED)
         if self._manifest(key) is not None:
-            self._fs.pipe_file(self._object(key, _DELETED), repr(time.time()).encode())
+            self._fs.pipe_file(mark, repr(time.time()).encode())
             with suppress(FileNotFoundError):
                 self._fs.rm_file(self._object(key, _MANIFEST))
+        try:
+            left = float(self._fs.cat_file(mark)) + grace - time.time()
+        except FileNotFoundError:
+            return None
+        if left > 0:
+            return left
+        for name in self._list(f"{self._root}/{key.path}"):
+            if name not in (_DELETED, _MANIFEST):
+                with suppress(FileNotFoundError):
+                    self._fs.rm(self._object(key, name), recursive=True)
+        # The mark goes last, so that a deletion that breaks off is gone on with.
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(mark)
+        return None
 
     @_with_os_errors
-    def clean(self, grace: float = GRACE_S, abandoned: float = ABANDONED_S) -> None:
+    def clean(self, abandoned: float = ABANDONED_S) -> None:
         for model in self._list(self._root):
             versions: dict[str, dict[str, float]] = {}
             found: dict[str, dict[str, Any]] = self._fs.find(f"{self._root}/{model}", detail=True)
             for path, info in found.items():
-                kind, name, version, rest = path[len(self._root) + len(model) + 2 :].split("/", 3)
-                versions.setdefault(f"{model}/{kind}/{name}/{version}", {})[rest] = self._written(path, info)
-            for version_path, objects in versions.items():
-                self._clean_version(version_path, objects, grace, abandoned)
+                parts = path[len(self._root) + len(model) + 2 :].split("/", 3)
+                if len(parts) == 4 and parts[2].isdigit():
+                    version = f"{model}/{'/'.join(parts[:3])}"
+                    versions.setdefault(version, {})[parts[3]] = self._written(path, info)
+            for version, objects in versions.items():
+                self._clean_version(version, objects, abandoned)
+        self._clean_staging(abandoned)
 
-    def _clean_version(self, path: str, objects: Mapping[str, float], grace: float, abandoned: float) -> None:
-        """Removes what is to go of one version, whose objects were written at these times."""
-        now = time.time()
-        kept = ""
-        if _MANIFEST in objects:
-            manifest = self._read(f"{self._root}/{path}/{_MANIFEST}")
-            if manifest is None:
-                return
-            kept = manifest.prefix
-        elif now - objects.get(_DELETED, now) > grace:
-            abandoned = -1.0
-        elif _DELETED in objects:
+    def _clean_version(self, path: str, objects: Mapping[str, float], abandoned: float) -> None:
+        """Removes what belongs to no manifest of one version, whose objects were written at these times."""
+        if _DELETED in objects:
+            return
+        manifest = self._read(f"{self._root}/{path}/{_MANIFEST}") if _MANIFEST in objects else None
+        if _MANIFEST in objects and manifest is None:
             return
         prefixes: dict[str, float] = {}
         for name, written in objects.items():
             prefix = name.partition("/")[0]
             prefixes[prefix] = max(written, prefixes.get(prefix, 0.0))
-        # The mark of the deletion goes last, so that a sweep that breaks off is gone on with.
-        for prefix in sorted(prefixes.keys() - {_MANIFEST, kept}, key=lambda name: name == _DELETED):
-            if now - prefixes[prefix] > abandoned:
+        for prefix in prefixes.keys() - {_MANIFEST, manifest.prefix if manifest else ""}:
+            if time.time() - prefixes[prefix] > abandoned:
                 with suppress(FileNotFoundError):
                     self._fs.rm(f"{self._root}/{path}/{prefix}", recursive=True)
+
+    def _clean_staging(self, abandoned: float) -> None:
+        """Removes what processes of this machine that were killed had on its way."""
+        for path in list(self._staging.iterdir()) if self._staging.is_dir() else []:
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > abandoned:
+                    shutil.rmtree(path)
 
     def _written(self, path: str, info: Mapping[str, Any]) -> float:
         found = next((info[name] for name in _TIMES if info.get(name) is not None), None)

@@ -142,8 +142,12 @@ class Checkpoints:
         """Removes what can be removed now. What cannot is due for the sweep."""
         key = key_of(record)
         try:
-            if record.kind != "sampler" and await self._files.remove(key):
-                await self._store.settle(key)
+            if record.kind != "sampler":
+                again = await self._files.remove(key)
+                if again is not None:
+                    await self._store.look_again(key, time.time() + again)
+                else:
+                    await self._store.settle(key)
         except OSError as error:
             log.warning("the files of %s stay for now: %s", key.path, error)
 

@@ -17,6 +17,9 @@ from services.common.storage.directory import delete_directory
 from services.gateway.records.sampling_session import SamplingSessionStore
 from services.gateway.records.session import SessionStore
 
+_SAMPLED_S = 600.0
+"""A snapshot that is still sampled is looked at again after this long."""
+
 
 class CheckpointFiles:
     """Removes what checkpoints leave behind."""
@@ -29,19 +32,22 @@ class CheckpointFiles:
         self._sampling_sessions = sampling_sessions
         self._sessions = sessions
 
-    async def remove(self, key: Key) -> bool:
-        """Removes the files of a version without a record; False when somebody still needs them.
+    async def remove(self, key: Key) -> float | None:
+        """Removes the files of a version without a record.
+
+        Returns:
+            None when nothing is left of them, else seconds after which to try again, because somebody may
+            still need them.
 
         Raises:
             OSError: they could not be removed now.
         """
         if not key.checkpoint_id.startswith("sampler_weights/"):
-            await asyncio.to_thread(self.storage.delete, key)
-            return True
+            return await asyncio.to_thread(self.storage.delete, key)
         if await sampled_versions(key.model_id, self._sampling_sessions, self._sessions, key.version):
-            return False
+            return _SAMPLED_S
         await asyncio.to_thread(delete_directory, self._data.snapshot(key.model_id, key.version))
-        return True
+        return None
 
 
 async def sampled_versions(

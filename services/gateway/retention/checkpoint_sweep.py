@@ -25,10 +25,8 @@ from services.gateway.retention.sweep_lease import SweepLease
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 5.0
-_CLEAN_S = 600.0
+_CLEAN_S = 24 * 3600.0
 _AT_ONCE = 200
-_IN_USE_S = 600.0
-"""A snapshot that is still sampled is looked at again after this long."""
 _AGAIN_S = 60.0
 """Files that could not be removed are tried again after this long."""
 
@@ -85,13 +83,14 @@ class CheckpointSweep:
             log.info("checkpoint %s expired", key.path)
             if not await self._store.remove(record):
                 return
-        if await self._files.remove(key):
+        again = await self._files.remove(key)
+        if again is None:
             await self._store.settle(key)
         else:
-            await self._store.look_again(key, time.time() + _IN_USE_S)
+            await self._store.look_again(key, time.time() + again)
 
     async def _clean(self) -> None:
-        """Has the storage let go, now and then, of what nobody can find."""
+        """Has the storage let go, once a day, of what saves that broke off left behind."""
         if time.monotonic() - self._cleaned > _CLEAN_S:
             self._cleaned = time.monotonic()
             await asyncio.to_thread(self._files.storage.clean)

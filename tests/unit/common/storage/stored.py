@@ -87,11 +87,14 @@ def check_a_deleted_version_can_be_read_to_its_end(storage: Storage) -> None:
         assert storage.versions(MODEL, "weights/a") == []
         with pytest.raises(FileNotFoundError):
             storage.open(KEY, "weights.bin")
-        # Within the grace period a sweep takes nothing away.
+        # Within the grace period another call takes nothing away.
+        assert 3000 < (storage.delete(KEY) or 0) <= 3600
         storage.clean()
         assert file.read() == BIG[1000:]
         assert directory is not None
         assert (directory / "weights.bin").read_bytes() == BIG
+    assert storage.delete(KEY, grace=-1) is None
+    assert storage.delete(KEY, grace=-1) is None
     # The name is free at once.
     storage.publish(Key(MODEL, "weights/a", 8), {"x": text("next")})
     assert storage.versions(MODEL, "weights/a") == [8]

@@ -38,13 +38,13 @@ def test_it_does_what_storage_does(storage: DirectoryStorage, check: Callable[[S
 def test_a_sweep_removes_only_what_is_old_enough(storage: DirectoryStorage, tmp_path: Path) -> None:
     storage.publish(KEY, {"x": text("one")})
     storage.publish(Key(MODEL, "weights/b", 1), {"x": text("kept")})
-    storage.delete(KEY)
+    assert storage.delete(KEY)
     broken_off = tmp_path / MODEL / "weights" / "b" / ".2-abc"
     broken_off.mkdir()
     (broken_off / "half").write_text("...")
-    storage.clean()
+    storage.clean(abandoned=1000)
     assert len(files_below(tmp_path)) == 3
-    storage.clean(grace=-1)
+    assert storage.delete(KEY, grace=-1) is None
     assert files_below(tmp_path) == {f"{MODEL}/weights/b/1/x", f"{MODEL}/weights/b/.2-abc/half"}
     assert not (tmp_path / MODEL / "weights" / "a").exists()
     os.utime(broken_off, (time.time() - 100_000,) * 2)

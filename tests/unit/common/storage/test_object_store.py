@@ -70,11 +70,30 @@ def test_a_sweep_keeps_what_a_manifest_names_and_removes_the_rest(
     assert len(objects(filesystem)) == 4
     storage.clean(abandoned=-1)
     assert objects(filesystem) == before
-    storage.delete(KEY)
+    assert storage.delete(KEY)
     storage.clean(abandoned=-1)
     assert len(objects(filesystem)) == 3
-    storage.clean(grace=-1)
+    assert storage.delete(KEY, grace=-1) is None
     assert objects(filesystem) == []
+
+
+def test_what_is_not_a_version_is_left_alone(storage: Storage, filesystem: MemoryFileSystem) -> None:
+    storage.publish(KEY, {"x": text("one")})
+    foreign = ("README", f"{MODEL}/notes", f"{MODEL}/weights/a/notes/x")
+    for name in foreign:
+        filesystem.pipe_file(f"/bucket/tinsmith/{name}", b"of somebody else")
+    storage.clean(abandoned=-1)
+    assert len(objects(filesystem)) == 2 + len(foreign)
+
+
+def test_files_on_the_way_of_a_process_that_was_killed_are_removed(storage: Storage, tmp_path: Path) -> None:
+    left = tmp_path / "staging" / "tmpabc"
+    left.mkdir(parents=True)
+    (left / "half").write_text("...")
+    storage.clean()
+    assert left.exists()
+    storage.clean(abandoned=-1)
+    assert not left.exists()
 
 
 class FullFileSystem(MemoryFileSystem):

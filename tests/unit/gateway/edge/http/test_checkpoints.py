@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -47,6 +48,27 @@ async def test_a_replaced_version_loses_its_files(edges: Edges) -> None:
         await edges.redis.zadd(keys.CHECKPOINTS_DUE, {f"tinker://{model}/weights/a@1": 1})
         await edges.sweep.sweep()
         assert edges.files.storage.versions(model, "weights/a") == [2]
+        assert await due_in(edges, f"tinker://{model}/weights/a@1") > 3000
+
+
+async def due_in(edges: Edges, member: str) -> float:
+    """Seconds until a version is looked at again."""
+    at = await edges.redis.zscore(keys.CHECKPOINTS_DUE, member)
+    assert at is not None
+    return at - time.time()
+
+
+async def test_the_files_of_a_deleted_version_go_when_nobody_reads_them_any_more(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await save(edges, client, model, 1, "a")
+        assert (await client.delete(url(path))).status_code == 200
+        parent = edges.data.checkpoints / model / "weights" / "a"
+        hidden = next(parent.iterdir())
+        os.utime(hidden, (time.time() - 4000,) * 2)
+        await edges.redis.zadd(keys.CHECKPOINTS_DUE, {f"{path}@1": 1})
+        await edges.sweep.sweep()
+        assert not parent.exists()
         assert await edges.redis.zcard(keys.CHECKPOINTS_DUE) == 0
 
 
@@ -57,7 +79,7 @@ async def test_a_deleted_checkpoint_is_gone_and_its_name_free(edges: Edges) -> N
         assert (await client.delete(url(path))).status_code == 200
         assert await names(client) == []
         assert edges.files.storage.versions(model, "weights/a") == []
-        assert await edges.redis.zcard(keys.CHECKPOINTS_DUE) == 0
+        assert await due_in(edges, f"{path}@1") > 3000
         assert (await client.post("weights_info", json={"tinker_path": path})).status_code == 404
         assert (await client.delete(url(path))).status_code == 404
         await save(edges, client, model, 2, "a")
@@ -99,7 +121,7 @@ async def test_an_expired_checkpoint_is_in_no_answer_and_swept_away(edges: Edges
             assert answer.status_code == 404
         await edges.sweep.sweep()
         assert edges.files.storage.versions(model, "weights/a") == []
-        assert await edges.redis.zcard(keys.CHECKPOINTS_DUE) == 0
+        assert await due_in(edges, f"{path}@1") > 3000
         assert await edges.redis.hlen(keys.checkpoints(model)) == 1
 
 
