@@ -275,6 +275,8 @@ def _checked_input(
             "equal and not empty",
             "wrong_shape",
         )
+    if len(shape) == 2:
+        check_columns(shape[1], vocab_size, label)
     values = _array(label, array)
     if spec.token_ids:
         _check_ids(values, vocab_size, label)
@@ -289,6 +291,20 @@ def _checked_input(
             f"{label}[{position}] is {values[position]}; it must be 0 or more", "negative_value"
         )
     return values
+
+
+def check_columns(columns: int, vocab_size: int, label: str) -> None:
+    """Refuses more targets at a position than there are tokens.
+
+    Raises:
+        InvalidRequest: there are.
+    """
+    if columns > vocab_size:
+        raise InvalidRequest(
+            f"{label} has {columns} targets at each position; send at most {vocab_size}, as many as tokens "
+            "are in the vocabulary",
+            "wrong_shape",
+        )
 
 
 def _array(label: str, array: ArrayLike) -> np.ndarray:

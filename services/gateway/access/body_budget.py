@@ -5,6 +5,9 @@ Invariant: the bodies that are held at once to be read, parsed and checked stay 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from services.common.contract.errors import Overloaded
 
 
@@ -25,6 +28,15 @@ class BodyBudget:
                 "this gateway holds too many large requests at the moment; try again in a second"
             )
         self._free -= size
+
+    @contextmanager
+    def held(self, size: int) -> Iterator[None]:
+        """Bytes that are held until the context ends. Raises as `take`."""
+        self.take(size)
+        try:
+            yield
+        finally:
+            self.give_back(size)
 
     def give_back(self, size: int) -> None:
         self._free += size

@@ -28,6 +28,8 @@ class Limits:
             tensors are made dense.
         operation_bytes: largest operation; with a margin below the 256 MiB that a gRPC message may have.
         pending_body_bytes: bytes of bodies being read or checked at once in this process.
+        message_entries: entries of one repeated field of a protobuf message, before it is parsed.
+        message_fields: fields of a protobuf message and all that it holds.
         datums: training examples in one request.
         samples: sequences of one sample request.
         waiting_sequences: sequences of all unfinished samples of this gateway; see `admission`.
@@ -48,6 +50,8 @@ class Limits:
     inflated_body_bytes: int = 192 * MIB
     operation_bytes: int = 224 * MIB
     pending_body_bytes: int = 768 * MIB
+    message_entries: int = 4096
+    message_fields: int = 2**18
     datums: int = 4096
     samples: int = 1024
     waiting_sequences: int = 32_768

@@ -222,20 +222,20 @@ class Models:
         model_id: str,
         seq_id: int,
         size: int,
-        build: Callable[[], operation_pb2.ForwardBackward],
+        build: Callable[[BaseModel], operation_pb2.ForwardBackward],
     ) -> str:
         """Accepts a forward_backward; the request id.
 
         Args:
             size: bytes of the request, which decides whether building runs in a thread.
-            build: makes the operation; a TinsmithError it raises refuses the request.
+            build: makes the operation for a base model; a TinsmithError it raises refuses the request.
         """
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
             base = await self.base_of(record)
 
             def make() -> None:
-                built = build()
+                built = build(base)
                 validate.check_forward_backward(built, record.role, base, self._limits)
                 operation.forward_backward.CopyFrom(built)
 

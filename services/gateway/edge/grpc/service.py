@@ -36,5 +36,5 @@ async def serve(application: Application, bind: str) -> rpc.RpcServer:
     """
     name = tinsmith_pb2.DESCRIPTOR.services_by_name["TinsmithService"].full_name
     add = tinsmith_pb2_grpc.add_TinsmithServiceServicer_to_server
-    interceptors = [BudgetInterceptor(application.budget)]
+    interceptors = [BudgetInterceptor(application.budget, application.limits)]
     return await rpc.serve([(add, TinsmithService(application), name)], bind, True, interceptors)

@@ -70,7 +70,7 @@ class TrainingCalls(Calls):
             request.model_id,
             request.seq_id,
             request.ByteSize(),
-            lambda: convert.forward_backward(request),
+            lambda base: convert.forward_backward(request),
         )
         return tinsmith_pb2.ForwardBackwardResponse(request_id=request_id)
 

@@ -7,7 +7,7 @@ are held at once stay within one budget per process, which none holds that has s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import zstandard
@@ -19,17 +19,25 @@ from services.gateway.access.limits import THREAD_ABOVE_BYTES
 
 _PAUSE_S = 60.0
 """Longest time between two parts of a body."""
+_BEGINNING_BYTES = 64 * 1024
+_MOST_WINDOW_BYTES = 2**31
+"""Memory for it is only used as far as is decompressed."""
 
 
 @asynccontextmanager
 async def received(
-    request: Request, budget: BodyBudget, limit: int, inflated_limit: int | None = None
+    request: Request,
+    budget: BodyBudget,
+    limit: int,
+    inflated_limit: int | None = None,
+    check_beginning: Callable[[bytes], None] = lambda beginning: None,
 ) -> AsyncIterator[bytes]:
     """The body, decompressed. Its memory counts against the budget until the context ends.
 
     Args:
         limit: most bytes as sent.
         inflated_limit: most bytes after zstd decompression; None = compressed bodies are refused.
+        check_beginning: looks at the first bytes of a compressed body, before the rest is decompressed.
 
     Raises:
         TooLarge: it is larger.
@@ -53,6 +61,7 @@ async def received(
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding != "identity":
             size = inflated_size(body, encoding, inflated_limit)
+            check_beginning(inflated_beginning(body, _BEGINNING_BYTES))
             budget.take(size)
             taken += size
             if size > THREAD_ABOVE_BYTES:
@@ -100,6 +109,19 @@ def inflated_size(body: bytes, encoding: str, limit: int | None) -> int:
     if size > limit:
         raise TooLarge(f"the body has {size} bytes when decompressed; this call takes at most {limit}")
     return size
+
+
+def inflated_beginning(body: bytes, size: int) -> bytes:
+    """At most `size` bytes of a compressed body, which may be cut off.
+
+    Raises:
+        InvalidRequest: the frame is damaged where it begins.
+    """
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW_BYTES).stream_reader(body) as reader:
+            return reader.read(size)
+    except zstandard.ZstdError as error:
+        raise InvalidRequest(f"the zstd body is damaged: {error}") from error
 
 
 def inflate(body: bytes, size: int) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from services.common.contract.errors import InvalidRequest
-from services.gateway.access.limits import THREAD_ABOVE_BYTES
+from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.edge.http.body import received
 from services.gateway.edge.http.codec import forward_backward_in, messages
@@ -104,23 +104,32 @@ async def forward_backward(call: Call) -> Response:
             "(application/x-protobuf)"
         )
     async with received(
-        call.request, call.budget, limits.training_body_bytes, limits.inflated_body_bytes
+        call.request,
+        call.budget,
+        limits.training_body_bytes,
+        limits.inflated_body_bytes,
+        lambda beginning: forward_backward_in.check_beginning(beginning, limits),
     ) as data:
-        message = await _parse(data)
+        message, dense = await _read(data, limits)
+        with call.budget.held(dense):
 
-        def build() -> operation_pb2.ForwardBackward:
-            return forward_backward_in.forward_backward(message, limits.inflated_body_bytes)
+            def build(base: BaseModel) -> operation_pb2.ForwardBackward:
+                return forward_backward_in.forward_backward(message, base.vocab_size)
 
-        request_id = await call.app.models.forward_backward(
-            call.owner, message.model_id, message.seq_id, len(data), build
-        )
+            request_id = await call.app.models.forward_backward(
+                call.owner, message.model_id, message.seq_id, len(data) + dense, build
+            )
     return promise(request_id, message.model_id)
 
 
-async def _parse(data: bytes) -> tinker_pb2.TinkerForwardBackwardRequest:
-    if len(data) > THREAD_ABOVE_BYTES:
-        return await asyncio.to_thread(forward_backward_in.parse_request, data)
-    return forward_backward_in.parse_request(data)
+async def _read(data: bytes, limits: Limits) -> tuple[tinker_pb2.TinkerForwardBackwardRequest, int]:
+    """The request, and the bytes of its sparse tensors once they are dense."""
+
+    def read() -> tuple[tinker_pb2.TinkerForwardBackwardRequest, int]:
+        message = forward_backward_in.parse_request(data, limits)
+        return message, forward_backward_in.sparse_bytes(message, limits)
+
+    return await asyncio.to_thread(read) if len(data) > THREAD_ABOVE_BYTES else read()
 
 
 async def optim_step(call: Call) -> Response:

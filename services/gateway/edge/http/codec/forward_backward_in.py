@@ -1,19 +1,19 @@
 """The SDK's forward_backward message, translated to the operation that the journal holds.
 
-Invariant: what comes out is dense: one int32 token tensor per datum and dense loss inputs, whose
-total size was bounded before anything was allocated. Whatever is not served raises a sentence.
+Invariant: what comes out is dense: one int32 token tensor per datum and dense loss inputs. What a sparse
+tensor becomes is known, and fits its datum, before it is allocated. Whatever is not served raises a sentence.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
+from services.common.contract import loss_schema, tensors
 from services.common.contract.errors import InvalidRequest, TooLarge
-from services.gateway.edge.unknown_fields import refuse_unknown
+from services.gateway.access.limits import Limits
+from services.gateway.edge import wire_check
 from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
 
 _NUMPY: dict[int, np.dtype] = {
@@ -26,48 +26,75 @@ _NUMPY: dict[int, np.dtype] = {
 _UNSERVED_CHUNKS = {"image": "images", "dmel": "audio"}
 
 
-def parse_request(body: bytes) -> tinker_pb2.TinkerForwardBackwardRequest:
+def check_beginning(data: bytes, limits: Limits) -> None:
+    """Looks at the first bytes of a body, so that one of countless empty datums is not unpacked any further.
+
+    Raises:
+        InvalidRequest, TooLarge: the whole of it cannot be read.
+    """
+    wire_check.check(tinker_pb2.TinkerForwardBackwardRequest.DESCRIPTOR, data, limits, whole=False)
+
+
+def parse_request(body: bytes, limits: Limits) -> tinker_pb2.TinkerForwardBackwardRequest:
     """The body of POST forward_backward.
 
     Raises:
-        InvalidRequest: the bytes are no such message.
+        InvalidRequest: the bytes are no such message, or one with fields that this service does not know.
+        TooLarge: it has more parts than the limits allow.
     """
-    message = tinker_pb2.TinkerForwardBackwardRequest()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise InvalidRequest(f"the body is no ForwardBackwardRequest: {error}", "bad_body") from error
-    return message
+    return wire_check.parsed(tinker_pb2.TinkerForwardBackwardRequest, body, limits)
+
+
+def sparse_bytes(message: tinker_pb2.TinkerForwardBackwardRequest, limits: Limits) -> int:
+    """Bytes of the request's sparse tensors once they are dense.
+
+    Raises:
+        InvalidRequest: one is no matrix with a row for each token of its datum.
+        TooLarge: they come to more than a body may have.
+    """
+    total = 0
+    for index, datum in enumerate(message.data):
+        tokens: int | None = None
+        for name, tensor in datum.loss_fn_inputs.items():
+            if tensor.WhichOneof("layout") == "sparse_csr":
+                if tokens is None:
+                    tokens = sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+                where = f"data[{index}].{name}"
+                rows, columns = _sparse_shape(tensor, where)
+                if rows != tokens:
+                    raise InvalidRequest(
+                        f"{where} has {rows} rows but model_input has {tokens} tokens; they must be equal",
+                        "length_mismatch",
+                    )
+                total += rows * columns * _dtype(tensor, where).itemsize
+                if total > limits.inflated_body_bytes:
+                    raise TooLarge(
+                        f"the batch has sparse tensors of more than {limits.inflated_body_bytes} bytes when "
+                        "dense; send fewer datums at once"
+                    )
+    return total
 
 
 def forward_backward(
-    message: tinker_pb2.TinkerForwardBackwardRequest, max_bytes: int
+    message: tinker_pb2.TinkerForwardBackwardRequest, vocab_size: int
 ) -> operation_pb2.ForwardBackward:
-    """The operation that a request asks for. Proportional to the data: run in a thread.
+    """The operation that a request asks for. Proportional to the data, and to its `sparse_bytes`: run in a
+    thread.
 
     Args:
-        max_bytes: largest total of dense tensor bytes.
+        vocab_size: no position has more targets.
 
     Raises:
         InvalidRequest: a tensor is malformed, or something is asked for that is not served.
-        TooLarge: the dense tensors would be larger than `max_bytes`.
     """
-    refuse_unknown(message, "the request")
     operation = operation_pb2.ForwardBackward(loss_fn=message.loss_fn, forward_only=message.forward_only)
     operation.loss_config.update(_loss_config(message))
-    left = max_bytes
     for index, datum in enumerate(message.data):
         where = f"data[{index}]"
-        refuse_unknown(datum, where)
         target = operation.data.add()
         target.tokens.CopyFrom(_tokens(datum.model_input, where))
-        left -= len(target.tokens.data)
         for name, tensor in datum.loss_fn_inputs.items():
-            dense = _dense(tensor, f"{where}.{name}", left)
-            left -= len(dense.data)
-            target.loss_inputs[name].CopyFrom(dense)
-        if left < 0:
-            raise _too_large(max_bytes)
+            target.loss_inputs[name].CopyFrom(_dense(tensor, f"{where}.{name}", vocab_size))
         _check_spans(datum, target, where)
     return operation
 
@@ -87,7 +114,6 @@ def _tokens(chunks: Iterable[tinker_pb2.TinkerChunk], where: str) -> types_pb2.T
     """All text chunks of a model input as one int32 tensor."""
     parts = []
     for chunk in chunks:
-        refuse_unknown(chunk, f"{where}.model_input")
         kind = chunk.WhichOneof("kind")
         if kind != "encoded_text":
             what = _UNSERVED_CHUNKS.get(kind or "", "this kind of chunk")
@@ -100,32 +126,44 @@ def _tokens(chunks: Iterable[tinker_pb2.TinkerChunk], where: str) -> types_pb2.T
     return types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[len(data) // 4], data=data)
 
 
-def _dense(tensor: tinker_pb2.TinkerTensor, where: str, left: int) -> types_pb2.Tensor:
-    """The tensor with every element spelled out. Without a shape it is one-dimensional."""
-    refuse_unknown(tensor, where)
+def _dtype(tensor: tinker_pb2.TinkerTensor, where: str) -> np.dtype:
     dtype = _NUMPY.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest(f"{where}: dtype is not set; send float32 or int64")
+    return dtype
+
+
+def _dense(tensor: tinker_pb2.TinkerTensor, where: str, vocab_size: int) -> types_pb2.Tensor:
+    """The tensor with every element spelled out. Without a shape it is one-dimensional."""
+    dtype = _dtype(tensor, where)
     if tensor.WhichOneof("layout") == "sparse_csr":
-        data, shape = _densify(tensor, dtype, where, left), list(tensor.shape)
+        rows, columns = _sparse_shape(tensor, where)
+        loss_schema.check_columns(columns, vocab_size, where)
+        shape: tuple[int, ...] = (rows, columns)
+        data = _densify(tensor.sparse_csr, rows, columns, dtype, where)
     else:
         data = tensor.dense
-        shape = list(tensor.shape) or [len(data) // dtype.itemsize]
-    if any(size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(data):
-        raise InvalidRequest(f"{where}: {len(data)} bytes of data do not match shape {shape} of {dtype.name}")
+        tensors.element_count(tensor.shape, where)
+        shape = tuple(tensor.shape) or (len(data) // dtype.itemsize,)
+        if tensors.element_count(shape, where) * dtype.itemsize != len(data):
+            raise InvalidRequest(
+                f"{where}: {len(data)} bytes of data do not match shape {list(shape)} of {dtype.name}"
+            )
     # The enums are numbered alike on purpose.
     return types_pb2.Tensor(dtype=types_pb2.DataType.ValueType(tensor.dtype), shape=shape, data=data)
 
 
-def _densify(tensor: tinker_pb2.TinkerTensor, dtype: np.dtype, where: str, left: int) -> bytes:
+def _sparse_shape(tensor: tinker_pb2.TinkerTensor, where: str) -> tuple[int, int]:
+    tensors.element_count(tensor.shape, where)
+    if len(tensor.shape) != 2:
+        raise InvalidRequest(
+            f"{where}: a sparse tensor must have a shape [rows, columns], not {list(tensor.shape)}"
+        )
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _densify(csr: tinker_pb2.TinkerSparseCsr, rows: int, columns: int, dtype: np.dtype, where: str) -> bytes:
     """A CSR matrix as dense bytes; entries that are not listed are 0."""
-    shape = list(tensor.shape)
-    if len(shape) != 2 or min(shape) < 0:
-        raise InvalidRequest(f"{where}: a sparse tensor must have a shape [rows, columns], not {shape}")
-    rows, columns = shape
-    if rows * columns * dtype.itemsize > left:
-        raise _too_large(left)
-    csr = tensor.sparse_csr
     values = _vector(csr.values, dtype, f"{where}: values")
     starts = _vector(csr.crow_indices, np.dtype("<i8"), f"{where}: crow_indices")
     places = _vector(csr.col_indices, np.dtype("<i8"), f"{where}: col_indices")
@@ -137,7 +175,7 @@ def _densify(tensor: tinker_pb2.TinkerTensor, dtype: np.dtype, where: str, left:
         and bool(((places >= 0) & (places < columns)).all())
     )
     if not consistent:
-        raise InvalidRequest(f"{where}: the sparse tensor's indices do not fit its shape {shape}")
+        raise InvalidRequest(f"{where}: the sparse tensor's indices do not fit its shape [{rows}, {columns}]")
     dense = np.zeros((rows, columns), dtype)
     dense[np.repeat(np.arange(rows), np.diff(starts)), places] = values
     return dense.tobytes()
@@ -170,7 +208,3 @@ def _check_spans(datum: tinker_pb2.TinkerDatum, target: types_pb2.Datum, where: 
             raise InvalidRequest(
                 f"{where}.{name} cover {sum(lengths)} positions of {length}; they must cover all"
             )
-
-
-def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"the batch needs more than {limit} bytes as dense tensors; send fewer datums at once")

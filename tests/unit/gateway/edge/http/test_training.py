@@ -12,8 +12,9 @@ import zstandard
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.common.contract.errors import Unavailable
+from services.gateway.access.limits import Limits
 from services.gateway.edge.http.codec import forward_backward_in
-from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, Edges, new_model, new_session
+from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, VOCAB, Edges, new_model, new_session
 from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
 
 PROTO = {"content-type": "application/x-protobuf"}
@@ -147,7 +148,8 @@ async def test_a_batch_is_journaled_and_its_repetition_is_the_same_request(edges
     assert changed.status_code == 409
     operation = await edges.operation(model, 1)
     assert operation is not None
-    expected = forward_backward_in.forward_backward(forward_backward_in.parse_request(data), 1000)
+    message = forward_backward_in.parse_request(data, Limits())
+    expected = forward_backward_in.forward_backward(message, VOCAB)
     assert operation.forward_backward == expected
 
 

@@ -1,5 +1,7 @@
 """forward_backward bodies, made by the SDK's own encoder."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import tinker
@@ -11,11 +13,14 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 from tinker.types.tensor_data import TensorData
 
 from services.common.contract.errors import InvalidRequest, TooLarge
+from services.gateway.access.limits import Limits
 from services.gateway.edge.http import body
 from services.gateway.edge.http.codec import forward_backward_in
 from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
 
 MIB = 1024 * 1024
+LIMITS = Limits(inflated_body_bytes=MIB)
+VOCAB = 100
 
 
 def datum(tokens: list[list[int]], **inputs: torch.Tensor) -> tinker.Datum:
@@ -35,10 +40,11 @@ def sdk_message(data: list[tinker.Datum], config: dict[str, float | str] | None 
     )
 
 
-def decoded(message, max_bytes: int = MIB) -> operation_pb2.ForwardBackward:
-    return forward_backward_in.forward_backward(
-        forward_backward_in.parse_request(message.SerializeToString()), max_bytes
-    )
+def decoded(message, limits: Limits = LIMITS) -> operation_pb2.ForwardBackward:
+    """What the edge makes of a message, in its order."""
+    parsed = forward_backward_in.parse_request(message.SerializeToString(), limits)
+    forward_backward_in.sparse_bytes(parsed, limits)
+    return forward_backward_in.forward_backward(parsed, VOCAB)
 
 
 def ids(tensor: types_pb2.Tensor, dtype: str) -> list:
@@ -140,33 +146,82 @@ def test_torn_token_bytes_are_refused() -> None:
         decoded(message)
 
 
+def with_sparse_weights(rows: int, columns: int, crow: list[int], col: list[int], tokens: int):
+    """A message of one datum with so many tokens, whose weights have these rows and columns."""
+    message = sdk_message([datum([[1] * tokens], weights=torch.zeros(tokens))])
+    tensor = message.data[0].loss_fn_inputs["weights"]
+    tensor.shape[:] = [rows, columns]
+    tensor.sparse_csr.values = np.ones(len(col), "<f4").tobytes()
+    tensor.sparse_csr.crow_indices = np.array(crow, "<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.array(col, "<i8").tobytes()
+    return message
+
+
 @pytest.mark.parametrize(
     ("crow", "col"), [([0, 1], [0]), ([0, 1, 1], [2]), ([0, 1, 0], [0]), ([1, 1, 1], [0]), ([0, 1, 1], [-1])]
 )
 def test_sparse_indices_outside_the_shape_are_refused(crow: list[int], col: list[int]) -> None:
-    message = sdk_message([simple()])
-    tensor = message.data[0].loss_fn_inputs["weights"]
-    tensor.shape[:] = [2, 2]
-    tensor.sparse_csr.values = np.ones(1, "<f4").tobytes()
-    tensor.sparse_csr.crow_indices = np.array(crow, "<i8").tobytes()
-    tensor.sparse_csr.col_indices = np.array(col, "<i8").tobytes()
     with pytest.raises(InvalidRequest, match="indices"):
-        decoded(message)
+        decoded(with_sparse_weights(2, 2, crow, col, tokens=2))
 
 
-def test_a_tiny_sparse_tensor_of_enormous_shape_is_refused_before_it_is_allocated() -> None:
-    message = sdk_message([simple()])
-    tensor = message.data[0].loss_fn_inputs["weights"]
-    tensor.shape[:] = [1, 2**40]
-    tensor.sparse_csr.crow_indices = np.zeros(2, "<i8").tobytes()
+def test_a_sparse_tensor_has_a_row_for_each_token() -> None:
+    for rows in (2, 4):
+        with pytest.raises(InvalidRequest, match=f"{rows} rows but model_input has 3 tokens"):
+            decoded(with_sparse_weights(rows, 2, [0] * (rows + 1), [], tokens=3))
+
+
+def test_a_sparse_tensor_has_no_more_columns_than_there_are_tokens_to_predict() -> None:
+    assert len(decoded(with_sparse_weights(1, VOCAB, [0, 0], [], tokens=1)).data) == 1
+    with pytest.raises(InvalidRequest, match="send at most 100"):
+        decoded(with_sparse_weights(1, VOCAB + 1, [0, 0], [], tokens=1))
+
+
+@pytest.mark.parametrize(("columns", "error"), [(2**30, TooLarge), (2**40, InvalidRequest)])
+def test_a_tiny_sparse_tensor_of_enormous_shape_is_refused_by_its_size(columns: int, error: type) -> None:
+    message = with_sparse_weights(1, columns, [0, 0], [], tokens=1)
+    with pytest.raises(error):
+        forward_backward_in.sparse_bytes(
+            forward_backward_in.parse_request(message.SerializeToString(), LIMITS), LIMITS
+        )
+
+
+def test_a_sparse_tensor_that_the_vocabulary_cannot_have_is_not_allocated() -> None:
+    message = with_sparse_weights(1, 25_000_000, [0, 0], [], tokens=1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="send at most 100"):
+            decoded(message, Limits())
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_bytes_of_sparse_tensors_add_up_before_they_are_dense() -> None:
+    message = with_sparse_weights(3, 7, [0] * 4, [], tokens=3)
+    message.data[0].loss_fn_inputs["target_tokens"].CopyFrom(message.data[0].loss_fn_inputs["weights"])
+    message.data[0].loss_fn_inputs["target_tokens"].dtype = tinker_pb2.TINKER_DATA_TYPE_INT64
+    parsed = forward_backward_in.parse_request(message.SerializeToString(), LIMITS)
+    assert forward_backward_in.sparse_bytes(parsed, LIMITS) == 3 * 7 * (4 + 8)
     with pytest.raises(TooLarge):
-        decoded(message)
+        forward_backward_in.sparse_bytes(parsed, Limits(inflated_body_bytes=3 * 7 * 12 - 1))
+
+
+def test_a_shape_of_many_dimensions_is_refused_whatever_they_are() -> None:
+    for layout in ("dense", "sparse"):
+        message = with_sparse_weights(1, 1, [0, 0], [], tokens=1)
+        tensor = message.data[0].loss_fn_inputs["weights"]
+        if layout == "dense":
+            tensor.dense = bytes(4)
+        tensor.shape[:] = [2**62] * 400
+        with pytest.raises(InvalidRequest, match="400 dimensions"):
+            decoded(message)
 
 
 def test_a_field_of_a_later_protocol_is_refused_and_not_ignored() -> None:
     data = sdk_message([simple()]).SerializeToString() + bytes([0xFA, 0x06, 0x01, 0x41])  # field 111, "A"
     with pytest.raises(InvalidRequest, match="111"):
-        forward_backward_in.forward_backward(forward_backward_in.parse_request(data), MIB)
+        forward_backward_in.parse_request(data, LIMITS)
 
 
 def test_spans_that_tile_the_datum_are_taken_with_any_loss() -> None:
@@ -184,7 +239,7 @@ def test_spans_that_tile_the_datum_are_taken_with_any_loss() -> None:
 
 def test_bytes_that_are_no_protobuf_are_refused() -> None:
     with pytest.raises(InvalidRequest):
-        forward_backward_in.parse_request(b"\xff\xff\xff")
+        forward_backward_in.parse_request(b"\xff\xff\xff", LIMITS)
 
 
 def test_a_zstd_body_is_inflated_to_what_it_announces() -> None:
@@ -226,7 +281,7 @@ def test_a_field_that_this_service_does_not_know_is_refused_wherever_it_is() -> 
         chunk.encoded_text.tokens = bytes(4)
         tensor = datum.loss_fn_inputs["weights"]
         tensor.dense, tensor.dtype = bytes(4), tinker_pb2.TINKER_DATA_TYPE_FLOAT32
-        forward_backward_in.forward_backward(message, MIB)
+        decoded(message)
         places = {
             "request": message,
             "datum": datum,
@@ -236,7 +291,7 @@ def test_a_field_that_this_service_does_not_know_is_refused_wherever_it_is() -> 
         }
         places[place].MergeFromString(unknown)
         with pytest.raises(InvalidRequest, match="127"):
-            forward_backward_in.forward_backward(message, MIB)
+            decoded(message)
 
 
 def test_an_encoding_other_than_zstd_is_refused() -> None:
