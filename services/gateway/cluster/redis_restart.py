@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError, Unavailable
-from services.common.process.tasks import cancel_all, keep_running
+from services.common.process.periodic import Periodic
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +28,8 @@ KEPT_S = 4.0
 """Redis may postpone a write by two seconds when a sync is slow; a sync is due every second."""
 RESTORED_AFTER_S = 10.0
 _LOOK_S = 0.5
+_LOOK_DEADLINE_S = 120.0
+"""Long enough for everything to be repeated. A look that breaks off is made up for by the next."""
 _MOST_BYTES = 256 << 20
 
 
@@ -61,13 +62,13 @@ class RedoLog:
         self._run_id = ""
         self._restarted_at: float | None = None
         self._repeating = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
+        self._looks = Periodic("watch for restarts of Redis", _LOOK_S, self._look, _LOOK_DEADLINE_S)
 
     async def start(self) -> None:
-        self._task = keep_running(self._watch(), name="redo log")
+        self._looks.start()
 
     async def stop(self) -> None:
-        await cancel_all([self._task])
+        await self._looks.stop()
 
     async def perform(
         self,
@@ -99,14 +100,6 @@ class RedoLog:
             return
         if asyncio.get_running_loop().time() - self._restarted_at < RESTORED_AFTER_S:
             raise Unavailable("the state store has just restarted; try again in a moment")
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                await self._look()
-            except (RedisError, OSError) as error:
-                log.debug("Redis does not answer: %s", error)
-            await asyncio.sleep(_LOOK_S)
 
     async def _look(self) -> None:
         """Repeats the last writes when Redis is another process than before; else forgets old ones."""

@@ -15,7 +15,8 @@ from redis.exceptions import RedisError
 
 from services.common.contract import ids
 from services.common.process import failpoints
-from services.common.process.tasks import cancel_all, keep_running
+from services.common.process.periodic import Periodic
+from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.gateway.cluster.discovery import Discovery
@@ -31,6 +32,7 @@ from tinsmith.v1 import operation_pb2
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 2.0
+_SWEEP_DEADLINE_S = 60.0
 _SWEEP_CONCURRENCY = 32
 
 
@@ -71,7 +73,7 @@ class Dispatcher:
         self._runners: dict[str, ModelRunner] = {}
         self._leading: dict[str, asyncio.Task[None]] = {}
         self._held_elsewhere: dict[str, float] = {}
-        self._sweeper: asyncio.Task[None] | None = None
+        self._sweeps = Periodic("dispatch sweep", _SWEEP_S, self._sweep, _SWEEP_DEADLINE_S)
         self._running = False
 
     async def start(self) -> None:
@@ -79,12 +81,12 @@ class Dispatcher:
         self._running = True
         self._leases.start()
         self._subscription.start()
-        self._sweeper = keep_running(self._keep_sweeping(), name="dispatch sweep")
+        self._sweeps.start()
 
     async def stop(self) -> None:
         """Stops dispatching and gives all leases back; pending operations stay in the journal."""
         self._running = False
-        await cancel_all([self._sweeper])
+        await self._sweeps.stop()
         await cancel_all(self._leading.values())
         await self._subscription.stop()
         await self._leases.stop()
@@ -204,14 +206,6 @@ class Dispatcher:
     async def _session_finished(self, model_id: str) -> bool:
         session = await self._sessions.get(ids.session_of(model_id))
         return session is not None and session.finished
-
-    async def _keep_sweeping(self) -> None:
-        while True:
-            try:
-                await self._sweep()
-            except (RedisError, OSError) as error:
-                log.warning("could not look for models with work, trying again: %s", error)
-            await asyncio.sleep(_SWEEP_S)
 
     async def _sweep(self) -> None:
         """Takes over models with work that nobody leads, and forgets those without."""

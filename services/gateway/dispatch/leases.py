@@ -15,7 +15,7 @@ from collections.abc import Callable
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from services.common.process.tasks import cancel_all, keep_running
+from services.common.process.periodic import Periodic
 from services.common.state import keys
 from services.common.state.scripts import Script
 
@@ -56,14 +56,14 @@ class Leases:
         self._acquire = Script(client, "acquire_lease")
         self._renew = Script(client, "renew_lease")
         self._held: dict[str, Lease] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._renewals = Periodic("lease renewal", ttl / 3, self._renew_all, deadline=ttl)
 
     def start(self) -> None:
-        self._task = keep_running(self._keep_renewing(), name="lease renewal")
+        self._renewals.start()
 
     async def stop(self) -> None:
         """Gives all leases back."""
-        await cancel_all([self._task])
+        await self._renewals.stop()
         await asyncio.gather(*(self.release(lease) for lease in list(self._held.values())))
 
     async def acquire(self, model_id: str, only_with_work: bool = False) -> Lease | float | None:
@@ -111,10 +111,8 @@ class Leases:
         except RedisError as error:
             log.warning("could not give back the lease on %s, it will expire: %s", lease.model_id, error)
 
-    async def _keep_renewing(self) -> None:
-        while True:
-            await asyncio.sleep(self._ttl / 3)
-            await asyncio.gather(*(self._renew_one(lease) for lease in list(self._held.values())))
+    async def _renew_all(self) -> None:
+        await asyncio.gather(*(self._renew_one(lease) for lease in list(self._held.values())))
 
     async def _renew_one(self, lease: Lease) -> None:
         loop = asyncio.get_running_loop()

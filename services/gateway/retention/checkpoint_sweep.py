@@ -12,10 +12,8 @@ import logging
 import time
 
 import redis.asyncio
-from redis.exceptions import RedisError
 
-from services.common.contract.errors import TinsmithError
-from services.common.process.tasks import cancel_all, keep_running
+from services.common.process.periodic import Periodic
 from services.common.state import keys
 from services.common.storage.base import Key
 from services.gateway.checkpoints.files import CheckpointFiles
@@ -25,7 +23,12 @@ from services.gateway.retention.sweep_lease import SweepLease
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 5.0
+_SWEEP_DEADLINE_S = 600.0
+_CLEAN_LOOK_S = 60.0
 _CLEAN_S = 24 * 3600.0
+"""From the end of one cleaning to the next, of whichever gateway."""
+_CLEAN_DEADLINE_S = 6 * 3600.0
+"""So long after a cleaning that broke off there is another."""
 _AT_ONCE = 200
 _AGAIN_S = 60.0
 """Files that could not be removed are tried again after this long."""
@@ -40,25 +43,24 @@ class CheckpointSweep:
         self._store = store
         self._files = files
         self._lease = SweepLease(client, keys.CHECKPOINT_SWEEP_LEASE, gateway_id)
-        self._cleaned = time.monotonic()
-        self._task: asyncio.Task[None] | None = None
+        self._redis = client
+        self._sweeps = Periodic("checkpoint sweep", _SWEEP_S, self._sweep_if_due, _SWEEP_DEADLINE_S)
+        self._cleanings = Periodic(
+            "cleaning of the checkpoint storage", _CLEAN_LOOK_S, self._clean_if_due, _CLEAN_DEADLINE_S
+        )
 
     async def start(self) -> None:
         """Begins to sweep."""
-        self._task = keep_running(self._keep_sweeping(), name="checkpoint sweep")
+        self._sweeps.start()
+        self._cleanings.start()
 
     async def stop(self) -> None:
-        await cancel_all([self._task])
+        await self._sweeps.stop()
+        await self._cleanings.stop()
 
-    async def _keep_sweeping(self) -> None:
-        while True:
-            try:
-                if await self._lease.take():
-                    await self.sweep()
-                    await self._clean()
-            except (RedisError, OSError, TinsmithError) as error:
-                log.warning("could not remove what expired, trying again: %s", error)
-            await asyncio.sleep(_SWEEP_S)
+    async def _sweep_if_due(self) -> None:
+        if await self._lease.take():
+            await self.sweep()
 
     async def sweep(self) -> None:
         """Looks once at every version that is due."""
@@ -89,8 +91,10 @@ class CheckpointSweep:
         else:
             await self._store.look_again(key, time.time() + again)
 
-    async def _clean(self) -> None:
+    async def _clean_if_due(self) -> None:
         """Has the storage let go, once a day, of what saves that broke off left behind."""
-        if time.monotonic() - self._cleaned > _CLEAN_S:
-            self._cleaned = time.monotonic()
-            await asyncio.to_thread(self._files.storage.clean)
+        mark = keys.CHECKPOINT_CLEANING
+        if not await self._redis.set(mark, "", nx=True, px=round(_CLEAN_DEADLINE_S * 1000)):
+            return
+        await asyncio.to_thread(self._files.storage.clean)
+        await self._redis.pexpire(mark, round(_CLEAN_S * 1000))

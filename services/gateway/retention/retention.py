@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import Gone, ModelBusy, TinsmithError
-from services.common.process.tasks import cancel_all, keep_running
+from services.common.process.periodic import Periodic
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.journal_records import Closing, error_result
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 _CONCURRENCY = 8
 _MOST_SESSIONS = 1000
 _CALL_S = 120.0
+_DEADLINE_S = 600.0
+"""Of a sweep; the next one makes up for what it did not come to."""
 _SETTLED_S = 2.0
 """By then every gateway has seen that a session is over, and accepts nothing more for it."""
 
@@ -83,23 +85,18 @@ class Retention:
         self._sampling_sessions = stores.sampling_sessions
         self._lease = SweepLease(client, keys.RETENTION_LEASE, gateway_id)
         self._slots = asyncio.Semaphore(_CONCURRENCY)
-        self._task: asyncio.Task[None] | None = None
+        self._sweeps = Periodic("retention sweep", settings.sweep, self._sweep_if_due, _DEADLINE_S)
 
     async def start(self) -> None:
         """Begins to sweep."""
-        self._task = keep_running(self._keep_sweeping(), name="retention sweep")
+        self._sweeps.start()
 
     async def stop(self) -> None:
-        await cancel_all([self._task])
+        await self._sweeps.stop()
 
-    async def _keep_sweeping(self) -> None:
-        while True:
-            try:
-                if await self._lease.take():
-                    await self.sweep(time.time())
-            except (RedisError, OSError) as error:
-                log.warning("could not look after unused sessions, trying again: %s", error)
-            await asyncio.sleep(self._settings.sweep)
+    async def _sweep_if_due(self) -> None:
+        if await self._lease.take():
+            await self.sweep(time.time())
 
     async def sweep(self, now: float) -> None:
         """Looks once at every session and model that may hold something without need."""

@@ -19,7 +19,8 @@ from redis.exceptions import RedisError
 from services.common.contract import errors, ids
 from services.common.contract.errors import Internal, NotFound, Overloaded, TinsmithError, Unavailable
 from services.common.process import failpoints
-from services.common.process.tasks import cancel_all, keep_running
+from services.common.process.periodic import Periodic
+from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal_records import Accepted
 from services.common.state.registry import TTL_S
@@ -39,6 +40,7 @@ from tinsmith.v1 import operation_pb2, sampler_pb2
 log = logging.getLogger(__name__)
 
 _AUDIT_S = 3.0
+_AUDIT_DEADLINE_S = 60.0
 _SESSION_AGAIN_S = 0.2
 _LOOK_AGAIN_S = 60.0
 _CACHE_S = 3600.0
@@ -101,20 +103,20 @@ class SampleDispatcher:
         self._missing_since: dict[str, float] = {}
         self._unknown_since: dict[str, float] = {}
         self._dispatching = False
-        self._auditor: asyncio.Task[None] | None = None
+        self._audits = Periodic("sample audit", _AUDIT_S, self._audit, _AUDIT_DEADLINE_S)
 
     async def start(self) -> None:
         """Starts dispatching; samples that an earlier start of this gateway left are run too."""
         await self._journal.join(self._gateway_id)
         self._dispatching = True
         self._cancellations.start()
-        self._auditor = keep_running(self._keep_auditing(), name="sample audit")
+        self._audits.start()
 
     async def stop(self) -> None:
         """Stops dispatching; unfinished samples stay listed, for another gateway or the next start."""
         self._dispatching = False
         await self._cancellations.stop()
-        await cancel_all([self._auditor])
+        await self._audits.stop()
         await cancel_all(self._running.values())
 
     def submit(self, accepted: Accepted, request: sampler_pb2.SampleRequest) -> None:
@@ -265,14 +267,6 @@ class SampleDispatcher:
     def _resize(self) -> None:
         for base_model, slots in self._slots_of.items():
             slots.resize(self._capacity(base_model))
-
-    async def _keep_auditing(self) -> None:
-        while True:
-            try:
-                await self._audit()
-            except (RedisError, OSError) as error:
-                log.warning("could not look for samples left over, trying again: %s", error)
-            await asyncio.sleep(_AUDIT_S)
 
     async def _audit(self) -> None:
         """Starts what is on this gateway's list and not running, stops what is no longer on it, and takes

@@ -59,13 +59,12 @@ async def test_a_gateway_that_dies_loses_its_models_when_its_lease_ends(
         await dying.accept(batch(1), step(2))
         await asyncio.sleep(0.1)
         # Nothing of it goes on: neither its calls nor the renewal of its lease, which stays behind.
-        for task in [*dying.dispatcher._leading.values(), dying.dispatcher._leases._task]:
-            assert task is not None
-            monkeypatch.setattr(dying.dispatcher._leases, "release", _nothing)
+        monkeypatch.setattr(dying.dispatcher._leases, "release", _nothing)
+        for task in dying.dispatcher._leading.values():
             task.cancel()
-        dying.dispatcher._stopping = True
-        assert dying.dispatcher._sweeper is not None
-        dying.dispatcher._sweeper.cancel()
+        dying.dispatcher._running = False
+        await dying.dispatcher._leases._renewals.stop()
+        await dying.dispatcher._sweeps.stop()
         other = await gateway_on("gateway-1", ttl=1.0)
         await other.accept(batch(3))
         trainer.gate.set()

@@ -1,0 +1,100 @@
+"""Work that a process does again and again in the background.
+
+Invariants: a step never overlaps itself, and none is waited for longer than its deadline. A step that fails
+is counted and followed by the next one; the first failure of a streak is logged, and so is its end. Only
+cancellation and what no later step would be spared end the work, the latter with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from services.common.contract.errors import TinsmithError
+from services.common.process.tasks import cancel_all, keep_running
+
+log = logging.getLogger(__name__)
+
+_EXPECTED = (TinsmithError, RedisError, OSError)
+"""What the world does to a step. Anything else is a mistake of the program, and is logged with its place."""
+
+
+@dataclass
+class Counts:
+    """How a work went so far.
+
+    Attributes:
+        runs: steps that began.
+        failures: those that failed.
+        streak: those that failed since one did not.
+    """
+
+    runs: int = 0
+    failures: int = 0
+    streak: int = 0
+
+
+class Periodic:
+    """One step, repeated from `start` to `stop`.
+
+    Args:
+        name: of the work, for the log.
+        seconds: between the end of a step and the begin of the next one. The first begins at once.
+        step: what to do.
+        deadline: seconds after which a step is cancelled, and has failed.
+
+    Attributes:
+        counts: of all steps.
+    """
+
+    def __init__(
+        self, name: str, seconds: float, step: Callable[[], Awaitable[object]], deadline: float
+    ) -> None:
+        self.name = name
+        self.counts = Counts()
+        self._seconds = seconds
+        self._step = step
+        self._deadline = deadline
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = keep_running(self._repeat(), name=self.name)
+
+    async def stop(self) -> None:
+        """Returns when no step runs any more. Without effect before `start`."""
+        await cancel_all([self._task])
+
+    async def _repeat(self) -> None:
+        while True:
+            await self._once()
+            await asyncio.sleep(self._seconds)
+
+    async def _once(self) -> None:
+        self.counts.runs += 1
+        limit = asyncio.timeout(self._deadline)
+        try:
+            async with limit:
+                await self._step()
+        except MemoryError:
+            raise
+        except Exception as error:
+            self.counts.failures += 1
+            self.counts.streak += 1
+            if self.counts.streak == 1:
+                why = f"it took longer than {self._deadline:g} s" if limit.expired() else str(error)
+                place = None if isinstance(error, _EXPECTED) else error
+                log.warning(
+                    "%s failed, again in %g s: %s",
+                    self.name,
+                    self._seconds,
+                    why or repr(error),
+                    exc_info=place,
+                )
+            return
+        if self.counts.streak:
+            log.info("%s works again, after %d failures", self.name, self.counts.streak)
+            self.counts.streak = 0
