@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from services.common.contract.errors import Internal, TinsmithError
 from services.common.process import logs
 from services.common.process.process import setup_process, wait_for_signal
-from services.common.state import redis_client
+from services.common.state import known_models, redis_client
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
@@ -39,6 +39,7 @@ async def run(config: GatewayConfig) -> None:
         client = redis_client.connect(config.redis_url)
         cleanup.push_async_callback(client.aclose)
         await client.ping()
+        await known_models.configure(client, config.base_models)
         data = DataDir(config.data_dir)
         storage = connect(config.checkpoint_store, data)
         gateway = Gateway(

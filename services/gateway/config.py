@@ -14,6 +14,7 @@ from pathlib import Path
 
 from services.common.contract.errors import InvalidRequest
 from services.common.state.journal_records import JournalLimits
+from services.common.state.known_models import EXAMPLE, Configured, parse_configured
 from services.common.storage.location import check_location
 from services.gateway.retention.plan import RetentionSettings
 
@@ -36,6 +37,7 @@ class GatewayConfig:
         redis_url: where all state is.
         retention: when silent sessions let go of what they hold.
         journal: bounds of each model's journal in Redis.
+        base_models: those that are to be waited for, also before anything of them was ever there.
     """
 
     id: str
@@ -48,6 +50,7 @@ class GatewayConfig:
     redis_url: str
     retention: RetentionSettings
     journal: JournalLimits
+    base_models: tuple[Configured, ...] = ()
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> GatewayConfig:
@@ -73,6 +76,9 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
     limits = JournalLimits()
     add("--pending-bytes", str(limits.pending_bytes), "most bytes of a model's requests that wait to run")
     add("--journal-bytes", str(limits.journal_bytes), "most bytes of a model's requests kept for a replay")
+    add(
+        "--base-models", "", f"base models to wait for, also before they loaded for the first time: {EXAMPLE}"
+    )
     options = parser.parse_args(argv)
     redis_url = environment.get(REDIS_URL_VARIABLE, "")
     if not redis_url:
@@ -101,6 +107,10 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         if not text.isdigit() or int(text) < 1:
             parser.error(f"--{name.replace('_', '-')} must be a number of bytes, at least 1, not {text!r}")
         sizes[name] = int(text)
+    try:
+        base_models = parse_configured(options.base_models)
+    except InvalidRequest as error:
+        parser.error(f"--base-models: {error.message}")
     data_dir = Path(options.data_dir)
     return GatewayConfig(
         id=options.id,
@@ -113,5 +123,6 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
             park_after=silence["session_park_after"], end_after=silence["session_end_after"]
         ),
         journal=JournalLimits(**sizes),
+        base_models=base_models,
         **ports,
     )

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from services.common.contract.errors import InvalidRequest, TinsmithError
+from services.common.contract.errors import InvalidRequest, TinsmithError, Unavailable
 from services.common.storage.data_dir import DataDir
 
 _DESCRIPTION = """\
@@ -46,14 +46,23 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     status = commands.add_parser("status", help="processes, models, versions and queue depths of a cluster")
-    status.add_argument("--data-dir", type=Path, default=_DATA_DIR, help="as given to `up` (default: ./data)")
-    status.add_argument("--redis-url", help="ask this Redis instead of the data directory's")
+    _add_cluster(status)
     status.add_argument("--json", action="store_true", help="print JSON")
-    models = commands.add_parser("models", help="make models").add_subparsers(
+    models = commands.add_parser("models", help="make models, and end serving one").add_subparsers(
         dest="kind", required=True, metavar="KIND"
     )
     _add_tiny(models.add_parser("tiny", help="a tiny random Qwen3 with tokenizer and chat template"))
+    retire = models.add_parser("retire", help="a base model is served no more: requests for it are refused")
+    retire.add_argument("name", metavar="NAME", help="what SDK users pass as base_model")
+    _add_cluster(retire)
     return parser
+
+
+def _add_cluster(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--data-dir", type=Path, default=_DATA_DIR, help="as given to `up` (default: ./data)"
+    )
+    command.add_argument("--redis-url", help="ask this Redis instead of the data directory's")
 
 
 def _add_up(up: argparse.ArgumentParser) -> None:
@@ -211,6 +220,23 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> int:
+    return {"tiny": _tiny, "retire": _retire}[args.kind](args)
+
+
+def _retire(args: argparse.Namespace) -> int:
+    from services.gateway import retire
+
+    data = DataDir(args.data_dir.resolve())
+    url = args.redis_url or os.environ.get("TINSMITH_REDIS_URL")
+    if not url:
+        if not data.redis_url.exists():
+            raise Unavailable(f"no cluster runs on {data.root} (no {data.redis_url}); use --redis-url")
+        url = data.redis_url.read_text()
+    retire.run(url, args.name)
+    return 0
+
+
+def _tiny(args: argparse.Namespace) -> int:
     # transformers imports DeepSpeed, which would otherwise warn that there is no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from transformers.utils import logging

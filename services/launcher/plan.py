@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from services.common.contract.errors import InvalidRequest
+from services.common.state.known_models import Configured
 from services.common.storage.location import check_location
 from services.launcher.placement import Place, places
 
@@ -163,9 +166,17 @@ def _gateway(options: Options, index: int) -> Process:
         *(sys.executable, "-m", "services.gateway", "--id", name, "--host", "127.0.0.1"),
         *("--port", str(options.port), "--grpc-port", str(options.grpc_port)),
         *("--data-dir", str(options.data_dir)),
+        *("--base-models", _base_models(options)),
         *_store(options),
     )
     return Process(name, argv, announces=("gateway", name))
+
+
+def _base_models(options: Options) -> str:
+    """What gateways wait for, also while it loads for the first time."""
+    sampled = options.samplers > 0
+    models = [Configured(name=model.name, sampled=sampled) for model in options.models]
+    return msgspec.json.encode(models).decode()
 
 
 def _trainer(

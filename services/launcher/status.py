@@ -19,7 +19,6 @@ from services.common.process import rpc
 from services.common.state import redis_client, registry
 from services.common.storage.data_dir import DataDir
 from services.launcher import machine
-from services.launcher.up import redis_url_file
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 _RPC_TIMEOUT_S = 3.0
@@ -28,7 +27,7 @@ _RPC_TIMEOUT_S = 3.0
 async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
     """{"processes": [...], "services": [...]}; "error" when Redis cannot be asked."""
     report: dict[str, Any] = {"processes": _processes(data), "services": []}
-    file = redis_url_file(data)
+    file = data.redis_url
     url = redis_url or (file.read_text() if file.exists() else None)
     if url is None:
         report["error"] = f"no cluster runs on {data.root} (no {file})"

@@ -57,10 +57,9 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
     stop = asyncio.create_task(wait_for_signal(), name="signals")
     supervisor = Supervisor(data.logs, dict(os.environ) | {"PYTHONUNBUFFERED": "1"})
     progress = Progress(data.logs, verbose)
-    url_file = redis_url_file(data)
     try:
         url = redis_url or await _start_redis(supervisor, data, options.redis_appendfsync)
-        _write_secret(url_file, url)
+        _write_secret(data.redis_url, url)
         supervisor.add_environment(TINSMITH_REDIS_URL=url)
         client = redis_client.connect(url)
         await _wait_for_redis(client, supervisor)
@@ -81,7 +80,7 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
     finally:
         progress.note("stopping: finishing what was accepted (Ctrl-C again to stop at once)")
         await _stop(supervisor)
-        url_file.unlink(missing_ok=True)
+        data.redis_url.unlink(missing_ok=True)
         (data.run / "redis-0.pid").unlink(missing_ok=True)
         progress.note("stopped")
 
@@ -144,11 +143,6 @@ async def _watch(supervisor: Supervisor, progress: Progress, stop: asyncio.Task[
         supervisor.raise_failure()
         progress.follow()
         await asyncio.wait({stop}, timeout=_POLL_S)
-
-
-def redis_url_file(data: DataDir) -> Path:
-    """File that tells `tinsmith status` where the running cluster's Redis is; readable by the owner only."""
-    return data.run / "redis_url"
 
 
 def api_key(path: Path) -> str:

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import grpc
-import msgspec
 import pytest
 import redis
 import tinker
 from tinker import APIFuture, types
 
-from services.common.state import keys
 from services.common.state.registry import ServiceRecord
+from tests.announced import find
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
@@ -43,8 +42,7 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 120) -> None:
 def record(cluster: Cluster, name: str) -> ServiceRecord | None:
     """What a sampler announces."""
     with redis.Redis.from_url((cluster.data_dir / "run" / "redis_url").read_text().strip()) as client:
-        raw = client.get(keys.service("sampler", name))
-    return None if raw is None else msgspec.json.decode(raw, type=ServiceRecord)
+        return find(client, "sampler", name)
 
 
 def status(cluster: Cluster, name: str) -> sampler_pb2.GetSamplerStatusResponse:

@@ -7,14 +7,13 @@ from types import TracebackType
 from typing import Any
 
 import grpc
-import msgspec
 import numpy as np
 import redis
 
 from services.common import weights
 from services.common.contract import tensors
-from services.common.state import keys
 from services.common.state.registry import ServiceRecord
+from tests.announced import announce, withdraw
 from tests.component.trainer_world import BASE_MODEL
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
@@ -43,14 +42,13 @@ class Receiver(sampler_pb2_grpc.SamplerServiceServicer):
         record = ServiceRecord(
             kind="sampler", id=self._name, address=f"127.0.0.1:{self._port}", base_model=BASE_MODEL
         )
-        self._redis.sadd(keys.services("sampler"), self._name)
-        self._redis.set(keys.service("sampler", self._name), msgspec.json.encode(record), ex=120)
+        announce(self._redis, record, 120)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._redis.delete(keys.service("sampler", self._name))
+        withdraw(self._redis, "sampler", self._name)
         self.vanish()
 
     def vanish(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.announced import find
 from tests.component.own_redis import redis_server
 from tests.component.trainer_world import (
     TrainedModel,
@@ -114,7 +115,7 @@ def test_sigterm_drains_and_leaves_nothing_behind(redis_url: str, model_dir: Pat
         assert time.monotonic() - started < 25
         assert alive(processes, 1) == []
         assert list((tmp_path / "run").iterdir()) == []
-        assert world.redis.get(world.key) is None
+        assert find(world.redis, "trainer", world.name) is None
         error = call.exception()
         if error is not None:
             assert isinstance(error, grpc.RpcError)

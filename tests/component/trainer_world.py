@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -25,6 +24,7 @@ from services.common.state.registry import ServiceRecord
 from services.launcher.machine import free_port
 from services.launcher.tiny_model import make_tiny_model
 from services.trainer.world.launch import launch_command
+from tests.announced import find
 from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc, types_pb2
 
 BASE_MODEL = "tinsmith/tiny"
@@ -139,7 +139,7 @@ class TrainerWorld:
         self.data_dir = data_dir
         self.ranks = ranks
         name = f"trainer-{next(_trainer)}"
-        self.key = keys.service("trainer", name)
+        self.name = name
         args = ["--model", f"{BASE_MODEL}={model_dir}", "--device", "cpu", "--data-dir", str(data_dir)]
         args += ["--id", name, "--zero-stage", str(zero_stage), *flags]
         environment = {**os.environ, "TINSMITH_REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
@@ -150,12 +150,11 @@ class TrainerWorld:
 
     def _wait_until_announced(self, seconds: float) -> ServiceRecord:
         deadline = time.monotonic() + seconds
-        while (raw := self.redis.get(self.key)) is None:
+        while (record := find(self.redis, "trainer", self.name)) is None:
             assert self.process.poll() is None, f"the world exited with {self.process.returncode}"
             assert time.monotonic() < deadline, "the world did not become ready"
             time.sleep(0.1)
-        assert isinstance(raw, bytes)
-        return msgspec.json.decode(raw, type=ServiceRecord)
+        return record
 
     def send(
         self, operation: operation_pb2.Operation, after: int | None = None, epoch: int = EPOCH

@@ -43,6 +43,16 @@ def test_the_gateway_understands_its_command_line() -> None:
     assert ports == {"http": settings.port, "grpc": settings.grpc_port}
 
 
+def test_gateways_are_told_which_base_models_there_are() -> None:
+    from services.common.state.known_models import Configured
+    from services.gateway import config
+
+    models = [{"name": 'org/a"b', "path": "x", "id": "a"}, {"name": "org/c", "path": "y"}]
+    (gateway,) = workloads(render({"models": models}), "gateway")
+    told = config.parse(arguments(gateway)).base_models
+    assert told == (Configured(name='org/a"b'), Configured(name="org/c"))
+
+
 def test_the_trainer_understands_its_command_line_and_advertises_the_address_of_its_pod() -> None:
     from services.trainer import config
 

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-import msgspec
 import psutil
 
 from services.common.process import failpoints
-from services.common.state import keys, registry
+from services.common.state import registry
+from tests.announced import announced
 from tests.cluster.conftest import Cluster, free_port, start_cluster, stop_cluster
 from tests.robustness.oracle import MICRO_BATCH_TOKENS
 from tests.robustness.proxy import Wire
@@ -86,13 +86,10 @@ class World:
 
     def records(self) -> list[registry.ServiceRecord]:
         """Services that are announced; none while Redis is away."""
-        found = []
+        found: list[registry.ServiceRecord] = []
         try:
             for kind in registry.KINDS:
-                for member in self.redis.client.smembers(keys.services(kind)):
-                    raw = self.redis.client.get(keys.service(kind, member.decode()))
-                    if raw is not None:
-                        found.append(msgspec.json.decode(raw, type=registry.ServiceRecord))
+                found += announced(self.redis.client, kind)
         except Exception:
             return []
         return found

@@ -24,12 +24,14 @@ class TinsmithError(Exception):
         code: stable machine-readable reason; the class's own unless given.
         http_status: HTTP status of the error.
         grpc_status: name of the `grpc.StatusCode` of the error.
+        retry_after: seconds after which the same request may succeed; 0 = it will not.
     """
 
     category: ClassVar[Category] = "server"
     default_code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"
+    retry_after: ClassVar[int] = 0
 
     def __init__(self, message: str, code: str | None = None) -> None:
         if len(message) > MESSAGE_CHARS:
@@ -96,6 +98,7 @@ class Overloaded(TinsmithError):
     default_code = "overloaded"
     http_status = 429
     grpc_status = "RESOURCE_EXHAUSTED"
+    retry_after = 1
 
 
 class Cancelled(TinsmithError):
@@ -117,6 +120,20 @@ class Unavailable(TinsmithError):
     default_code = "unavailable"
     http_status = 503
     grpc_status = "UNAVAILABLE"
+    retry_after = 1
+
+
+class Starting(TinsmithError):
+    """What the request needs to know first comes up when a model has loaded, which may take minutes.
+
+    Over HTTP 429: after it the SDK repeats a sample without end, and what it repeats ten times lasts, with
+    these pauses, for as long as a model loads.
+    """
+
+    default_code = "starting"
+    http_status = 429
+    grpc_status = "UNAVAILABLE"
+    retry_after = 30
 
 
 class DeadlineExceeded(TinsmithError):
@@ -193,6 +210,7 @@ _CLASSES: tuple[type[TinsmithError], ...] = (
     Overloaded,
     Cancelled,
     Unavailable,
+    Starting,
     DeadlineExceeded,
     ModelNotResident,
     ModelBusy,

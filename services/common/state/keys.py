@@ -1,6 +1,6 @@
 """Names of all Redis keys.
 
-Invariant: keys that one script touches share a hash tag ({model id} or {sampling session id}),
+Invariant: keys that one script touches share a hash tag ({model id}, {sampling session id} or {services}),
 so every script runs on one slot of a Redis Cluster.
 """
 
@@ -37,6 +37,8 @@ CHECKPOINT_CLEANING = f"{PREFIX}:checkpoint-cleaning"
 """There while the checkpoint storage is being cleaned, and for a while after that."""
 DOWNLOAD_SECRET = f"{PREFIX}:download-secret"
 """Key of the signatures of download URLs."""
+BASE_MODELS = f"{PREFIX}:{{services}}:base-models"
+"""Hash of what is known of the base models: "<part>:<name>" -> JSON (known_models.py)."""
 SAMPLE_GATEWAYS = f"{PREFIX}:sample-gateways"
 """Set of gateway ids that may have unfinished samples."""
 
@@ -162,13 +164,13 @@ def gateway_samples(gateway_id: str) -> str:
 
 
 def services(kind: str) -> str:
-    """Set of ids ever announced of a kind of service."""
-    return f"{PREFIX}:services:{kind}"
+    """Hash id -> record of the services of a kind that were announced of late."""
+    return f"{PREFIX}:{{services}}:{kind}"
 
 
-def service(kind: str, service_id: str) -> str:
-    """Record of one live service; expires when it is not refreshed."""
-    return f"{PREFIX}:service:{kind}:{{{service_id}}}"
+def services_seen(kind: str) -> str:
+    """Sorted set of their ids, by when they were last announced (ms, the clock of Redis)."""
+    return f"{PREFIX}:{{services}}:{kind}:seen"
 
 
 def weight_epoch(base_model: str) -> str:

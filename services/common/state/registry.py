@@ -1,6 +1,8 @@
-"""Which services are alive: each announces itself in Redis under a key that expires.
+"""Which services are alive: each announces itself in Redis again and again.
 
-Invariant: a service that stopped refreshing its record is gone from `live` after TTL_S seconds.
+Invariants: a service that stopped announcing itself is in no answer after TTL_S seconds, and leaves Redis
+when another one of its kind announces itself. What a trainer or sampler says of its base model stays known. A
+record that another version of this program wrote is passed over, and counted.
 """
 
 from __future__ import annotations
@@ -8,18 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.process.tasks import cancel_all, keep_running
-from services.common.state import keys
+from services.common.state import keys, known_models
+from services.common.state.known_models import Facts, KnownModel
+from services.common.state.scripts import Script
 
 log = logging.getLogger(__name__)
 
 KINDS = ("gateway", "trainer", "sampler")
-TTL_S = 10
+TTL_S = 10.0
 REFRESH_S = 3.0
 
 
@@ -63,50 +69,118 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class View:
+    """What is announced at one moment.
+
+    Attributes:
+        services: the live services of each kind that was asked for, by id.
+        base_models: every base model that is known, also retired ones, by name.
+        undecodable: records that another version wrote.
+    """
+
+    services: Mapping[str, Sequence[ServiceRecord]]
+    base_models: Mapping[str, KnownModel]
+    undecodable: int = 0
+
+
+class Registry:
+    """The services and base models of one Redis."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._redis = client
+        self._announce = Script(client, "announce")
+        self._look = Script(client, "look_services")
+
+    async def announce(self, record: ServiceRecord) -> None:
+        """Has a service be alive for TTL_S seconds from now."""
+        kind, name = record.kind, record.base_model
+        await self._announce(
+            [keys.services(kind), keys.services_seen(kind), keys.BASE_MODELS],
+            record.id,
+            msgspec.json.encode(record),
+            round(TTL_S * 1000),
+            known_models.field(kind, name) if name else "",
+            msgspec.json.encode(facts(record)),
+            known_models.retired_field(name),
+        )
+
+    async def withdraw(self, kind: str, service_id: str) -> None:
+        """Has a service be alive no more."""
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.hdel(keys.services(kind), service_id)
+            pipeline.zrem(keys.services_seen(kind), service_id)
+            await pipeline.execute()
+
+    async def look(self, *kinds: str) -> View:
+        """What is announced now, of these kinds or of all. One round trip."""
+        kinds = kinds or KINDS
+        names = [name for kind in kinds for name in (keys.services(kind), keys.services_seen(kind))]
+        flat: list[bytes]
+        raw: list[list[bytes]]
+        flat, *raw = await self._look([keys.BASE_MODELS, *names], round(TTL_S * 1000))
+        base_models, undecodable = known_models.parse(dict(zip(flat[::2], flat[1::2], strict=True)))
+        services: dict[str, list[ServiceRecord]] = {}
+        for kind, found in zip(kinds, raw, strict=True):
+            decoded = [_decode(one) for one in found]
+            records = [record for record in decoded if record is not None]
+            services[kind] = sorted(records, key=lambda record: record.id)
+            undecodable += len(decoded) - len(records)
+        return View(services, base_models, undecodable)
+
+
+def facts(record: ServiceRecord) -> Facts:
+    """What a trainer or sampler says that stays known."""
+    return Facts(
+        model_path=record.model_path,
+        arch=record.arch,
+        vocab_size=record.vocab_size,
+        context_length=record.context_length,
+        max_lora_rank=record.max_lora_rank,
+        max_sequences=record.max_sequences,
+    )
+
+
 class Announcer:
     """Keeps one service's record alive."""
 
     def __init__(self, client: redis.asyncio.Redis, record: ServiceRecord) -> None:
-        self._redis = client
+        self._registry = Registry(client)
         self.record = record
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Announces and keeps announcing. The first announcement must succeed."""
-        await self._announce()
+        await self._registry.announce(self.record)
         self._task = keep_running(self._keep_announcing(), name="announcer")
 
     async def update(self, record: ServiceRecord) -> None:
         """Replaces the record at once (for example by one whose state is "draining")."""
         self.record = record
-        await self._announce()
+        await self._registry.announce(record)
 
     async def stop(self) -> None:
         """Takes the record away."""
         await cancel_all([self._task])
-        await self._redis.delete(keys.service(self.record.kind, self.record.id))
-
-    async def _announce(self) -> None:
-        record = self.record
-        await self._redis.set(keys.service(record.kind, record.id), msgspec.json.encode(record), ex=TTL_S)
-        await self._redis.sadd(keys.services(record.kind), record.id)
+        await self._registry.withdraw(self.record.kind, self.record.id)
 
     async def _keep_announcing(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
-                await self._announce()
+                await self._registry.announce(self.record)
             except RedisError as error:
-                # The record expires meanwhile, which is what others should see.
+                # The record grows old meanwhile, which is what others should see.
                 log.warning("could not announce %s, trying again: %s", self.record.id, error)
 
 
-async def live(client: redis.asyncio.Redis, kind: str) -> list[ServiceRecord]:
+async def live(client: redis.asyncio.Redis, kind: str) -> Sequence[ServiceRecord]:
     """Records of the live services of a kind, by id."""
-    members = sorted(_text(member) for member in await client.smembers(keys.services(kind)))
-    found = [await client.get(keys.service(kind, member)) for member in members]
-    return [msgspec.json.decode(raw, type=ServiceRecord) for raw in found if raw is not None]
+    return (await Registry(client).look(kind)).services[kind]
 
 
-def _text(value: bytes | str) -> str:
-    return value if isinstance(value, str) else value.decode()
+def _decode(raw: bytes) -> ServiceRecord | None:
+    try:
+        return msgspec.json.decode(raw, type=ServiceRecord)
+    except msgspec.MsgspecError:
+        return None

@@ -40,6 +40,11 @@ class DataDir:
         return self.root / "redis"
 
     @property
+    def redis_url(self) -> Path:
+        """File that tells where the running cluster's Redis is; readable by the owner only."""
+        return self.run / "redis_url"
+
+    @property
     def checkpoints(self) -> Path:
         """Named checkpoints and exports, unless they are kept elsewhere."""
         return self.root / "checkpoints"

@@ -1,7 +1,7 @@
-"""The base models this cluster serves, as trainers and samplers announce them.
+"""The base models of this cluster as a gateway judges requests by them.
 
-Invariant: limits of a base model that was ever seen stay known, so a request is judged the same
-way while a trainer or sampler restarts.
+Invariant: what was ever configured or announced of a base model holds until an operator retires it, so a
+request is judged the same way by every gateway, whether or not a trainer or sampler is alive at that moment.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 import redis.asyncio
 
-from services.common.contract.errors import InvalidRequest, Unavailable
-from services.common.state import registry
-from services.common.state.registry import ServiceRecord
+from services.common.contract.errors import InvalidRequest, Starting
+from services.common.state.known_models import Facts, KnownModel
+from services.common.state.registry import Registry, View, facts
 
 _FRESH_S = 1.0
 _HUB_CACHE = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
@@ -30,31 +30,34 @@ class BaseModel:
     Attributes:
         name: what users pass as base_model.
         model_path: directory or hub id of weights and tokenizer.
-        arch: architecture name.
+        arch: architecture name. All but the name are empty or 0 until a trainer or sampler said them once.
         vocab_size: token ids are 0 .. vocab_size - 1.
         context_length: most tokens of a sequence.
         max_train_rank: largest LoRA rank its trainers take; 0 = no limit of their own.
         max_sample_rank: largest LoRA rank its samplers take; 0 = no limit of their own.
         max_samples: most sequences of one request that its samplers take; 0 = no limit of their own.
-        trainable: a trainer is alive.
-        sampleable: a sampler is alive.
+        trainable: it has a trainer, which may be away at present.
+        sampleable: it has a sampler, which may be away at present.
+        trainer_seen: a trainer said once what it takes; `sampler_seen`: the same.
     """
 
     name: str
-    model_path: str
-    arch: str
-    vocab_size: int
-    context_length: int
+    model_path: str = ""
+    arch: str = ""
+    vocab_size: int = 0
+    context_length: int = 0
     max_train_rank: int = 0
     max_sample_rank: int = 0
     max_samples: int = 0
     trainable: bool = False
     sampleable: bool = False
+    trainer_seen: bool = False
+    sampler_seen: bool = False
 
     @property
     def tokenizer_id(self) -> str:
         """What AutoTokenizer.from_pretrained takes: the hub id, also for a directory of the hub's
-        local cache, else the local directory."""
+        local cache, else the local directory; empty while neither is known."""
         for part in PurePath(self.model_path).parts:
             match = _HUB_CACHE.fullmatch(part)
             if match is not None:
@@ -62,90 +65,135 @@ class BaseModel:
         return self.model_path
 
 
-def merge(trainers: Iterable[ServiceRecord], samplers: Iterable[ServiceRecord]) -> dict[str, BaseModel]:
-    """Base models by name. Where processes differ in a limit, the smallest holds."""
-    found: dict[str, BaseModel] = {}
+def merge(view: View) -> dict[str, BaseModel]:
+    """Base models by name, without those that are retired.
 
-    def smallest(first: int, second: int) -> int:
-        return min(value for value in (first, second) if value) if first or second else 0
-
-    def add(record: ServiceRecord, trainer: bool) -> None:
-        model = found.get(record.base_model) or BaseModel(
-            record.base_model, record.model_path, record.arch, record.vocab_size, record.context_length
+    Where live processes of one kind differ in a limit, the smallest holds; while none is alive, what one
+    announced last.
+    """
+    training, sampling = _announced(view, "trainer"), _announced(view, "sampler")
+    return {
+        name: _base_model(
+            view.base_models.get(name) or KnownModel(name), training.get(name, []), sampling.get(name, [])
         )
-        model = replace(
-            model,
-            vocab_size=min(model.vocab_size, record.vocab_size),
-            context_length=min(model.context_length, record.context_length),
-        )
-        if trainer:
-            rank = smallest(model.max_train_rank, record.max_lora_rank)
-            model = replace(model, trainable=True, max_train_rank=rank)
-        else:
-            rank = smallest(model.max_sample_rank, record.max_lora_rank)
-            samples = smallest(model.max_samples, record.max_sequences)
-            model = replace(model, sampleable=True, max_sample_rank=rank, max_samples=samples)
-        found[record.base_model] = model
+        for name in {*view.base_models, *training, *sampling}
+        if name in training or name in sampling or not view.base_models[name].retired
+    }
 
-    for record in trainers:
-        add(record, trainer=True)
-    for record in samplers:
-        add(record, trainer=False)
+
+def _announced(view: View, kind: str) -> Mapping[str, list[Facts]]:
+    found: dict[str, list[Facts]] = {}
+    for record in view.services.get(kind, ()):
+        found.setdefault(record.base_model, []).append(facts(record))
     return found
+
+
+def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence[Facts]) -> BaseModel:
+    training = trainers or ([known.trainer] if known.trainer is not None else [])
+    sampling = samplers or ([known.sampler] if known.sampler is not None else [])
+    both = [*training, *sampling]
+    return BaseModel(
+        name=known.name,
+        model_path=both[0].model_path if both else "",
+        arch=both[0].arch if both else "",
+        vocab_size=_smallest(one.vocab_size for one in both),
+        context_length=_smallest(one.context_length for one in both),
+        max_train_rank=_smallest(one.max_lora_rank for one in training),
+        max_sample_rank=_smallest(one.max_lora_rank for one in sampling),
+        max_samples=_smallest(one.max_sequences for one in sampling),
+        trainable=known.trained or bool(trainers),
+        sampleable=known.sampled or bool(samplers),
+        trainer_seen=bool(training),
+        sampler_seen=bool(sampling),
+    )
+
+
+def _smallest(values: Iterable[int]) -> int:
+    """The smallest limit; 0 where none is set."""
+    return min((value for value in values if value), default=0)
 
 
 class BaseModels:
     """Base models by name, read from the registry at most once a second."""
 
     def __init__(self, client: redis.asyncio.Redis, clock: Callable[[], float] = time.monotonic) -> None:
-        self._redis = client
+        self._registry = Registry(client)
         self._clock = clock
-        self._live: dict[str, BaseModel] = {}
-        self._known: dict[str, BaseModel] = {}
+        self._served: dict[str, BaseModel] = {}
+        self._retired: set[str] = set()
         self._read_at = float("-inf")
         self._reading = asyncio.Lock()
 
-    async def live(self) -> list[BaseModel]:
-        """Base models with a live trainer or sampler, by name."""
+    async def served(self) -> list[BaseModel]:
+        """Every base model that is served, by name, whether its services are alive or not."""
         await self._refresh()
-        return [self._live[name] for name in sorted(self._live)]
+        return [self._served[name] for name in sorted(self._served)]
 
     async def get(self, name: str) -> BaseModel:
-        """Limits of a base model, alive or only seen before.
+        """What is known of a base model.
 
         Raises:
             InvalidRequest: this cluster does not serve the name; names those it does.
-            Unavailable: no trainer or sampler has announced itself yet.
+            Starting: it serves none yet.
         """
         await self._refresh()
-        model = self._live.get(name) or self._known.get(name)
+        model = self._served.get(name)
         if model is not None:
             return model
-        if not self._known:
-            raise Unavailable("no trainer or sampler is ready yet; try again in a moment")
-        served = ", ".join(sorted(self._known))
+        names = ", ".join(sorted(self._served))
+        if name in self._retired:
+            raise InvalidRequest(
+                f"base model {name!r} was retired by the operator of this cluster; use one of: "
+                f"{names or 'none at present'}",
+                "base_model_retired",
+            )
+        if not self._served:
+            raise Starting("no trainer or sampler is ready yet; try again in a moment")
         raise InvalidRequest(
-            f"base model {name[:200]!r} is not served here; use one of: {served}", "unknown_base_model"
+            f"base model {name[:200]!r} is not served here; use one of: {names}", "unknown_base_model"
         )
 
     async def trainable(self, name: str) -> BaseModel:
-        """A base model that adapters can be trained on. Raises as `get`, and when it is only sampled."""
+        """A base model that models can be created on. Raises as `get`, and InvalidRequest when it is only
+        sampled."""
         model = await self.get(name)
         if not model.trainable:
-            names = _names(known for known in self._known.values() if known.trainable)
+            names = _names(known for known in self._served.values() if known.trainable)
             raise InvalidRequest(
                 f"base model {name!r} has no trainer here; trainable base models: {names}", "not_trainable"
             )
         return model
 
     async def sampleable(self, name: str) -> BaseModel:
-        """A base model that can be sampled. Raises as `get`, and when it is only trained."""
+        """A base model that can be sampled. Raises as `get`, and InvalidRequest when it is only trained."""
         model = await self.get(name)
         if not model.sampleable:
-            names = _names(known for known in self._known.values() if known.sampleable)
+            names = _names(known for known in self._served.values() if known.sampleable)
             raise InvalidRequest(
                 f"base model {name!r} has no sampler here; sampleable base models: {names}", "not_sampleable"
             )
+        return model
+
+    async def in_training(self, name: str) -> BaseModel:
+        """A base model whose limits for training are known. Raises as `get`.
+
+        Raises:
+            Starting: its first trainer still loads.
+        """
+        model = await self.get(name)
+        if not model.trainer_seen:
+            raise Starting(_first("trainer", name))
+        return model
+
+    async def in_sampling(self, name: str) -> BaseModel:
+        """A base model whose limits for sampling are known. Raises as `get`.
+
+        Raises:
+            Starting: its first sampler still loads.
+        """
+        model = await self.get(name)
+        if not model.sampler_seen:
+            raise Starting(_first("sampler", name))
         return model
 
     async def _refresh(self) -> None:
@@ -154,27 +202,15 @@ class BaseModels:
         async with self._reading:
             if self._clock() - self._read_at < _FRESH_S:
                 return
-            trainers = await registry.live(self._redis, "trainer")
-            samplers = await registry.live(self._redis, "sampler")
-            self._live = merge(trainers, samplers)
-            for name, model in self._live.items():
-                self._known[name] = _remember(self._known.get(name), model)
+            view = await self._registry.look("trainer", "sampler")
+            self._served = merge(view)
+            self._retired = {name for name, known in view.base_models.items() if known.retired}
             self._read_at = self._clock()
+
+
+def _first(kind: str, name: str) -> str:
+    return f"the {kind} for {name} is starting for the first time; try again when it has loaded the model"
 
 
 def _names(models: Iterable[BaseModel]) -> str:
     return ", ".join(sorted(model.name for model in models)) or "none at present"
-
-
-def _remember(before: BaseModel | None, now: BaseModel) -> BaseModel:
-    """The newest limits, with what only a service that is away at present told."""
-    if before is None:
-        return now
-    return replace(
-        now,
-        trainable=now.trainable or before.trainable,
-        sampleable=now.sampleable or before.sampleable,
-        max_train_rank=now.max_train_rank or before.max_train_rank,
-        max_sample_rank=now.max_sample_rank or before.max_sample_rank,
-        max_samples=now.max_samples or before.max_samples,
-    )

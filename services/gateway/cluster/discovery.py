@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -49,7 +49,7 @@ class Discovery:
         self._redis = client
         self._kind = kind
         self._refresh = refresh
-        self._records: list[ServiceRecord] = []
+        self._records: Sequence[ServiceRecord] = ()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
@@ -70,7 +70,7 @@ class Discovery:
         """Has a function called whenever a record came, went or changed."""
         self._listeners.append(on_change)
 
-    def all(self) -> list[ServiceRecord]:
+    def all(self) -> Sequence[ServiceRecord]:
         """Every live service."""
         return self._records
 

@@ -133,10 +133,11 @@ class Sampling:
             NotFound, PermissionDenied, Gone: the sampling session cannot be used.
             Conflict: seq_id was used for another sample of the session.
             Overloaded: too many samples wait; send the same again later.
+            Starting: the base model's first sampler still loads; send the same again later.
         """
         record = await self.get(owner, request.sampling_session_id)
         await self._sessions.open(owner, record.session_id)
-        base = await self._base_models.get(record.base_model)
+        base = await self._base_models.in_sampling(record.base_model)
         if request.ByteSize() > THREAD_ABOVE_BYTES:
             await asyncio.to_thread(validate.check_sample, request, base, self._limits)
         else:

@@ -97,7 +97,7 @@ class Models:
         return await self._models.get(model_id) or record
 
     async def base_of(self, record: ModelRecord) -> BaseModel:
-        """Limits of the base model that a model adapts."""
+        """What is known of the base model that a model adapts."""
         return await self._base_models.get(record.base_model)
 
     async def tokenizer_of(self, record: ModelRecord) -> str:
@@ -232,7 +232,7 @@ class Models:
         """
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
-            base = await self.base_of(record)
+            base = await self._base_models.in_training(record.base_model)
 
             def make() -> None:
                 built = build(base)

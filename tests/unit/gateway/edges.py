@@ -56,6 +56,8 @@ class Edges:
     records: CheckpointStore
     files: CheckpointFiles
     sweep: CheckpointSweep
+    announcers: dict[str, Announcer]
+    """Of the trainer and the sampler, by kind."""
 
     def http(self, key: str = ALICE) -> httpx.AsyncClient:
         """A client that authenticates with the key."""
@@ -101,11 +103,13 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
         "context_length": CONTEXT,
         "address": "127.0.0.1:1",
     }
-    announcers = [
-        Announcer(client, ServiceRecord(kind="trainer", id="trainer-0", **fields)),
-        Announcer(client, ServiceRecord(kind="sampler", id="sampler-0", max_lora_rank=64, **fields)),
-    ]
-    for announcer in announcers:
+    announcers = {
+        "trainer": Announcer(client, ServiceRecord(kind="trainer", id="trainer-0", **fields)),
+        "sampler": Announcer(
+            client, ServiceRecord(kind="sampler", id="sampler-0", max_lora_rank=64, **fields)
+        ),
+    }
+    for announcer in announcers.values():
         await announcer.start()
 
     data = DataDir(directory)
@@ -131,13 +135,14 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
             stores.checkpoints,
             gateway.files,
             gateway.checkpoint_sweep,
+            announcers,
         )
     finally:
         app.drain()
         await rpc_server.drain(1)
         await http.drain()
         await app.futures.stop()
-        for announcer in announcers:
+        for announcer in announcers.values():
             await announcer.stop()
         await client.aclose()
 

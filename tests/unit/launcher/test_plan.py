@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.common.contract.errors import InvalidRequest
+from services.common.state.known_models import Configured, parse_configured
 from services.launcher import plan
 
 
@@ -32,6 +33,17 @@ def test_every_model_gets_a_trainer_and_its_samplers(tmp_path: Path) -> None:
     assert second_trainer.argv[:3] == ("launch", "2", "2")
     assert "--first-process-index" in second_trainer.argv
     assert "org/two=/models/two" in second_trainer.argv
+
+
+def test_gateways_are_told_what_they_are_to_wait_for(tmp_path: Path) -> None:
+    for samplers in (0, 2):
+        gateway = plan.processes(options(tmp_path, samplers=samplers), [1, 2], launch)[0]
+        told = dict(itertools.pairwise(gateway.argv))["--base-models"]
+        sampled = samplers > 0
+        assert parse_configured(told) == (
+            Configured(name="org/one", sampled=sampled),
+            Configured(name="org/two", sampled=sampled),
+        )
 
 
 def test_trainers_are_told_how_to_hold_models_that_train_all_weights(tmp_path: Path) -> None:

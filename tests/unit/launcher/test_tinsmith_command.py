@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis
 
 from services.common.contract.errors import Unavailable
+from services.common.state import keys
+from services.common.state.registry import ServiceRecord
 from services.launcher import cli, plan, status, up
 from services.launcher.progress import Progress
+from tests.announced import announce, withdraw
 
 
 def test_up_without_a_model_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +58,28 @@ def test_status_of_a_directory_where_nothing_runs(
     report = json.loads(capsys.readouterr().out)
     assert report["processes"] == []
     assert "no cluster runs" in report["error"]
+
+
+def test_a_base_model_is_retired_once_nothing_serves_it(
+    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINSMITH_REDIS_URL", raising=False)
+    command = ["models", "retire", "org/one", "--data-dir", str(tmp_path)]
+    assert cli.main(command) == 1
+    assert "no cluster runs" in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "redis_url").write_text(redis_url)
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+        assert cli.main(command) == 1
+        assert "known: none" in capsys.readouterr().err
+        client.hset(keys.BASE_MODELS, "configured:org/one", '{"name": "org/one"}')
+        announce(client, ServiceRecord(kind="sampler", id="s-0", address="h:1", base_model="org/one"), 60)
+        assert cli.main(command) == 1
+        assert "s-0 serves org/one" in capsys.readouterr().err
+        withdraw(client, "sampler", "s-0")
+        assert cli.main(command) == 0
+        assert client.hkeys(keys.BASE_MODELS) == [b"retired:org/one"]
 
 
 def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:

@@ -35,6 +35,15 @@
 {{- $models | toJson -}}
 {{- end -}}
 
+{{/* Argument of the gateways: the models that they wait for, also while these load for the first time. */}}
+{{- define "tinsmith.baseModelArgs" -}}
+{{- $known := list -}}
+{{- range $model := include "tinsmith.models" . | fromJsonArray -}}
+{{- $known = append $known (dict "name" $model.name "trained" true "sampled" (gt ($model.sampler.replicas | int64) 0)) -}}
+{{- end -}}
+- {{ printf "--base-models=%s" ($known | toJson) | quote }}
+{{- end -}}
+
 {{/* Labels that select the pods of one component. Takes root, component and, for trainers and samplers, model. */}}
 {{- define "tinsmith.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}

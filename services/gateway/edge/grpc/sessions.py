@@ -14,7 +14,7 @@ class SessionCalls(Calls):
         self, request: tinsmith_pb2.ListModelsRequest, context: Context
     ) -> tinsmith_pb2.ListModelsResponse:
         self._owner(context)
-        models = await self._app.base_models.live()
+        models = await self._app.base_models.served()
         return tinsmith_pb2.ListModelsResponse(
             models=[convert.base_model(model, self._app.limits) for model in models]
         )

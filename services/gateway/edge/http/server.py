@@ -119,7 +119,7 @@ def create_app(application: Application) -> Starlette:
 
 
 def _error(error: TinsmithError) -> Response:
-    headers = {"retry-after": "1"} if error.http_status in (429, 503) else None
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
     return reply({"detail": error.message, "code": error.code}, error.http_status, headers)
 
 

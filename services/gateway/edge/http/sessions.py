@@ -82,10 +82,10 @@ async def get_server_capabilities(call: Call) -> Response:
     models = [
         {
             "model_name": model.name,
-            "max_context_length": model.context_length,
+            "max_context_length": model.context_length or None,
             "trainable": model.trainable,
             "sampleable": model.sampleable,
         }
-        for model in await call.app.base_models.live()
+        for model in await call.app.base_models.served()
     ]
     return reply({"supported_models": models})

@@ -91,7 +91,7 @@ def _tokenizer_id(base: BaseModel, from_this_machine: bool) -> str | None:
     client elsewhere, which then loads the tokenizer by the base model's name."""
     tokenizer = base.tokenizer_id
     if not Path(tokenizer).is_absolute():
-        return tokenizer
+        return tokenizer or None
     return tokenizer if from_this_machine and Path(tokenizer).is_dir() else None
 
 

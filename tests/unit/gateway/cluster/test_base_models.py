@@ -1,6 +1,9 @@
-"""What the cluster serves, of the records of its services."""
+"""What a gateway knows of base models, from what is announced and what is remembered."""
 
-from services.common.state.registry import ServiceRecord
+from __future__ import annotations
+
+from services.common.state.known_models import Configured, Facts, KnownModel
+from services.common.state.registry import ServiceRecord, View
 from services.gateway.cluster import base_models
 from services.gateway.cluster.base_models import BaseModel
 
@@ -10,20 +13,48 @@ def record(kind: str, name: str, **fields: object) -> ServiceRecord:
     return ServiceRecord(kind=kind, id=f"{kind}-0", address="h:1", base_model=name, **{**defaults, **fields})
 
 
+def view(*services: ServiceRecord, known: tuple[KnownModel, ...] = ()) -> View:
+    kinds = {kind: [one for one in services if one.kind == kind] for kind in ("trainer", "sampler")}
+    return View(kinds, {one.name: one for one in known})
+
+
 def test_the_smallest_limit_of_all_replicas_holds() -> None:
     models = base_models.merge(
-        [record("trainer", "a/b", context_length=64)],
-        [
+        view(
+            record("trainer", "a/b", context_length=64),
             record("sampler", "a/b", context_length=32, max_lora_rank=64, max_sequences=512),
             record("sampler", "a/b", context_length=48, max_lora_rank=16, max_sequences=2048),
             record("sampler", "c/d"),
-        ],
+        )
     )
     assert models["a/b"].context_length == 32
     assert models["a/b"].max_sample_rank == 16
     assert models["a/b"].max_samples == 512
     assert models["a/b"].trainable and models["a/b"].sampleable
     assert models["c/d"].sampleable and not models["c/d"].trainable
+
+
+def test_what_is_away_is_judged_by_what_it_said_last_and_what_lives_by_what_it_says() -> None:
+    said = Facts(vocab_size=100, context_length=32, max_lora_rank=8, max_sequences=4)
+    known = KnownModel("a/b", trainer=said, sampler=said)
+    away = base_models.merge(view(known=(known,)))["a/b"]
+    assert (away.context_length, away.max_train_rank, away.max_sample_rank, away.max_samples) == (32, 8, 8, 4)
+    assert (away.trainable, away.sampleable, away.trainer_seen, away.sampler_seen) == (True,) * 4
+    back = base_models.merge(view(record("trainer", "a/b", max_lora_rank=16), known=(known,)))["a/b"]
+    assert (back.max_train_rank, back.max_sample_rank) == (16, 8)
+
+
+def test_a_configured_model_is_there_before_anything_is_known_of_it() -> None:
+    known = KnownModel("a/b", configured=Configured(name="a/b", sampled=False))
+    model = base_models.merge(view(known=(known,)))["a/b"]
+    assert (model.trainable, model.sampleable, model.trainer_seen) == (True, False, False)
+    assert (model.vocab_size, model.context_length, model.tokenizer_id) == (0, 0, "")
+
+
+def test_a_retired_model_is_gone_unless_something_serves_it() -> None:
+    retired = KnownModel("a/b", retired=True)
+    assert base_models.merge(view(known=(retired,))) == {}
+    assert "a/b" in base_models.merge(view(record("trainer", "a/b"), known=(retired,)))
 
 
 def test_the_tokenizer_of_a_hub_model_is_named_by_its_hub_id() -> None:

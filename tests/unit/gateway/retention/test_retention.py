@@ -13,6 +13,7 @@ from services.common.contract import errors, ids
 from services.common.contract.errors import Gone, InvalidRequest
 from services.common.state import keys
 from services.common.state.journal import Journal
+from services.common.state.registry import Registry
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.cluster.redis_restart import RedoLog
@@ -336,7 +337,7 @@ async def test_an_unloaded_model_loses_its_training_state_while_its_session_live
 async def test_a_trainer_that_is_away_is_waited_for(stage: Stage, redis_client: redis.asyncio.Redis) -> None:
     session_id = await stage.session()
     model_id = await stage.model(session_id)
-    await redis_client.delete(keys.service("trainer", "trainer-0"))
+    await Registry(redis_client).withdraw("trainer", "trainer-0")
     await stage.trainers.refresh()
     await stage.sessions.finish("ann", session_id, "success", "")
     await stage.sweep(later=SETTLED)
