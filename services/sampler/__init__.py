@@ -1,6 +1,7 @@
 """The sampler: one vLLM engine that serves a base model and any number of its snapshots.
 
     replica, service   the process from start to drain; the RPCs of gateways and trainers
+    requests/          what becomes of a sample, from being taken on to its answer
     snapshots/         which weights are where, and whose turn it is
     engine/            vLLM's front end, in this process
     worker/            what runs inside vLLM's workers

@@ -44,7 +44,7 @@ class SamplerConfig:
             gpu_memory_utilization on CUDA.
         gpu_memory_utilization: fraction of the GPU's memory for this engine.
         tensor_parallel_size: workers (and GPUs) of this replica.
-        max_sequences: most sequences running or waiting; more are refused.
+        max_sequences: sequences that the engine generates at once; 0 = what vLLM takes on this device.
         drain_seconds: how long running requests may take after SIGTERM.
         stall_seconds: an engine that finishes no step for this long while requests run, or answers nothing,
             is stuck, and this process ends to be started again.
@@ -67,7 +67,7 @@ class SamplerConfig:
     kv_cache_gib: float = 0.0
     gpu_memory_utilization: float = 0.4
     tensor_parallel_size: int = 1
-    max_sequences: int = 2048
+    max_sequences: int = 0
     drain_seconds: float = 60.0
     stall_seconds: float = 300.0
 
@@ -80,7 +80,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache_gib": (0, math.inf),
     "gpu_memory_utilization": (0.01, 1),
     "tensor_parallel_size": (1, math.inf),
-    "max_sequences": (1, math.inf),
+    "max_sequences": (0, math.inf),
     "drain_seconds": (0, math.inf),
     "stall_seconds": (1, math.inf),
 }
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--kv-cache-gib", "memory for keys and values; 0 = choose", 0.0, type=float)
     flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
     flag("--tensor-parallel-size", "GPUs of this replica", 1, type=int)
-    flag("--max-sequences", "most sequences running or waiting", 2048, type=int)
+    flag("--max-sequences", "sequences generated at once; 0 = choose", 0, type=int)
     flag("--drain-seconds", "time for running requests after SIGTERM", 60.0, type=float)
     flag("--stall-seconds", "time without progress after which a stuck engine ends", 300.0, type=float)
     return parser

@@ -11,6 +11,8 @@ from services.common.state.registry import ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.engine.engine import Engine
+from services.sampler.requests.admission import Admission, Capacity
+from services.sampler.requests.samples import Samples
 from services.sampler.service import SamplerService
 from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
@@ -34,7 +36,9 @@ def build(config: SamplerConfig, engine: Engine) -> Parts:
     residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id)
     slots = AdapterSlots(config.max_loras)
     snapshots = Snapshots(engine, data_dir, residency, slots, full)
-    return Parts(full, SamplerService(engine, snapshots))
+    admission = Admission(_capacity(engine))
+    samples = Samples(engine, snapshots, admission)
+    return Parts(full, SamplerService(engine, samples, admission, snapshots))
 
 
 def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
@@ -52,6 +56,12 @@ def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
         dtype=engine.dtype,
         world_size=engine.workers,
         max_lora_rank=config.max_lora_rank,
-        max_sequences=config.max_sequences,
+        max_sequences=engine.limits.max_sequences,
+        queued_sequences=_capacity(engine).queued,
+        kv_tokens=engine.kv_tokens,
         gpus=engine.gpus,
     )
+
+
+def _capacity(engine: Engine) -> Capacity:
+    return Capacity.of(engine.limits.max_sequences)

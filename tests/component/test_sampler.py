@@ -271,7 +271,7 @@ async def test_a_cancelled_request_frees_its_place_and_a_full_queue_refuses(stub
     call = stub.Sample(long, timeout=120)
     await until_running(stub, lambda running: running == 1)
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await stub.Sample(request([1], n=5), timeout=30)
+        await stub.Sample(request([1], n=21), timeout=30)
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     call.cancel()
     await until_running(stub, lambda running: running == 0)
@@ -286,6 +286,8 @@ async def test_it_announces_itself_with_what_gateways_need(sampler: Sampler) -> 
     assert (record.vocab_size, record.context_length) == (VOCAB, CONTEXT)
     assert (record.arch, record.device, record.dtype) == ("Qwen3ForCausalLM", "cpu", "float32")
     assert (record.world_size, record.max_lora_rank) == (1, 64)
+    assert (record.max_sequences, record.queued_sequences) == (64, 16)
+    assert record.kv_tokens > 2 * CONTEXT
 
 
 # Weight exchange: this test process is the trainer, rank 0 of the group.

@@ -45,7 +45,14 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         context_length: most tokens of a sequence.
         world_size: ranks of a trainer, tensor-parallel workers of a sampler.
         max_lora_rank: largest adapter rank it accepts; 0 = no limit of its own.
-        max_sequences: most sequences that a sampler has running or waiting; 0 = no limit of its own.
+        max_sequences: sequences that a sampler's engine generates at once, and most of one request; 0 = no
+            limit of its own.
+        queued_sequences: sequences that a sampler takes on beside them, over all gateways, so that its engine
+            never runs dry. It refuses more (RESOURCE_EXHAUSTED): they wait in the gateways, where API keys
+            take turns.
+        kv_tokens: tokens of prompts and outputs whose keys and values fit into a sampler's memory at once, a
+            prefix that requests share counted once; what exceeds it waits in the engine, whose turn it is or
+            not, and when that is more than queued_sequences the sampler refuses more. 0 = not known.
         weights: full snapshot in a sampler's engine ("<model_id>@<version>"); empty = the base model.
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
     """
@@ -65,6 +72,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     max_lora_rank: int = 0
     max_sequences: int = 0
+    queued_sequences: int = 0
+    kv_tokens: int = 0
     weights: str = ""
     gpus: tuple[str, ...] = ()
 

@@ -55,8 +55,8 @@ class SampleSettings:
 
     Attributes:
         dead_after: how long a gateway must be missing before its samples are taken over.
-        replica_sequences: sequences that this gateway has one replica generate at once; more wait here, where
-            API keys take turns.
+        replica_sequences: most sequences that this gateway has one replica generate at once, also when the
+            replica can do more; others wait here, where API keys take turns.
         session_timeout: how long a sampling session that is not found may take to be restored.
     """
 
@@ -262,7 +262,10 @@ class SampleDispatcher:
         return slots
 
     def _capacity(self, base_model: str) -> int:
-        return self._settings.replica_sequences * max(1, len(self._replicas.ready(base_model)))
+        most = self._settings.replica_sequences
+        ready = self._replicas.ready(base_model).values()
+        # What a replica cannot generate at once waits here, where API keys take turns.
+        return sum(min(most, record.max_sequences or most) for record in ready) or most
 
     def _resize(self) -> None:
         for base_model, slots in self._slots_of.items():

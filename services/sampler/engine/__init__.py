@@ -3,5 +3,5 @@
 Invariant: nothing outside this room and `worker` knows vLLM. What leaves here is whole: every sampled token
 has a log-probability and every sequence a reason why it ended.
 
-Imported by the room snapshots, the service and the wiring; imports the room worker.
+Imported by the rooms requests and snapshots, the service and the wiring; imports the room worker.
 """

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import secrets
+import time
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -83,17 +85,25 @@ class Engine:
             # Nothing of the model is compiled there; compiling the sampler's helpers only costs start-up.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
         self._config = config
-        self._llm = AsyncLLM.from_engine_args(engine_args(config, device))
-        model = self._llm.model_config
+        # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU. Without a usage
+        # context it takes 128 and 2048 on any.
+        context = UsageContext.OPENAI_API_SERVER
+        self._llm = AsyncLLM.from_engine_args(engine_args(config, device), usage_context=context)
+        model, settings = self._llm.model_config, self._llm.vllm_config
         self.device = device
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.arch = str(model.architectures[0])
         self.workers = config.tensor_parallel_size
-        self.limits = Limits(int(model.get_vocab_size()), int(model.max_model_len), config.max_sequences)
+        sequences = int(settings.scheduler_config.max_num_seqs)
+        self.limits = Limits(int(model.get_vocab_size()), int(model.max_model_len), sequences)
+        self.kv_tokens = int(settings.cache_config.kv_cache_size_tokens or 0)
+        """Tokens of prompts and outputs whose keys and values fit into its memory at once."""
         self.gpus: tuple[str, ...] = ()
         self.first_adapter_id = config.max_loras + 1
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
         self._request_numbers = itertools.count()
+        self._entered: dict[str, float] = {}
+        self._finished_tokens = 0
         self._weights: Weights = None
         self._calls = Workers(self._llm.collective_rpc, lambda: self.dead)
 
@@ -115,6 +125,21 @@ class Engine:
     def running(self) -> int:
         """Sequences that the engine has not finished."""
         return int(self._llm.get_num_unfinished_requests())
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that it has generated since it started, for requests that are finished or still run."""
+        running = self._llm.output_processor.request_states.values()
+        return self._finished_tokens + sum(state.detokenizer.num_output_tokens() for state in running)
+
+    def late(self, seconds: float) -> int:
+        """Sequences that it has had for at least so long and has not begun to generate."""
+        limit = time.monotonic() - seconds
+        states = self._llm.output_processor.request_states.values()
+        return sum(
+            state.is_prefilling and self._entered.get(state.external_req_id, limit) <= limit
+            for state in states
+        )
 
     async def steps(self) -> int:
         """Steps that all workers have finished. An engine that is stuck does not answer.
@@ -184,6 +209,7 @@ class Engine:
         salt = "/".join(part for part in (str(self._weights or ""), job.cache_namespace) if part)
         prompt = tokens_input(prompt_token_ids=job.prompt, cache_salt=salt or None)
         last: RequestOutput | None = None
+        self._entered[request_id] = time.monotonic()
         try:
             async for output in self._llm.generate(
                 prompt, _vllm_params(job, index, self.limits, plan), request_id, lora_request=lora
@@ -193,8 +219,11 @@ class Engine:
             raise Unavailable(ENDED) from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
+        finally:
+            del self._entered[request_id]
         if last is None or not last.finished:
             raise Internal("the engine ended the request without a result")
+        self._finished_tokens += len(last.outputs[0].token_ids)
         return last
 
     async def join_group(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.common.contract.errors import InvalidRequest, Overloaded
+from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import Scoring, check_answer, check_decoding
 from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
@@ -91,7 +91,7 @@ class Limits:
     Attributes:
         vocab_size: token ids are 0 .. vocab_size - 1.
         context_length: most tokens of prompt and output together.
-        max_sequences: most sequences running or waiting at once.
+        max_sequences: sequences that it generates at once, and most of one request.
     """
 
     vocab_size: int
@@ -142,18 +142,6 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
     if "" in params.stop_strings:
         raise InvalidRequest("a stop string is empty; leave it out")
     _check_tokens(params.stop_token_ids, limits, "stop")
-
-
-def admit(running: int, wanted: int, limits: Limits) -> None:
-    """Decides whether `wanted` more sequences may be queued beside `running` ones.
-
-    Raises:
-        Overloaded: not now.
-    """
-    if running and running + wanted > limits.max_sequences:
-        raise Overloaded(
-            f"{running} sequences are running or waiting and at most {limits.max_sequences} may; try again"
-        )
 
 
 def sequence_seed(seed: int | None, index: int) -> int | None:

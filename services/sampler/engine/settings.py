@@ -45,8 +45,10 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         # A supervisor that signals every process must not cut off what is being drained.
         "shutdown_timeout": int(config.drain_seconds),
     }
+    if config.max_sequences:
+        arguments["max_num_seqs"] = config.max_sequences
     if on_cpu:
-        arguments["max_num_batched_tokens"] = 2048
+        arguments["max_num_batched_tokens"] = max(2048, config.max_sequences)
         if config.tensor_parallel_size == 1:
             arguments["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**arguments)

@@ -4,5 +4,5 @@ Invariant: while a request runs, the engine has exactly the weights that the req
 keep, evict and swap, and whose turn it is, are pure decisions (residency.py, staging.py, turns.py,
 adapter_turns.py); the others carry them out.
 
-Imported by the service and the wiring; imports the room engine.
+Imported by the room requests, the service and the wiring; imports the room engine.
 """

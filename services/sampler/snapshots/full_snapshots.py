@@ -72,6 +72,10 @@ class FullSnapshots:
         """Whether this is a full snapshot that is in memory or in the engine."""
         return key == self.weights or self._staging.find(key) is not None
 
+    def is_open(self, weights: Weights) -> bool:
+        """Whether a request for these weights would not have to wait."""
+        return self._turns.is_open(weights, time.monotonic())
+
     def listen(self, listener: Callable[[Weights], Awaitable[None]]) -> None:
         """Calls `listener` with the weights in the engine whenever they have changed."""
         self._listeners.append(listener)

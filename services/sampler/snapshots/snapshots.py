@@ -87,6 +87,12 @@ class Snapshots:
         """Requests that wait for the turn of their adapter or their weights."""
         return self._slots.waiting + self._full.waiting
 
+    def is_ready(self, key: SnapshotKey | None) -> bool:
+        """Whether `use` would not have to wait; for what is not in memory it would."""
+        if key is None or self._full.knows(key):
+            return self._full.is_open(key)
+        return self._residency.holds(key) and self._slots.is_open(key) and self._full.is_open(None)
+
     @asynccontextmanager
     async def use(self, key: SnapshotKey | None) -> AsyncIterator[Adapter | None]:
         """The snapshot (None = the base model) is in the engine meanwhile. Yields the adapter, if it is one.

@@ -70,6 +70,12 @@ class Turns:
         """Requests that do not run yet."""
         return len(self._waiting)
 
+    def is_open(self, weights: Weights, now: float) -> bool:
+        """Whether a request for them would run at once."""
+        if self._target or not self._sound or weights != self._resident:
+            return False
+        return now < self._turn_ends or all(other == weights for other in self._waiting.values())
+
     def arrive(self, ticket: int, weights: Weights) -> None:
         """A new request."""
         self._waiting[ticket] = weights

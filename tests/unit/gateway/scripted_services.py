@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -174,6 +175,7 @@ class ScriptedSampler(sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(self, name: str) -> None:
         self.name = name
         self.served: list[str] = []
+        self.waiting = 0
         self.arrived = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.gate = asyncio.Event()
@@ -184,11 +186,14 @@ class ScriptedSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self, request: sampler_pb2.SampleRequest, context: grpc.aio.ServicerContext
     ) -> sampler_pb2.SampleResponse:
         self.arrived.set()
+        self.waiting += 1
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+        finally:
+            self.waiting -= 1
         self.served.append(request.request_id)
         if self.answer is not None:
             return self.answer(request)
@@ -215,7 +220,7 @@ class Running:
 
 @asynccontextmanager
 async def serving(
-    client: redis.asyncio.Redis, servicer: ScriptedTrainer | ScriptedSampler, name: str
+    client: redis.asyncio.Redis, servicer: ScriptedTrainer | ScriptedSampler, name: str, **announced: Any
 ) -> AsyncIterator[Running]:
     """Serves and announces a scripted service."""
     if isinstance(servicer, ScriptedTrainer):
@@ -225,7 +230,8 @@ async def serving(
         kind, add = "sampler", sampler_pb2_grpc.add_SamplerServiceServicer_to_server
         service = "tinsmith.v1.SamplerService"
     server = await rpc.serve([(add, servicer, service)], "127.0.0.1:0")
-    record = ServiceRecord(kind=kind, id=name, address=f"127.0.0.1:{server.port}", base_model=BASE)
+    address = f"127.0.0.1:{server.port}"
+    record = ServiceRecord(kind=kind, id=name, address=address, base_model=BASE, **announced)
     running = Running(server, registry.Announcer(client, record))
     await running._announcer.start()
     try:

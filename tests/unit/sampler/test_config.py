@@ -37,7 +37,7 @@ def test_an_environment_variable_stands_in_for_a_flag(monkeypatch: pytest.Monkey
         ["--max-lora-rank", "7"],
         ["--stall-seconds", "0"],
         ["--max-loras", "0"],
-        ["--max-sequences", "0"],
+        ["--max-sequences", "-1"],
         ["--snapshot-cache-gib", "-1"],
         ["--gpu-memory-utilization", "1.5"],
         ["--drain-seconds", "nan"],

@@ -131,6 +131,21 @@ async def test_a_sample_is_answered_and_a_repeated_one_runs_once(
         assert await gateway.journal.samples_of("gateway-1") == set()
 
 
+async def test_a_replica_is_sent_no_more_than_it_says_it_generates_at_once(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+    sampler.gate.clear()
+    async with serving(redis_client, sampler, "sampler-0", max_sequences=2):
+        gateway = await gateway_on()
+        requests = [await gateway.sample(seq_id) for seq_id in range(4)]
+        await sampler.arrived.wait()
+        await asyncio.sleep(0.2)
+        assert sampler.waiting == 2
+        sampler.gate.set()
+        assert [await gateway.tokens(name) for name in requests] == [b"a"] * 4
+
+
 async def test_the_samples_of_a_dead_replica_are_run_by_another(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:

@@ -7,13 +7,12 @@ import math
 
 import pytest
 
-from services.common.contract.errors import InvalidRequest, Overloaded
+from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import Scoring
 from services.sampler.engine.sampling import (
     Limits,
     SampleJob,
     SamplingParams,
-    admit,
     check,
     sequence_seed,
     tokens_left,
@@ -67,13 +66,6 @@ def test_what_the_engine_cannot_do_is_refused_with_what_to_change(job: SampleJob
     with pytest.raises(InvalidRequest, match=hint) as error:
         check(job, LIMITS)
     assert error.value.category == "user"
-
-
-def test_a_full_queue_refuses_and_an_empty_one_takes_the_largest_request() -> None:
-    admit(0, 8, LIMITS)
-    admit(4, 4, LIMITS)
-    with pytest.raises(Overloaded):
-        admit(5, 4, LIMITS)
 
 
 def test_generation_ends_at_the_context_length() -> None:

@@ -248,6 +248,14 @@ async def test_a_third_adapter_waits_for_one_of_two_slots_and_is_forgotten_when_
     assert snapshots.waiting == 0
 
 
+async def test_a_snapshot_is_ready_when_a_request_for_it_would_not_wait(snapshots: Snapshots) -> None:
+    assert snapshots.is_ready(None) and not snapshots.is_ready(KEY)
+    await use(snapshots, KEY)
+    assert snapshots.is_ready(KEY)
+    async with snapshots.use(OTHER), snapshots.use(THIRD):
+        assert snapshots.is_ready(OTHER) and not snapshots.is_ready(KEY)
+
+
 # Full models.
 
 FULL = SnapshotKey("session:train:1", 1)

@@ -159,6 +159,17 @@ def test_a_waiting_request_that_gives_up_asks_for_no_swap() -> None:
     assert (clocked.swaps, clocked.running, clocked.turns.waiting) == ([], {3}, 0)
 
 
+def test_only_weights_whose_requests_would_run_at_once_are_open() -> None:
+    clocked = at_home((1, A))
+    assert clocked.turns.is_open(A, clocked.now) and not clocked.turns.is_open(BASE, clocked.now)
+    clocked.arrive((2, B))
+    assert clocked.turns.is_open(A, clocked.now)
+    clocked.now += TURN_S
+    assert not clocked.turns.is_open(A, clocked.now)
+    clocked.finish(2)
+    assert clocked.turns.is_open(A, clocked.now)
+
+
 def test_after_a_failed_swap_nothing_runs_before_one_succeeds() -> None:
     turns = Turns(0.0)
     turns.arrive(1, A)

@@ -1,0 +1,115 @@
+"""Whether a request is taken on now: a pure account of what runs and waits here.
+
+Who waits inside the engine waits in the order of arrival, whoever it is. So no more is taken on than the
+engine generates at once, and a little beside it, so that it never runs dry while gateways send the next ones.
+The others wait in the gateways, where API keys take turns.
+
+Invariants: what is taken on and has not ended never exceeds `sequences + queued`; of it, what waits for its
+weights never exceeds `queued`, so requests that need not wait find room beside those that do (one request
+alone may be larger than that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from services.common.contract.errors import Overloaded
+
+LATE_S = 5.0
+"""A sequence that the engine has had for this long without a first token waits there: its keys and values do
+not fit beside those of the others, or too many prompts are before it."""
+
+_QUEUED_SHARE = 4
+_LEAST_QUEUED = 16
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """How much a sampler takes on.
+
+    Attributes:
+        sequences: that its engine generates at once.
+        queued: that it takes on beside them.
+    """
+
+    sequences: int
+    queued: int
+
+    @staticmethod
+    def of(sequences: int) -> Capacity:
+        """That of an engine which generates so many sequences at once."""
+        return Capacity(sequences, max(_LEAST_QUEUED, sequences // _QUEUED_SHARE))
+
+
+class Place:
+    """What one request holds."""
+
+    def __init__(self, admission: Admission, sequences: int) -> None:
+        self._admission = admission
+        self._sequences = sequences
+        self._waits = True
+
+    def enter(self) -> None:
+        """Its weights are in the engine now, and it goes there."""
+        self._waits = False
+        self._admission.waiting -= self._sequences
+
+    def give_up(self) -> None:
+        """It has ended."""
+        if self._waits:
+            self.enter()
+        self._admission.taken -= self._sequences
+
+
+class Admission:
+    """What one sampler has taken on.
+
+    Attributes:
+        taken: sequences of requests that have not ended.
+        waiting: of these, what waits for its weights and is not in the engine.
+    """
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self.taken = 0
+        self.waiting = 0
+
+    @contextmanager
+    def place(self, sequences: int, ready: bool, late: int) -> Iterator[Place]:
+        """Takes a request on until the context ends.
+
+        Args:
+            ready: its weights are in the engine, and it may use them.
+            late: sequences that have been in the engine for LATE_S without a first token.
+
+        Raises:
+            Overloaded: not now.
+        """
+        self._check(sequences, ready, late)
+        self.taken += sequences
+        self.waiting += sequences
+        place = Place(self, sequences)
+        try:
+            yield place
+        finally:
+            place.give_up()
+
+    def _check(self, sequences: int, ready: bool, late: int) -> None:
+        most = self._capacity.sequences + self._capacity.queued
+        if self.taken + sequences > most:
+            raise Overloaded(
+                f"this sampler has {self.taken} sequences and takes on at most {most}; send the request "
+                "again, or to another one"
+            )
+        if late > self._capacity.queued:
+            raise Overloaded(
+                f"the engine has not begun with {late} of its sequences, for want of memory or time; send "
+                "the request again, or to another one"
+            )
+        if not ready and self.waiting and self.waiting + sequences > self._capacity.queued:
+            raise Overloaded(
+                f"{self.waiting} sequences wait for other weights than those in the engine, and at most "
+                f"{self._capacity.queued} may; send the request again, or to another one"
+            )

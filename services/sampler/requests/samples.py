@@ -1,0 +1,62 @@
+"""Runs samples: a place, its weights, the engine.
+
+Invariant: a request that was refused, failed or was cancelled holds nothing afterwards: no place, no
+snapshot, no engine request.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, check
+from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
+from services.sampler.requests.admission import LATE_S, Admission
+
+
+class SamplingEngine(Protocol):
+    """What this needs of an engine."""
+
+    limits: Limits
+
+    async def sample(self, job: SampleJob, adapter: Adapter | None) -> SampleOutput: ...
+
+    def late(self, seconds: float) -> int: ...
+
+
+class Weights(Protocol):
+    """What this needs of the snapshots."""
+
+    def is_ready(self, key: SnapshotKey | None) -> bool: ...
+
+    def use(self, key: SnapshotKey | None) -> AbstractAsyncContextManager[Adapter | None]: ...
+
+
+class Samples:
+    """The samples of one engine."""
+
+    def __init__(self, engine: SamplingEngine, snapshots: Weights, admission: Admission) -> None:
+        self._engine = engine
+        self._snapshots = snapshots
+        self._admission = admission
+        self.running = 0
+        """Requests that are taken on and have not ended."""
+
+    async def run(self, job: SampleJob) -> SampleOutput:
+        """Generates. Cancelling the caller frees the engine.
+
+        Raises:
+            InvalidRequest: the engine cannot do what is asked.
+            Overloaded: not now.
+            TinsmithError: as Snapshots.use and Engine.sample.
+        """
+        check(job, self._engine.limits)
+        ready, late = self._snapshots.is_ready(job.snapshot), self._engine.late(LATE_S)
+        with self._admission.place(job.num_samples, ready, late) as place:
+            self.running += 1
+            try:
+                async with self._snapshots.use(job.snapshot) as adapter:
+                    place.enter()
+                    return await self._engine.sample(job, adapter)
+            finally:
+                self.running -= 1

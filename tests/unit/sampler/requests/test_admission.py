@@ -1,0 +1,86 @@
+"""How much a sampler takes on, and what it refuses at once."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from services.common.contract.errors import Overloaded
+from services.sampler.requests.admission import Admission, Capacity
+
+CAPACITY = Capacity(sequences=64, queued=16)
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission(CAPACITY)
+
+
+@pytest.fixture
+def held() -> ExitStack:
+    return ExitStack()
+
+
+def take(admission: Admission, held: ExitStack, sequences: int, *, ready: bool = True, late: int = 0) -> None:
+    place = held.enter_context(admission.place(sequences, ready, late))
+    if ready:
+        place.enter()
+
+
+def test_an_engine_gets_a_quarter_more_than_it_generates_at_once_so_that_it_never_runs_dry() -> None:
+    assert [Capacity.of(sequences).queued for sequences in (1, 64, 128, 1024)] == [16, 16, 32, 256]
+
+
+def test_what_exceeds_the_engine_and_its_small_queue_is_refused_at_once_and_fits_when_others_end(
+    admission: Admission, held: ExitStack
+) -> None:
+    with admission.place(20, True, 0):
+        take(admission, held, 60)
+        with pytest.raises(Overloaded, match="80 sequences and takes on at most 80"):
+            take(admission, held, 1)
+    take(admission, held, 20)
+    assert admission.taken == 80
+
+
+def test_what_waits_for_its_weights_leaves_room_for_what_can_run(
+    admission: Admission, held: ExitStack
+) -> None:
+    take(admission, held, 10, ready=False)
+    take(admission, held, 6, ready=False)
+    with pytest.raises(Overloaded, match="16 sequences wait for other weights"):
+        take(admission, held, 1, ready=False)
+    take(admission, held, 64)
+
+
+def test_a_request_that_is_larger_than_the_queue_may_wait_for_its_weights_alone(
+    admission: Admission, held: ExitStack
+) -> None:
+    take(admission, held, 64, ready=False)
+    with pytest.raises(Overloaded, match="other weights"):
+        take(admission, held, 1, ready=False)
+
+
+def test_what_enters_the_engine_waits_no_more(admission: Admission, held: ExitStack) -> None:
+    with admission.place(16, False, 0) as place:
+        place.enter()
+        assert (admission.taken, admission.waiting) == (16, 0)
+        take(admission, held, 16, ready=False)
+    assert (admission.taken, admission.waiting) == (16, 16)
+
+
+def test_while_the_engine_does_not_get_round_to_what_it_has_more_is_refused(
+    admission: Admission, held: ExitStack
+) -> None:
+    take(admission, held, 1, late=16)
+    with pytest.raises(Overloaded, match="has not begun with 17"):
+        take(admission, held, 1, late=17)
+
+
+def test_whatever_ends_a_request_it_holds_nothing_afterwards(admission: Admission) -> None:
+    for entered in (False, True):
+        with pytest.raises(RuntimeError), admission.place(5, False, 0) as place:
+            if entered:
+                place.enter()
+            raise RuntimeError("the engine died")
+    assert (admission.taken, admission.waiting) == (0, 0)

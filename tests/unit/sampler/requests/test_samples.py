@@ -1,0 +1,113 @@
+"""The way of a sample to the engine: what it holds, and what is refused before it costs anything."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.common.contract.errors import Internal, InvalidRequest, Overloaded
+from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, SamplingParams
+from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
+from services.sampler.requests.admission import Admission, Capacity
+from services.sampler.requests.samples import Samples
+
+JOB = SampleJob("session:sample:0:1", None, [1, 2, 3], 4, SamplingParams(max_tokens=2))
+OUTPUT = SampleOutput([], 0)
+
+
+class Engine:
+    """Generates when `gate` is open; `failure` fails what it generates."""
+
+    limits = Limits(vocab_size=100, context_length=16, max_sequences=8)
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.failure: Exception | None = None
+        self.ran: list[str] = []
+        self.not_begun = 0
+
+    async def sample(self, job: SampleJob, adapter: Adapter | None) -> SampleOutput:
+        self.ran.append(job.request_id)
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        return OUTPUT
+
+    def late(self, seconds: float) -> int:
+        return self.not_begun
+
+
+class Snapshots:
+    """Weights that are in the engine, or not."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.ready.set()
+        self.used = 0
+
+    def is_ready(self, key: SnapshotKey | None) -> bool:
+        return self.ready.is_set()
+
+    @asynccontextmanager
+    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Adapter | None]:
+        await self.ready.wait()
+        self.used += 1
+        try:
+            yield None
+        finally:
+            self.used -= 1
+
+
+class Sampler:
+    """Samples with their parts."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.snapshots = Snapshots()
+        self.admission = Admission(Capacity(8, 2))
+        self.samples = Samples(self.engine, self.snapshots, self.admission)
+
+    def holds(self) -> tuple[int, int, int, int]:
+        return (self.samples.running, self.admission.taken, self.admission.waiting, self.snapshots.used)
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    return Sampler()
+
+
+async def test_a_sample_that_ends_well_or_fails_holds_nothing_afterwards(sampler: Sampler) -> None:
+    sampler.engine.gate.set()
+    assert await sampler.samples.run(JOB) is OUTPUT
+    sampler.engine.failure = Internal("a kernel failed")
+    with pytest.raises(Internal):
+        await sampler.samples.run(JOB)
+    assert sampler.holds() == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_a_sample_that_is_cancelled_holds_nothing_whether_it_ran_or_waited_for_its_weights(
+    sampler: Sampler, ready: bool
+) -> None:
+    if not ready:
+        sampler.snapshots.ready.clear()
+    running = asyncio.create_task(sampler.samples.run(JOB))
+    await asyncio.sleep(0)
+    assert sampler.holds() == (1, 4, 0 if ready else 4, int(ready))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sampler.holds() == (0, 0, 0, 0)
+
+
+async def test_what_is_refused_never_reaches_the_engine(sampler: Sampler) -> None:
+    with pytest.raises(InvalidRequest, match="num_samples"):
+        await sampler.samples.run(dataclasses.replace(JOB, num_samples=9))
+    sampler.engine.not_begun = 3
+    with pytest.raises(Overloaded, match="has not begun"):
+        await sampler.samples.run(JOB)
+    assert (sampler.engine.ran, sampler.holds()) == ([], (0, 0, 0, 0))
