@@ -61,6 +61,7 @@ class Gateway:
         stores: its records.
         journal: the operations of its models.
         files: of the checkpoints.
+        discovery: who is there.
         recorder: records what operations come to.
         checkpoint_sweep: takes away what expired.
     """
@@ -92,18 +93,19 @@ class Gateway:
         redo_log = RedoLog(client, journal.announce_again)
 
         # Who is there, and who waits.
-        trainers, samplers = Discovery(client, "trainer"), Discovery(client, "sampler")
-        gateways = Discovery(client, "gateway")
-        base_models = BaseModels(client)
+        self.discovery = discovery = Discovery(client)
+        base_models = BaseModels(discovery)
         futures = Futures(client)
 
         # What carries out what was accepted.
         self.recorder = ResultRecorder(stores)
         dispatcher = Dispatcher(
-            client, journal, stores.sessions, trainers, futures, gateway_id, self.recorder.record
+            client, journal, stores.sessions, discovery.trainers, futures, gateway_id, self.recorder.record
         )
         admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
-        samples = SampleDispatcher(client, stores, Replicas(samplers), gateways, gateway_id, admission)
+        samples = SampleDispatcher(
+            client, stores, Replicas(discovery.samplers), discovery.gateways, gateway_id, admission
+        )
 
         # What accepts it.
         sessions = Sessions(stores.sessions, limits, redo_log)
@@ -150,7 +152,7 @@ class Gateway:
             journal,
             stores,
             dispatcher,
-            trainers,
+            discovery.trainers,
             sampling.cancel_samples_of_session,
             gateway_id,
             retention or RetentionSettings(),
@@ -158,9 +160,7 @@ class Gateway:
         self._parts: tuple[Part, ...] = (
             redo_log,
             futures,
-            trainers,
-            samplers,
-            gateways,
+            discovery,
             dispatcher,
             samples,
             letting_go,

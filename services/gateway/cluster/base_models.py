@@ -6,20 +6,19 @@ request is judged the same way by every gateway, whether or not a trainer or sam
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-import redis.asyncio
-
 from services.common.contract.errors import InvalidRequest, Starting
 from services.common.state.known_models import Facts, KnownModel
-from services.common.state.registry import Registry, View, facts
+from services.common.state.registry import View, facts
+from services.gateway.cluster.discovery import Discovery
 
-_FRESH_S = 1.0
+_STALE_S = 3.0
+"""A view this old is one that cannot be refreshed in the background; then a request says why."""
+_AGAIN_S = 0.1
 _HUB_CACHE = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
 
 
@@ -114,19 +113,16 @@ def _smallest(values: Iterable[int]) -> int:
 
 
 class BaseModels:
-    """Base models by name, read from the registry at most once a second."""
+    """Base models by name."""
 
-    def __init__(self, client: redis.asyncio.Redis, clock: Callable[[], float] = time.monotonic) -> None:
-        self._registry = Registry(client)
-        self._clock = clock
+    def __init__(self, discovery: Discovery) -> None:
+        self._discovery = discovery
+        self._view: View | None = None
         self._served: dict[str, BaseModel] = {}
-        self._retired: set[str] = set()
-        self._read_at = float("-inf")
-        self._reading = asyncio.Lock()
 
     async def served(self) -> list[BaseModel]:
         """Every base model that is served, by name, whether its services are alive or not."""
-        await self._refresh()
+        await self._look(_STALE_S)
         return [self._served[name] for name in sorted(self._served)]
 
     async def get(self, name: str) -> BaseModel:
@@ -136,29 +132,14 @@ class BaseModels:
             InvalidRequest: this cluster does not serve the name; names those it does.
             Starting: it serves none yet.
         """
-        await self._refresh()
-        model = self._served.get(name)
-        if model is not None:
-            return model
-        names = ", ".join(sorted(self._served))
-        if name in self._retired:
-            raise InvalidRequest(
-                f"base model {name!r} was retired by the operator of this cluster; use one of: "
-                f"{names or 'none at present'}",
-                "base_model_retired",
-            )
-        if not self._served:
-            raise Starting("no trainer or sampler is ready yet; try again in a moment")
-        raise InvalidRequest(
-            f"base model {name[:200]!r} is not served here; use one of: {names}", "unknown_base_model"
-        )
+        return await self._find(name, lambda model: True)
 
     async def trainable(self, name: str) -> BaseModel:
         """A base model that models can be created on. Raises as `get`, and InvalidRequest when it is only
         sampled."""
-        model = await self.get(name)
+        model = await self._find(name, lambda model: model.trainable)
         if not model.trainable:
-            names = _names(known for known in self._served.values() if known.trainable)
+            names = _names(known.name for known in self._served.values() if known.trainable)
             raise InvalidRequest(
                 f"base model {name!r} has no trainer here; trainable base models: {names}", "not_trainable"
             )
@@ -166,9 +147,9 @@ class BaseModels:
 
     async def sampleable(self, name: str) -> BaseModel:
         """A base model that can be sampled. Raises as `get`, and InvalidRequest when it is only trained."""
-        model = await self.get(name)
+        model = await self._find(name, lambda model: model.sampleable)
         if not model.sampleable:
-            names = _names(known for known in self._served.values() if known.sampleable)
+            names = _names(known.name for known in self._served.values() if known.sampleable)
             raise InvalidRequest(
                 f"base model {name!r} has no sampler here; sampleable base models: {names}", "not_sampleable"
             )
@@ -180,7 +161,7 @@ class BaseModels:
         Raises:
             Starting: its first trainer still loads.
         """
-        model = await self.get(name)
+        model = await self._find(name, lambda model: model.trainer_seen)
         if not model.trainer_seen:
             raise Starting(_first("trainer", name))
         return model
@@ -191,26 +172,48 @@ class BaseModels:
         Raises:
             Starting: its first sampler still loads.
         """
-        model = await self.get(name)
+        model = await self._find(name, lambda model: model.sampler_seen)
         if not model.sampler_seen:
             raise Starting(_first("sampler", name))
         return model
 
-    async def _refresh(self) -> None:
-        if self._clock() - self._read_at < _FRESH_S:
-            return
-        async with self._reading:
-            if self._clock() - self._read_at < _FRESH_S:
-                return
-            view = await self._registry.look("trainer", "sampler")
-            self._served = merge(view)
-            self._retired = {name for name, known in view.base_models.items() if known.retired}
-            self._read_at = self._clock()
+    async def _find(self, name: str, wanted: Callable[[BaseModel], bool]) -> BaseModel:
+        """A base model; looked for once more when it is not as it is wanted, for it may just have come."""
+        for seconds in (_STALE_S, _AGAIN_S):
+            view = await self._look(seconds)
+            model = self._served.get(name)
+            if model is not None and wanted(model):
+                return model
+        if model is not None:
+            return model
+        known = view.base_models.get(name)
+        if known is not None and known.retired:
+            raise retired(name, self._served)
+        if not self._served:
+            raise Starting("no trainer or sampler is ready yet; try again in a moment")
+        raise InvalidRequest(
+            f"base model {name[:200]!r} is not served here; use one of: {_names(self._served)}",
+            "unknown_base_model",
+        )
+
+    async def _look(self, seconds: float) -> View:
+        view = await self._discovery.fresh(seconds)
+        if view is not self._view:
+            self._view, self._served = view, merge(view)
+        return view
+
+
+def retired(name: str, served: Iterable[str] = ()) -> InvalidRequest:
+    """The error of a request for a base model that an operator retired."""
+    message = f"base model {name!r} was retired by the operator of this cluster"
+    return InvalidRequest(
+        f"{message}; use one of: {_names(served)}" if served else message, "base_model_retired"
+    )
 
 
 def _first(kind: str, name: str) -> str:
     return f"the {kind} for {name} is starting for the first time; try again when it has loaded the model"
 
 
-def _names(models: Iterable[BaseModel]) -> str:
-    return ", ".join(sorted(model.name for model in models)) or "none at present"
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none at present"

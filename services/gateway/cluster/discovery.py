@@ -1,29 +1,31 @@
-"""The live trainers or samplers as a gateway sees them.
+"""What is announced, as one gateway sees it: the live services of each kind, and the base models.
 
-Invariant: records are at most about a second old, and a channel is never used for another
-incarnation than the one it was opened for.
+Invariants: a process looks once a second, in one round trip, whoever asks; a channel is never used for
+another incarnation than the one it was opened for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 import grpc.aio
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError, TooLarge, Unavailable
 from services.common.process import rpc
-from services.common.process.tasks import cancel_all, keep_running
-from services.common.state import registry
-from services.common.state.registry import ServiceRecord
+from services.common.process.periodic import Periodic
+from services.common.process.tasks import cancel_all
+from services.common.state.known_models import KnownModel
+from services.common.state.registry import Registry, ServiceRecord, View
 
 log = logging.getLogger(__name__)
 
 _REFRESH_S = 1.0
+_DEADLINE_S = 30.0
 _CLOSING_S = 60.0
 
 
@@ -42,41 +44,32 @@ def call_error(error: grpc.aio.AioRpcError) -> TinsmithError:
     return rpc.from_rpc_error(error)
 
 
-class Discovery:
-    """Services of one kind, refreshed in the background."""
+class Services:
+    """The live services of one kind, as Discovery found them last."""
 
-    def __init__(self, client: redis.asyncio.Redis, kind: str, refresh: float = _REFRESH_S) -> None:
-        self._redis = client
-        self._kind = kind
-        self._refresh = refresh
+    def __init__(self) -> None:
         self._records: Sequence[ServiceRecord] = ()
+        self._base_models: Mapping[str, KnownModel] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Reads the records once and keeps reading them."""
-        await self.refresh()
-        self._task = keep_running(self._keep_refreshing(), name=f"discovery of {self._kind}s")
-
-    async def stop(self) -> None:
-        await cancel_all([self._task])
-        channels, self._channels = self._channels, {}
-        await cancel_all(self._closing)
-        await asyncio.gather(*(channel.close() for channel in channels.values()))
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Has a function called whenever a record came, went or changed."""
+        """Has a function called whenever a record came, went or changed, or a base model was retired."""
         self._listeners.append(on_change)
 
     def all(self) -> Sequence[ServiceRecord]:
-        """Every live service."""
+        """Every live service, by id."""
         return self._records
 
     def serving(self, base_model: str) -> list[ServiceRecord]:
         """Live services of a base model, ready or not, by id."""
         return [record for record in self._records if record.base_model == base_model]
+
+    def retired(self, base_model: str) -> bool:
+        """Whether nothing here serves a base model, and an operator said that nothing will."""
+        known = self._base_models.get(base_model)
+        return known is not None and known.retired and not self.serving(base_model)
 
     def channel(self, record: ServiceRecord) -> grpc.aio.Channel:
         """The channel to one incarnation of a service."""
@@ -85,12 +78,11 @@ class Discovery:
             found = self._channels[record.incarnation] = rpc.channel(record.address)
         return found
 
-    async def refresh(self) -> None:
-        """Reads the records now."""
-        records = await registry.live(self._redis, self._kind)
-        if records == self._records:
+    def update(self, records: Sequence[ServiceRecord], base_models: Mapping[str, KnownModel]) -> None:
+        """Takes over what is announced now."""
+        if records == self._records and base_models == self._base_models:
             return
-        self._records = records
+        self._records, self._base_models = records, base_models
         live = {record.incarnation for record in records}
         gone = [name for name in self._channels if name not in live]
         for listener in self._listeners:
@@ -101,10 +93,64 @@ class Discovery:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def _keep_refreshing(self) -> None:
-        while True:
-            await asyncio.sleep(self._refresh)
-            try:
-                await self.refresh()
-            except (RedisError, OSError) as error:
-                log.warning("could not read the live %ss, using the last known: %s", self._kind, error)
+    async def close(self) -> None:
+        """Closes all channels."""
+        channels, self._channels = self._channels, {}
+        await cancel_all(self._closing)
+        await asyncio.gather(*(channel.close() for channel in channels.values()))
+
+
+class Discovery:
+    """Keeps looking at the registry.
+
+    Attributes:
+        trainers, samplers, gateways: the live services.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, refresh: float = _REFRESH_S) -> None:
+        self._registry = Registry(client)
+        self.trainers, self.samplers, self.gateways = Services(), Services(), Services()
+        self._view = View({}, {})
+        self._looked_at = float("-inf")
+        self._looking = asyncio.Lock()
+        self._looks = Periodic("discovery", refresh, self.refresh, _DEADLINE_S)
+
+    async def start(self) -> None:
+        """Looks once and keeps looking."""
+        await self.refresh()
+        self._looks.start()
+
+    async def stop(self) -> None:
+        await self._looks.stop()
+        for services in (self.trainers, self.samplers, self.gateways):
+            await services.close()
+
+    async def fresh(self, seconds: float) -> View:
+        """What is announced, seen at most so many seconds ago.
+
+        Raises:
+            RedisError: Redis does not answer, and the last look is longer ago.
+        """
+        if time.monotonic() - self._looked_at >= seconds:
+            async with self._looking:
+                if time.monotonic() - self._looked_at >= seconds:
+                    await self._look()
+        return self._view
+
+    async def refresh(self) -> None:
+        """Looks now. Raises RedisError."""
+        async with self._looking:
+            await self._look()
+
+    async def _look(self) -> None:
+        began = time.monotonic()
+        view = await self._registry.look()
+        if view.undecodable > self._view.undecodable:
+            log.warning("%d records in the registry are of another version", view.undecodable)
+        self._view, self._looked_at = view, began
+        for kind, services in (
+            ("trainer", self.trainers),
+            ("sampler", self.samplers),
+            ("gateway", self.gateways),
+        ):
+            services.update(view.services[kind], view.base_models)

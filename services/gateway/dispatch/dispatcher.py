@@ -19,7 +19,7 @@ from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal import Journal
-from services.gateway.cluster.discovery import Discovery
+from services.gateway.cluster.discovery import Services
 from services.gateway.dispatch.leases import TTL_S, Lease, Leases
 from services.gateway.dispatch.model_runner import ModelRunner
 from services.gateway.dispatch.plan import DispatchSettings
@@ -54,7 +54,7 @@ class Dispatcher:
         client: redis.asyncio.Redis,
         journal: Journal,
         sessions: SessionStore,
-        trainers: Discovery,
+        trainers: Services,
         futures: Futures,
         gateway_id: str,
         on_result: OnResult,

@@ -28,7 +28,7 @@ from services.common.process.tasks import cancel_all
 from services.common.state.journal import Journal
 from services.common.state.journal_records import Entry, JournalIndex, error_result
 from services.common.state.registry import ServiceRecord
-from services.gateway.cluster.discovery import Discovery, call_error
+from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.dispatch import plan
 from services.gateway.dispatch.gaps import GapWatch
 from services.gateway.dispatch.leases import Lease
@@ -52,7 +52,7 @@ class ModelRunner:
         lease: Lease,
         fence: Callable[[Lease], Awaitable[None]],
         journal: Journal,
-        trainers: Discovery,
+        trainers: Services,
         publisher: ResultPublisher,
         session_finished: Callable[[str], Awaitable[bool]],
         settings: DispatchSettings,

@@ -25,7 +25,7 @@ from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.journal_records import Closing, error_result
 from services.gateway.checkpoints.files import sampled_versions
-from services.gateway.cluster.discovery import Discovery, call_error
+from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.leases import Lease
 from services.gateway.records.stores import Stores
@@ -68,7 +68,7 @@ class Retention:
         journal: Journal,
         stores: Stores,
         dispatcher: Dispatcher,
-        trainers: Discovery,
+        trainers: Services,
         cancel_samples: CancelSamples,
         gateway_id: str,
         settings: RetentionSettings,

@@ -24,7 +24,7 @@ from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal_records import Accepted
 from services.common.state.registry import TTL_S
-from services.gateway.cluster.discovery import Discovery
+from services.gateway.cluster.discovery import Services
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.dispatch.plan import backoff
 from services.gateway.records.sample_journal import ACCEPTANCE_S, Unclaimed
@@ -81,7 +81,7 @@ class SampleDispatcher:
         client: redis.asyncio.Redis,
         stores: Stores,
         replicas: Replicas,
-        gateways: Discovery,
+        gateways: Services,
         gateway_id: str,
         admission: Admission,
         settings: SampleSettings | None = None,

@@ -14,7 +14,7 @@ import grpc.aio
 
 from services.common.contract.errors import DeadlineExceeded, Internal
 from services.common.state.registry import ServiceRecord
-from services.gateway.cluster.discovery import Discovery, call_error
+from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.sampling import choose_replica
 from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc
 
@@ -28,8 +28,8 @@ class Replicas:
         timeout: deadline of one Sample call in seconds.
     """
 
-    def __init__(self, samplers: Discovery, timeout: float = SAMPLE_TIMEOUT_S) -> None:
-        self._discovery = samplers
+    def __init__(self, samplers: Services, timeout: float = SAMPLE_TIMEOUT_S) -> None:
+        self._samplers = samplers
         samplers.listen(self._wake)
         self._timeout = timeout
         self._change = asyncio.Event()
@@ -37,11 +37,11 @@ class Replicas:
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Has a function called whenever a replica came, went or changed."""
-        self._discovery.listen(on_change)
+        self._samplers.listen(on_change)
 
     def ready(self, base_model: str) -> dict[str, ServiceRecord]:
         """Replicas that take new samples, by incarnation."""
-        serving = self._discovery.serving(base_model)
+        serving = self._samplers.serving(base_model)
         return {record.incarnation: record for record in serving if record.state == "ready"}
 
     def choose(
@@ -70,7 +70,7 @@ class Replicas:
         name, weight = replica.incarnation, request.num_samples
         self._in_flight[name] += weight
         try:
-            stub = sampler_pb2_grpc.SamplerServiceStub(self._discovery.channel(replica))
+            stub = sampler_pb2_grpc.SamplerServiceStub(self._samplers.channel(replica))
             reply = await stub.Sample(request, timeout=self._timeout)
         except grpc.aio.AioRpcError as raw:
             error = call_error(raw)

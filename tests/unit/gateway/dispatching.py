@@ -51,12 +51,12 @@ class Gateway:
         self.journal = Journal(client, gateway_id=name)
         self.futures = Futures(client)
         self.recorded: list[int] = []
-        self.trainers = Discovery(client, "trainer")
+        self.discovery = Discovery(client)
         self.dispatcher = Dispatcher(
             client,
             self.journal,
             SessionStore(client),
-            self.trainers,
+            self.discovery.trainers,
             self.futures,
             name,
             self._record,
@@ -91,11 +91,11 @@ async def started(
 ) -> AsyncIterator[Gateway]:
     gateway = Gateway(client, name, settings, ttl)
     await gateway.futures.start()
-    await gateway.trainers.start()
+    await gateway.discovery.start()
     await gateway.dispatcher.start()
     try:
         yield gateway
     finally:
         await gateway.dispatcher.stop()
-        await gateway.trainers.stop()
+        await gateway.discovery.stop()
         await gateway.futures.stop()

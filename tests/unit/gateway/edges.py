@@ -25,6 +25,7 @@ from services.gateway.access.auth import KeyRing
 from services.gateway.access.limits import Limits
 from services.gateway.application import Application
 from services.gateway.checkpoints.files import CheckpointFiles
+from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.edge.grpc import service
 from services.gateway.edge.http.server import HttpServer
@@ -58,6 +59,8 @@ class Edges:
     sweep: CheckpointSweep
     announcers: dict[str, Announcer]
     """Of the trainer and the sampler, by kind."""
+    discovery: Discovery
+    """It looks when a request needs it to, not by itself."""
 
     def http(self, key: str = ALICE) -> httpx.AsyncClient:
         """A client that authenticates with the key."""
@@ -136,6 +139,7 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
             gateway.files,
             gateway.checkpoint_sweep,
             announcers,
+            gateway.discovery,
         )
     finally:
         app.drain()

@@ -68,11 +68,6 @@ async def announced(edges: Edges, kind: str, name: str, **limits: int) -> None:
     await announcer.stop()
 
 
-def looks_again(edges: Edges) -> None:
-    """A gateway may have looked a moment ago."""
-    edges.app.base_models._read_at = float("-inf")
-
-
 async def test_a_model_is_created_while_its_trainer_is_away(away: Edges) -> None:
     async with away.http() as client:
         created = await create(client)
@@ -102,7 +97,7 @@ async def test_a_saved_path_is_sampled_and_continued_from_while_everything_is_aw
         path = await save(edges, client, model, 2, "state")
         for announcer in edges.announcers.values():
             await announcer.stop()
-        looks_again(edges)
+        await edges.discovery.refresh()
         assert (await opened(client, model_path=f"tinker://{model}/sampler_weights/named")).status_code == 200
         loaded = {
             "session_id": await new_session(client),
@@ -127,7 +122,7 @@ async def test_limits_of_a_trainer_that_is_away_hold(edges: Edges) -> None:
 
 async def test_what_one_gateway_never_saw_another_one_left_in_redis(away: Edges) -> None:
     # The first look of this gateway comes after everything is gone.
-    looks_again(away)
+    await away.discovery.refresh()
     async with away.http() as client:
         assert (await create(client)).status_code == 200
 
@@ -147,7 +142,7 @@ async def test_a_configured_model_is_created_before_its_trainer_was_ever_there(e
         assert (await opened(client, base_model=NEW)).status_code == 200
         # The trainer comes up, and what the client asks next is answered.
         await announced(edges, "trainer", NEW)
-        looks_again(edges)
+        await edges.discovery.refresh()
         lora = operation_pb2.CreateModelResult()
         await edges.answer(model, 0, create_model=lora)
         assert (await client.post("get_info", json={"model_id": model})).status_code == 200
@@ -162,7 +157,7 @@ async def test_a_sample_waits_for_the_first_sampler_as_long_as_the_sdk_repeats(e
         assert early.status_code == 429
         assert "sampler for org/new is starting" in early.json()["detail"]
         await announced(edges, "sampler", NEW)
-        looks_again(edges)
+        await edges.discovery.refresh()
         assert (await client.post("asample", json=body(session))).status_code == 200
 
 
@@ -196,7 +191,7 @@ async def test_what_the_operator_does_not_train_or_sample_is_refused(edges: Edge
         fields: Any = {"base_model": "org/trained", "vocab_size": 100, "context_length": 64}
         extra = Announcer(edges.redis, ServiceRecord(kind="sampler", id="extra", address="h:1", **fields))
         await extra.start()
-        looks_again(edges)
+        await edges.discovery.refresh()
         assert (await opened(client, base_model="org/trained")).status_code == 200
         await extra.stop()
 
@@ -226,7 +221,7 @@ async def test_a_retired_base_model_is_refused_and_not_listed_until_it_is_back(e
             await announcer.stop()
         await known_models.retire(edges.redis, BASE)
         await known_models.configure(edges.redis, [Configured(name=NEW)])
-        looks_again(edges)
+        await edges.discovery.refresh()
         assert set(await served(client)) == {NEW}
         refused = await create(client)
         assert (refused.status_code, refused.json()["code"]) == (400, "base_model_retired")
@@ -234,7 +229,7 @@ async def test_a_retired_base_model_is_refused_and_not_listed_until_it_is_back(e
         info = await client.post("get_info", json={"model_id": model})
         assert (info.status_code, info.json()["code"]) == (400, "base_model_retired")
         await announced(edges, "trainer", BASE)
-        looks_again(edges)
+        await edges.discovery.refresh()
         assert (await create(client)).status_code == 200
 
 

@@ -50,12 +50,12 @@ class Stage:
         self.models, self.checkpoints, self.store = stores.models, stores.checkpoints, stores.sessions
         self.samplers = stores.sampling_sessions
         self.sessions = Sessions(self.store, Limits(), RedoLog(client))
-        self.trainers = Discovery(client, "trainer")
+        self.discovery = Discovery(client)
         self.dispatcher = Dispatcher(
             client,
             self.journal,
             self.store,
-            self.trainers,
+            self.discovery.trainers,
             self.futures,
             "gateway-0",
             ResultRecorder(stores).record,
@@ -70,7 +70,7 @@ class Stage:
             self.journal,
             self.stores,
             self.dispatcher,
-            self.trainers,
+            self.discovery.trainers,
             self._cancel_samples,
             gateway_id,
             SETTINGS,
@@ -141,7 +141,7 @@ async def stage(redis_client: redis.asyncio.Redis) -> AsyncIterator[Stage]:
     trainer = ScriptedTrainer(Journal(redis_client), {})
     async with serving(redis_client, trainer, "trainer-0"):
         made = Stage(redis_client, trainer)
-        parts = (made.futures, made.trainers, made.dispatcher)
+        parts = (made.futures, made.discovery, made.dispatcher)
         for part in parts:
             await part.start()
         yield made
@@ -338,7 +338,7 @@ async def test_a_trainer_that_is_away_is_waited_for(stage: Stage, redis_client: 
     session_id = await stage.session()
     model_id = await stage.model(session_id)
     await Registry(redis_client).withdraw("trainer", "trainer-0")
-    await stage.trainers.refresh()
+    await stage.discovery.refresh()
     await stage.sessions.finish("ann", session_id, "success", "")
     await stage.sweep(later=SETTLED)
     assert await stage.journal.is_closed(model_id)

@@ -41,17 +41,17 @@ class Gateway:
         self.journal = stores.samples
         self.futures = Futures(client)
         self.admission = Admission(1000, 1 << 20)
-        self.samplers, self.gateways = Discovery(client, "sampler"), Discovery(client, "gateway")
+        self.discovery = Discovery(client)
         self.dispatcher = SampleDispatcher(
             client,
             stores,
-            Replicas(self.samplers),
-            self.gateways,
+            Replicas(self.discovery.samplers),
+            self.discovery.gateways,
             name,
             self.admission,
             SampleSettings(dead_after=0.2),
         )
-        self.parts = (self.futures, self.samplers, self.gateways, self.dispatcher)
+        self.parts = (self.futures, self.discovery, self.dispatcher)
 
     async def sample(self, seq_id: int, prompt: bytes = b"") -> str:
         request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, seq_id), num_samples=1)

@@ -1,0 +1,104 @@
+"""One look at the registry serves a whole gateway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from services.common.contract.errors import InvalidRequest
+from services.common.state import keys, known_models
+from services.common.state.registry import Announcer, ServiceRecord
+from services.gateway.cluster.base_models import BaseModels
+from services.gateway.cluster.discovery import Discovery
+
+BASE = "a/b"
+
+
+def announcer(client: redis.asyncio.Redis, kind: str = "trainer", name: str = "one") -> Announcer:
+    fields: Any = {"base_model": BASE, "vocab_size": 9, "context_length": 9}
+    return Announcer(client, ServiceRecord(kind=kind, id=name, address="127.0.0.1:1", **fields))
+
+
+async def commands(client: redis.asyncio.Redis) -> int:
+    stats = await client.info("commandstats")
+    return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "hgetall", "get"))
+
+
+async def test_whoever_asks_the_registry_is_read_once(redis_client: redis.asyncio.Redis) -> None:
+    await announcer(redis_client).start()
+    discovery = Discovery(redis_client)
+    base_models = BaseModels(discovery)
+    await discovery.refresh()
+    before = await commands(redis_client)
+    await discovery.refresh()
+    # The script's own HGETALL counts too.
+    assert await commands(redis_client) == before + 2
+    for _ in range(100):
+        await base_models.trainable(BASE)
+        assert discovery.trainers.serving(BASE)
+        assert not discovery.samplers.serving(BASE)
+    assert await commands(redis_client) == before + 2
+
+
+async def test_who_listens_hears_of_changes_only(redis_client: redis.asyncio.Redis) -> None:
+    heard: list[str] = []
+    discovery = Discovery(redis_client)
+    discovery.trainers.listen(lambda: heard.append("change"))
+    service = announcer(redis_client)
+    await service.start()
+    for expected in (1, 1):
+        await discovery.refresh()
+        assert len(heard) == expected
+    await service.stop()
+    await discovery.refresh()
+    assert len(heard) == 2
+    await known_models.retire(redis_client, BASE)
+    await discovery.refresh()
+    assert len(heard) == 3
+    assert discovery.trainers.retired(BASE)
+    assert not discovery.trainers.retired("c/d")
+
+
+async def test_a_channel_is_for_one_incarnation(redis_client: redis.asyncio.Redis) -> None:
+    discovery = Discovery(redis_client)
+    first = announcer(redis_client)
+    await first.start()
+    await discovery.refresh()
+    (record,) = discovery.trainers.all()
+    opened = discovery.trainers.channel(record)
+    assert discovery.trainers.channel(record) is opened
+    await first.stop()
+    await announcer(redis_client).start()
+    await discovery.refresh()
+    (restarted,) = discovery.trainers.all()
+    assert discovery.trainers.channel(restarted) is not opened
+    await discovery.stop()
+
+
+async def test_a_record_of_another_version_hides_nothing_else(
+    redis_client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    discovery = Discovery(redis_client)
+    await announcer(redis_client).start()
+    await redis_client.hset(keys.services("trainer"), "other", b"\x00")
+    await redis_client.zadd(keys.services_seen("trainer"), {"other": 1e15})
+    for _ in range(2):
+        await discovery.refresh()
+    assert [record.id for record in discovery.trainers.all()] == ["one"]
+    assert [record.message for record in caplog.records].count(
+        "1 records in the registry are of another version"
+    ) == 1
+
+
+async def test_a_base_model_that_has_just_come_is_found_at_once(redis_client: redis.asyncio.Redis) -> None:
+    discovery = Discovery(redis_client)
+    base_models = BaseModels(discovery)
+    await announcer(redis_client, "sampler").start()
+    await discovery.refresh()
+    with pytest.raises(InvalidRequest, match="has no trainer"):
+        await base_models.trainable(BASE)
+    await announcer(redis_client).start()
+    discovery._looked_at -= 0.2
+    assert (await base_models.trainable(BASE)).trainer_seen
