@@ -32,6 +32,8 @@ from services.gateway.results.futures import Futures
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
 from services.gateway.retention.plan import RetentionSettings
 from services.gateway.retention.retention import Retention
+from services.gateway.retention.snapshot_plan import SnapshotBudget
+from services.gateway.retention.snapshot_sweep import SnapshotSweep, budget_on
 from services.gateway.sampling.accept import Sampling
 from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.completions import Completions
@@ -76,6 +78,7 @@ class Gateway:
         retention: RetentionSettings | None = None,
         journal_limits: JournalLimits | None = None,
         limits: Limits | None = None,
+        snapshots: SnapshotBudget | None = None,
     ) -> None:
         """Puts everything together over one Redis. Call within the event loop that will run it.
 
@@ -83,6 +86,7 @@ class Gateway:
             gateway_id: stable over restarts of the gateway.
             storage: of named checkpoints and exports.
             data: where sampler snapshots are.
+            snapshots: what those without a name may take; None: a share of their volume.
         """
         limits = limits or Limits()
 
@@ -147,6 +151,7 @@ class Gateway:
 
         # What lets go of it.
         self.checkpoint_sweep = CheckpointSweep(client, stores.checkpoints, self.files, gateway_id)
+        snapshot_sweep = SnapshotSweep(client, stores, data, snapshots or budget_on(data, 0, 0), gateway_id)
         letting_go = Retention(
             client,
             journal,
@@ -164,6 +169,7 @@ class Gateway:
             dispatcher,
             samples,
             letting_go,
+            snapshot_sweep,
             self.checkpoint_sweep,
         )
 

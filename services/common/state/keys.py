@@ -35,6 +35,16 @@ CHECKPOINT_SWEEP_LEASE = f"{PREFIX}:checkpoint-sweep-lease"
 """The gateway that looks at them at present."""
 CHECKPOINT_CLEANING = f"{PREFIX}:checkpoint-cleaning"
 """There while the checkpoint storage is being cleaned, and for a while after that."""
+SNAPSHOT_SIZES = f"{PREFIX}:{{snapshots}}:sizes"
+"""Hash of the unnamed sampler snapshots that are stored: "<model id>@<version>" -> "<bytes> <owner>"."""
+SNAPSHOT_BYTES = f"{PREFIX}:{{snapshots}}:bytes"
+"""Hash of what an owner's unnamed sampler snapshots come to in bytes, by owner."""
+SNAPSHOTS_USED = f"{PREFIX}:{{snapshots}}:used"
+"""Sorted set of the unnamed sampler snapshots, by when they were made or last sampled (s)."""
+SNAPSHOTS_SUPERSEDED = f"{PREFIX}:{{snapshots}}:superseded"
+"""Sorted set of snapshots that no inflight session answers from any more, by when to look at them (s)."""
+SNAPSHOT_SWEEP_LEASE = f"{PREFIX}:snapshot-sweep-lease"
+"""The gateway that keeps snapshots within their budgets at present."""
 DOWNLOAD_SECRET = f"{PREFIX}:download-secret"
 """Key of the signatures of download URLs."""
 BASE_MODELS = f"{PREFIX}:{{services}}:base-models"
@@ -181,3 +191,18 @@ def weight_epoch(base_model: str) -> str:
 def weight_store(base_model: str, epoch_number: int) -> str:
     """Hash that holds the rendezvous of one weight group."""
     return f"{PREFIX}:weights:{{{base_model}}}:store:{epoch_number}"
+
+
+def owner_snapshots(owner: str) -> str:
+    """Sorted set of an owner's unnamed sampler snapshots, by when they were made or last sampled (s)."""
+    return f"{PREFIX}:{{snapshots}}:owner:{owner}"
+
+
+def model_snapshots(model_id: str) -> str:
+    """Set of a model's unnamed sampler snapshots, as in the index of all."""
+    return f"{PREFIX}:{{snapshots}}:model:{model_id}"
+
+
+def let_go(model_id: str) -> str:
+    """Hash of a model's snapshots that were deleted to make room: version -> when (s)."""
+    return f"{PREFIX}:model:{{{model_id}}}:let-go"

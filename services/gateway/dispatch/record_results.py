@@ -27,6 +27,9 @@ KINDS: dict[str, Literal["training", "sampler", "external"]] = {
 }
 """Kind of a checkpoint by the first part of its id."""
 
+_SUPERSEDED_S = 60.0
+"""By then no sample that was sent for the version before waits to begin."""
+
 
 class ResultRecorder:
     """Writes the records that finished operations give rise to."""
@@ -36,6 +39,7 @@ class ResultRecorder:
         self._checkpoints = stores.checkpoints
         self._sampling_sessions = stores.sampling_sessions
         self._inflight = stores.inflight
+        self._snapshots = stores.snapshots
 
     async def record(self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> None:
         """Records what an operation came to. Most operations leave nothing to record."""
@@ -61,6 +65,8 @@ class ResultRecorder:
             sampler = operation.save_for_sampler
             await self._put_checkpoint(model, operation.seq_id, sampler, result.save_for_sampler.size_bytes)
         else:
+            size = result.save_for_sampler.size_bytes
+            await self._snapshots.add(model.model_id, operation.seq_id, model.owner, size)
             await self._bind(model, operation.seq_id, operation.save_for_sampler)
 
     async def _put_checkpoint(
@@ -110,4 +116,8 @@ class ResultRecorder:
         if stored != record:
             log.error("sampling session %s was taken before its save completed", sampling_session_id)
         if save.inflight:
+            before = await self._inflight.current(model.model_id)
+            if before is not None and before < version:
+                at = time.time() + _SUPERSEDED_S
+                await self._snapshots.supersede(model.model_id, before, at)
             await self._inflight.move(model.model_id, version)

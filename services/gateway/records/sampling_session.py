@@ -78,7 +78,11 @@ class InflightStore:
         """Has the model's inflight sessions answer from this version, unless they do from a newer one."""
         await self._raise([keys.inflight_version(model_id)], version)
 
+    async def current(self, model_id: str) -> int | None:
+        """The version that the model's inflight sessions answer from now; None before the first."""
+        raw: Any = await self._redis.get(keys.inflight_version(model_id))
+        return None if raw is None else int(raw)
+
     async def version(self, record: SamplingSessionRecord) -> int:
         """The version that a request of an inflight session answers from now."""
-        raw: Any = await self._redis.get(keys.inflight_version(record.model_id))
-        return max(record.version, int(raw or 0))
+        return max(record.version, await self.current(record.model_id) or 0)

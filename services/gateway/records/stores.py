@@ -15,6 +15,7 @@ from services.gateway.records.model import ModelStore
 from services.gateway.records.sample_journal import SampleJournal
 from services.gateway.records.sampling_session import InflightStore, SamplingSessionStore
 from services.gateway.records.session import SessionStore
+from services.gateway.records.snapshot import SnapshotStore
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Stores:
     sampling_sessions: SamplingSessionStore
     inflight: InflightStore
     samples: SampleJournal
+    snapshots: SnapshotStore
 
     @classmethod
     def over(cls, client: redis.asyncio.Redis) -> Stores:
@@ -38,4 +40,5 @@ class Stores:
             SamplingSessionStore(client),
             InflightStore(client),
             SampleJournal(client),
+            SnapshotStore(client),
         )

@@ -28,6 +28,7 @@ from services.gateway.checkpoints.files import sampled_versions
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.leases import Lease
+from services.gateway.records.snapshot import StoredSnapshot
 from services.gateway.records.stores import Stores
 from services.gateway.retention.plan import (
     EndedModel,
@@ -82,6 +83,7 @@ class Retention:
         self._sessions = stores.sessions
         self._models = stores.models
         self._checkpoints = stores.checkpoints
+        self._snapshots = stores.snapshots
         self._sampling_sessions = stores.sampling_sessions
         self._lease = SweepLease(client, keys.RETENTION_LEASE, gateway_id)
         self._slots = asyncio.Semaphore(_CONCURRENCY)
@@ -222,18 +224,22 @@ class Retention:
         if step is ModelStep.CLOSE:
             return await self._dispatcher.lead_idle(model_id, self._close)
         request = trainer_pb2.DeleteModelRequest(model_id=model_id)
+        gone: list[StoredSnapshot] = []
         if step is ModelStep.DELETE_SNAPSHOTS:
             request.snapshots = True
             named = await self._checkpoints.of_model(model_id)
             kept = {record.version for record in named if record.kind == "sampler"}
             kept |= await sampled_versions(model_id, self._sampling_sessions, self._sessions)
             request.kept_versions.extend(sorted(kept))
+            gone = [one for one in await self._snapshots.of_model(model_id) if one.version not in kept]
         # Without a base model no creation was ever accepted, and no trainer has heard of the model.
         heard_of = bool(base_model) and step is not ModelStep.DROP
         if heard_of and not await self._on_trainers(
             base_model, lambda stub: stub.DeleteModel(request, timeout=_CALL_S)
         ):
             return False
+        for snapshot in gone:
+            await self._snapshots.forget(model_id, snapshot.version, snapshot.owner)
         if step is ModelStep.DELETE_STATE:
             log.info("deleted the training state of %s", model_id)
             return await self._journal.erase(model_id)

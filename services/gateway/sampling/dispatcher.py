@@ -17,7 +17,14 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract import errors, ids
-from services.common.contract.errors import Internal, NotFound, Overloaded, TinsmithError, Unavailable
+from services.common.contract.errors import (
+    Internal,
+    NotFound,
+    Overloaded,
+    SnapshotNotFound,
+    TinsmithError,
+    Unavailable,
+)
 from services.common.process import failpoints
 from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all
@@ -92,6 +99,7 @@ class SampleDispatcher:
         self._sessions = stores.sampling_sessions
         self._known: Recent[SamplingSessionRecord] = Recent(_CACHE_S, _CACHED_SESSIONS)
         self._inflight = stores.inflight
+        self._snapshots = stores.snapshots
         self._replicas = replicas
         replicas.listen(self._resize)
         self._gateways = gateways
@@ -218,6 +226,8 @@ class SampleDispatcher:
             if session.inflight:
                 request.snapshot.version = await self._inflight.version(session)
             snapshot = request.snapshot
+            if snapshot.model_id and not session.model_path:
+                await self._snapshots.note_used(snapshot.model_id, snapshot.version, session.owner)
             wanted = choose_replica.affinity(
                 snapshot.model_id, snapshot.version, session.full, request.prompt.data
             )
@@ -241,6 +251,14 @@ class SampleDispatcher:
                 waiting = False
             try:
                 return await self._replicas.call(replica, request)
+            except SnapshotNotFound as error:
+                attempt += 1
+                if session.inflight and await self._inflight.version(session) > snapshot.version:
+                    # The model moved on while this waited, and what it left is gone.
+                    continue
+                if await self._snapshots.was_let_go(snapshot.model_id, snapshot.version):
+                    raise _let_go(snapshot) from error
+                raise
             except TinsmithError as error:
                 attempt += 1
                 if isinstance(error, Unavailable):
@@ -302,3 +320,11 @@ class SampleDispatcher:
         if not left:
             await self._journal.leave(gateway_id)
         return left
+
+
+def _let_go(snapshot: sampler_pb2.Snapshot) -> SnapshotNotFound:
+    return SnapshotNotFound(
+        f"snapshot {snapshot.version} of model {snapshot.model_id} was deleted to make room, because it had not "
+        "been sampled for a while; save the weights again, and give what is to stay a name",
+        "snapshot_let_go",
+    )

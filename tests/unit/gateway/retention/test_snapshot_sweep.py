@@ -1,0 +1,119 @@
+"""Unnamed snapshots stay within their budgets, on a real Redis and a real directory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from services.common.state import keys
+from services.common.storage.data_dir import DataDir
+from services.gateway.records.sampling_session import SamplingSessionRecord
+from services.gateway.records.session import SessionRecord
+from services.gateway.records.stores import Stores
+from services.gateway.retention.snapshot_plan import SnapshotBudget
+from services.gateway.retention.snapshot_sweep import SnapshotSweep, budget_on
+
+SESSION = "0b0e9f2c-7a55-4c3e-9a43-000000000001"
+MODEL = f"{SESSION}:train:0"
+OWNER = "alice"
+LONG_AGO = 7200
+
+
+class Stage:
+    """Snapshots of a model, as files and in the list."""
+
+    def __init__(self, client: redis.asyncio.Redis, root: Path) -> None:
+        self.redis = client
+        self.stores = Stores.over(client)
+        self.data = DataDir(root)
+        self.sweeps = SnapshotSweep(client, self.stores, self.data, SnapshotBudget(100, 60), "gateway-0")
+
+    async def save(self, version: int, size: int = 20, age: float = LONG_AGO) -> Path:
+        path = self.data.snapshot(MODEL, version)
+        path.mkdir(parents=True)
+        await self.stores.snapshots.add(MODEL, version, OWNER, size)
+        for name in (keys.SNAPSHOTS_USED, keys.owner_snapshots(OWNER)):
+            await self.redis.zadd(name, {f"{MODEL}@{version}": time.time() - age})
+        return path
+
+    async def sampler(self, version: int, inflight: bool = False) -> None:
+        await self.stores.sampling_sessions.create_if_absent(
+            SamplingSessionRecord(
+                sampling_session_id=f"{SESSION}:sample:{version}",
+                session_id=SESSION,
+                owner=OWNER,
+                base_model="org/tiny",
+                model_id=MODEL,
+                version=version,
+                inflight=inflight,
+            )
+        )
+
+
+@pytest.fixture
+async def stage(redis_client: redis.asyncio.Redis, tmp_path: Path) -> Stage:
+    stage = Stage(redis_client, tmp_path)
+    now = time.time()
+    await stage.stores.sessions.create(
+        SessionRecord(session_id=SESSION, owner=OWNER, created_at=now, last_heartbeat=now)
+    )
+    return stage
+
+
+async def test_a_snapshot_is_counted_once_and_leaves_nothing_when_it_is_forgotten(stage: Stage) -> None:
+    await stage.stores.snapshots.add(MODEL, 1, OWNER, 20)
+    await stage.stores.snapshots.add(MODEL, 1, OWNER, 20)
+    assert await stage.stores.snapshots.owners() == {OWNER: 20}
+    for _ in range(2):
+        await stage.stores.snapshots.forget(MODEL, 1, OWNER)
+    assert await stage.stores.snapshots.owners() == {}
+    assert await stage.redis.keys("*{snapshots}*") == []
+
+
+async def test_what_was_not_sampled_for_longest_makes_room(stage: Stage) -> None:
+    paths = [await stage.save(version, age=9000 - version) for version in range(1, 6)]
+    await stage.sweeps.sweep()
+    assert [path.exists() for path in paths] == [False, False, True, True, True]
+    assert await stage.stores.snapshots.owners() == {OWNER: 60}
+    assert await stage.stores.snapshots.was_let_go(MODEL, 1)
+    assert not await stage.stores.snapshots.was_let_go(MODEL, 3)
+
+
+async def test_sampling_keeps_a_snapshot(stage: Stage) -> None:
+    oldest = await stage.save(1, age=9000)
+    others = [await stage.save(version) for version in (2, 3, 4)]
+    await stage.stores.snapshots.note_used(MODEL, 1, OWNER)
+    await stage.sweeps.sweep()
+    assert oldest.exists()
+    assert [path.exists() for path in others] == [False, True, True]
+
+
+async def test_a_version_that_inflight_sessions_left_goes_at_once(stage: Stage) -> None:
+    first, second = await stage.save(1, age=0), await stage.save(2, age=0)
+    await stage.sampler(1, inflight=True)
+    await stage.stores.inflight.move(MODEL, 2)
+    await stage.stores.snapshots.supersede(MODEL, 1, time.time() + 60)
+    await stage.sweeps.sweep()
+    assert first.exists()
+    await stage.stores.snapshots.supersede(MODEL, 1, time.time() - 1)
+    await stage.sweeps.sweep()
+    assert (first.exists(), second.exists()) == (False, True)
+    assert await stage.redis.zcard(keys.SNAPSHOTS_SUPERSEDED) == 0
+
+
+async def test_a_version_that_another_session_answers_from_stays(stage: Stage) -> None:
+    path = await stage.save(1, age=0)
+    await stage.sampler(1)
+    await stage.stores.snapshots.supersede(MODEL, 1, time.time() - 1)
+    await stage.sweeps.sweep()
+    assert path.exists()
+    assert await stage.redis.zcard(keys.SNAPSHOTS_SUPERSEDED) == 0
+
+
+def test_budgets_are_shares_of_the_volume_unless_they_are_numbers(tmp_path: Path) -> None:
+    share = budget_on(DataDir(tmp_path), 0, 0)
+    assert share.total_bytes > share.owner_bytes > 0
+    assert budget_on(DataDir(tmp_path), 100, 10) == SnapshotBudget(100, 10)
