@@ -21,6 +21,7 @@ from services.gateway.access.auth import KeyRing
 from services.gateway.config import GatewayConfig, parse
 from services.gateway.edge.grpc import service
 from services.gateway.edge.http.server import HttpServer
+from services.gateway.retention.snapshot_sweep import budget_on
 from services.gateway.wiring import Gateway
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ async def run(config: GatewayConfig) -> None:
             data,
             config.retention,
             config.journal,
+            snapshots=budget_on(data, config.snapshot_bytes, config.snapshot_owner_bytes),
         )
         http = HttpServer(gateway.application, config.host, config.port)
         cleanup.push_async_callback(gateway.stop)

@@ -38,6 +38,8 @@ class GatewayConfig:
         retention: when silent sessions let go of what they hold.
         journal: bounds of each model's journal in Redis.
         base_models: those that are to be waited for, also before anything of them was ever there.
+        snapshot_bytes: most bytes of unnamed sampler snapshots; 0 = a share of their volume.
+        snapshot_owner_bytes: the same of one owner.
     """
 
     id: str
@@ -50,6 +52,8 @@ class GatewayConfig:
     redis_url: str
     retention: RetentionSettings
     journal: JournalLimits
+    snapshot_bytes: int = 0
+    snapshot_owner_bytes: int = 0
     base_models: tuple[Configured, ...] = ()
 
 
@@ -79,6 +83,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
     add(
         "--base-models", "", f"base models to wait for, also before they loaded for the first time: {EXAMPLE}"
     )
+    add("--snapshot-bytes", "0", "most bytes of unnamed sampler snapshots; 0: half of their volume")
+    add("--snapshot-owner-bytes", "0", "the same of one owner; 0: half of that")
     options = parser.parse_args(argv)
     redis_url = environment.get(REDIS_URL_VARIABLE, "")
     if not redis_url:
@@ -111,6 +117,9 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         base_models = parse_configured(options.base_models)
     except InvalidRequest as error:
         parser.error(f"--base-models: {error.message}")
+    for name in ("snapshot_bytes", "snapshot_owner_bytes"):
+        if not getattr(options, name).isdigit():
+            parser.error(f"--{name.replace('_', '-')} must be a number of bytes, 0 for a share of the volume")
     data_dir = Path(options.data_dir)
     return GatewayConfig(
         id=options.id,
@@ -124,5 +133,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         ),
         journal=JournalLimits(**sizes),
         base_models=base_models,
+        snapshot_bytes=int(options.snapshot_bytes),
+        snapshot_owner_bytes=int(options.snapshot_owner_bytes),
         **ports,
     )

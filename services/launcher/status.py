@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +14,11 @@ import grpc.aio
 import msgspec
 import psutil
 from google.protobuf.json_format import MessageToDict
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.common.process import rpc
-from services.common.state import redis_client, registry
+from services.common.state import keys, redis_client, registry
 from services.common.storage.data_dir import DataDir
 from services.launcher import machine
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -35,6 +37,7 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
     client = redis_client.connect(url)
     try:
         records = [record for kind in registry.KINDS for record in await registry.live(client, kind)]
+        report["storage"] = await _storage(client, data)
     except RedisError as error:
         report["error"] = f"Redis does not answer: {error}"
         return report
@@ -42,6 +45,14 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
         await client.aclose()
     report["services"] = await asyncio.gather(*(_service(record) for record in records))
     return report
+
+
+async def _storage(client: Redis, data: DataDir) -> dict[str, Any]:
+    """How full the data directory's volume is, and what each owner's unnamed snapshots take of it."""
+    volume = shutil.disk_usage(data.root)
+    found: Any = await client.hgetall(keys.SNAPSHOT_BYTES)
+    snapshots = {owner.decode(): int(size) for owner, size in found.items()}
+    return {"volume_bytes": volume.total, "free_bytes": volume.free, "snapshot_bytes": snapshots}
 
 
 def _processes(data: DataDir) -> list[dict[str, Any]]:
@@ -95,9 +106,21 @@ def show(report: dict[str, Any]) -> str:
         )
     for entry in report["services"]:
         lines += ["", _headline(entry), *_details(entry)]
+    if "storage" in report:
+        lines += ["", *_space(report["storage"])]
     if "error" in report:
         lines += ["", report["error"]]
     return "\n".join(lines)
+
+
+def _space(storage: dict[str, Any]) -> Sequence[str]:
+    snapshots = storage["snapshot_bytes"]
+    gib = 2**30
+    line = f"{storage['free_bytes'] / gib:.1f} of {storage['volume_bytes'] / gib:.1f} GiB are free"
+    return [
+        f"{line}; snapshots without a name take {sum(snapshots.values()) / gib:.2f} GiB",
+        *(f"  {owner}  {size / gib:.2f} GiB" for owner, size in sorted(snapshots.items())),
+    ]
 
 
 def _headline(entry: dict[str, Any]) -> str:

@@ -27,13 +27,23 @@ from services.common.storage.base import ABANDONED_S, GRACE_S, Key, Storage, Wri
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _DELETED = ".deleted-"
+_MOST_RESERVED = 1 << 30
 
 
-def publish_directory(target: Path, files: Mapping[str, Writer], replace: bool) -> int:
+def reserve(total: int) -> int:
+    """Bytes of a volume of `total` bytes that new saves leave free, for what keeps running ones going."""
+    return min(_MOST_RESERVED, total // 50)
+
+
+def publish_directory(
+    target: Path, files: Mapping[str, Writer], replace: bool, leave_reserve: bool = False
+) -> int:
     """Makes `target` a directory with these files. Returns their bytes. Blocking; call from a thread.
 
     Args:
         replace: swap it for an existing directory of that name.
+        leave_reserve: write nothing on a volume that is nearly full. For what can be done without: what
+            keeps running work safe is written as long as there is any space.
 
     Raises:
         FileExistsError: the directory exists and `replace` is false.
@@ -41,6 +51,9 @@ def publish_directory(target: Path, files: Mapping[str, Writer], replace: bool) 
     """
     temporary = _temporary(target)
     try:
+        volume = shutil.disk_usage(temporary)
+        if leave_reserve and volume.free < reserve(volume.total):
+            raise OSError(errno.ENOSPC, f"only {volume.free} bytes of the volume are free", str(target))
         size = 0
         for name, write in files.items():
             path = temporary / name
@@ -89,7 +102,7 @@ class DirectoryStorage(Storage):
     def publish(self, key: Key, files: Mapping[str, Writer]) -> int:
         if (stored := self.files(key)) is None:
             with suppress(FileExistsError):
-                return publish_directory(self._path(key), files, replace=False)
+                return publish_directory(self._path(key), files, replace=False, leave_reserve=True)
             stored = self.files(key) or {}
         return sum(stored.values())
 

@@ -324,7 +324,7 @@ class SampleDispatcher:
 
 def _let_go(snapshot: sampler_pb2.Snapshot) -> SnapshotNotFound:
     return SnapshotNotFound(
-        f"snapshot {snapshot.version} of model {snapshot.model_id} was deleted to make room, because it had not "
-        "been sampled for a while; save the weights again, and give what is to stay a name",
+        f"snapshot {snapshot.version} of model {snapshot.model_id} was deleted to make room: it had not been "
+        "sampled for a while; save the weights again, and give what is to stay a name",
         "snapshot_let_go",
     )

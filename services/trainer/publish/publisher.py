@@ -78,7 +78,8 @@ class Publisher:
     def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> int:
         # Another trainer that had to run the same save may have stored it meanwhile: the first one stands.
         with suppress(FileExistsError):
-            return publish_directory(target, weight_files(self._base, lora, tensors), replace=False)
+            files = weight_files(self._base, lora, tensors)
+            return publish_directory(target, files, replace=False, leave_reserve=True)
         return directory_bytes(target)
 
 

@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from services.common.contract.errors import Internal, StorageFull
 from services.common.storage.base import Key, Storage, failure
-from services.common.storage.directory import DirectoryStorage
+from services.common.storage.directory import DirectoryStorage, publish_directory, reserve
 from tests.unit.common.storage import stored
 from tests.unit.common.storage.stored import KEY, MODEL, text
 
@@ -75,6 +76,30 @@ def test_a_real_write_that_finds_no_space_loses_nothing(storage: DirectoryStorag
     assert storage.versions(MODEL, "weights/a") == [3]
     assert files_below(tmp_path) == {f"{KEY.path}/x"}
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+class Volume(NamedTuple):
+    """What `shutil.disk_usage` says."""
+
+    total: int
+    used: int
+    free: int
+
+
+def test_a_nearly_full_volume_takes_no_saves_and_still_takes_what_keeps_work_safe(
+    storage: DirectoryStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nearly = Volume(100 << 30, (100 << 30) - (1 << 29), 1 << 29)
+    monkeypatch.setattr("services.common.storage.directory.shutil.disk_usage", lambda _: nearly)
+    with pytest.raises(OSError, match="only 536870912 bytes"):
+        storage.publish(KEY, {"x": text("one")})
+    assert isinstance(failure(OSError(28, "only 1 byte"), "x"), StorageFull)
+    assert files_below(tmp_path) == set()
+    assert publish_directory(tmp_path / "state", {"x": text("one")}, replace=False) == 3
+
+
+def test_the_reserve_of_a_volume_is_a_fiftieth_at_most_a_gibibyte() -> None:
+    assert (reserve(1000), reserve(1 << 50)) == (20, 1 << 30)
 
 
 def test_a_full_storage_is_told_from_other_failures() -> None:

@@ -434,6 +434,53 @@ async def test_inflight_sessions_follow_their_model_and_running_samples_keep_the
     assert [used[name] for name in (before, running, after, fresh, still)] == [3, 3, 5, 5, 5]
 
 
+async def test_the_client_of_a_snapshot_that_was_let_go_is_told_so(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+    sampler.answer = _not_found
+    await Stores.over(redis_client).snapshots.mark_let_go(MODEL, 3)
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+        request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, 0), num_samples=1)
+        request.snapshot.model_id, request.snapshot.version = MODEL, 3
+        accepted = await gateway.journal.accept(SESSION, 0, request.SerializeToString(), gateway.name)
+        gateway.dispatcher.submit(accepted, request)
+        error = (await gateway.result(accepted.request_id)).error
+    assert (error.category, error.code) == (types_pb2.ERROR_CATEGORY_USER, "snapshot_let_go")
+    assert "save the weights again" in error.message
+
+
+async def test_an_inflight_sample_whose_version_is_gone_is_answered_from_the_next(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    session, sampler = ids.sampling_session_id("s", 7), ScriptedSampler("a")
+    asked: list[int] = []
+
+    def answer(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+        asked.append(request.snapshot.version)
+        if request.snapshot.version < 5:
+            _not_found(request)
+        reply = sampler_pb2.SampleResponse()
+        reply.result.sequences.add().tokens.data = b"a"
+        return reply
+
+    sampler.answer = answer
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on()
+        await inflight_session(redis_client, session, 3)
+        sampler.gate.clear()
+        request = sampler_pb2.SampleRequest(request_id=ids.request_id(session, 0), num_samples=1)
+        request.snapshot.model_id = MODEL
+        accepted = await gateway.journal.accept(session, 0, request.SerializeToString(), gateway.name)
+        gateway.dispatcher.submit(accepted, request)
+        await sampler.arrived.wait()
+        await inflight_session(redis_client, session, 5)
+        sampler.gate.set()
+        assert await gateway.tokens(accepted.request_id) == b"a"
+    assert asked == [3, 5]
+
+
 async def test_a_key_with_one_sample_is_not_held_up_by_the_thousand_of_another(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:
