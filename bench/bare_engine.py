@@ -68,7 +68,8 @@ def _load(model_dir: str) -> Callable[[Any], float]:
 
 
 def _pass(op: Any, batch: list[list[int]]) -> Any:
-    from services.trainer.compute.data import HostArray, MicroBatch, Pass, Row
+    from services.common.contract.tensors import HostTensor
+    from services.trainer.compute.data import MicroBatch, Pass, Row
     from services.trainer.order.microbatch import split_operation
 
     rows = []
@@ -76,8 +77,8 @@ def _pass(op: Any, batch: list[list[int]]) -> Any:
         count = len(sequence) - 1
         targets = np.array(sequence[1:], "<i8").tobytes()
         inputs = {
-            "target_tokens": HostArray("int64", (count,), targets),
-            "weights": HostArray("float32", (count,), np.ones(count, "<f4").tobytes()),
+            "target_tokens": HostTensor("int64", (count,), targets),
+            "weights": HostTensor("float32", (count,), np.ones(count, "<f4").tobytes()),
         }
         rows.append(Row("m", 0, index, np.array(sequence[:-1], "<i4").tobytes(), inputs))
     units = split_operation([row.length for row in rows], MICRO_BATCH_TOKENS)

@@ -13,6 +13,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
+# Its pytest plugin imports it at the very end; there a finalizer that imports too made Python 3.11 fail
+# (python/cpython#106905).
+import hypothesis  # noqa: F401
 import pytest
 import redis
 import redis.asyncio

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from services.common.contract import errors, matrices, tensors
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import scoring_from_pb
-from services.common.contract.tensors import HostTensor
-from services.common.weights import TensorSpec
+from services.common.contract.tensors import TensorSpec
 from services.common.weights.medium import Medium
 from services.sampler.engine.sampling import (
     SampleJob,
@@ -136,7 +135,7 @@ def _int32(data: bytes) -> list[int]:
 
 
 def _array_to_pb(values: npt.NDArray[np.int32] | npt.NDArray[np.float32]) -> types_pb2.Tensor:
-    return tensors.to_pb(HostTensor(values.dtype.name, values.shape, values.tobytes()))
+    return tensors.to_pb(tensors.from_values(values))
 
 
 def medium_from_pb(medium: int) -> Medium:

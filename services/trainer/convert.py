@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from services.common.contract import ids, roles, tensors
 from services.common.contract.errors import InvalidRequest
-from services.trainer.compute.data import AdamSpec, HostArray, LoraSpec, RowResult
+from services.common.contract.tensors import DTYPES, HostTensor
+from services.trainer.compute.data import AdamSpec, LoraSpec, RowResult
 from services.trainer.compute.losses import combine_metrics
 from services.trainer.order.microbatch import split_operation
 from services.trainer.order.scheduler import Unit
@@ -54,7 +55,7 @@ class Datum:
     """One training example. `tokens`: int32 little-endian bytes."""
 
     tokens: bytes
-    loss_inputs: dict[str, HostArray]
+    loss_inputs: dict[str, HostTensor]
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,7 @@ def _forward(request: operation_pb2.ForwardBackward, target: Target) -> Forward:
         if "target_tokens" in inputs:
             trailing.add(inputs["target_tokens"].shape[1:])
         lengths.append(tokens.numel)
-        arrays = {key: HostArray(value.dtype, value.shape, value.data) for key, value in inputs.items()}
-        data.append(Datum(tokens.data, arrays))
+        data.append(Datum(tokens.data, inputs))
     if len(trailing) > 1:
         raise InvalidRequest(
             "target_tokens must have the same number of targets per position in all datums of a request; "
@@ -220,12 +220,12 @@ def forwarded(work: Forward, rows: Sequence[RowResult]) -> operation_pb2.Operati
     )
 
 
-def _batched(arrays: Sequence[HostArray]) -> types_pb2.BatchedTensor:
+def _batched(arrays: Sequence[HostTensor]) -> types_pb2.BatchedTensor:
     offsets = [0]
     for array in arrays:
         offsets.append(offsets[-1] + len(array.data))
     return types_pb2.BatchedTensor(
-        dtype=tensors.dtype_to_pb(arrays[0].dtype),
+        dtype=DTYPES[arrays[0].dtype].pb,
         data=b"".join(array.data for array in arrays),
         offsets=offsets,
         trailing_shape=arrays[0].shape[1:],

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from services.common.contract.tensors import HostTensor
 from services.trainer.compute.data import (
     AdamSpec,
-    HostArray,
     LoraSpec,
     MicroBatch,
     ModelState,
@@ -27,9 +27,9 @@ VOCAB = 512
 ADAM = AdamSpec(learning_rate=0.5, beta1=0.8, beta2=0.9, eps=10.0, weight_decay=0.02, grad_clip_norm=20.0)
 
 
-def array(values: np.ndarray) -> HostArray:
+def array(values: np.ndarray) -> HostTensor:
     kind = {"f": ("float32", "<f4"), "i": ("int64", "<i8")}[values.dtype.kind]
-    return HostArray(kind[0], values.shape, values.astype(kind[1]).tobytes())
+    return HostTensor(kind[0], values.shape, values.astype(kind[1]).tobytes())
 
 
 def ce_row(seed: int, length: int, columns: int = 0) -> Row:

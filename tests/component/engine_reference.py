@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from services.trainer.compute.data import AdamSpec, HostArray, Row
+from services.common.contract.tensors import HostTensor
+from services.trainer.compute.data import AdamSpec, Row
 
 
 class AdaptedLinear(nn.Module):
@@ -32,7 +33,7 @@ class ReferenceModel:
     """A base model with one adapter, or with all its weights in training, by the textbook loop."""
 
     def __init__(
-        self, directory: Path, adapter: Mapping[str, HostArray] | None = None, train_all: bool = False
+        self, directory: Path, adapter: Mapping[str, HostTensor] | None = None, train_all: bool = False
     ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.model.requires_grad_(False)
@@ -96,7 +97,7 @@ class ReferenceModel:
         self.optimizer.zero_grad()
         return float(norm)
 
-    def assert_same_adapter(self, adapter: Mapping[str, HostArray], tolerance: float = 2e-5) -> None:
+    def assert_same_adapter(self, adapter: Mapping[str, HostTensor], tolerance: float = 2e-5) -> None:
         assert adapter.keys() == self.parameters.keys()
         for name, array in adapter.items():
             np.testing.assert_allclose(
@@ -114,6 +115,6 @@ def assert_same_outputs(found: np.ndarray, expected: Tensor) -> None:
     np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-5, atol=5e-5)
 
 
-def values(array: HostArray) -> np.ndarray:
+def values(array: HostTensor) -> np.ndarray:
     """The elements of a host array."""
     return np.frombuffer(array.data, {"float32": "<f4", "int64": "<i8"}[array.dtype]).reshape(array.shape)

@@ -12,6 +12,7 @@ import redis
 
 from services.common import weights
 from services.common.contract import tensors
+from services.common.contract.tensors import TensorSpec
 from services.common.state.registry import ServiceRecord
 from tests.announced import announce, withdraw
 from tests.component.trainer_world import BASE_MODEL
@@ -75,7 +76,7 @@ class Receiver(sampler_pb2_grpc.SamplerServiceServicer):
     ) -> sampler_pb2.ReceiveSnapshotResponse:
         assert self._group is not None and request.epoch == self.epoch
         specs = [
-            weights.TensorSpec(spec.name, tensors.dtype_from_pb(spec.dtype), tuple(spec.shape))
+            TensorSpec(spec.name, tensors.dtype_from_pb(spec.dtype), tuple(spec.shape))
             for spec in request.tensors
         ]
         buffer = self._group.receive(weights.nbytes(specs), request.timeout_seconds)

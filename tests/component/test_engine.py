@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from services.common.contract.errors import InvalidRequest, ModelNotResident
-from services.trainer.compute.data import HostArray, LoraSpec, ModelState, Row, RowResult
+from services.common.contract.tensors import HostTensor
+from services.trainer.compute.data import LoraSpec, ModelState, Row, RowResult
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.losses import LOSSES
 from tests.component.engine_data import (
@@ -391,7 +392,7 @@ def test_a_bfloat16_base_trains_float32_adapters(directory: Path, one_rank: None
 
 def test_a_state_is_a_copy(engine: Engine) -> None:
     state = trained_model(engine, "m")
-    before = {name: HostArray(held.dtype, held.shape, held.data) for name, held in state.adapter.items()}
+    before = {name: HostTensor(held.dtype, held.shape, held.data) for name, held in state.adapter.items()}
     engine.run_pass(work((op("m"), [ce_row(1, 12)])))
     engine.optim_step("m", ADAM)
     assert state.adapter == before

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from services.common import weights
+from services.common.contract.tensors import TensorSpec
 from services.common.process.tasks import cancel_all
 from services.common.state import registry
 from services.common.state.redis_client import connect
@@ -294,7 +295,7 @@ async def test_it_announces_itself_with_what_gateways_need(sampler: Sampler) -> 
 
 
 def incoming(
-    epoch: int, version: int, rank: int, buffer: torch.Tensor, specs: list[weights.TensorSpec]
+    epoch: int, version: int, rank: int, buffer: torch.Tensor, specs: list[TensorSpec]
 ) -> sampler_pb2.ReceiveSnapshotRequest:
     return sampler_pb2.ReceiveSnapshotRequest(
         epoch=epoch,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from services.common import weights
+from services.common.contract.tensors import HostTensor
 from services.common.state import keys, registry
 from services.common.state.redis_client import connect
-from services.trainer.compute.data import HostArray
 from services.trainer.files.export_format import Base
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Publisher
@@ -159,7 +159,7 @@ async def test_what_the_trainer_publishes_is_answered_from_the_wire_and_from_the
     broadcaster = Broadcaster(client, sampler.redis_url, BASE_MODEL, "cpu", torch.float32)
     publisher = Publisher(sampler.data_dir, Base(BASE_MODEL, str(sampler.model_dir)), broadcaster)
     tensors = {
-        name: HostArray("float32", tuple(tensor.shape), tensor.numpy().tobytes())
+        name: HostTensor("float32", tuple(tensor.shape), tensor.numpy().tobytes())
         for name, tensor in make_full(sampler.model_dir, 220).items()
     }
     published = await publisher.publish(MODEL_ID, 220, None, tensors)

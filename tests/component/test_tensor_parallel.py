@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.common import weights
+from services.common.contract.tensors import TensorSpec
 from services.common.process import rpc
 from tests.component.own_redis import redis_server
 from tests.component.sampler_process import (
@@ -84,7 +85,7 @@ async def test_two_workers_answer_as_the_reference_from_store_and_from_wire(
         group.abort()
 
 
-def _incoming(buffer: torch.Tensor, specs: list[weights.TensorSpec]) -> sampler_pb2.ReceiveSnapshotRequest:
+def _incoming(buffer: torch.Tensor, specs: list[TensorSpec]) -> sampler_pb2.ReceiveSnapshotRequest:
     return sampler_pb2.ReceiveSnapshotRequest(
         epoch=1,
         snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=BROADCAST),

@@ -144,7 +144,7 @@ class TrainerWorld:
         args += ["--id", name, "--zero-stage", str(zero_stage), *flags]
         environment = {**os.environ, "TINSMITH_REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(launch_command(ranks, free_port(), args), env=environment)
-        self.record = self._wait_until_announced(120)
+        self.record = self._wait_until_announced(300)
         self.channel = grpc.insecure_channel(self.record.address)
         self.stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
-from services.trainer.compute.data import HostArray
+from services.common.contract.tensors import HostTensor
 from tests.cluster import batches
 from tests.robustness.history import Entry
 
@@ -138,8 +138,8 @@ def _row(model_id: str, index: int, seed: int, length: int) -> Any:
     targets = np.asarray(batches.targets(datum), dtype="<i8")
     weights = batches.field(datum, "weights").numpy().astype("<f4")
     inputs = {
-        "target_tokens": HostArray("int64", targets.shape, targets.tobytes()),
-        "weights": HostArray("float32", weights.shape, weights.tobytes()),
+        "target_tokens": HostTensor("int64", targets.shape, targets.tobytes()),
+        "weights": HostTensor("float32", weights.shape, weights.tobytes()),
     }
     tokens = np.asarray(batches.inputs(datum), dtype="<i4").tobytes()
     return Row(model_id, 0, index, tokens, inputs)

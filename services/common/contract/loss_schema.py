@@ -6,31 +6,13 @@ trainer for its shape, dtype, ids or values. What a loss does not use is refused
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 
 from services.common.contract.errors import InvalidRequest
-
-ITEM_TYPES: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype("<f4"),
-    "int64": np.dtype("<i8"),
-    "int32": np.dtype("<i4"),
-}
-
-
-class ArrayLike(Protocol):
-    """A dense row-major little-endian array in host memory."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def data(self) -> bytes: ...
+from services.common.contract.tensors import HostTensor
 
 
 @dataclass(frozen=True)
@@ -169,8 +151,8 @@ def check_loss(loss_fn: str, loss_config: Mapping[str, float]) -> LossSchema:
 def check_datum(
     loss_fn: str,
     loss_config: Mapping[str, float],
-    tokens: ArrayLike,
-    inputs: Mapping[str, ArrayLike],
+    tokens: HostTensor,
+    inputs: Mapping[str, HostTensor],
     *,
     vocab_size: int,
     context_length: int,
@@ -231,7 +213,7 @@ def _check_clip_range(where: str, values: Mapping[str, np.ndarray], config: Mapp
         )
 
 
-def _check_tokens(tokens: ArrayLike, vocab_size: int, context_length: int, where: str) -> None:
+def _check_tokens(tokens: HostTensor, vocab_size: int, context_length: int, where: str) -> None:
     if tokens.dtype != "int32" or len(tokens.shape) != 1:
         raise InvalidRequest(
             f"{where}: tokens must be int32 of shape [N], got {tokens.dtype} of shape {list(tokens.shape)}"
@@ -245,13 +227,13 @@ def _check_tokens(tokens: ArrayLike, vocab_size: int, context_length: int, where
             "shorten the input",
             "context_length_exceeded",
         )
-    _check_ids(_array(f"{where}: tokens", tokens), vocab_size, f"{where}: token")
+    _check_ids(tokens.check(f"{where}: tokens").values(), vocab_size, f"{where}: token")
 
 
 def _checked_input(
     label: str,
     spec: InputSpec,
-    array: ArrayLike,
+    array: HostTensor,
     length: int,
     target_shape: tuple[int, ...],
     vocab_size: int,
@@ -277,7 +259,7 @@ def _checked_input(
         )
     if len(shape) == 2:
         check_columns(shape[1], vocab_size, label)
-    values = _array(label, array)
+    values = array.check(label).values().ravel()
     if spec.token_ids:
         _check_ids(values, vocab_size, label)
     elif not np.isfinite(values).all():
@@ -305,16 +287,6 @@ def check_columns(columns: int, vocab_size: int, label: str) -> None:
             "are in the vocabulary",
             "wrong_shape",
         )
-
-
-def _array(label: str, array: ArrayLike) -> np.ndarray:
-    dtype = ITEM_TYPES[array.dtype]
-    if len(array.data) != math.prod(array.shape) * dtype.itemsize:
-        raise InvalidRequest(
-            f"{label}: {len(array.data)} bytes do not match shape {list(array.shape)} of {array.dtype}",
-            "length_mismatch",
-        )
-    return np.frombuffer(array.data, dtype)
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int, label: str) -> None:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from services.common.contract import tensors
 from services.common.contract.errors import InvalidRequest
-from services.common.contract.tensors import HostTensor
 from tinsmith.v1 import types_pb2
 
 Array = npt.NDArray[Any]
@@ -113,6 +112,4 @@ def to_pb(matrix: HostMatrix) -> types_pb2.Matrix:
 
 
 def _to_pb(values: Array) -> types_pb2.Tensor:
-    name = {"f": "float32", "i": "int64"}[values.dtype.kind]
-    little = values.astype(np.dtype(name).newbyteorder("<"), copy=False)
-    return tensors.to_pb(HostTensor(name, (values.size,), little.tobytes()))
+    return tensors.to_pb(tensors.from_values(values))

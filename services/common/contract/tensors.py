@@ -1,4 +1,4 @@
-"""Arrays at the edges, as bytes: no torch, no numpy.
+"""Dense arrays in host memory, as bytes with a type and a shape: what requests, commands and files carry.
 
 Invariant: a HostTensor that passed `check` has exactly the bytes its shape and dtype call for, and a shape
 from outside is never multiplied before its length and its sizes are known to be small.
@@ -9,25 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from services.common.contract.errors import InvalidRequest
 from tinsmith.v1 import types_pb2
-
-ITEM_SIZE = {"float32": 4, "int64": 8, "int32": 4, "bfloat16": 2}
 
 MAX_DIMENSIONS = 2
 """Everything that a client sends is a vector or a matrix."""
 
 MAX_SIZE = 2**31 - 1
 """Largest size of a dimension."""
-
-_TO_PB = {
-    "float32": types_pb2.DATA_TYPE_FLOAT32,
-    "int64": types_pb2.DATA_TYPE_INT64,
-    "int32": types_pb2.DATA_TYPE_INT32,
-    "bfloat16": types_pb2.DATA_TYPE_BFLOAT16,
-}
-_FROM_PB = {value: name for name, value in _TO_PB.items()}
 
 
 def element_count(shape: Sequence[int], name: str) -> int:
@@ -48,11 +42,49 @@ def element_count(shape: Sequence[int], name: str) -> int:
 
 
 @dataclass(frozen=True)
-class HostTensor:
+class DType:
+    """An element type.
+
+    Attributes:
+        item_size: bytes of an element.
+        pb: its number in protobuf.
+        numpy: little-endian; None: numpy has no such type.
+    """
+
+    item_size: int
+    pb: types_pb2.DataType.ValueType
+    numpy: np.dtype[Any] | None
+
+
+DTYPES = {
+    "float32": DType(4, types_pb2.DATA_TYPE_FLOAT32, np.dtype("<f4")),
+    "int64": DType(8, types_pb2.DATA_TYPE_INT64, np.dtype("<i8")),
+    "int32": DType(4, types_pb2.DATA_TYPE_INT32, np.dtype("<i4")),
+    "bfloat16": DType(2, types_pb2.DATA_TYPE_BFLOAT16, None),
+}
+"""Every element type, by the name that torch gives it too."""
+
+_NAMES = {dtype.pb: name for name, dtype in DTYPES.items()}
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """What one tensor is, without its elements. `dtype`: a key of DTYPES; `shape`: outermost first."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype].item_size
+
+
+class HostTensor(msgspec.Struct, frozen=True):
     """A dense row-major array.
 
     Attributes:
-        dtype: "float32", "int64", "int32" or "bfloat16".
+        dtype: a key of DTYPES.
         shape: dimensions, outermost first.
         data: the elements, little-endian.
     """
@@ -72,13 +104,27 @@ class HostTensor:
         Raises:
             InvalidRequest: they do not, or the shape is none that a tensor here can have.
         """
-        expected = element_count(self.shape, name) * ITEM_SIZE[self.dtype]
+        expected = element_count(self.shape, name) * DTYPES[self.dtype].item_size
         if len(self.data) != expected:
             raise InvalidRequest(
                 f"{name}: {len(self.data)} bytes of data do not match shape {list(self.shape)} "
-                f"of {self.dtype} ({expected} bytes)"
+                f"of {self.dtype} ({expected} bytes)",
+                "length_mismatch",
             )
         return self
+
+    def values(self) -> np.ndarray:
+        """Read-only view of the elements, in their shape. Raises TypeError for bfloat16."""
+        dtype = DTYPES[self.dtype].numpy
+        if dtype is None:
+            raise TypeError(f"numpy has no {self.dtype}")
+        return np.frombuffer(self.data, dtype).reshape(self.shape)
+
+
+def from_values(values: np.ndarray) -> HostTensor:
+    """A host tensor of an array whose type is in DTYPES."""
+    little = values.astype(DTYPES[values.dtype.name].numpy, copy=False)
+    return HostTensor(values.dtype.name, tuple(values.shape), little.tobytes())
 
 
 def from_pb(pb: types_pb2.Tensor, name: str = "tensor") -> HostTensor:
@@ -87,7 +133,7 @@ def from_pb(pb: types_pb2.Tensor, name: str = "tensor") -> HostTensor:
     Raises:
         InvalidRequest: unknown dtype, a shape that no tensor here can have, or bytes that do not match it.
     """
-    dtype = _FROM_PB.get(pb.dtype)
+    dtype = _NAMES.get(pb.dtype)
     if dtype is None:
         raise InvalidRequest(f"{name}: dtype is not set; use float32, int64, int32 or bfloat16")
     element_count(pb.shape, name)
@@ -96,12 +142,7 @@ def from_pb(pb: types_pb2.Tensor, name: str = "tensor") -> HostTensor:
 
 def to_pb(tensor: HostTensor) -> types_pb2.Tensor:
     """The protobuf Tensor of a HostTensor."""
-    return types_pb2.Tensor(dtype=_TO_PB[tensor.dtype], shape=tensor.shape, data=tensor.data)
-
-
-def dtype_to_pb(dtype: str) -> types_pb2.DataType.ValueType:
-    """Enum value of a dtype name."""
-    return _TO_PB[dtype]
+    return types_pb2.Tensor(dtype=DTYPES[tensor.dtype].pb, shape=tensor.shape, data=tensor.data)
 
 
 def dtype_from_pb(value: int) -> str:
@@ -110,6 +151,6 @@ def dtype_from_pb(value: int) -> str:
     Raises:
         InvalidRequest: the value names no dtype.
     """
-    if value not in _FROM_PB:
+    if value not in _NAMES:
         raise InvalidRequest(f"dtype {value} is unknown; use float32, int64, int32 or bfloat16")
-    return _FROM_PB[value]  # type: ignore[index]
+    return _NAMES[value]  # type: ignore[index]

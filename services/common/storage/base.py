@@ -12,6 +12,7 @@ else is stored.
 from __future__ import annotations
 
 import errno
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -120,6 +121,12 @@ def check_name(model_id: str, checkpoint_id: str) -> None:
     if not ids.is_model_id(model_id):
         raise InvalidRequest(f"{model_id[:200]!r} is not a model id")
     ids.check_checkpoint_id(checkpoint_id)
+
+
+def os_error(text: str) -> OSError:
+    """The error of the operating system in the words of a library that has its number in the text only."""
+    number = re.search(r"(?:os error|Errno) (\d+)", text)
+    return OSError(int(number[1]) if number else errno.EIO, text)
 
 
 def failure(error: OSError, what: str) -> TinsmithError:

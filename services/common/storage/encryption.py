@@ -5,8 +5,6 @@ Invariant: what was encrypted can be read only with the key of one of its recipi
 
 from __future__ import annotations
 
-import errno
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pyrage
 
 from services.common.contract.errors import InvalidRequest
-from services.common.storage.base import Writer
+from services.common.storage.base import Writer, os_error
 
 MAX_RECIPIENTS = 10
 SUFFIX = ".age"
@@ -60,9 +58,8 @@ def _encrypting(write: Writer, recipients: Sequence[Any]) -> Writer:
             write(plain)
             pyrage.encrypt_file(str(plain), str(path), recipients)
         except pyrage.EncryptError as error:
-            # What fails here is reading or writing; the library has the number in its text.
-            number = re.search(r"(?:os error|Errno) (\d+)", str(error))
-            raise OSError(int(number[1]) if number else errno.EIO, f"encrypting failed: {error}") from error
+            # What fails here is reading or writing.
+            raise os_error(f"encrypting failed: {error}") from error
         finally:
             plain.unlink(missing_ok=True)
 

@@ -10,20 +10,19 @@ Invariant: nothing but tensor bytes is on the wire, and a receiver either has ex
 bytes (by checksum) or an error; every step has a deadline.
 """
 
-from services.common.weights.base import BUCKET_BYTES, TensorSpec, WeightGroup, crc32, nbytes, pack, unpack
+from services.common.weights.base import BUCKET_BYTES, WeightGroup, crc32, nbytes, pack, unpack
 from services.common.weights.membership import join
-from services.common.weights.stream import HostBytes, buckets, stream_crc32
+from services.common.weights.stream import buckets, specs, stream_crc32
 
 __all__ = [
     "BUCKET_BYTES",
-    "HostBytes",
-    "TensorSpec",
     "WeightGroup",
     "buckets",
     "crc32",
     "join",
     "nbytes",
     "pack",
+    "specs",
     "stream_crc32",
     "unpack",
 ]

@@ -7,42 +7,18 @@ one buffer (`pack`); a large one is streamed out of host memory (`stream.py`). B
 from __future__ import annotations
 
 import abc
-import math
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 
+from services.common.contract.tensors import TensorSpec
 from services.common.process import failpoints
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 BUCKET_BYTES = 64 * 1024 * 1024
 """Most bytes of one broadcast; a larger buffer goes in several."""
 
 _ALIGNMENT = 16
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a packed buffer.
-
-    Attributes:
-        name: as in TensorSpec of sampler.proto.
-        dtype: "float32" or "bfloat16".
-        shape: dimensions, outermost first.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
 def _padded(size: int) -> int:
@@ -56,7 +32,9 @@ def nbytes(specs: Iterable[TensorSpec]) -> int:
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[TensorSpec]]:
     """The tensors' bytes one after another (uint8 [nbytes], on their device) and what they are."""
-    specs = [TensorSpec(name, _NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+    specs = [
+        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()
+    ]
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     buffer = torch.zeros(nbytes(specs), dtype=torch.uint8, device=device)
     offset = 0
@@ -79,7 +57,7 @@ def unpack(buffer: torch.Tensor, specs: Iterable[TensorSpec]) -> dict[str, torch
     tensors = {}
     offset = 0
     for spec in specs:
-        flat = buffer[offset : offset + spec.nbytes].view(_DTYPES[spec.dtype])
+        flat = buffer[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype))
         tensors[spec.name] = flat.view(spec.shape)
         offset += _padded(spec.nbytes)
     return tensors

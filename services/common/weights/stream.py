@@ -7,24 +7,15 @@ exists at a time: a whole model goes over the wire without a second copy of it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from services.common.contract.tensors import HostTensor, TensorSpec
 from services.common.weights import base
-from services.common.weights.base import TensorSpec
 
 
-@dataclass(frozen=True)
-class HostBytes:
-    """One tensor in host memory: what it is, and its elements little-endian and row-major."""
-
-    spec: TensorSpec
-    data: bytes
-
-
-def stream_crc32(tensors: Iterable[HostBytes]) -> int:
+def stream_crc32(tensors: Mapping[str, HostTensor]) -> int:
     """CRC-32 of the stream's bytes."""
     checksum = 0
     for piece in _pieces(tensors):
@@ -32,7 +23,7 @@ def stream_crc32(tensors: Iterable[HostBytes]) -> int:
     return checksum
 
 
-def buckets(tensors: Iterable[HostBytes]) -> Iterator[torch.Tensor]:
+def buckets(tensors: Mapping[str, HostTensor]) -> Iterator[torch.Tensor]:
     """The stream as uint8 tensors of BUCKET_BYTES, the last one shorter; each is valid until the next."""
     bucket = torch.empty(base.BUCKET_BYTES, dtype=torch.uint8)
     target = bucket.numpy().data
@@ -51,7 +42,12 @@ def buckets(tensors: Iterable[HostBytes]) -> Iterator[torch.Tensor]:
         yield bucket[:filled]
 
 
-def _pieces(tensors: Iterable[HostBytes]) -> Iterator[bytes]:
-    for tensor in tensors:
+def specs(tensors: Mapping[str, HostTensor]) -> list[TensorSpec]:
+    """What the stream holds, in order."""
+    return [TensorSpec(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+
+
+def _pieces(tensors: Mapping[str, HostTensor]) -> Iterator[bytes]:
+    for spec, tensor in zip(specs(tensors), tensors.values(), strict=True):
         yield tensor.data
-        yield bytes(base.nbytes([tensor.spec]) - len(tensor.data))
+        yield bytes(base.nbytes([spec]) - len(tensor.data))

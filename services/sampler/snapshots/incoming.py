@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.weights import TensorSpec
+from services.common.contract.tensors import TensorSpec
 from services.sampler.engine.snapshot_key import SnapshotKey
 
 

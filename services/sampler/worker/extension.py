@@ -34,6 +34,7 @@ from services.common.contract.errors import (
     Internal,
     InvalidRequest,
 )
+from services.common.contract.tensors import TensorSpec
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
 from services.sampler.worker import full_weights, vllm_fixes
@@ -138,7 +139,7 @@ class WorkerExtension:
         self, job: str, epoch: int, adapter_id: int, rank: int, specs: list, crc32: int, timeout: float
     ) -> None:
         """Starts receiving an adapter. specs: [name, dtype, shape] of each tensor, in order."""
-        layout = [weights.TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
+        layout = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
 
         def work() -> LoRAModel:
             tensors = self._tinsmith_received(epoch, layout, crc32, timeout)
@@ -150,7 +151,7 @@ class WorkerExtension:
         self, job: str, stage_id: int | None, epoch: int, specs: list, crc32: int, timeout: float
     ) -> None:
         """Starts receiving a full model into host memory; stage_id None = without keeping it."""
-        layout = [weights.TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
+        layout = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
 
         def work() -> dict[str, torch.Tensor]:
             if stage_id is not None:
@@ -233,7 +234,7 @@ class WorkerExtension:
         return group
 
     def _tinsmith_received(
-        self, epoch: int, layout: list[weights.TensorSpec], crc32: int, timeout: float
+        self, epoch: int, layout: list[TensorSpec], crc32: int, timeout: float
     ) -> dict[str, torch.Tensor]:
         """Tensors that arrive over the weight group, checked, in host memory. Blocking."""
         with _deadline():

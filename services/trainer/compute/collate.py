@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.common.contract.loss_schema import ITEM_TYPES, TARGETS
-from services.trainer.compute.data import HostArray, Row, RowResult
+from services.common.contract.loss_schema import TARGETS
+from services.common.contract.tensors import DTYPES, HostTensor, from_values
+from services.trainer.compute.data import Row, RowResult
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ def collate(rows: Sequence[Row], device: str) -> Collated:
     spans: list[tuple[int, int]] = []
     start, value_start = 0, 0
     for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        tokens[number, :length] = np.frombuffer(row.tokens, ITEM_TYPES["int32"])
+        tokens[number, :length] = np.frombuffer(row.tokens, DTYPES["int32"].numpy)
         real = np.arange(length, dtype=np.int64) + number * longest
         if TARGETS in row.loss_inputs:
-            row_targets = host_values(row.loss_inputs[TARGETS]).reshape(length, -1)
+            row_targets = row.loss_inputs[TARGETS].values().reshape(length, -1)
             targets[start : start + length, : row_targets.shape[1]] = row_targets
             positions[start : start + length] = real
             spans.append((start, start + length))
@@ -111,7 +112,7 @@ def row_results(
     """
     on_host = logprobs.cpu(), values.cpu()
     outputs = [
-        host_array(row_output(*on_host, batch, number, row).numpy()) for number, row in enumerate(rows)
+        from_values(row_output(*on_host, batch, number, row).numpy()) for number, row in enumerate(rows)
     ]
     return [
         RowResult(row.op, row.index, {name: output}, metrics)
@@ -119,24 +120,14 @@ def row_results(
     ]
 
 
-def host_values(array: HostArray) -> np.ndarray:
-    """Read-only view of a host array, in its shape."""
-    return np.frombuffer(array.data, ITEM_TYPES[array.dtype]).reshape(array.shape)
-
-
-def host_array(values: np.ndarray) -> HostArray:
-    """A host array of float32 values."""
-    return HostArray("float32", tuple(values.shape), values.astype("<f4", copy=False).tobytes())
-
-
-def with_dtype(tensors: Mapping[str, HostArray], dtype: str) -> dict[str, HostArray]:
+def with_dtype(tensors: Mapping[str, HostTensor], dtype: str) -> dict[str, HostTensor]:
     """Float32 host arrays as "float32" or, rounded to nearest even, "bfloat16"."""
     if dtype == "float32":
         return dict(tensors)
     result = {}
     for name, array in tensors.items():
-        rounded = torch.from_numpy(host_values(array).copy()).to(torch.bfloat16)
-        result[name] = HostArray("bfloat16", array.shape, rounded.view(torch.int16).numpy().tobytes())
+        rounded = torch.from_numpy(array.values().copy()).to(torch.bfloat16)
+        result[name] = HostTensor("bfloat16", array.shape, rounded.view(torch.int16).numpy().tobytes())
     return result
 
 
@@ -152,7 +143,7 @@ def _loss_inputs(rows: Sequence[Row], device: str) -> list[dict[str, Tensor]]:
     result: list[dict[str, Tensor]] = [{} for _ in rows]
     for name in sorted({name for row in rows for name in row.loss_inputs} - {TARGETS}):
         owners = [number for number, row in enumerate(rows) if name in row.loss_inputs]
-        arrays = [host_values(rows[number].loss_inputs[name]) for number in owners]
+        arrays = [rows[number].loss_inputs[name].values() for number in owners]
         flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
         parts = flat.split([array.size for array in arrays])
         for number, array, part in zip(owners, arrays, parts, strict=True):

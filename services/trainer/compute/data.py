@@ -9,14 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from services.common.contract.roles import Role
-
-
-class HostArray(msgspec.Struct, frozen=True):
-    """A dense row-major array in host memory: little-endian bytes, dtype name, shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
+from services.common.contract.tensors import HostTensor
 
 
 class LoraSpec(msgspec.Struct, frozen=True):
@@ -52,7 +45,7 @@ class Row(msgspec.Struct, frozen=True):
     """Position of the datum within its operation."""
     tokens: bytes
     """int32 little-endian, shape [N]."""
-    loss_inputs: dict[str, HostArray]
+    loss_inputs: dict[str, HostTensor]
 
     @property
     def length(self) -> int:
@@ -96,7 +89,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
     op: int
     index: int
-    outputs: dict[str, HostArray] = {}
+    outputs: dict[str, HostTensor] = {}
     """By name, float32: "logprobs" in the shape of target_tokens, or a critic's "values" [N]."""
     metrics: dict[str, float] = {}
     """This row's part of the operation's metrics; `losses.combine_metrics` joins the parts."""
@@ -113,8 +106,8 @@ class ModelState(msgspec.Struct, frozen=True):
     """
 
     lora: LoraSpec | None
-    adapter: dict[str, HostArray]
-    optimizer: dict[str, HostArray]
+    adapter: dict[str, HostTensor]
+    optimizer: dict[str, HostTensor]
     step: int
 
     @property

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from services.common.contract import roles
 from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.contract.loss_schema import check_datum, check_loss
+from services.common.contract.tensors import HostTensor
 from services.trainer.compute.base_model import BaseModel
 from services.trainer.compute.buffers import FlatBuffers
 from services.trainer.compute.collate import collate, idle_batch, row_output, row_results
 from services.trainer.compute.data import (
     AdamSpec,
     Failure,
-    HostArray,
     LoraSpec,
     ModelState,
     Pass,
@@ -227,7 +227,7 @@ class Engine:
                 check_datum(
                     work.ops[row.op].loss_fn,
                     work.ops[row.op].loss_config,
-                    HostArray("int32", (row.length,), row.tokens),
+                    HostTensor("int32", (row.length,), row.tokens),
                     row.loss_inputs,
                     vocab_size=self.vocab_size,
                     context_length=self.context_length,

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from services.common.contract.errors import InvalidRequest, TinsmithError
 from services.common.contract.roles import Role
+from services.common.contract.tensors import HostTensor, from_values
 from services.trainer.compute.base_model import Scorer, load_model
-from services.trainer.compute.collate import host_array, host_values, idle_batch
-from services.trainer.compute.data import AdamSpec, Failure, HostArray, ModelState
+from services.trainer.compute.collate import idle_batch
+from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.exchange import any_rank
 from services.trainer.compute.lora import LoraRouter
 from services.trainer.compute.tenant import check_shapes
@@ -193,8 +194,8 @@ class FullModel:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         step = self._steps
-        weights: dict[str, HostArray] = {}
-        moments: dict[str, HostArray] = {}
+        weights: dict[str, HostTensor] = {}
+        moments: dict[str, HostTensor] = {}
         for name, parameter in self._parameters.items():
             self._keep(weights, name, safe_get_full_fp32_param(parameter))
             for moment in _MOMENTS if optimizer and step else ():
@@ -273,9 +274,9 @@ class FullModel:
         self._adam.register_step_pre_hook(note)
         self._adam.register_step_post_hook(add)
 
-    def _keep(self, tensors: dict[str, HostArray], name: str, full: Tensor) -> None:
+    def _keep(self, tensors: dict[str, HostTensor], name: str, full: Tensor) -> None:
         if dist.get_rank() == 0:
-            tensors[name] = host_array(full.detach().cpu().numpy())
+            tensors[name] = from_values(full.detach().cpu().numpy())
 
     def _shape(self, name: str) -> tuple[int, ...]:
         parameter = self._parameters[name]
@@ -296,11 +297,11 @@ class FullModel:
         if any_rank([misfit is not None], self._device)[0]:
             raise misfit or InvalidRequest("rank 0 refused the state", "state_mismatch")
 
-    def _from_rank_0(self, tensors: Mapping[str, HostArray], name: str) -> Tensor:
+    def _from_rank_0(self, tensors: Mapping[str, HostTensor], name: str) -> Tensor:
         """A tensor that rank 0 has, on the device of every rank."""
         parameter = name if name in self._parameters else name.rpartition(".")[0]
         value = torch.empty(self._shape(parameter), dtype=torch.float32, device=self._device)
         if dist.get_rank() == 0:
-            value.copy_(torch.from_numpy(host_values(tensors[name]).copy()))
+            value.copy_(torch.from_numpy(tensors[name].values().copy()))
         dist.broadcast(value, 0)
         return value

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.roles import Role
+from services.common.contract.tensors import HostTensor, from_values
 from services.common.process import failpoints
 from services.trainer.compute.buffers import FlatBuffers
-from services.trainer.compute.collate import host_array, host_values
-from services.trainer.compute.data import AdamSpec, Failure, HostArray, ModelState
+from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.lora import Adapter, Leaves
 from services.trainer.compute.optimizer import AdapterOptimizer
 
@@ -188,24 +188,24 @@ class LoraTenant:
         return self._buffers.take(self.adapter.flat.numel()).zero_()
 
 
-def _named(adapter: Adapter, flat: Tensor) -> dict[str, HostArray]:
+def _named(adapter: Adapter, flat: Tensor) -> dict[str, HostTensor]:
     """Host copies of a flat tensor's matrices by name."""
     views = adapter.views(flat.detach().cpu())
-    return {name: host_array(view.numpy()) for name, view in views.items()}
+    return {name: from_values(view.numpy()) for name, view in views.items()}
 
 
-def _flattened(adapter: Adapter, named: Mapping[str, HostArray | None]) -> Tensor:
+def _flattened(adapter: Adapter, named: Mapping[str, HostTensor | None]) -> Tensor:
     """Named matrices as one flat host tensor in the adapter's layout."""
     views = adapter.views(flat := torch.empty(adapter.flat.numel(), dtype=torch.float32))
     check_shapes(named, {name: tuple(view.shape) for name, view in views.items()})
     for name, view in views.items():
         array = named[name]
         assert array is not None
-        view.numpy()[...] = host_values(array)
+        view.numpy()[...] = array.values()
     return flat
 
 
-def check_shapes(named: Mapping[str, HostArray | None], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def check_shapes(named: Mapping[str, HostTensor | None], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses tensors of a saved state that do not fit a model.
 
     Args:

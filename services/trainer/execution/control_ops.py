@@ -12,12 +12,13 @@ from contextlib import nullcontext
 
 from services.common.contract import roles
 from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
+from services.common.contract.tensors import HostTensor
 from services.common.process import failpoints
 from services.common.storage.base import Writer
 from services.common.storage.encryption import encrypted
 from services.trainer import convert
 from services.trainer.compute.collate import with_dtype
-from services.trainer.compute.data import HostArray, ModelState
+from services.trainer.compute.data import ModelState
 from services.trainer.convert import Create, Export, Load, Publish, Save, Step, Unload
 from services.trainer.execution.full_models import FullModels, snapshot_due
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
@@ -184,7 +185,7 @@ class Barriers:
 
         return make
 
-    def _weights(self, state: ModelState) -> Mapping[str, HostArray]:
+    def _weights(self, state: ModelState) -> Mapping[str, HostTensor]:
         """What others compute with: a full model's in the base's element type. Blocking."""
         return state.adapter if state.lora is not None else with_dtype(state.adapter, self._dtype)
 

@@ -18,8 +18,9 @@ import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from services.common.contract.errors import Internal
+from services.common.contract.tensors import HostTensor
 from services.common.storage.base import Writer
-from services.trainer.compute.data import HostArray, LoraSpec
+from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.lora import ALPHA
 from services.trainer.files.tensor_files import load_tensors, save_tensors, save_text
 
@@ -56,7 +57,7 @@ class Base:
     path: str
 
 
-def weight_files(base: Base, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> dict[str, Writer]:
+def weight_files(base: Base, lora: LoraSpec | None, tensors: Mapping[str, HostTensor]) -> dict[str, Writer]:
     """The files of an adapter, or without `lora` of a model all of whose weights are given. Blocking.
 
     Raises:
@@ -67,7 +68,7 @@ def weight_files(base: Base, lora: LoraSpec | None, tensors: Mapping[str, HostAr
     return adapter_files(base.name, lora, tensors)
 
 
-def adapter_files(base_model: str, lora: LoraSpec, adapter: Mapping[str, HostArray]) -> dict[str, Writer]:
+def adapter_files(base_model: str, lora: LoraSpec, adapter: Mapping[str, HostTensor]) -> dict[str, Writer]:
     """The files of a PEFT adapter.
 
     Args:
@@ -93,7 +94,7 @@ def adapter_files(base_model: str, lora: LoraSpec, adapter: Mapping[str, HostArr
     }
 
 
-def read_adapter(directory: Path) -> dict[str, HostArray]:
+def read_adapter(directory: Path) -> dict[str, HostTensor]:
     """Tensors of a directory with the files of `adapter_files`, by their adapter names. Blocking.
 
     Raises:
@@ -105,7 +106,7 @@ def read_adapter(directory: Path) -> dict[str, HostArray]:
 
 
 def full_model_files(
-    model_path: str, weights: Mapping[str, HostArray], max_shard_bytes: int = MAX_SHARD_BYTES
+    model_path: str, weights: Mapping[str, HostTensor], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, Writer]:
     """The files of a model's directory: weights, configuration, tokenizer. Blocking.
 
@@ -148,8 +149,8 @@ def base_directory(model_path: str) -> Path:
         raise Internal(f"the configuration of {model_path} cannot be had: {error}") from error
 
 
-def _weight_files(weights: Mapping[str, HostArray], max_shard_bytes: int) -> dict[str, Writer]:
-    shards: list[dict[str, HostArray]] = [{}]
+def _weight_files(weights: Mapping[str, HostTensor], max_shard_bytes: int) -> dict[str, Writer]:
+    shards: list[dict[str, HostTensor]] = [{}]
     size = 0
     for name, array in weights.items():
         if shards[-1] and size + len(array.data) > max_shard_bytes:

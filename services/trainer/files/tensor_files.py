@@ -5,25 +5,18 @@ Invariant: writing needs no copy of the tensors in memory, whatever their size a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from services.common.contract.errors import DataLoss
-from services.common.contract.tensors import ITEM_SIZE
-from services.common.storage.base import Writer
-from services.trainer.compute.data import HostArray
-
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "int32": "I32"}
-_ALIGNMENT = 8
+from services.common.contract.tensors import HostTensor
+from services.common.storage.base import Writer, os_error
 
 
-def save_tensors(tensors: Mapping[str, HostArray]) -> Writer:
+def save_tensors(tensors: Mapping[str, HostTensor]) -> Writer:
     """Writes tensors as one safetensors file."""
     return lambda path: _write(path, tensors)
 
@@ -33,41 +26,40 @@ def save_text(text: str) -> Writer:
     return lambda path: path.write_text(text)
 
 
-def load_tensors(path: Path) -> dict[str, HostArray]:
+def load_tensors(path: Path) -> dict[str, HostTensor]:
     """Reads a safetensors file of float32 tensors.
 
     Raises:
         DataLoss: the file is damaged.
     """
     try:
-        found = safetensors.numpy.load(path.read_bytes())
+        # Read, not mapped: a mapped file that a network file system loses would end the process.
+        found = dict(safetensors.deserialize(path.read_bytes()))
     except safetensors.SafetensorError as error:
         raise DataLoss(f"{path.name} is damaged: {error}") from error
-    if any(array.dtype != np.float32 for array in found.values()):
+    if any(array["dtype"] != "F32" for array in found.values()):
         raise DataLoss(f"{path.name} is damaged: it holds other tensors than float32")
-    return {name: HostArray("float32", array.shape, array.tobytes()) for name, array in found.items()}
+    # One after the other, so that only one exists twice.
+    read = ((name, found.pop(name)) for name in list(found))
+    return {name: HostTensor("float32", tuple(array["shape"]), bytes(array["data"])) for name, array in read}
 
 
-def _write(path: Path, tensors: Mapping[str, HostArray]) -> None:
-    """The format: length of the header (u64), header in JSON padded with spaces, the tensors' bytes."""
-    # Wide elements first, so that every tensor starts at a multiple of its element's size.
-    names = sorted(tensors, key=lambda name: (-ITEM_SIZE[tensors[name].dtype], name))
-    # The format key is what other readers of the file (transformers, PEFT) look for.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        array = tensors[name]
-        end = offset + len(array.data)
-        header[name] = {
-            "dtype": _DTYPES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for name in names:
-            file.write(tensors[name].data)
+def _write(path: Path, tensors: Mapping[str, HostTensor]) -> None:
+    # The library writes to a private temporary file; what others may read is for the umask to say.
+    path.touch()
+    mode = path.stat().st_mode
+    specs = {
+        name: safetensors.TensorSpec(
+            dtype=tensor.dtype,
+            shape=list(tensor.shape),
+            data_ptr=np.frombuffer(tensor.data, np.uint8).ctypes.data,
+            data_len=len(tensor.data),
+        )
+        for name, tensor in tensors.items()
+    }
+    try:
+        # The format key is what other readers of the file (transformers, PEFT) look for.
+        safetensors.serialize_file(specs, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise os_error(f"writing {path.name} failed: {error}") from error
+    path.chmod(mode)

@@ -20,13 +20,13 @@ from redis.exceptions import RedisError
 from torch import Tensor
 
 from services.common import weights
-from services.common.contract import tensors
+from services.common.contract.tensors import DTYPES, HostTensor, TensorSpec
 from services.common.process import rpc
 from services.common.process.tasks import cancel_all
 from services.common.state import keys, registry
 from services.common.state.registry import ServiceRecord
 from services.common.weights.medium import Medium, choose_medium
-from services.trainer.compute.data import HostArray, LoraSpec
+from services.trainer.compute.data import LoraSpec
 from services.trainer.convert import lora_to_pb
 from services.trainer.world.threads import WorkerThread
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
@@ -77,7 +77,7 @@ class _Group:
 class _Cargo:
     """What one broadcast sends. `buckets` makes the stream of bytes anew."""
 
-    specs: list[weights.TensorSpec]
+    specs: list[TensorSpec]
     crc32: int
     buckets: Callable[[], Iterable[Tensor]]
 
@@ -110,7 +110,7 @@ class Broadcaster:
         self._abandoned: set[asyncio.Future[Any]] = set()
 
     async def send(
-        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostArray]
+        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]
     ) -> tuple[int, int]:
         """Broadcasts a snapshot. Returns (bytes of tensors sent, sampler workers that have it).
 
@@ -133,9 +133,7 @@ class Broadcaster:
                 snapshot=sampler_pb2.Snapshot(model_id=model_id, version=version),
                 lora=None if lora is None else lora_to_pb(lora),
                 tensors=[
-                    sampler_pb2.TensorSpec(
-                        name=spec.name, dtype=tensors.dtype_to_pb(spec.dtype), shape=spec.shape
-                    )
+                    sampler_pb2.TensorSpec(name=spec.name, dtype=DTYPES[spec.dtype].pb, shape=spec.shape)
                     for spec in cargo.specs
                 ],
                 crc32=cargo.crc32,
@@ -151,7 +149,7 @@ class Broadcaster:
             future.cancel()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
-    def _packed_adapter(self, adapter: Mapping[str, HostArray]) -> _Cargo:
+    def _packed_adapter(self, adapter: Mapping[str, HostTensor]) -> _Cargo:
         packable = {
             name: torch.frombuffer(bytearray(array.data), dtype=torch.float32)
             .view(array.shape)
@@ -297,16 +295,8 @@ class Broadcaster:
         return sampler_pb2_grpc.SamplerServiceStub(self._channels[address])
 
 
-def _whole_model(arrays: Mapping[str, HostArray]) -> _Cargo:
-    stream = [
-        weights.HostBytes(weights.TensorSpec(name, array.dtype, array.shape), array.data)
-        for name, array in arrays.items()
-    ]
-    return _Cargo(
-        [tensor.spec for tensor in stream],
-        weights.stream_crc32(stream),
-        lambda: weights.buckets(stream),
-    )
+def _whole_model(arrays: Mapping[str, HostTensor]) -> _Cargo:
+    return _Cargo(weights.specs(arrays), weights.stream_crc32(arrays), lambda: weights.buckets(arrays))
 
 
 def _gpu_uuid(device: str) -> str:

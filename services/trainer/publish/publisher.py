@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.contract.tensors import HostTensor
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import delete_directory, directory_bytes, publish_directory
-from services.trainer.compute.data import HostArray, LoraSpec
+from services.trainer.compute.data import LoraSpec
 from services.trainer.files.export_format import Base, read_adapter, weight_files
 from services.trainer.publish.broadcast import Broadcaster
 
@@ -45,7 +46,7 @@ class Publisher:
         self._broadcaster = broadcaster
 
     async def publish(
-        self, model_id: str, version: int, lora: LoraSpec | None, tensors: Mapping[str, HostArray]
+        self, model_id: str, version: int, lora: LoraSpec | None, tensors: Mapping[str, HostTensor]
     ) -> Published:
         """Returns when the snapshot is stored and every live sampler has it or was given up.
 
@@ -75,7 +76,7 @@ class Publisher:
             raise
         return Published(size, *await sent)
 
-    def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostArray]) -> int:
+    def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostTensor]) -> int:
         # Another trainer that had to run the same save may have stored it meanwhile: the first one stands.
         with suppress(FileExistsError):
             files = weight_files(self._base, lora, tensors)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.trainer.compute.data import HostArray, LoraSpec, ModelState
+from services.common.contract.tensors import HostTensor
+from services.trainer.compute.data import LoraSpec, ModelState
 
 
-def _array(*shape: int, fill: float) -> HostArray:
+def _array(*shape: int, fill: float) -> HostTensor:
     values = np.full(shape, fill, dtype="<f4")
-    return HostArray("float32", shape, values.tobytes())
+    return HostTensor("float32", shape, values.tobytes())
 
 
 @pytest.fixture

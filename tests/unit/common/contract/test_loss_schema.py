@@ -72,7 +72,7 @@ def test_several_targets_per_position_pass_in_cross_entropy_only() -> None:
         ({"target_tokens": tensor("int64", [1, -100, 1])}, "id -100 is outside the vocabulary"),
         ({"weights": tensor("float32", [1, float("nan"), 1])}, r"weights\[1\] is nan"),
         ({"weights": tensor("float32", [1, 1, float("inf")])}, r"weights\[2\] is inf"),
-        ({"weights": HostTensor("float32", (3,), b"\0" * 11)}, "11 bytes do not match shape"),
+        ({"weights": HostTensor("float32", (3,), b"\0" * 11)}, "11 bytes of data do not match shape"),
         ({"tokens": tensor("int32", [])}, "give at least one token"),
         ({"tokens": tensor("int32", [1, 2, 99])}, "token id 99 is outside the vocabulary"),
         ({"tokens": tensor("int64", [1, 2, 3])}, "tokens must be int32"),

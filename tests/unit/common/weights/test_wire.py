@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.common import weights
+from services.common.contract.tensors import HostTensor
 from services.common.state import keys
 from services.common.state.redis_client import connect_sync
 from services.common.weights import base
@@ -95,12 +96,14 @@ def test_a_buffer_larger_than_a_bucket_arrives_whole(redis_url: str, monkeypatch
         assert torch.equal(received.result(timeout=30), buffer)
 
 
-def streamed(tensors: dict[str, torch.Tensor]) -> list[weights.HostBytes]:
+def streamed(tensors: dict[str, torch.Tensor]) -> dict[str, HostTensor]:
     _, specs = weights.pack(tensors)
-    return [
-        weights.HostBytes(spec, bytes(tensors[spec.name].contiguous().view(torch.uint8).numpy().tobytes()))
+    return {
+        spec.name: HostTensor(
+            spec.dtype, spec.shape, tensors[spec.name].contiguous().view(torch.uint8).numpy().tobytes()
+        )
         for spec in specs
-    ]
+    }
 
 
 @pytest.mark.parametrize("bucket_bytes", [16, 100, 1 << 20])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.common.contract.errors import DataLoss, Internal, InvalidRequest, SnapshotNotFound
+from services.common.contract.tensors import TensorSpec
 from services.common.storage.data_dir import DataDir
-from services.common.weights import TensorSpec
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from services.common.contract.errors import Overloaded
-from services.trainer.compute.collate import host_array, host_values, with_dtype
+from services.common.contract.tensors import from_values
+from services.trainer.compute.collate import with_dtype
 from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
 from services.trainer.execution import full_models
 from services.trainer.execution.full_models import (
@@ -118,7 +119,7 @@ async def test_models_wait_for_room_one_after_the_other() -> None:
 
 
 def state(lora: LoraSpec | None) -> ModelState:
-    array = host_array(np.ones(3, np.float32))
+    array = from_values(np.ones(3, np.float32))
     return ModelState(lora, {"w": array}, {"w.exp_avg": array}, 7)
 
 
@@ -137,9 +138,9 @@ def test_the_tensors_of_a_full_model_are_not_part_of_commands_to_other_ranks() -
 
 def test_samplers_get_weights_rounded_as_torch_rounds() -> None:
     values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
-    (rounded,) = with_dtype({"w": host_array(values)}, "bfloat16").values()
+    (rounded,) = with_dtype({"w": from_values(values)}, "bfloat16").values()
     assert (rounded.dtype, rounded.shape, len(rounded.data)) == ("bfloat16", (5, 7), 70)
     bits = torch.from_numpy(np.frombuffer(rounded.data, np.int16).copy())
     assert torch.equal(bits.view(torch.bfloat16).view(5, 7), torch.from_numpy(values).to(torch.bfloat16))
-    (kept,) = with_dtype({"w": host_array(values)}, "float32").values()
-    assert np.array_equal(host_values(kept), values)
+    (kept,) = with_dtype({"w": from_values(values)}, "float32").values()
+    assert np.array_equal(kept.values(), values)

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.contract.errors import Internal
+from services.common.contract.tensors import HostTensor
 from services.common.storage.directory import publish_directory
 from services.launcher.tiny_model import make_tiny_model
-from services.trainer.compute.data import HostArray, LoraSpec
+from services.trainer.compute.data import LoraSpec
 from services.trainer.files.export_format import adapter_files, full_model_files, read_adapter
 from services.trainer.files.tensor_files import save_tensors
 
@@ -29,9 +30,9 @@ SIZES = {
 }
 
 
-def host(tensor: torch.Tensor) -> HostArray:
+def host(tensor: torch.Tensor) -> HostTensor:
     name = str(tensor.dtype).removeprefix("torch.")
-    return HostArray(name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return HostTensor(name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def changed_weights(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

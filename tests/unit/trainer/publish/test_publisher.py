@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.common.contract.tensors import HostTensor
 from services.common.storage.data_dir import DataDir
 from services.launcher.tiny_model import make_tiny_model
-from services.trainer.compute.data import HostArray, LoraSpec, ModelState
+from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.files.export_format import Base, read_adapter
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Published, Publisher
@@ -29,7 +30,7 @@ class Wire:
         self.sent: list[tuple[Any, ...]] = []
 
     async def send(
-        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostArray]
+        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]
     ) -> tuple[int, int]:
         self.sent.append((model_id, version, lora, dict(arrays)))
         return sum(len(array.data) for array in arrays.values()), 1
@@ -46,10 +47,10 @@ def publisher(tmp_path: Path, wire: Wire) -> Publisher:
     return Publisher(DataDir(tmp_path), Base("org/base", str(tmp_path / "base")), cast(Broadcaster, wire))
 
 
-def weights(directory: Path, factor: float) -> dict[str, HostArray]:
+def weights(directory: Path, factor: float) -> dict[str, HostTensor]:
     scaled = {name: tensor * factor for name, tensor in load_file(directory / "model.safetensors").items()}
     return {
-        name: HostArray("float32", tuple(tensor.shape), tensor.numpy().tobytes())
+        name: HostTensor("float32", tuple(tensor.shape), tensor.numpy().tobytes())
         for name, tensor in scaled.items()
     }
 
@@ -68,7 +69,7 @@ async def test_an_adapter_is_stored_once_in_peft_format_and_sent_as_stored(
     config = json.loads((target / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 32, ["lm_head"])
     assert read_adapter(target) == adapter
-    other = {name: HostArray("float32", a.shape, bytes(len(a.data))) for name, a in adapter.items()}
+    other = {name: HostTensor("float32", a.shape, bytes(len(a.data))) for name, a in adapter.items()}
     assert await publisher.publish(MODEL, 7, lora, other) == published
     assert read_adapter(target) == adapter
     assert wire.sent == [(MODEL, 7, lora, adapter)] * 2
@@ -78,7 +79,7 @@ async def test_a_snapshot_that_another_trainer_stored_meanwhile_stands(
     tmp_path: Path, publisher: Publisher, wire: Wire, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lora, adapter = model_state.lora, model_state.adapter
-    other = {name: HostArray("float32", a.shape, bytes(len(a.data))) for name, a in adapter.items()}
+    other = {name: HostTensor("float32", a.shape, bytes(len(a.data))) for name, a in adapter.items()}
     another = Publisher(publisher._data, publisher._base, cast(Broadcaster, Wire()))
     store = publisher._store
 
