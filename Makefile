@@ -11,7 +11,7 @@ help: ## list the verbs
 setup: ## make .venv with everything pinned (DEVICE=cpu|cuda, default: as before, else cpu)
 	@./scripts/setup.sh
 
-proto: ## generate the package tinsmith.v1 from proto/
+proto: ## generate the packages tinsmith.v1 and tinsmith.internal.v1 from proto/
 	@./scripts/proto.sh
 
 demo: setup ## fine-tune a real small model with the tinker SDK and show the result (MODEL=path or hub id)

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import tinker
 
-from tinsmith.v1 import tinker_pb2
+from tinsmith.internal.v1 import tinker_pb2
 
 from .bare_engine import BareEngine
 from .exactness import trainer_logprobs

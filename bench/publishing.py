@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from tinsmith.v1 import tinsmith_pb2, tinsmith_pb2_grpc
+from tinsmith.v1 import results_pb2, service_pb2_grpc
 
 from . import raw_broadcast
 from .exactness import newest_snapshot
@@ -117,11 +117,9 @@ def _beside_sampling(stack: Stack) -> Row:
 def _last_save(stack: Stack, model_id: str) -> Any:
     """What the newest save came to; the SDK drops these figures, the gRPC service has them."""
     version = newest_snapshot(stack.data_dir, model_id).name
-    request = tinsmith_pb2.GetResultRequest(
-        request_id=f"{model_id}:{version}", timeout_seconds=RESULT_SECONDS
-    )
+    request = results_pb2.GetResultRequest(request_id=f"{model_id}:{version}", timeout_seconds=RESULT_SECONDS)
     with grpc.insecure_channel(stack.grpc_address) as channel:
-        service = tinsmith_pb2_grpc.TinsmithServiceStub(channel)
+        service = service_pb2_grpc.TinsmithServiceStub(channel)
         answer = service.GetResult(
             request, timeout=RESULT_SECONDS + 5, metadata=(("x-api-key", stack.api_key),)
         )

@@ -30,7 +30,8 @@ COPY requirements/cpu.lock constraints.txt
 COPY proto proto
 RUN python -m venv /opt/protoc \
     && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
-    && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. proto/tinsmith/v1/*.proto
+    && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
+        proto/tinsmith/v1/*.proto proto/tinsmith/internal/v1/*.proto
 
 FROM ${BASE_IMAGE}
 RUN groupadd --gid 10001 tinsmith \

@@ -10,7 +10,7 @@ const key = process.env.TINKER_API_KEY;
 if (!key) throw new Error("set TINKER_API_KEY to a key of the cluster");
 
 const proto = fileURLToPath(new URL("../../proto", import.meta.url));
-const definition = loader.loadSync("tinsmith/v1/tinsmith.proto", {
+const definition = loader.loadSync("tinsmith/v1/service.proto", {
   includeDirs: [proto], keepCase: true, longs: Number, enums: String, defaults: false, oneofs: true,
 });
 const {TinsmithService} = grpc.loadPackageDefinition(definition).tinsmith.v1;

@@ -21,7 +21,7 @@ from services.common.process import rpc
 from services.common.state import keys, redis_client, registry
 from services.common.storage.data_dir import DataDir
 from services.launcher import machine
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 _RPC_TIMEOUT_S = 3.0
 

@@ -22,11 +22,12 @@ from services.sampler.engine.sampling import (
 from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.worker.prompt_scores import TopkLogprobs
-from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+from tinsmith.internal.v1 import sampler_pb2
+from tinsmith.v1 import sampling_pb2, types_pb2
 
-_STOP_REASONS: dict[StopReason, operation_pb2.StopReason.ValueType] = {
-    "stop": operation_pb2.STOP_REASON_STOP,
-    "length": operation_pb2.STOP_REASON_LENGTH,
+_STOP_REASONS: dict[StopReason, sampling_pb2.StopReason.ValueType] = {
+    "stop": sampling_pb2.STOP_REASON_STOP,
+    "length": sampling_pb2.STOP_REASON_LENGTH,
 }
 
 
@@ -57,7 +58,7 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
     )
 
 
-def _params_from_pb(pb: operation_pb2.SamplingParams) -> SamplingParams:
+def _params_from_pb(pb: sampling_pb2.SamplingParams) -> SamplingParams:
     kind = pb.stop.WhichOneof("kind")
     if pb.HasField("stop") and kind is None:
         raise InvalidRequest("stop is set but says nothing; set model_eos, never, strings or tokens")
@@ -90,7 +91,7 @@ def incoming_from_pb(pb: sampler_pb2.ReceiveSnapshotRequest) -> IncomingSnapshot
 
 def output_to_pb(output: SampleOutput) -> sampler_pb2.SampleResponse:
     """A successful answer."""
-    result = operation_pb2.SampleResult(
+    result = sampling_pb2.SampleResult(
         sequences=[_sequence_to_pb(sequence) for sequence in output.sequences],
         prompt_cache_hit_tokens=output.cached_prompt_tokens,
     )
@@ -115,8 +116,8 @@ def snapshot_to_pb(key: SnapshotKey) -> sampler_pb2.Snapshot:
     return sampler_pb2.Snapshot(model_id=key.model_id, version=key.version)
 
 
-def _sequence_to_pb(sequence: Sequence) -> operation_pb2.SampledSequence:
-    return operation_pb2.SampledSequence(
+def _sequence_to_pb(sequence: Sequence) -> sampling_pb2.SampledSequence:
+    return sampling_pb2.SampledSequence(
         stop_reason=_STOP_REASONS[sequence.stop_reason],
         tokens=_array_to_pb(np.array(sequence.tokens, dtype=np.int32)),
         logprobs=_array_to_pb(np.array(sequence.logprobs, dtype=np.float32)),
@@ -124,8 +125,8 @@ def _sequence_to_pb(sequence: Sequence) -> operation_pb2.SampledSequence:
     )
 
 
-def _topk_to_pb(topk: TopkLogprobs) -> operation_pb2.TopkLogprobs:
-    return operation_pb2.TopkLogprobs(
+def _topk_to_pb(topk: TopkLogprobs) -> sampling_pb2.TopkLogprobs:
+    return sampling_pb2.TopkLogprobs(
         token_ids=_array_to_pb(topk.token_ids), logprobs=_array_to_pb(topk.logprobs)
     )
 

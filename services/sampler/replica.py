@@ -21,7 +21,7 @@ from services.sampler.config import SamplerConfig
 from services.sampler.engine import watchdog
 from services.sampler.engine.engine import Engine
 from services.sampler.engine.snapshot_key import Weights
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from services.sampler import convert
 from services.sampler.requests.admission import Admission
 from services.sampler.requests.samples import Samples
 from services.sampler.snapshots.snapshots import Snapshots
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 
 class ObservedEngine(Protocol):

@@ -16,7 +16,8 @@ from services.trainer.compute.data import AdamSpec, LoraSpec, RowResult
 from services.trainer.compute.losses import combine_metrics
 from services.trainer.order.microbatch import split_operation
 from services.trainer.order.scheduler import Unit
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import checkpoints_pb2, models_pb2, results_pb2, training_pb2
 
 
 @dataclass(frozen=True)
@@ -159,13 +160,13 @@ def _load(load: operation_pb2.LoadState) -> Load:
     return Load(load.source_model_id, load.checkpoint_id, load.optimizer, load.version)
 
 
-def _adam(adam: types_pb2.AdamParams) -> AdamSpec:
+def _adam(adam: training_pb2.AdamParams) -> AdamSpec:
     return AdamSpec(
         adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm
     )
 
 
-def _forward(request: operation_pb2.ForwardBackward, target: Target) -> Forward:
+def _forward(request: training_pb2.ForwardBackward, target: Target) -> Forward:
     if not request.data:
         raise InvalidRequest("data is empty; give at least one datum", "empty_data")
     data, lengths, trailing = [], [], set()
@@ -194,9 +195,9 @@ def _forward(request: operation_pb2.ForwardBackward, target: Target) -> Forward:
     return Forward(tuple(data), request.loss_fn, dict(request.loss_config), request.forward_only, units)
 
 
-def lora_to_pb(lora: LoraSpec) -> types_pb2.LoraConfig:
+def lora_to_pb(lora: LoraSpec) -> models_pb2.LoraConfig:
     """The protobuf of an adapter's shape."""
-    return types_pb2.LoraConfig(
+    return models_pb2.LoraConfig(
         rank=lora.rank,
         seed=lora.seed,
         train_attn=lora.train_attn,
@@ -205,26 +206,26 @@ def lora_to_pb(lora: LoraSpec) -> types_pb2.LoraConfig:
     )
 
 
-def created(lora: LoraSpec | None) -> operation_pb2.OperationResult:
+def created(lora: LoraSpec | None) -> results_pb2.OperationResult:
     role = roles.to_pb("policy" if lora is None else lora.role)
     shape = None if lora is None else lora_to_pb(lora)
-    return operation_pb2.OperationResult(create_model=operation_pb2.CreateModelResult(lora=shape, role=role))
+    return results_pb2.OperationResult(create_model=models_pb2.CreateModelResult(lora=shape, role=role))
 
 
-def forwarded(work: Forward, rows: Sequence[RowResult]) -> operation_pb2.OperationResult:
+def forwarded(work: Forward, rows: Sequence[RowResult]) -> results_pb2.OperationResult:
     """The result of a forward or forward_backward whose rows are given in request order."""
     metrics = combine_metrics(work.loss_fn, [row.metrics for row in rows])
     outputs = {name: _batched([row.outputs[name] for row in rows]) for name in rows[0].outputs}
-    return operation_pb2.OperationResult(
-        forward_backward=operation_pb2.ForwardBackwardResult(outputs=outputs, metrics=metrics)
+    return results_pb2.OperationResult(
+        forward_backward=training_pb2.ForwardBackwardResult(outputs=outputs, metrics=metrics)
     )
 
 
-def _batched(arrays: Sequence[HostTensor]) -> types_pb2.BatchedTensor:
+def _batched(arrays: Sequence[HostTensor]) -> training_pb2.BatchedTensor:
     offsets = [0]
     for array in arrays:
         offsets.append(offsets[-1] + len(array.data))
-    return types_pb2.BatchedTensor(
+    return training_pb2.BatchedTensor(
         dtype=DTYPES[arrays[0].dtype].pb,
         data=b"".join(array.data for array in arrays),
         offsets=offsets,
@@ -232,28 +233,28 @@ def _batched(arrays: Sequence[HostTensor]) -> types_pb2.BatchedTensor:
     )
 
 
-def stepped(metrics: Mapping[str, float]) -> operation_pb2.OperationResult:
-    return operation_pb2.OperationResult(optim_step=operation_pb2.OptimStepResult(metrics=dict(metrics)))
+def stepped(metrics: Mapping[str, float]) -> results_pb2.OperationResult:
+    return results_pb2.OperationResult(optim_step=training_pb2.OptimStepResult(metrics=dict(metrics)))
 
 
-def saved(model_id: str, work: Save, size_bytes: int) -> operation_pb2.OperationResult:
+def saved(model_id: str, work: Save, size_bytes: int) -> results_pb2.OperationResult:
     path = ids.tinker_path(model_id, work.checkpoint_id)
-    return operation_pb2.OperationResult(
-        save_state=operation_pb2.SaveStateResult(path=path, size_bytes=size_bytes)
+    return results_pb2.OperationResult(
+        save_state=checkpoints_pb2.SaveStateResult(path=path, size_bytes=size_bytes)
     )
 
 
-def loaded(work: Load) -> operation_pb2.OperationResult:
+def loaded(work: Load) -> results_pb2.OperationResult:
     path = ids.tinker_path(work.source_model_id, work.checkpoint_id)
-    return operation_pb2.OperationResult(load_state=operation_pb2.LoadStateResult(path=path))
+    return results_pb2.OperationResult(load_state=checkpoints_pb2.LoadStateResult(path=path))
 
 
 def published(
     model_id: str, seq_id: int, work: Publish, size_bytes: int, wire_bytes: int, receivers: int
-) -> operation_pb2.OperationResult:
+) -> results_pb2.OperationResult:
     path = ids.tinker_path(model_id, work.checkpoint_id) if work.checkpoint_id else ""
-    return operation_pb2.OperationResult(
-        save_for_sampler=operation_pb2.SaveForSamplerResult(
+    return results_pb2.OperationResult(
+        save_for_sampler=checkpoints_pb2.SaveForSamplerResult(
             path=path,
             sampling_session_id=work.sampling_session_id,
             version=seq_id,
@@ -264,12 +265,12 @@ def published(
     )
 
 
-def exported(model_id: str, work: Export, size_bytes: int) -> operation_pb2.OperationResult:
+def exported(model_id: str, work: Export, size_bytes: int) -> results_pb2.OperationResult:
     path = ids.tinker_path(model_id, work.checkpoint_id)
-    return operation_pb2.OperationResult(
-        save_external=operation_pb2.SaveExternalResult(path=path, size_bytes=size_bytes)
+    return results_pb2.OperationResult(
+        save_external=checkpoints_pb2.SaveExternalResult(path=path, size_bytes=size_bytes)
     )
 
 
-def unloaded() -> operation_pb2.OperationResult:
-    return operation_pb2.OperationResult(unload_model=operation_pb2.UnloadModelResult())
+def unloaded() -> results_pb2.OperationResult:
+    return results_pb2.OperationResult(unload_model=models_pb2.UnloadModelResult())

@@ -40,7 +40,7 @@ from services.trainer.service import TrainerServicer
 from services.trainer.world.commands import Shutdown
 from services.trainer.world.threads import WorkerThread
 from services.trainer.world.world import COLLECTIVE_TIMEOUT, Channel, World
-from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
+from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from services.common.contract.errors import InvalidRequest
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.residency import Residency
 from services.trainer.execution.resident_models import Model, OperationResult
-from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
+from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):

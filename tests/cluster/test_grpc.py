@@ -13,13 +13,22 @@ import pytest
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster
 from tests.reference import Reference
-from tinsmith.v1 import operation_pb2, tinsmith_pb2, tinsmith_pb2_grpc, types_pb2
+from tinsmith.v1 import (
+    checkpoints_pb2,
+    models_pb2,
+    results_pb2,
+    sampling_pb2,
+    service_pb2_grpc,
+    sessions_pb2,
+    training_pb2,
+    types_pb2,
+)
 
 
 @pytest.fixture
-def stub(cluster: Cluster) -> Iterator[tinsmith_pb2_grpc.TinsmithServiceStub]:
+def stub(cluster: Cluster) -> Iterator[service_pb2_grpc.TinsmithServiceStub]:
     with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
-        yield tinsmith_pb2_grpc.TinsmithServiceStub(channel)
+        yield service_pb2_grpc.TinsmithServiceStub(channel)
 
 
 @pytest.fixture
@@ -37,7 +46,7 @@ def tensor(values: list[float] | list[int], dtype: str) -> types_pb2.Tensor:
 
 
 SEQUENCE = batches.tokens(4, 21)
-DATUM = types_pb2.Datum(
+DATUM = training_pb2.Datum(
     tokens=tensor(SEQUENCE[:-1], "int32"),
     loss_inputs={
         "target_tokens": tensor(SEQUENCE[1:], "int64"),
@@ -47,11 +56,11 @@ DATUM = types_pb2.Datum(
 
 
 def finish(
-    stub: tinsmith_pb2_grpc.TinsmithServiceStub, request_id: str, metadata: tuple[tuple[str, str], ...]
-) -> operation_pb2.OperationResult:
+    stub: service_pb2_grpc.TinsmithServiceStub, request_id: str, metadata: tuple[tuple[str, str], ...]
+) -> results_pb2.OperationResult:
     for _ in range(10):
         reply = stub.GetResult(
-            tinsmith_pb2.GetResultRequest(request_id=request_id, timeout_seconds=20),
+            results_pb2.GetResultRequest(request_id=request_id, timeout_seconds=20),
             metadata=metadata,
             timeout=40,
         )
@@ -62,36 +71,36 @@ def finish(
 
 
 def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
-    cluster: Cluster, stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+    cluster: Cluster, stub: service_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
 ) -> None:
-    models = stub.ListModels(tinsmith_pb2.ListModelsRequest(), metadata=metadata, timeout=10).models
+    models = stub.ListModels(models_pb2.ListModelsRequest(), metadata=metadata, timeout=10).models
     assert [(m.name, m.trainable, m.sampleable) for m in models] == [(BASE_MODEL, True, True)]
     session = stub.CreateSession(
-        tinsmith_pb2.CreateSessionRequest(), metadata=metadata, timeout=10
+        sessions_pb2.CreateSessionRequest(), metadata=metadata, timeout=10
     ).session_id
-    lora = types_pb2.LoraConfig(rank=4, seed=3, train_attn=True, train_mlp=True, train_unembed=False)
+    lora = models_pb2.LoraConfig(rank=4, seed=3, train_attn=True, train_mlp=True, train_unembed=False)
     created = stub.CreateModel(
-        tinsmith_pb2.CreateModelRequest(session_id=session, model_seq_id=0, base_model=BASE_MODEL, lora=lora),
+        models_pb2.CreateModelRequest(session_id=session, model_seq_id=0, base_model=BASE_MODEL, lora=lora),
         metadata=metadata,
         timeout=10,
     )
     assert finish(stub, created.request_id, metadata).create_model.lora.rank == 4
 
-    work = operation_pb2.ForwardBackward(data=[DATUM], loss_fn="cross_entropy")
+    work = training_pb2.ForwardBackward(data=[DATUM], loss_fn="cross_entropy")
     losses = []
     for step in range(3):
         sent = stub.ForwardBackward(
-            tinsmith_pb2.ForwardBackwardRequest(
+            training_pb2.ForwardBackwardRequest(
                 model_id=created.model_id, seq_id=2 * step + 1, forward_backward=work
             ),
             metadata=metadata,
             timeout=10,
         )
         stepped = stub.OptimStep(
-            tinsmith_pb2.OptimStepRequest(
+            training_pb2.OptimStepRequest(
                 model_id=created.model_id,
                 seq_id=2 * step + 2,
-                adam=types_pb2.AdamParams(learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8),
+                adam=training_pb2.AdamParams(learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8),
             ),
             metadata=metadata,
             timeout=10,
@@ -103,22 +112,22 @@ def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
     assert losses[2] < losses[1] < losses[0]
 
     saved = stub.SaveForSampler(
-        tinsmith_pb2.SaveForSamplerRequest(model_id=created.model_id, seq_id=7, sampling_session_seq_id=0),
+        checkpoints_pb2.SaveForSamplerRequest(model_id=created.model_id, seq_id=7, sampling_session_seq_id=0),
         metadata=metadata,
         timeout=10,
     )
     assert finish(stub, saved.request_id, metadata).save_for_sampler.version == 7
-    request = tinsmith_pb2.TinsmithServiceSampleRequest(
+    request = sampling_pb2.SampleRequest(
         sampling_session_id=saved.sampling_session_id,
         seq_id=0,
         prompt=tensor(SEQUENCE[:5], "int32"),
         num_samples=1,
-        params=operation_pb2.SamplingParams(
+        params=sampling_pb2.SamplingParams(
             max_tokens=6,
             temperature=0.0,
             top_k=-1,
             top_p=1.0,
-            stop=operation_pb2.StopCondition(never=operation_pb2.StopCondition.Never()),
+            stop=sampling_pb2.StopCondition(never=sampling_pb2.StopCondition.Never()),
         ),
     )
     sampled = stub.Sample(request, metadata=metadata, timeout=10)
@@ -132,16 +141,16 @@ class Session:
     """Calls methods of the service and waits for what they promise."""
 
     def __init__(
-        self, stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+        self, stub: service_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
     ) -> None:
         self._stub = stub
         self._metadata = metadata
-        self.id = self.call("CreateSession", tinsmith_pb2.CreateSessionRequest()).session_id
+        self.id = self.call("CreateSession", sessions_pb2.CreateSessionRequest()).session_id
 
     def call(self, method: str, request: Any) -> Any:
         return getattr(self._stub, method)(request, metadata=self._metadata, timeout=10)
 
-    def run(self, method: str, request: Any) -> operation_pb2.OperationResult:
+    def run(self, method: str, request: Any) -> results_pb2.OperationResult:
         """The result of a call that starts work."""
         return finish(self._stub, self.call(method, request).request_id, self._metadata)
 
@@ -150,54 +159,54 @@ class Session:
         losses = []
         for step in range(steps):
             seq_id = first_seq_id + 2 * step
-            work = operation_pb2.ForwardBackward(data=[DATUM], loss_fn="cross_entropy")
-            sent = tinsmith_pb2.ForwardBackwardRequest(
+            work = training_pb2.ForwardBackward(data=[DATUM], loss_fn="cross_entropy")
+            sent = training_pb2.ForwardBackwardRequest(
                 model_id=model_id, seq_id=seq_id, forward_backward=work
             )
             losses.append(self.run("ForwardBackward", sent).forward_backward.metrics["loss:sum"])
-            adam = types_pb2.AdamParams(learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8)
-            stepped = tinsmith_pb2.OptimStepRequest(model_id=model_id, seq_id=seq_id + 1, adam=adam)
+            adam = training_pb2.AdamParams(learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8)
+            stepped = training_pb2.OptimStepRequest(model_id=model_id, seq_id=seq_id + 1, adam=adam)
             self.run("OptimStep", stepped)
         return losses
 
 
 def test_state_is_saved_and_continued_and_a_finished_session_leaves_only_checkpoints(
-    cluster: Cluster, stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+    cluster: Cluster, stub: service_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
 ) -> None:
     session = Session(stub, metadata)
-    lora = types_pb2.LoraConfig(rank=4, seed=3, train_attn=True, train_mlp=True, train_unembed=False)
-    creation = tinsmith_pb2.CreateModelRequest(session_id=session.id, base_model=BASE_MODEL, lora=lora)
+    lora = models_pb2.LoraConfig(rank=4, seed=3, train_attn=True, train_mlp=True, train_unembed=False)
+    creation = models_pb2.CreateModelRequest(session_id=session.id, base_model=BASE_MODEL, lora=lora)
     session.run("CreateModel", creation)
     first = f"{session.id}:train:0"
     session.train(first, 1, steps=1)
-    save = tinsmith_pb2.SaveStateRequest(model_id=first, seq_id=3, name="here")
+    save = checkpoints_pb2.SaveStateRequest(model_id=first, seq_id=3, name="here")
     path = session.run("SaveState", save).save_state.path
     assert path == f"tinker://{first}/weights/here"
     went_on = session.train(first, 4, steps=2)
 
-    again = tinsmith_pb2.CreateModelFromStateRequest(
+    again = models_pb2.CreateModelFromStateRequest(
         session_id=session.id, model_seq_id=1, path=path, optimizer=True
     )
     session.run("CreateModelFromState", again)
     second = f"{session.id}:train:1"
     np.testing.assert_allclose(session.train(second, 1, steps=2), went_on, rtol=1e-6)
-    load = tinsmith_pb2.LoadStateRequest(model_id=second, seq_id=5, path=path)
+    load = checkpoints_pb2.LoadStateRequest(model_id=second, seq_id=5, path=path)
     session.run("LoadState", load)
     np.testing.assert_allclose(session.train(second, 6, steps=1), went_on[:1], rtol=1e-6)
-    unnamed = tinsmith_pb2.SaveForSamplerRequest(model_id=second, seq_id=8)
+    unnamed = checkpoints_pb2.SaveForSamplerRequest(model_id=second, seq_id=8)
     session.run("SaveForSampler", unnamed)
 
-    unload = tinsmith_pb2.UnloadModelRequest(model_id=second, seq_id=9)
+    unload = models_pb2.UnloadModelRequest(model_id=second, seq_id=9)
     assert session.run("UnloadModel", unload).HasField("unload_model")
     state = cluster.data_dir / "state"
     wait_until(lambda: not (state / second).exists(), "the unloaded model's training state is deleted")
     assert cluster.snapshot(second, 8).is_dir()
-    info = session.call("GetModelInfo", tinsmith_pb2.GetModelInfoRequest(model_id=second)).model
-    assert info.status == tinsmith_pb2.MODEL_STATUS_UNLOADED
+    info = session.call("GetModelInfo", models_pb2.GetModelInfoRequest(model_id=second)).model
+    assert info.status == models_pb2.MODEL_STATUS_UNLOADED
     assert (state / first).is_dir()
     assert first in resident(cluster)
-    session.call("Heartbeat", tinsmith_pb2.HeartbeatRequest(session_id=session.id))
-    session.call("FinishSession", tinsmith_pb2.FinishSessionRequest(session_id=session.id))
+    session.call("Heartbeat", sessions_pb2.HeartbeatRequest(session_id=session.id))
+    session.call("FinishSession", sessions_pb2.FinishSessionRequest(session_id=session.id))
     wait_until(lambda: not (state / first).exists(), "the finished session's training state is deleted")
     assert not {first, second} & resident(cluster)
     assert (cluster.data_dir / "checkpoints" / first / "weights" / "here").is_dir()
@@ -217,29 +226,29 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60) -> Non
 
 
 def sampling_session(
-    stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+    stub: service_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
 ) -> str:
     """A sampling session on the base model."""
     session = stub.CreateSession(
-        tinsmith_pb2.CreateSessionRequest(), metadata=metadata, timeout=10
+        sessions_pb2.CreateSessionRequest(), metadata=metadata, timeout=10
     ).session_id
-    opening = tinsmith_pb2.CreateSamplingSessionRequest(session_id=session, base_model=BASE_MODEL)
+    opening = sampling_pb2.CreateSamplingSessionRequest(session_id=session, base_model=BASE_MODEL)
     return stub.CreateSamplingSession(opening, metadata=metadata, timeout=10).sampling_session_id
 
 
-def everything(session: str, prompt: list[int]) -> tinsmith_pb2.TinsmithServiceSampleRequest:
+def everything(session: str, prompt: list[int]) -> sampling_pb2.SampleRequest:
     """A sample that asks for every kind of score; its targets are sparse."""
-    return tinsmith_pb2.TinsmithServiceSampleRequest(
+    return sampling_pb2.SampleRequest(
         sampling_session_id=session,
         prompt=tensor(prompt, "int32"),
         num_samples=2,
-        params=operation_pb2.SamplingParams(
+        params=sampling_pb2.SamplingParams(
             max_tokens=5,
             seed=2**64 - 1,
             temperature=1.0,
             top_k=-1,
             top_p=1.0,
-            stop=operation_pb2.StopCondition(never=operation_pb2.StopCondition.Never()),
+            stop=sampling_pb2.StopCondition(never=sampling_pb2.StopCondition.Never()),
         ),
         prompt_logprobs=True,
         topk_prompt_logprobs=2,
@@ -261,7 +270,7 @@ def array(tensor: types_pb2.Tensor) -> np.ndarray:
 
 
 def test_every_score_can_be_asked_for_over_grpc(
-    cluster: Cluster, stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+    cluster: Cluster, stub: service_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
 ) -> None:
     prompt = batches.tokens(12, 9)
     request = everything(sampling_session(stub, metadata), prompt)
@@ -291,35 +300,35 @@ def test_every_score_can_be_asked_for_over_grpc(
 
 
 def test_what_http_refuses_grpc_refuses_with_the_same_words(
-    stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+    stub: service_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
 ) -> None:
     session = sampling_session(stub, metadata)
     for change, says in (
         ({"prompt_logprobs_last_n": 9}, "follows nothing"),
         ({"topk_sample_logprobs": 65}, "topk_sample_logprobs is 65"),
         ({"target_prompt_logprobs": types_pb2.Matrix(shape=[8, 1])}, "target_prompt_logprobs"),
-        ({"params": operation_pb2.SamplingParams(temperature=0.001)}, "temperature is 0.001"),
+        ({"params": sampling_pb2.SamplingParams(temperature=0.001)}, "temperature is 0.001"),
     ):
         request = everything(session, batches.tokens(12, 9))
         for name in change:
             request.ClearField(name)
-        request.MergeFrom(tinsmith_pb2.TinsmithServiceSampleRequest(**change))
+        request.MergeFrom(sampling_pb2.SampleRequest(**change))
         with pytest.raises(grpc.RpcError, match=says) as caught:
             stub.Sample(request, metadata=metadata, timeout=10)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
 
 
-def test_a_call_without_a_key_is_unauthenticated(stub: tinsmith_pb2_grpc.TinsmithServiceStub) -> None:
+def test_a_call_without_a_key_is_unauthenticated(stub: service_pb2_grpc.TinsmithServiceStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.ListModels(tinsmith_pb2.ListModelsRequest(), timeout=10)
+        stub.ListModels(models_pb2.ListModelsRequest(), timeout=10)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
 
 
 def test_an_unknown_model_is_not_found(
-    stub: tinsmith_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
+    stub: service_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.OptimStep(
-            tinsmith_pb2.OptimStepRequest(model_id="nobody:train:0", seq_id=1), metadata=metadata, timeout=10
+            training_pb2.OptimStepRequest(model_id="nobody:train:0", seq_id=1), metadata=metadata, timeout=10
         )
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster
-from tinsmith.v1 import tinker_pb2
+from tinsmith.internal.v1 import tinker_pb2
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from services.common.state.registry import ServiceRecord
 from tests.announced import find
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 SHORT = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
 LONG = types.SamplingParams(max_tokens=CONTEXT - 20, temperature=0.0, stop=[])

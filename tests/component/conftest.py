@@ -28,7 +28,7 @@ from tests.component.sampler_process import (
     write_snapshot,
 )
 from tests.reference import Reference
-from tinsmith.v1 import sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2_grpc
 
 # (rank, what it adapts) of the stored snapshots; three of them, and the engine has two slots.
 STORED = {

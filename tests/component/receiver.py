@@ -16,7 +16,7 @@ from services.common.contract.tensors import TensorSpec
 from services.common.state.registry import ServiceRecord
 from tests.announced import announce, withdraw
 from tests.component.trainer_world import BASE_MODEL
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 
 class Receiver(sampler_pb2_grpc.SamplerServiceServicer):

@@ -25,7 +25,8 @@ from services.common import weights
 from services.common.storage.data_dir import DataDir
 from services.launcher.machine import free_port
 from services.launcher.tiny_model import make_tiny_model
-from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, types_pb2
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.v1 import sampling_pb2, types_pb2
 
 MODEL_ID = "session:train:0"
 BASE_MODEL = "tinsmith/tiny"
@@ -141,7 +142,7 @@ def request(
         snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=version) if version else None,
         prompt=int32(tokens),
         num_samples=n,
-        params=operation_pb2.SamplingParams(**settings),  # type: ignore[arg-type]
+        params=sampling_pb2.SamplingParams(**settings),  # type: ignore[arg-type]
         prompt_logprobs=scores,
         topk_prompt_logprobs=topk,
     )
@@ -221,7 +222,7 @@ def wait_ready(sampler: Sampler, timeout: float = 240) -> Sampler:
 
 async def sample(
     stub: sampler_pb2_grpc.SamplerServiceStub, wanted: sampler_pb2.SampleRequest
-) -> operation_pb2.SampleResult:
+) -> sampling_pb2.SampleResult:
     response = await stub.Sample(wanted, timeout=120)
     assert response.WhichOneof("kind") == "result", response.error
     return response.result

@@ -35,15 +35,16 @@ from tests.component.sampler_process import (
     write_snapshot,
 )
 from tests.reference import Reference
-from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+from tinsmith.internal.v1 import sampler_pb2
+from tinsmith.v1 import models_pb2, sampling_pb2, types_pb2
 
 GLOO = sampler_pb2.WEIGHT_MEDIUM_GLOO
 
 pytestmark = pytest.mark.heavy
 
-STOP, LENGTH = operation_pb2.STOP_REASON_STOP, operation_pb2.STOP_REASON_LENGTH
+STOP, LENGTH = sampling_pb2.STOP_REASON_STOP, sampling_pb2.STOP_REASON_LENGTH
 TOLERANCE = 1e-4
-NEVER = operation_pb2.StopCondition(never={})
+NEVER = sampling_pb2.StopCondition(never={})
 
 
 async def test_sampled_logprobs_are_the_models_at_any_temperature(stub, judge) -> None:
@@ -75,7 +76,7 @@ async def test_prompt_scores_of_a_mixed_batch_use_each_requests_own_adapter(stub
             check_scores(judge(version), tokens, result)
 
 
-def check_scores(judge: Reference, tokens: list[int], result: operation_pb2.SampleResult) -> None:
+def check_scores(judge: Reference, tokens: list[int], result: sampling_pb2.SampleResult) -> None:
     scores = floats(result.prompt_logprobs)
     assert math.isnan(scores[0])
     distribution = judge.distribution(tokens).detach()
@@ -189,14 +190,14 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_are_in_it_once(
     greedy = {"temperature": 0.0, "max_tokens": 30}
     full = judge(0).greedy(prompt(5, 8), 30)
     index = next(i for i in range(3, 30) if full[i] not in full[:i])
-    by_token = operation_pb2.StopCondition(tokens={"ids": [full[index]]})
+    by_token = sampling_pb2.StopCondition(tokens={"ids": [full[index]]})
     sequence = (await sample(stub, request(prompt(5, 8), stop=by_token, **greedy))).sequences[0]
     assert (ints(sequence.tokens), sequence.stop_reason) == (full[: index + 1], STOP)
 
     # A stop string may be a special token, and may begin and end inside other tokens.
     special = tokenizer.convert_tokens_to_ids("<|im_start|>")
     draw = {"n": 32, "seed": 3, "temperature": 2.0, "max_tokens": 100}
-    by_string = operation_pb2.StopCondition(strings={"values": ["<|im_start|>", "qq"]})
+    by_string = sampling_pb2.StopCondition(strings={"values": ["<|im_start|>", "qq"]})
     reasons = []
     for sequence in (await sample(stub, request(prompt(5, 8), stop=by_string, **draw))).sequences:
         tokens = ints(sequence.tokens)
@@ -300,7 +301,7 @@ def incoming(
     return sampler_pb2.ReceiveSnapshotRequest(
         epoch=epoch,
         snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=version),
-        lora=types_pb2.LoraConfig(rank=rank, train_attn=True, train_mlp=True, train_unembed=True),
+        lora=models_pb2.LoraConfig(rank=rank, train_attn=True, train_mlp=True, train_unembed=True),
         tensors=[
             sampler_pb2.TensorSpec(name=s.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=s.shape)
             for s in specs

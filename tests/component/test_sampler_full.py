@@ -33,14 +33,15 @@ from tests.component.sampler_process import (
     write_full,
 )
 from tests.reference import Reference
-from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+from tinsmith.internal.v1 import sampler_pb2
+from tinsmith.v1 import sampling_pb2, types_pb2
 
 pytestmark = pytest.mark.heavy
 
 TOLERANCE = 1e-5
 # Adapters add sums of products as large as the base's.
 ADAPTER_TOLERANCE = 1e-4
-NEVER = operation_pb2.StopCondition(never={})
+NEVER = sampling_pb2.StopCondition(never={})
 DTYPES = {
     torch.float32: types_pb2.DATA_TYPE_FLOAT32,
     torch.bfloat16: types_pb2.DATA_TYPE_BFLOAT16,
@@ -79,7 +80,7 @@ async def send(stub, group: weights.WeightGroup, version: int, tensors: dict[str
 
 
 def check(
-    judge: Reference, tokens: list[int], result: operation_pb2.SampleResult, tolerance: float = TOLERANCE
+    judge: Reference, tokens: list[int], result: sampling_pb2.SampleResult, tolerance: float = TOLERANCE
 ) -> None:
     """Prompt scores, greedy tokens and their log-probabilities are the judge's."""
     (sequence,) = result.sequences

@@ -30,11 +30,12 @@ from tests.component.sampler_process import (
     write_snapshot,
 )
 from tests.reference import Reference
-from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.v1 import sampling_pb2
 
 pytestmark = pytest.mark.heavy
 
-NEVER = operation_pb2.StopCondition(never={})
+NEVER = sampling_pb2.StopCondition(never={})
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(
     judge = Reference(model_dir, snapshot)
     for sequence in result.sequences:
         tokens = ints(sequence.tokens)
-        assert (len(tokens), sequence.stop_reason) == (400, operation_pb2.STOP_REASON_LENGTH)
+        assert (len(tokens), sequence.stop_reason) == (400, sampling_pb2.STOP_REASON_LENGTH)
     expected = judge.sequence_logprobs([5, 6, 7, *tokens])[2:]
     torch.testing.assert_close(floats(sequence.logprobs), expected, atol=1e-4, rtol=0)
     assert await asyncio.to_thread(sampler.process.wait, 30) == 0, sampler.log.read_text()[-3000:]

@@ -31,7 +31,8 @@ from tests.component.sampler_process import (
     write_snapshot,
 )
 from tests.reference import Reference
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.v1 import models_pb2, types_pb2
 
 pytestmark = pytest.mark.heavy
 
@@ -89,7 +90,7 @@ def _incoming(buffer: torch.Tensor, specs: list[TensorSpec]) -> sampler_pb2.Rece
     return sampler_pb2.ReceiveSnapshotRequest(
         epoch=1,
         snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=BROADCAST),
-        lora=types_pb2.LoraConfig(rank=16, train_attn=True, train_mlp=True, train_unembed=True),
+        lora=models_pb2.LoraConfig(rank=16, train_attn=True, train_mlp=True, train_unembed=True),
         tensors=[
             sampler_pb2.TensorSpec(name=spec.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=spec.shape)
             for spec in specs

@@ -22,12 +22,13 @@ from tests.component.trainer_world import (
     make_model,
     step,
 )
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import models_pb2
 
 pytestmark = pytest.mark.heavy
 
 FLAGS = ("--micro-batch-tokens", "64", "--full-snapshot-steps", "2")
-FULL = operation_pb2.CreateModel(base_model=BASE_MODEL, full=types_pb2.FullFineTuning())
+FULL = operation_pb2.CreateModel(base_model=BASE_MODEL, full=models_pb2.FullFineTuning())
 
 
 @pytest.fixture

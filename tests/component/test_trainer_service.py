@@ -32,7 +32,8 @@ from tests.component.trainer_world import (
     status_of,
     step,
 )
-from tinsmith.v1 import operation_pb2, trainer_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2, trainer_pb2
+from tinsmith.v1 import results_pb2, types_pb2
 
 pytestmark = pytest.mark.heavy
 
@@ -124,9 +125,7 @@ def test_a_repeated_operation_runs_once_and_gives_the_same_result(world: Trainer
 
 
 def test_tenants_that_run_together_train_as_if_alone(world: TrainerWorld) -> None:
-    def train(
-        model: TrainedModel, data: list[Datum], rank: int
-    ) -> list[Future[operation_pb2.OperationResult]]:
+    def train(model: TrainedModel, data: list[Datum], rank: int) -> list[Future[results_pb2.OperationResult]]:
         kinds: list[dict[str, Any]] = [{"create_model": create(rank, seed=rank)}]
         for _ in range(3):
             kinds += [{"forward_backward": forward_backward(data)}, {"optim_step": step()}]

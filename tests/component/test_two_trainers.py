@@ -21,7 +21,7 @@ from tests.component.trainer_world import (
     make_model,
     step,
 )
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
 
 pytestmark = pytest.mark.heavy
 

@@ -25,7 +25,8 @@ from services.launcher.machine import free_port
 from services.launcher.tiny_model import make_tiny_model
 from services.trainer.world.launch import launch_command
 from tests.announced import find
-from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc, types_pb2
+from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
+from tinsmith.v1 import models_pb2, results_pb2, training_pb2, types_pb2
 
 BASE_MODEL = "tinsmith/tiny"
 VOCAB = 320
@@ -45,9 +46,9 @@ class Datum:
 
     tokens: list[int]
 
-    def to_pb(self) -> types_pb2.Datum:
+    def to_pb(self) -> training_pb2.Datum:
         read, targets = self.tokens[:-1], self.tokens[1:]
-        return types_pb2.Datum(
+        return training_pb2.Datum(
             tokens=_tensor(np.array(read, "<i4"), types_pb2.DATA_TYPE_INT32),
             loss_inputs={
                 "target_tokens": _tensor(np.array(targets, "<i8"), types_pb2.DATA_TYPE_INT64),
@@ -66,14 +67,14 @@ def batch(seed: int, rows: int = 6, longest: int = 24) -> list[Datum]:
     return [Datum(random.integers(0, VOCAB, int(random.integers(4, longest))).tolist()) for _ in range(rows)]
 
 
-def logprobs(result: operation_pb2.OperationResult) -> list[np.ndarray]:
+def logprobs(result: results_pb2.OperationResult) -> list[np.ndarray]:
     """Per datum."""
     field = result.forward_backward.outputs["logprobs"]
     values = np.frombuffer(field.data, "<f4")
     return [values[a // 4 : b // 4] for a, b in itertools.pairwise(field.offsets)]
 
 
-def status_of(call: Future[operation_pb2.OperationResult]) -> grpc.StatusCode:
+def status_of(call: Future[results_pb2.OperationResult]) -> grpc.StatusCode:
     """The status that a call fails with."""
     with pytest.raises(grpc.RpcError) as caught:
         call.result()
@@ -97,16 +98,16 @@ class TrainedModel:
         self.sent.append(made)
         return made
 
-    def run(self, **kind: Any) -> operation_pb2.OperationResult:
+    def run(self, **kind: Any) -> results_pb2.OperationResult:
         return self.world.send(self.operation(**kind)).result()
 
-    def create(self, rank: int = 4, seed: int = 7) -> operation_pb2.OperationResult:
+    def create(self, rank: int = 4, seed: int = 7) -> results_pb2.OperationResult:
         return self.run(create_model=create(rank, seed))
 
-    def forward_backward(self, data: Sequence[Datum], **options: Any) -> operation_pb2.OperationResult:
+    def forward_backward(self, data: Sequence[Datum], **options: Any) -> results_pb2.OperationResult:
         return self.run(forward_backward=forward_backward(data, **options))
 
-    def step(self, learning_rate: float = 1e-2) -> operation_pb2.OperationResult:
+    def step(self, learning_rate: float = 1e-2) -> results_pb2.OperationResult:
         return self.run(optim_step=step(learning_rate))
 
     def forward(self, data: Sequence[Datum]) -> list[np.ndarray]:
@@ -114,18 +115,18 @@ class TrainedModel:
 
 
 def create(rank: int = 4, seed: int = 7) -> operation_pb2.CreateModel:
-    lora = types_pb2.LoraConfig(rank=rank, seed=seed, train_attn=True, train_mlp=True, train_unembed=True)
+    lora = models_pb2.LoraConfig(rank=rank, seed=seed, train_attn=True, train_mlp=True, train_unembed=True)
     return operation_pb2.CreateModel(base_model=BASE_MODEL, lora=lora)
 
 
-def forward_backward(data: Sequence[Datum], **options: Any) -> operation_pb2.ForwardBackward:
-    return operation_pb2.ForwardBackward(
+def forward_backward(data: Sequence[Datum], **options: Any) -> training_pb2.ForwardBackward:
+    return training_pb2.ForwardBackward(
         data=[datum.to_pb() for datum in data], loss_fn="cross_entropy", **options
     )
 
 
 def step(learning_rate: float = 1e-2) -> operation_pb2.OptimStep:
-    adam = types_pb2.AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.95, eps=1e-12)
+    adam = training_pb2.AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.95, eps=1e-12)
     return operation_pb2.OptimStep(adam=adam)
 
 
@@ -158,7 +159,7 @@ class TrainerWorld:
 
     def send(
         self, operation: operation_pb2.Operation, after: int | None = None, epoch: int = EPOCH
-    ) -> Future[operation_pb2.OperationResult]:
+    ) -> Future[results_pb2.OperationResult]:
         """Sends an operation; by default it follows the seq_id before its own."""
         call = self.stub.Execute.future(
             trainer_pb2.ExecuteRequest(
@@ -168,7 +169,7 @@ class TrainerWorld:
             ),
             timeout=120,
         )
-        result: Future[operation_pb2.OperationResult] = Future()
+        result: Future[results_pb2.OperationResult] = Future()
 
         def done(finished: Any) -> None:
             error = finished.exception()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from services.common.contract.errors import InvalidRequest
-from tinsmith.v1 import types_pb2
+from tinsmith.v1 import models_pb2
 
 Role = Literal["policy", "critic"]
 
@@ -20,13 +20,13 @@ CRITIC_LOSSES = ("ppo_critic",)
 
 _NAMES: dict[str, Role] = {"policy": "policy", "critic": "critic"}
 _FROM_PB: dict[int, Role] = {
-    types_pb2.MODEL_ROLE_UNSPECIFIED: "policy",
-    types_pb2.MODEL_ROLE_POLICY: "policy",
-    types_pb2.MODEL_ROLE_CRITIC: "critic",
+    models_pb2.MODEL_ROLE_UNSPECIFIED: "policy",
+    models_pb2.MODEL_ROLE_POLICY: "policy",
+    models_pb2.MODEL_ROLE_CRITIC: "critic",
 }
 
 
-def from_pb(role: types_pb2.ModelRole.ValueType) -> Role:
+def from_pb(role: models_pb2.ModelRole.ValueType) -> Role:
     """The role of a message; unset is a policy.
 
     Raises:
@@ -38,8 +38,8 @@ def from_pb(role: types_pb2.ModelRole.ValueType) -> Role:
     return known
 
 
-def to_pb(role: Role) -> types_pb2.ModelRole.ValueType:
-    return types_pb2.MODEL_ROLE_CRITIC if role == "critic" else types_pb2.MODEL_ROLE_POLICY
+def to_pb(role: Role) -> models_pb2.ModelRole.ValueType:
+    return models_pb2.MODEL_ROLE_CRITIC if role == "critic" else models_pb2.MODEL_ROLE_POLICY
 
 
 def asked_for(metadata: Mapping[str, str], field: Role | None = None) -> Role | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from services.common.contract import matrices
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.matrices import HostMatrix
-from tinsmith.v1 import sampler_pb2, tinsmith_pb2
+from tinsmith.internal.v1 import sampler_pb2
+from tinsmith.v1 import sampling_pb2
 
 # vLLM raises temperatures below 0.01 to 0.01 and rejects those above 2.
 MIN_TEMPERATURE = 0.01
@@ -52,7 +53,7 @@ class Scoring:
 
 
 def scoring_from_pb(
-    pb: tinsmith_pb2.TinsmithServiceSampleRequest | sampler_pb2.SampleRequest,
+    pb: sampling_pb2.SampleRequest | sampler_pb2.SampleRequest,
 ) -> Scoring:
     """
     Raises:

@@ -30,7 +30,7 @@ from services.common.state.journal_records import (
     error_result,
 )
 from services.common.state.scripts import Script
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
 
 RESULT_TTL_S = 24 * 3600
 _ANNOUNCE_AGAIN_S = 10.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from services.common.contract import errors
-from tinsmith.v1 import operation_pb2
+from tinsmith.v1 import results_pb2
 
 
 @dataclass(frozen=True)
@@ -90,4 +90,4 @@ class Published(IntEnum):
 
 def error_result(error: errors.types_pb2.Error) -> bytes:
     """A failure as the bytes of an OperationResult."""
-    return operation_pb2.OperationResult(error=error).SerializeToString()
+    return results_pb2.OperationResult(error=error).SerializeToString()

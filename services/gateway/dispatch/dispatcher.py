@@ -27,7 +27,7 @@ from services.gateway.dispatch.publish_results import OnResult, ResultPublisher
 from services.gateway.records.session import SessionStore
 from services.gateway.results.futures import Futures
 from services.gateway.results.subscription import Subscription
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
 
 log = logging.getLogger(__name__)
 

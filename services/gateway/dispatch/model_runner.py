@@ -34,7 +34,8 @@ from services.gateway.dispatch.gaps import GapWatch
 from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.plan import Action, DispatchSettings, Plan, Position, Send
 from services.gateway.dispatch.publish_results import ResultPublisher
-from tinsmith.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
+from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
+from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
 
@@ -336,7 +337,7 @@ class ModelRunner:
             log.info("giving up %s: %s", self.model_id, error.message)
             self._lease.lose()
             return
-        failed = operation_pb2.OperationResult(error=errors.to_pb(error))
+        failed = results_pb2.OperationResult(error=errors.to_pb(error))
         if action is Action.REPORT_LOST_RESULT:
             if not send.replayed:
                 await self._publisher.publish(operation, failed, ran=True)
@@ -365,7 +366,7 @@ class ModelRunner:
     async def _fail_pending(self, closing: bytes) -> None:
         """The model is closed: everything that still waits fails with the reason."""
         await self._cancel_calls()
-        result = operation_pb2.OperationResult.FromString(closing)
+        result = results_pb2.OperationResult.FromString(closing)
         lowest = (await self._journal.index(self.model_id, -1, entries=0)).lowest_pending
         index = await self._journal.index(self.model_id, lowest - 1)
         waiting = [entry.seq_id for entry in index.entries if entry.pending]

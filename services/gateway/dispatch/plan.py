@@ -22,7 +22,8 @@ from services.common.contract.errors import (
     Unavailable,
 )
 from services.common.state.journal_records import Entry, JournalIndex, error_result
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import results_pb2
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ DROPPED_GRADIENT = "non_finite_gradient"
 """Code of a step that failed and yet changed the model: it dropped the gradient, and does so again."""
 
 
-def replay_passes_over(operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> bool:
+def replay_passes_over(operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> bool:
     """Whether an operation left the model as it was, so that a replay need not repeat it."""
     if result.WhichOneof("kind") == "error":
         return result.error.code != DROPPED_GRADIENT
@@ -206,7 +207,7 @@ def replay_passes_over(operation: operation_pb2.Operation, result: operation_pb2
     return kind in ("save_state", "save_for_sampler", "save_external")
 
 
-def closing_result(operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> bytes:
+def closing_result(operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> bytes:
     """What all later operations of the model come to because of this one; empty = they run."""
     kind = operation.WhichOneof("kind")
     if kind == "create_model" and result.WhichOneof("kind") == "error":

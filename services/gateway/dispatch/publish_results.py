@@ -19,11 +19,12 @@ from services.common.state.journal_records import Published
 from services.gateway.dispatch import plan
 from services.gateway.dispatch.leases import Lease
 from services.gateway.results.futures import Futures
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
 
-OnResult = Callable[[operation_pb2.Operation, operation_pb2.OperationResult], Awaitable[None]]
+OnResult = Callable[[operation_pb2.Operation, results_pb2.OperationResult], Awaitable[None]]
 
 
 class ResultPublisher:
@@ -45,7 +46,7 @@ class ResultPublisher:
         self.writing: set[int] = set()
 
     async def publish(
-        self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult, ran: bool = False
+        self, operation: operation_pb2.Operation, result: results_pb2.OperationResult, ran: bool = False
     ) -> None:
         """Writes one result. `ran`: the operation took effect although the result is an error."""
         self.writing.add(operation.seq_id)
@@ -75,7 +76,7 @@ class ResultPublisher:
         self._note(outcome)
 
     async def _publish(
-        self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult, ran: bool
+        self, operation: operation_pb2.Operation, result: results_pb2.OperationResult, ran: bool
     ) -> None:
         payload = result.SerializeToString()
         outcome = await self._futures.resolve(

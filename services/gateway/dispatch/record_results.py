@@ -15,7 +15,8 @@ from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.stores import Stores
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class ResultRecorder:
         self._inflight = stores.inflight
         self._snapshots = stores.snapshots
 
-    async def record(self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult) -> None:
+    async def record(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
         """Records what an operation came to. Most operations leave nothing to record."""
         kind = operation.WhichOneof("kind")
         failed = result.WhichOneof("kind") == "error"

@@ -23,7 +23,7 @@ from services.common.state import keys
 from services.common.state.journal import RESULT_TTL_S
 from services.common.state.journal_records import Accepted, error_result
 from services.common.state.scripts import Script
-from tinsmith.v1 import operation_pb2
+from tinsmith.v1 import results_pb2
 
 GATEWAY_SAMPLES = 65_536
 """Unfinished samples that one gateway's list holds, those taken over from others included."""
@@ -165,7 +165,7 @@ class SampleJournal:
         """Says why a pending sample does not run; empty = it does."""
         await self._note_waiting([keys.future(*ids.parse_request_id(request_id))], reason)
 
-    async def publish(self, request_id: str, result: operation_pb2.OperationResult) -> bool:
+    async def publish(self, request_id: str, result: results_pb2.OperationResult) -> bool:
         """Resolves a sample's future unless it is resolved; whether it did."""
         failed = result.WhichOneof("kind") == "error"
         outcome = await self._resolve(request_id, result.SerializeToString(), failed, lost_too=True)

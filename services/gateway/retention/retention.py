@@ -39,7 +39,7 @@ from services.gateway.retention.plan import (
     session_step,
 )
 from services.gateway.retention.sweep_lease import SweepLease
-from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
+from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
 

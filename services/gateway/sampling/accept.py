@@ -23,7 +23,8 @@ from services.gateway.records.sampling_session import SamplingSessionRecord, Sam
 from services.gateway.sampling import validate
 from services.gateway.sampling.admission import Admission
 from services.gateway.sessions.sessions import Sessions
-from tinsmith.v1 import sampler_pb2, tinsmith_pb2
+from tinsmith.internal.v1 import sampler_pb2
+from tinsmith.v1 import sampling_pb2
 
 _CACHE_S = 3600.0
 _CACHED = 16384
@@ -125,7 +126,7 @@ class Sampling:
             raise PermissionDenied(f"sampling session {sampling_session_id} belongs to another API key")
         return record
 
-    async def sample(self, owner: str, request: tinsmith_pb2.TinsmithServiceSampleRequest) -> str:
+    async def sample(self, owner: str, request: sampling_pb2.SampleRequest) -> str:
         """Accepts a sample; the request id.
 
         Raises:

@@ -42,7 +42,8 @@ from services.gateway.sampling import choose_replica
 from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.fair_slots import FairSlots
 from services.gateway.sampling.replicas import Replicas
-from tinsmith.v1 import operation_pb2, sampler_pb2
+from tinsmith.internal.v1 import sampler_pb2
+from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class SampleDispatcher:
             async with self._slots(session.base_model).held(session.owner, request.num_samples):
                 result = await self._sample(request_id, request, session)
         except TinsmithError as error:
-            result = operation_pb2.OperationResult(error=errors.to_pb(error))
+            result = results_pb2.OperationResult(error=errors.to_pb(error))
         await failpoints.reach("gateway.before_publish_sample")
         await self._journal.publish(request_id, result)
 
@@ -210,7 +211,7 @@ class SampleDispatcher:
 
     async def _sample(
         self, request_id: str, request: sampler_pb2.SampleRequest, session: SamplingSessionRecord
-    ) -> operation_pb2.OperationResult:
+    ) -> results_pb2.OperationResult:
         """Gets the sample from some replica.
 
         Raises:

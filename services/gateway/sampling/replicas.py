@@ -16,7 +16,8 @@ from services.common.contract.errors import DeadlineExceeded, Internal
 from services.common.state.registry import ServiceRecord
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.sampling import choose_replica
-from tinsmith.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.v1 import results_pb2
 
 SAMPLE_TIMEOUT_S = 1800.0
 
@@ -59,7 +60,7 @@ class Replicas:
 
     async def call(
         self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
-    ) -> operation_pb2.OperationResult:
+    ) -> results_pb2.OperationResult:
         """Has a replica run a sample. Cancelling the caller stops it there.
 
         Raises:
@@ -85,9 +86,9 @@ class Replicas:
                 del self._in_flight[name]
         kind = reply.WhichOneof("kind")
         if kind == "result":
-            return operation_pb2.OperationResult(sample=reply.result)
+            return results_pb2.OperationResult(sample=reply.result)
         if kind == "error":
-            return operation_pb2.OperationResult(error=reply.error)
+            return results_pb2.OperationResult(error=reply.error)
         raise Internal(f"sampler {replica.id} answered with nothing")
 
     @property

@@ -12,12 +12,10 @@ from services.common.contract import sample_schema, tensors
 from services.common.contract.errors import InvalidRequest
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
-from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
+from tinsmith.v1 import sampling_pb2, types_pb2
 
 
-def check_sample(
-    request: tinsmith_pb2.TinsmithServiceSampleRequest, model: BaseModel, limits: Limits
-) -> None:
+def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: Limits) -> None:
     """Refuses a sample request that a sampler of the base model could not run."""
     if not 0 <= request.seq_id < 2**63:
         raise InvalidRequest("seq_id must be 0 or more")
@@ -55,7 +53,7 @@ def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
         )
 
 
-def _check_sampling_params(params: operation_pb2.SamplingParams, model: BaseModel, limits: Limits) -> None:
+def _check_sampling_params(params: sampling_pb2.SamplingParams, model: BaseModel, limits: Limits) -> None:
     max_tokens = params.max_tokens if params.HasField("max_tokens") else None
     sample_schema.check_decoding(params.temperature, params.top_k, params.top_p, max_tokens)
     kind = params.stop.WhichOneof("kind")

@@ -33,7 +33,8 @@ from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.training import adapter_shape, validate
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import models_pb2, training_pb2
 
 _CACHE_S = 3600.0
 _CACHED = 4096
@@ -115,7 +116,7 @@ class Models:
         session_id: str,
         model_seq_id: int,
         base_model: str,
-        lora: types_pb2.LoraConfig | None,
+        lora: models_pb2.LoraConfig | None,
         user_metadata: Mapping[str, str] | None = None,
         role: Role | None = None,
     ) -> str:
@@ -134,7 +135,7 @@ class Models:
         role = roles.asked_for(user_metadata or {}, role) or "policy"
         base = await self._base_models.trainable(base_model)
         self._check_kind(lora, role, base)
-        full = types_pb2.FullFineTuning() if lora is None else None
+        full = models_pb2.FullFineTuning() if lora is None else None
         create = operation_pb2.CreateModel(
             base_model=base_model, lora=lora, full=full, role=roles.to_pb(role)
         )
@@ -182,12 +183,12 @@ class Models:
         session_id: str,
         model_seq_id: int,
         create: operation_pb2.CreateModel,
-        lora: types_pb2.LoraConfig | None,
+        lora: models_pb2.LoraConfig | None,
         role: Role,
         user_metadata: Mapping[str, str] | None,
     ) -> str:
         self._limits.check_metadata(user_metadata or {})
-        lora = lora or types_pb2.LoraConfig(rank=0, train_attn=True, train_mlp=True, train_unembed=True)
+        lora = lora or models_pb2.LoraConfig(rank=0, train_attn=True, train_mlp=True, train_unembed=True)
         model_id = ids.model_id(session_id, model_seq_id)
         record = ModelRecord(
             model_id=model_id,
@@ -210,7 +211,7 @@ class Models:
         operation = operation_pb2.Operation(model_id=model_id, seq_id=0, create_model=create)
         return await self._accept(operation, owner)
 
-    def _check_kind(self, lora: types_pb2.LoraConfig | None, role: Role, base: BaseModel) -> None:
+    def _check_kind(self, lora: models_pb2.LoraConfig | None, role: Role, base: BaseModel) -> None:
         if lora is None:
             validate.check_full(role)
         else:
@@ -222,7 +223,7 @@ class Models:
         model_id: str,
         seq_id: int,
         size: int,
-        build: Callable[[BaseModel], operation_pb2.ForwardBackward],
+        build: Callable[[BaseModel], training_pb2.ForwardBackward],
     ) -> str:
         """Accepts a forward_backward; the request id.
 
@@ -247,7 +248,7 @@ class Models:
         return await self.submit(owner, model_id, seq_id, fill)
 
     async def optim_step(
-        self, owner: str, model_id: str, seq_id: int, build: Callable[[], types_pb2.AdamParams]
+        self, owner: str, model_id: str, seq_id: int, build: Callable[[], training_pb2.AdamParams]
     ) -> str:
         """Accepts an AdamW step; the request id."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.common.contract.roles import Role
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord
-from tinsmith.v1 import types_pb2
+from tinsmith.v1 import models_pb2
 
 
 def shape(record: ModelRecord | CheckpointRecord) -> tuple[int, bool, bool, bool, Role]:
@@ -18,11 +18,11 @@ def kind_of(record: CheckpointRecord) -> str:
     return f"of rank {record.lora_rank}" if record.lora_rank else "all of whose weights are trained"
 
 
-def lora_of(record: ModelRecord | CheckpointRecord) -> types_pb2.LoraConfig | None:
+def lora_of(record: ModelRecord | CheckpointRecord) -> models_pb2.LoraConfig | None:
     """The adapter, without its seed; None when all weights are trained."""
     if record.lora_rank == 0:
         return None
-    return types_pb2.LoraConfig(
+    return models_pb2.LoraConfig(
         rank=record.lora_rank,
         train_attn=record.train_attn,
         train_mlp=record.train_mlp,

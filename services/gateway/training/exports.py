@@ -12,7 +12,7 @@ from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.records.model import ModelRecord
 from services.gateway.training.accept import Models
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
 
 _MOST_CONFLICTS = 8
 

@@ -13,7 +13,7 @@ from services.gateway.records.model import ModelRecord
 from services.gateway.records.sampling_session import SamplingSessionStore
 from services.gateway.training import adapter_shape
 from services.gateway.training.accept import Models
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
 
 
 @dataclass(frozen=True)

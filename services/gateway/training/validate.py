@@ -13,10 +13,10 @@ from services.common.contract.errors import InvalidRequest, TooLarge
 from services.common.contract.roles import Role
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.v1 import models_pb2, training_pb2
 
 
-def check_lora(lora: types_pb2.LoraConfig, role: Role, model: BaseModel, limits: Limits) -> None:
+def check_lora(lora: models_pb2.LoraConfig, role: Role, model: BaseModel, limits: Limits) -> None:
     """Refuses an adapter that the trainers or samplers of the base model cannot hold."""
     if not 1 <= lora.rank <= limits.lora_rank:
         raise InvalidRequest(
@@ -44,7 +44,7 @@ def check_full(role: Role) -> None:
         raise InvalidRequest(f"a {role} trains an adapter; set a lora rank of at least 1", "wrong_role")
 
 
-def check_adam(adam: types_pb2.AdamParams) -> None:
+def check_adam(adam: training_pb2.AdamParams) -> None:
     """Refuses AdamW parameters outside of where AdamW is defined."""
     rules = (
         ("learning_rate", adam.learning_rate, adam.learning_rate >= 0, "0 or more"),
@@ -60,7 +60,7 @@ def check_adam(adam: types_pb2.AdamParams) -> None:
 
 
 def check_forward_backward(
-    operation: operation_pb2.ForwardBackward, role: Role, model: BaseModel, limits: Limits
+    operation: training_pb2.ForwardBackward, role: Role, model: BaseModel, limits: Limits
 ) -> None:
     """Refuses data that the loss cannot be computed from. Proportional to the data: run in a thread."""
     if not operation.data:

@@ -21,7 +21,7 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; see SamplingParams in operation.proto.
+    """How to sample; see SamplingParams in sampling.proto.
 
     Attributes:
         max_tokens: None = to the context length.

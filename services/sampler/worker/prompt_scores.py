@@ -44,7 +44,7 @@ class TopkLogprobs:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What a Scoring asks for at prompt positions; see SampleResult in operation.proto."""
+    """What a Scoring asks for at prompt positions; see SampleResult in sampling.proto."""
 
     prompt_logprobs: Floats | None = None
     topk_prompt_logprobs: TopkLogprobs | None = None

@@ -42,7 +42,7 @@ from services.trainer.order.scheduler import (
 from services.trainer.order.sequencer import Executed, Running
 from services.trainer.world.commands import RunPass as RunPassCommand
 from services.trainer.world.world import World
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
 
 log = logging.getLogger(__name__)
 

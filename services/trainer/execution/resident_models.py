@@ -16,9 +16,9 @@ from services.trainer.compute.data import LoraSpec, RowResult
 from services.trainer.convert import Export, Forward, Publish, Work
 from services.trainer.order.scheduler import QueuedOp, UnitRef
 from services.trainer.order.sequencer import Sequence
-from tinsmith.v1 import operation_pb2
+from tinsmith.v1 import results_pb2
 
-OperationResult = operation_pb2.OperationResult
+OperationResult = results_pb2.OperationResult
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from services.common.weights.medium import Medium, choose_medium
 from services.trainer.compute.data import LoraSpec
 from services.trainer.convert import lora_to_pb
 from services.trainer.world.threads import WorkerThread
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)
 

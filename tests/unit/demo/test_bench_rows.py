@@ -13,7 +13,7 @@ from bench import exactness, latency, loss_memory, publishing, raw_broadcast, sa
 from bench.bare_engine import _pass
 from bench.stack import Row, alternate, next_token_datum, random_tokens, ratio_row
 from services.trainer.compute.data import PassOp
-from tinsmith.v1 import tinker_pb2
+from tinsmith.internal.v1 import tinker_pb2
 
 
 def test_sides_are_measured_in_turn() -> None:

@@ -16,24 +16,25 @@ from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.session import SessionStore
 from services.gateway.results.futures import Futures
 from tests.unit.gateway.scripted_services import BASE
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import models_pb2, results_pb2, training_pb2
 
 MODEL = ids.model_id("s", 0)
 SETTINGS = DispatchSettings(gap_timeout=60, trainer_poll=0.2)
 
 
 def create() -> operation_pb2.Operation:
-    made = operation_pb2.CreateModel(base_model=BASE, lora=types_pb2.LoraConfig(rank=8))
+    made = operation_pb2.CreateModel(base_model=BASE, lora=models_pb2.LoraConfig(rank=8))
     return operation_pb2.Operation(model_id=MODEL, seq_id=0, create_model=made)
 
 
 def batch(seq_id: int, forward_only: bool = False) -> operation_pb2.Operation:
-    made = operation_pb2.ForwardBackward(loss_fn="cross_entropy", forward_only=forward_only)
+    made = training_pb2.ForwardBackward(loss_fn="cross_entropy", forward_only=forward_only)
     return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, forward_backward=made)
 
 
 def step(seq_id: int) -> operation_pb2.Operation:
-    made = operation_pb2.OptimStep(adam=types_pb2.AdamParams(learning_rate=0.1))
+    made = operation_pb2.OptimStep(adam=training_pb2.AdamParams(learning_rate=0.1))
     return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, optim_step=made)
 
 
@@ -64,9 +65,7 @@ class Gateway:
             ttl,
         )
 
-    async def _record(
-        self, operation: operation_pb2.Operation, result: operation_pb2.OperationResult
-    ) -> None:
+    async def _record(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
         view = await self.futures.wait(ids.request_id(operation.model_id, operation.seq_id), 0)
         assert view.state == "pending", "records are written before the future is resolved"
         self.recorded.append(operation.seq_id)
@@ -76,10 +75,10 @@ class Gateway:
             accepted = await self.journal.accept(operation, "ann")
             self.dispatcher.wake(operation.model_id, operation if accepted.to_run else None)
 
-    async def result(self, seq_id: int, within: float = 10) -> operation_pb2.OperationResult:
+    async def result(self, seq_id: int, within: float = 10) -> results_pb2.OperationResult:
         view = await self.futures.wait(ids.request_id(MODEL, seq_id), within)
         assert view.state == "done", f"operation {seq_id} is {view.state}: {view.queue_state_reason}"
-        return operation_pb2.OperationResult.FromString(view.result or b"")
+        return results_pb2.OperationResult.FromString(view.result or b"")
 
 
 GatewayFactory = Callable[..., Awaitable[Gateway]]

@@ -33,12 +33,13 @@ from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.sample_journal import SampleJournal
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
 from services.gateway.wiring import Gateway
-from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2, sampler_pb2
+from tinsmith.v1 import models_pb2, results_pb2, sampling_pb2
 
 ALICE, BOB = "tml-alice", "tml-bob"
 BASE = "org/tiny"
 VOCAB, CONTEXT = 100, 64
-LORA = types_pb2.LoraConfig(rank=4, train_attn=True, train_mlp=True, train_unembed=True)
+LORA = models_pb2.LoraConfig(rank=4, train_attn=True, train_mlp=True, train_unembed=True)
 EPOCH = 1
 
 
@@ -74,7 +75,7 @@ class Edges:
         """Publishes an operation's result as the dispatcher does."""
         operation = await self.operation(model_id, seq_id)
         assert operation is not None
-        outcome = operation_pb2.OperationResult(**result)
+        outcome = results_pb2.OperationResult(**result)
         await self.recorder.record(operation, outcome)
         await self.redis.set(keys.epoch(model_id), EPOCH)
         published = await self.journal.publish(model_id, EPOCH, seq_id, outcome.SerializeToString())
@@ -86,9 +87,9 @@ class Edges:
         assert isinstance(raw, bytes)
         return sampler_pb2.SampleRequest.FromString(raw)
 
-    async def answer_sample(self, request_id: str, result: operation_pb2.SampleResult) -> None:
+    async def answer_sample(self, request_id: str, result: sampling_pb2.SampleResult) -> None:
         """Publishes a sample's result as the sample dispatcher does."""
-        outcome = operation_pb2.OperationResult(sample=result)
+        outcome = results_pb2.OperationResult(sample=result)
         assert await self.samples.publish(request_id, outcome)
 
 
@@ -176,5 +177,5 @@ async def new_model(
     response = await client.post("create_model", json=body)
     assert response.status_code == 200, response.text
     model_id = ids.model_id(session_id, 0)
-    await edges.answer(model_id, 0, create_model=operation_pb2.CreateModelResult(lora=LORA))
+    await edges.answer(model_id, 0, create_model=models_pb2.CreateModelResult(lora=LORA))
     return model_id

@@ -14,7 +14,7 @@ from services.common.state import keys
 from services.common.storage.base import Key
 from services.common.storage.directory import publish_directory
 from tests.unit.gateway.edges import Edges
-from tinsmith.v1 import operation_pb2
+from tinsmith.v1 import checkpoints_pb2
 
 SNAPSHOT_BYTES = 10
 CONTENT = bytes(range(256)) * 10_000
@@ -36,7 +36,7 @@ async def save(
     checkpoint = operation.save_state.checkpoint_id
     size = edges.files.storage.publish(Key(model, checkpoint, seq_id), files())
     path = ids.tinker_path(model, checkpoint)
-    result = operation_pb2.SaveStateResult(path=path, size_bytes=size)
+    result = checkpoints_pb2.SaveStateResult(path=path, size_bytes=size)
     await edges.answer(model, seq_id, save_state=result)
     return path
 
@@ -51,7 +51,7 @@ async def export(
     checkpoint = f"external_weights/{name}"
     size = edges.files.storage.publish(Key(model, checkpoint, seq_id), files())
     path = ids.tinker_path(model, checkpoint)
-    result = operation_pb2.SaveExternalResult(path=path, size_bytes=size)
+    result = checkpoints_pb2.SaveExternalResult(path=path, size_bytes=size)
     await edges.answer(model, seq_id, save_external=result)
     return path
 
@@ -62,7 +62,7 @@ async def save_sampler(edges: Edges, client: httpx.AsyncClient, model: str, seq_
     assert (await client.post("save_weights_for_sampler", json=body)).status_code == 200
     directory = edges.data.snapshot(model, seq_id)
     publish_directory(directory, files(), replace=False)
-    result = operation_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=SNAPSHOT_BYTES)
+    result = checkpoints_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=SNAPSHOT_BYTES)
     await edges.answer(model, seq_id, save_for_sampler=result)
     return directory
 

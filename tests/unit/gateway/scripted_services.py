@@ -26,14 +26,8 @@ from services.common.process import rpc
 from services.common.state import registry
 from services.common.state.journal import Journal
 from services.common.state.registry import ServiceRecord
-from tinsmith.v1 import (
-    operation_pb2,
-    sampler_pb2,
-    sampler_pb2_grpc,
-    trainer_pb2,
-    trainer_pb2_grpc,
-    types_pb2,
-)
+from tinsmith.internal.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tinsmith.v1 import results_pb2, types_pb2
 
 BASE = "org/base"
 
@@ -44,7 +38,7 @@ class Model:
     def __init__(self, effects: list[int], applied: int) -> None:
         self.effects = effects
         self.applied = applied
-        self.results: dict[int, operation_pb2.OperationResult] = {}
+        self.results: dict[int, results_pb2.OperationResult] = {}
         self.moved = asyncio.Condition()
 
 
@@ -106,9 +100,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         await self._make_durable(model, operation, request.epoch)
         return trainer_pb2.ExecuteResponse(result=model.results[operation.seq_id])
 
-    async def _execute(
-        self, model: Model, operation: operation_pb2.Operation
-    ) -> operation_pb2.OperationResult:
+    async def _execute(self, model: Model, operation: operation_pb2.Operation) -> results_pb2.OperationResult:
         self.executed.append((operation.model_id, operation.seq_id))
         kind = operation.WhichOneof("kind")
         failure = self.fail.get(operation.seq_id)
@@ -117,12 +109,12 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 del self.models[operation.model_id]
             code = types_pb2.ERROR_CATEGORY_SERVER
             error = types_pb2.Error(category=code, code=failure.code, message=failure.message)
-            return operation_pb2.OperationResult(error=error)
+            return results_pb2.OperationResult(error=error)
         if kind == "unload_model":
             del self.models[operation.model_id]
         if not (kind == "forward_backward" and operation.forward_backward.forward_only):
             model.effects.append(operation.seq_id)
-        result = operation_pb2.OperationResult()
+        result = results_pb2.OperationResult()
         getattr(result, str(kind)).SetInParent()
         if kind == "optim_step":
             result.optim_step.metrics["steps"] = len(model.effects)
@@ -225,10 +217,10 @@ async def serving(
     """Serves and announces a scripted service."""
     if isinstance(servicer, ScriptedTrainer):
         kind, add = "trainer", trainer_pb2_grpc.add_TrainerServiceServicer_to_server
-        service = "tinsmith.v1.TrainerService"
+        service = "tinsmith.internal.v1.TrainerService"
     else:
         kind, add = "sampler", sampler_pb2_grpc.add_SamplerServiceServicer_to_server
-        service = "tinsmith.v1.SamplerService"
+        service = "tinsmith.internal.v1.SamplerService"
     server = await rpc.serve([(add, servicer, service)], "127.0.0.1:0")
     address = f"127.0.0.1:{server.port}"
     record = ServiceRecord(kind=kind, id=name, address=address, base_model=BASE, **announced)

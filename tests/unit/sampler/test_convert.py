@@ -15,7 +15,8 @@ from services.sampler import convert
 from services.sampler.engine.sampling import SampleOutput, SamplingParams, Sequence
 from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
-from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+from tinsmith.internal.v1 import sampler_pb2
+from tinsmith.v1 import sampling_pb2, types_pb2
 
 PROMPT = types_pb2.Tensor(
     dtype=types_pb2.DATA_TYPE_INT32, shape=[3], data=struct.pack("<3i", 4, 5, 2**31 - 1)
@@ -28,7 +29,7 @@ def request(**params: object) -> sampler_pb2.SampleRequest:
         snapshot=sampler_pb2.Snapshot(model_id="s:train:0", version=4),
         prompt=PROMPT,
         num_samples=2,
-        params=operation_pb2.SamplingParams(**params),  # type: ignore[arg-type]
+        params=sampling_pb2.SamplingParams(**params),  # type: ignore[arg-type]
     )
 
 
@@ -75,13 +76,13 @@ def test_no_model_id_means_the_base_model() -> None:
     ],
 )
 def test_every_stop_condition_is_kept(stop: dict, expected: tuple) -> None:
-    params = convert.sample_job_from_pb(request(stop=operation_pb2.StopCondition(**stop))).params
+    params = convert.sample_job_from_pb(request(stop=sampling_pb2.StopCondition(**stop))).params
     assert (params.ignore_eos, params.stop_strings, params.stop_token_ids) == expected
 
 
 def test_a_stop_condition_that_says_nothing_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="stop"):
-        convert.sample_job_from_pb(request(stop=operation_pb2.StopCondition()))
+        convert.sample_job_from_pb(request(stop=sampling_pb2.StopCondition()))
 
 
 def test_a_prompt_of_another_type_is_refused() -> None:
@@ -111,8 +112,8 @@ def test_an_output_becomes_bytes_with_shapes() -> None:
     )
     result = convert.output_to_pb(output).result
     first, second = result.sequences
-    assert first.stop_reason == operation_pb2.STOP_REASON_STOP
-    assert second.stop_reason == operation_pb2.STOP_REASON_LENGTH
+    assert first.stop_reason == sampling_pb2.STOP_REASON_STOP
+    assert second.stop_reason == sampling_pb2.STOP_REASON_LENGTH
     assert struct.unpack("<2i", first.tokens.data) == (7, 8)
     assert struct.unpack("<2f", first.logprobs.data) == (-0.5, -1.5)
     assert list(first.tokens.shape) == [2]

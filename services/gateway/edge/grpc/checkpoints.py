@@ -8,15 +8,15 @@ from contextlib import aclosing
 from services.common.contract import ids
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
-from tinsmith.v1 import tinsmith_pb2
+from tinsmith.v1 import checkpoints_pb2
 
 
 class CheckpointCalls(Calls):
-    """Methods as tinsmith.proto describes them."""
+    """Methods as service.proto describes them."""
 
     async def ListCheckpoints(
-        self, request: tinsmith_pb2.ListCheckpointsRequest, context: Context
-    ) -> tinsmith_pb2.ListCheckpointsResponse:
+        self, request: checkpoints_pb2.ListCheckpointsRequest, context: Context
+    ) -> checkpoints_pb2.ListCheckpointsResponse:
         owner = self._owner(context)
         if request.model_id:
             convert.check_no_page(request)
@@ -25,53 +25,53 @@ class CheckpointCalls(Calls):
         else:
             page = await self._app.checkpoints.page(owner, request.offset, request.limit or 100)
             records, total = list(page.records), page.total
-        return tinsmith_pb2.ListCheckpointsResponse(
+        return checkpoints_pb2.ListCheckpointsResponse(
             checkpoints=[convert.checkpoint(record) for record in records], total=total
         )
 
     async def GetCheckpoint(
-        self, request: tinsmith_pb2.GetCheckpointRequest, context: Context
-    ) -> tinsmith_pb2.GetCheckpointResponse:
+        self, request: checkpoints_pb2.GetCheckpointRequest, context: Context
+    ) -> checkpoints_pb2.GetCheckpointResponse:
         name = ids.parse_tinker_path(request.path)
         record = await self._app.checkpoints.readable(self._owner(context), *name)
-        return tinsmith_pb2.GetCheckpointResponse(checkpoint=convert.checkpoint(record))
+        return checkpoints_pb2.GetCheckpointResponse(checkpoint=convert.checkpoint(record))
 
     async def DeleteCheckpoint(
-        self, request: tinsmith_pb2.DeleteCheckpointRequest, context: Context
-    ) -> tinsmith_pb2.DeleteCheckpointResponse:
+        self, request: checkpoints_pb2.DeleteCheckpointRequest, context: Context
+    ) -> checkpoints_pb2.DeleteCheckpointResponse:
         owner = self._owner(context)
         await self._app.checkpoints.delete(owner, *ids.parse_tinker_path(request.path))
-        return tinsmith_pb2.DeleteCheckpointResponse()
+        return checkpoints_pb2.DeleteCheckpointResponse()
 
     async def SetCheckpointTtl(
-        self, request: tinsmith_pb2.SetCheckpointTtlRequest, context: Context
-    ) -> tinsmith_pb2.SetCheckpointTtlResponse:
+        self, request: checkpoints_pb2.SetCheckpointTtlRequest, context: Context
+    ) -> checkpoints_pb2.SetCheckpointTtlResponse:
         owner, name = self._owner(context), ids.parse_tinker_path(request.path)
         await self._app.checkpoints.set_ttl(owner, *name, request.ttl_seconds or None)
-        return tinsmith_pb2.SetCheckpointTtlResponse()
+        return checkpoints_pb2.SetCheckpointTtlResponse()
 
     async def PublishCheckpoint(
-        self, request: tinsmith_pb2.PublishCheckpointRequest, context: Context
-    ) -> tinsmith_pb2.PublishCheckpointResponse:
+        self, request: checkpoints_pb2.PublishCheckpointRequest, context: Context
+    ) -> checkpoints_pb2.PublishCheckpointResponse:
         owner, name = self._owner(context), ids.parse_tinker_path(request.path)
         await self._app.checkpoints.set_public(owner, *name, public=True)
-        return tinsmith_pb2.PublishCheckpointResponse()
+        return checkpoints_pb2.PublishCheckpointResponse()
 
     async def UnpublishCheckpoint(
-        self, request: tinsmith_pb2.UnpublishCheckpointRequest, context: Context
-    ) -> tinsmith_pb2.UnpublishCheckpointResponse:
+        self, request: checkpoints_pb2.UnpublishCheckpointRequest, context: Context
+    ) -> checkpoints_pb2.UnpublishCheckpointResponse:
         owner, name = self._owner(context), ids.parse_tinker_path(request.path)
         await self._app.checkpoints.set_public(owner, *name, public=False)
-        return tinsmith_pb2.UnpublishCheckpointResponse()
+        return checkpoints_pb2.UnpublishCheckpointResponse()
 
     async def ReadExternalWeights(
-        self, request: tinsmith_pb2.ReadExternalWeightsRequest, context: Context
-    ) -> AsyncIterator[tinsmith_pb2.ReadExternalWeightsResponse]:
+        self, request: checkpoints_pb2.ReadExternalWeightsRequest, context: Context
+    ) -> AsyncIterator[checkpoints_pb2.ReadExternalWeightsResponse]:
         owner, name = self._owner(context), ids.parse_tinker_path(request.path)
         async with aclosing(self._app.downloads.read(owner, *name)) as files:
             async for file, download in files:
                 async with aclosing(download.pieces()) as pieces:
                     async for piece in pieces:
-                        yield tinsmith_pb2.ReadExternalWeightsResponse(
+                        yield checkpoints_pb2.ReadExternalWeightsResponse(
                             file=file, file_bytes=download.size, data=piece
                         )

@@ -19,33 +19,33 @@ from services.gateway.sessions.sessions import NewSession
 from services.gateway.training import adapter_shape
 from services.gateway.training.runs import Run
 from services.gateway.training.saves import SaveOptions
-from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
+from tinsmith.v1 import checkpoints_pb2, models_pb2, results_pb2, runs_pb2, sessions_pb2, training_pb2
 
 _MAX_ORDINAL = 999_999_999
 
 
 _REASONS = {
-    tinsmith_pb2.FINISH_REASON_UNSPECIFIED: "success",
-    tinsmith_pb2.FINISH_REASON_SUCCESS: "success",
-    tinsmith_pb2.FINISH_REASON_ERRORED: "errored",
-    tinsmith_pb2.FINISH_REASON_INTERRUPTED: "interrupted",
+    sessions_pb2.FINISH_REASON_UNSPECIFIED: "success",
+    sessions_pb2.FINISH_REASON_SUCCESS: "success",
+    sessions_pb2.FINISH_REASON_ERRORED: "errored",
+    sessions_pb2.FINISH_REASON_INTERRUPTED: "interrupted",
 }
-_STATUSES: dict[ModelStatus, tinsmith_pb2.ModelStatus.ValueType] = {
-    "creating": tinsmith_pb2.MODEL_STATUS_CREATING,
-    "ready": tinsmith_pb2.MODEL_STATUS_READY,
-    "failed": tinsmith_pb2.MODEL_STATUS_FAILED,
-    "unloaded": tinsmith_pb2.MODEL_STATUS_UNLOADED,
+_STATUSES: dict[ModelStatus, models_pb2.ModelStatus.ValueType] = {
+    "creating": models_pb2.MODEL_STATUS_CREATING,
+    "ready": models_pb2.MODEL_STATUS_READY,
+    "failed": models_pb2.MODEL_STATUS_FAILED,
+    "unloaded": models_pb2.MODEL_STATUS_UNLOADED,
 }
 
 
 _KINDS = {
-    "training": tinsmith_pb2.CHECKPOINT_KIND_TRAINING,
-    "sampler": tinsmith_pb2.CHECKPOINT_KIND_SAMPLER,
-    "external": tinsmith_pb2.CHECKPOINT_KIND_EXTERNAL,
+    "training": checkpoints_pb2.CHECKPOINT_KIND_TRAINING,
+    "sampler": checkpoints_pb2.CHECKPOINT_KIND_SAMPLER,
+    "external": checkpoints_pb2.CHECKPOINT_KIND_EXTERNAL,
 }
 
 
-def new_session(request: tinsmith_pb2.CreateSessionRequest) -> NewSession:
+def new_session(request: sessions_pb2.CreateSessionRequest) -> NewSession:
     return NewSession(
         tags=list(request.tags),
         user_metadata=dict(request.user_metadata),
@@ -54,7 +54,7 @@ def new_session(request: tinsmith_pb2.CreateSessionRequest) -> NewSession:
     )
 
 
-def finish_reason(reason: tinsmith_pb2.FinishReason.ValueType) -> str:
+def finish_reason(reason: sessions_pb2.FinishReason.ValueType) -> str:
     """The reason's word in the log.
 
     Raises:
@@ -65,7 +65,7 @@ def finish_reason(reason: tinsmith_pb2.FinishReason.ValueType) -> str:
     return _REASONS[reason]
 
 
-def adapter(request: tinsmith_pb2.CreateModelRequest) -> types_pb2.LoraConfig | None:
+def adapter(request: models_pb2.CreateModelRequest) -> models_pb2.LoraConfig | None:
     """The adapter that a new model trains; None: all its weights.
 
     Raises:
@@ -76,12 +76,14 @@ def adapter(request: tinsmith_pb2.CreateModelRequest) -> types_pb2.LoraConfig | 
     return request.lora if request.HasField("lora") else None
 
 
-def save_options(request: tinsmith_pb2.SaveStateRequest | tinsmith_pb2.SaveForSamplerRequest) -> SaveOptions:
+def save_options(
+    request: checkpoints_pb2.SaveStateRequest | checkpoints_pb2.SaveForSamplerRequest,
+) -> SaveOptions:
     """What a named checkpoint is saved with."""
     return SaveOptions(request.ttl_seconds or None, dict(request.user_metadata))
 
 
-def check_save_for_sampler(request: tinsmith_pb2.SaveForSamplerRequest) -> None:
+def check_save_for_sampler(request: checkpoints_pb2.SaveForSamplerRequest) -> None:
     """Refuses what belongs to a named checkpoint without a name, and what does not with one."""
     if not request.name:
         ordinal("sampling_session_seq_id", request.sampling_session_seq_id)
@@ -93,9 +95,9 @@ def check_save_for_sampler(request: tinsmith_pb2.SaveForSamplerRequest) -> None:
         raise InvalidRequest("set either name (a checkpoint) or sampling_session_seq_id")
 
 
-def model_info(record: ModelRecord, tokenizer: str) -> tinsmith_pb2.ModelInfo:
+def model_info(record: ModelRecord, tokenizer: str) -> models_pb2.ModelInfo:
     """What is known of a model."""
-    found = tinsmith_pb2.ModelInfo(
+    found = models_pb2.ModelInfo(
         model_id=record.model_id,
         session_id=record.session_id,
         base_model=record.base_model,
@@ -116,9 +118,9 @@ def set_time(target: Timestamp, seconds: float) -> None:
     target.FromMilliseconds(round(seconds * 1000))
 
 
-def checkpoint(record: CheckpointRecord) -> tinsmith_pb2.Checkpoint:
+def checkpoint(record: CheckpointRecord) -> checkpoints_pb2.Checkpoint:
     """What is known of a checkpoint."""
-    found = tinsmith_pb2.Checkpoint(
+    found = checkpoints_pb2.Checkpoint(
         path=ids.tinker_path(record.model_id, record.checkpoint_id),
         model_id=record.model_id,
         kind=_KINDS[record.kind],
@@ -134,15 +136,15 @@ def checkpoint(record: CheckpointRecord) -> tinsmith_pb2.Checkpoint:
     return found
 
 
-def check_no_page(request: tinsmith_pb2.ListCheckpointsRequest) -> None:
+def check_no_page(request: checkpoints_pb2.ListCheckpointsRequest) -> None:
     """Refuses a limit or offset where there are no pages."""
     if request.limit or request.offset:
         raise InvalidRequest("the checkpoints of one model come at once; leave limit and offset out")
 
 
-def training_run(run: Run, tokenizer: str) -> tinsmith_pb2.TrainingRun:
+def training_run(run: Run, tokenizer: str) -> runs_pb2.TrainingRun:
     """What is known of a run."""
-    found = tinsmith_pb2.TrainingRun(model=model_info(run.model, tokenizer), owner=run.model.owner)
+    found = runs_pb2.TrainingRun(model=model_info(run.model, tokenizer), owner=run.model.owner)
     set_time(found.last_request_at, run.last_request)
     if run.last_checkpoint is not None:
         found.last_checkpoint.CopyFrom(checkpoint(run.last_checkpoint))
@@ -159,10 +161,10 @@ def metadata(record: SessionRecord) -> dict[str, str]:
     }
 
 
-def session(details: SessionDetails) -> tinsmith_pb2.Session:
+def session(details: SessionDetails) -> sessions_pb2.Session:
     """What is known of a session."""
     record = details.record
-    found = tinsmith_pb2.Session(
+    found = sessions_pb2.Session(
         session_id=record.session_id,
         finished=record.finished,
         tags=record.tags,
@@ -188,7 +190,7 @@ def ordinal(name: str, value: int) -> int:
     return value
 
 
-def forward_backward(request: tinsmith_pb2.ForwardBackwardRequest) -> operation_pb2.ForwardBackward:
+def forward_backward(request: training_pb2.ForwardBackwardRequest) -> training_pb2.ForwardBackward:
     """The operation of a request.
 
     Raises:
@@ -199,7 +201,7 @@ def forward_backward(request: tinsmith_pb2.ForwardBackwardRequest) -> operation_
     return request.forward_backward
 
 
-def adam(request: tinsmith_pb2.OptimStepRequest) -> types_pb2.AdamParams:
+def adam(request: training_pb2.OptimStepRequest) -> training_pb2.AdamParams:
     """The parameters of a step.
 
     Raises:
@@ -210,9 +212,9 @@ def adam(request: tinsmith_pb2.OptimStepRequest) -> types_pb2.AdamParams:
     return request.adam
 
 
-def base_model(model: BaseModel, limits: Limits) -> tinsmith_pb2.BaseModel:
+def base_model(model: BaseModel, limits: Limits) -> models_pb2.BaseModel:
     ranks = [rank for rank in (model.max_train_rank, model.max_sample_rank, limits.lora_rank) if rank]
-    return tinsmith_pb2.BaseModel(
+    return models_pb2.BaseModel(
         name=model.name,
         max_context_length=model.context_length,
         trainable=model.trainable,
@@ -223,9 +225,9 @@ def base_model(model: BaseModel, limits: Limits) -> tinsmith_pb2.BaseModel:
     )
 
 
-def result(view: FutureView) -> tinsmith_pb2.GetResultResponse:
+def result(view: FutureView) -> results_pb2.GetResultResponse:
     """The response for a future; without a result while it is pending."""
-    response = tinsmith_pb2.GetResultResponse(waiting_for=view.queue_state_reason or "")
+    response = results_pb2.GetResultResponse(waiting_for=view.queue_state_reason or "")
     if view.result is not None:
         response.result.ParseFromString(view.result)
     return response

@@ -5,58 +5,58 @@ from __future__ import annotations
 from services.gateway.edge.grpc import convert, session_search
 from services.gateway.edge.grpc.calls import Calls, Context
 from services.gateway.training.runs import Run
-from tinsmith.v1 import tinsmith_pb2
+from tinsmith.v1 import runs_pb2, sessions_pb2
 
 _PAGE = 20
 
 
 class RunCalls(Calls):
-    """Methods as tinsmith.proto describes them."""
+    """Methods as service.proto describes them."""
 
     async def GetSession(
-        self, request: tinsmith_pb2.GetSessionRequest, context: Context
-    ) -> tinsmith_pb2.GetSessionResponse:
+        self, request: sessions_pb2.GetSessionRequest, context: Context
+    ) -> sessions_pb2.GetSessionResponse:
         found = await self._app.session_search.details(self._owner(context), request.session_id)
-        return tinsmith_pb2.GetSessionResponse(session=convert.session(found))
+        return sessions_pb2.GetSessionResponse(session=convert.session(found))
 
     async def ListSessions(
-        self, request: tinsmith_pb2.ListSessionsRequest, context: Context
-    ) -> tinsmith_pb2.ListSessionsResponse:
+        self, request: sessions_pb2.ListSessionsRequest, context: Context
+    ) -> sessions_pb2.ListSessionsResponse:
         found = await self._app.session_search.page(
             self._owner(context), request.offset, request.limit or _PAGE
         )
-        return tinsmith_pb2.ListSessionsResponse(session_ids=found)
+        return sessions_pb2.ListSessionsResponse(session_ids=found)
 
     async def SearchSessions(
-        self, request: tinsmith_pb2.SearchSessionsRequest, context: Context
-    ) -> tinsmith_pb2.SearchSessionsResponse:
+        self, request: sessions_pb2.SearchSessionsRequest, context: Context
+    ) -> sessions_pb2.SearchSessionsResponse:
         owner = self._owner(context)
         page = await self._app.session_search.search(owner, session_search.query(request))
         return session_search.response(page)
 
     async def SetSessionProject(
-        self, request: tinsmith_pb2.SetSessionProjectRequest, context: Context
-    ) -> tinsmith_pb2.SetSessionProjectResponse:
+        self, request: sessions_pb2.SetSessionProjectRequest, context: Context
+    ) -> sessions_pb2.SetSessionProjectResponse:
         owner = self._owner(context)
         await self._app.session_search.assign_project(owner, request.session_id, request.project_id)
-        return tinsmith_pb2.SetSessionProjectResponse()
+        return sessions_pb2.SetSessionProjectResponse()
 
     async def GetTrainingRun(
-        self, request: tinsmith_pb2.GetTrainingRunRequest, context: Context
-    ) -> tinsmith_pb2.GetTrainingRunResponse:
+        self, request: runs_pb2.GetTrainingRunRequest, context: Context
+    ) -> runs_pb2.GetTrainingRunResponse:
         owner = self._owner(context)
         run = await self._app.runs.get(owner, request.training_run_id, request.accessible)
-        return tinsmith_pb2.GetTrainingRunResponse(training_run=await self._described(run))
+        return runs_pb2.GetTrainingRunResponse(training_run=await self._described(run))
 
     async def ListTrainingRuns(
-        self, request: tinsmith_pb2.ListTrainingRunsRequest, context: Context
-    ) -> tinsmith_pb2.ListTrainingRunsResponse:
+        self, request: runs_pb2.ListTrainingRunsRequest, context: Context
+    ) -> runs_pb2.ListTrainingRunsResponse:
         page = await self._app.runs.page(
             self._owner(context), request.offset, request.limit or _PAGE, request.project_id or None
         )
-        return tinsmith_pb2.ListTrainingRunsResponse(
+        return runs_pb2.ListTrainingRunsResponse(
             training_runs=[await self._described(run) for run in page.runs], total=page.total
         )
 
-    async def _described(self, run: Run) -> tinsmith_pb2.TrainingRun:
+    async def _described(self, run: Run) -> runs_pb2.TrainingRun:
         return convert.training_run(run, await self._app.models.tokenizer_of(run.model))

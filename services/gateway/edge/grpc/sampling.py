@@ -6,15 +6,15 @@ from services.common.contract.errors import InvalidRequest
 from services.gateway.access.limits import MAX_GET_RESULT_SECONDS
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
-from tinsmith.v1 import tinsmith_pb2
+from tinsmith.v1 import results_pb2, sampling_pb2
 
 
 class SamplingCalls(Calls):
-    """Methods as tinsmith.proto describes them."""
+    """Methods as service.proto describes them."""
 
     async def CreateSamplingSession(
-        self, request: tinsmith_pb2.CreateSamplingSessionRequest, context: Context
-    ) -> tinsmith_pb2.CreateSamplingSessionResponse:
+        self, request: sampling_pb2.CreateSamplingSessionRequest, context: Context
+    ) -> sampling_pb2.CreateSamplingSessionResponse:
         session_id = await self._app.sampling.open(
             self._owner(context),
             request.session_id,
@@ -22,13 +22,13 @@ class SamplingCalls(Calls):
             request.base_model or None,
             request.model_path or None,
         )
-        return tinsmith_pb2.CreateSamplingSessionResponse(sampling_session_id=session_id)
+        return sampling_pb2.CreateSamplingSessionResponse(sampling_session_id=session_id)
 
     async def GetSamplingSession(
-        self, request: tinsmith_pb2.GetSamplingSessionRequest, context: Context
-    ) -> tinsmith_pb2.GetSamplingSessionResponse:
+        self, request: sampling_pb2.GetSamplingSessionRequest, context: Context
+    ) -> sampling_pb2.GetSamplingSessionResponse:
         found = await self._app.sampling.get(self._owner(context), request.sampling_session_id)
-        return tinsmith_pb2.GetSamplingSessionResponse(
+        return sampling_pb2.GetSamplingSessionResponse(
             base_model=found.base_model,
             model_id=found.model_id,
             model_path=found.model_path,
@@ -36,20 +36,20 @@ class SamplingCalls(Calls):
         )
 
     async def Sample(
-        self, request: tinsmith_pb2.TinsmithServiceSampleRequest, context: Context
-    ) -> tinsmith_pb2.TinsmithServiceSampleResponse:
+        self, request: sampling_pb2.SampleRequest, context: Context
+    ) -> sampling_pb2.SampleResponse:
         request_id = await self._app.sampling.sample(self._owner(context), request)
-        return tinsmith_pb2.TinsmithServiceSampleResponse(request_id=request_id)
+        return sampling_pb2.SampleResponse(request_id=request_id)
 
     async def CancelSample(
-        self, request: tinsmith_pb2.CancelSampleRequest, context: Context
-    ) -> tinsmith_pb2.CancelSampleResponse:
+        self, request: sampling_pb2.CancelSampleRequest, context: Context
+    ) -> sampling_pb2.CancelSampleResponse:
         await self._app.sampling.cancel(self._owner(context), request.request_id)
-        return tinsmith_pb2.CancelSampleResponse()
+        return sampling_pb2.CancelSampleResponse()
 
     async def GetResult(
-        self, request: tinsmith_pb2.GetResultRequest, context: Context
-    ) -> tinsmith_pb2.GetResultResponse:
+        self, request: results_pb2.GetResultRequest, context: Context
+    ) -> results_pb2.GetResultResponse:
         owner = self._owner(context)
         if not 0 <= request.timeout_seconds <= MAX_GET_RESULT_SECONDS:
             raise InvalidRequest(f"timeout_seconds must be 0 to {MAX_GET_RESULT_SECONDS:g}")

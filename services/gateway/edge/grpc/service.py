@@ -14,7 +14,7 @@ from services.gateway.edge.grpc.runs import RunCalls
 from services.gateway.edge.grpc.sampling import SamplingCalls
 from services.gateway.edge.grpc.sessions import SessionCalls
 from services.gateway.edge.grpc.training import TrainingCalls
-from tinsmith.v1 import tinsmith_pb2, tinsmith_pb2_grpc
+from tinsmith.v1 import service_pb2, service_pb2_grpc
 
 
 class TinsmithService(
@@ -23,9 +23,9 @@ class TinsmithService(
     SamplingCalls,
     RunCalls,
     CheckpointCalls,
-    tinsmith_pb2_grpc.TinsmithServiceServicer,
+    service_pb2_grpc.TinsmithServiceServicer,
 ):
-    """Methods as tinsmith.proto describes them."""
+    """Methods as service.proto describes them."""
 
 
 async def serve(application: Application, bind: str) -> rpc.RpcServer:
@@ -34,7 +34,7 @@ async def serve(application: Application, bind: str) -> rpc.RpcServer:
     Raises:
         Unavailable: the address cannot be bound.
     """
-    name = tinsmith_pb2.DESCRIPTOR.services_by_name["TinsmithService"].full_name
-    add = tinsmith_pb2_grpc.add_TinsmithServiceServicer_to_server
+    name = service_pb2.DESCRIPTOR.services_by_name["TinsmithService"].full_name
+    add = service_pb2_grpc.add_TinsmithServiceServicer_to_server
     interceptors = [BudgetInterceptor(application.budget, application.limits)]
     return await rpc.serve([(add, TinsmithService(application), name)], bind, True, interceptors)

@@ -8,18 +8,18 @@ import time
 from services.common.contract.errors import InvalidRequest
 from services.gateway.edge.grpc import convert
 from services.gateway.sessions.search import Cursor, SearchPage, SessionQuery, status_of
-from tinsmith.v1 import tinsmith_pb2
+from tinsmith.v1 import sessions_pb2
 
 _PAGE = 50
 _STATUSES = {
-    "active": tinsmith_pb2.SESSION_STATUS_ACTIVE,
-    "client_finished": tinsmith_pb2.SESSION_STATUS_FINISHED,
-    "cancelled": tinsmith_pb2.SESSION_STATUS_ABANDONED,
+    "active": sessions_pb2.SESSION_STATUS_ACTIVE,
+    "client_finished": sessions_pb2.SESSION_STATUS_FINISHED,
+    "cancelled": sessions_pb2.SESSION_STATUS_ABANDONED,
 }
 _WORDS = {number: word for word, number in _STATUSES.items()}
 
 
-def query(request: tinsmith_pb2.SearchSessionsRequest) -> SessionQuery:
+def query(request: sessions_pb2.SearchSessionsRequest) -> SessionQuery:
     """What to look for.
 
     Raises:
@@ -36,9 +36,9 @@ def query(request: tinsmith_pb2.SearchSessionsRequest) -> SessionQuery:
     )
 
 
-def response(page: SearchPage) -> tinsmith_pb2.SearchSessionsResponse:
+def response(page: SearchPage) -> sessions_pb2.SearchSessionsResponse:
     """A page of sessions."""
-    answer = tinsmith_pb2.SearchSessionsResponse()
+    answer = sessions_pb2.SearchSessionsResponse()
     for found in page.found:
         record = found.record
         one = answer.sessions.add(
@@ -56,16 +56,16 @@ def response(page: SearchPage) -> tinsmith_pb2.SearchSessionsResponse:
     return answer
 
 
-def _statuses(request: tinsmith_pb2.SearchSessionsRequest) -> dict[str, list[str] | None] | None:
+def _statuses(request: sessions_pb2.SearchSessionsRequest) -> dict[str, list[str] | None] | None:
     wanted = list(request.statuses)
     if any(status not in _WORDS for status in wanted):
         raise InvalidRequest("statuses may be ACTIVE, FINISHED and ABANDONED")
     if not request.finish_reasons:
         return {_WORDS[status]: None for status in wanted} or None
-    if tinsmith_pb2.SESSION_STATUS_FINISHED not in wanted:
+    if sessions_pb2.SESSION_STATUS_FINISHED not in wanted:
         raise InvalidRequest("finish_reasons are of finished sessions; put FINISHED into statuses")
     reasons = [convert.finish_reason(reason) for reason in request.finish_reasons]
-    finished = tinsmith_pb2.SESSION_STATUS_FINISHED
+    finished = sessions_pb2.SESSION_STATUS_FINISHED
     return {_WORDS[status]: reasons if status == finished else None for status in wanted}
 
 

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
-from tinsmith.v1 import tinsmith_pb2
+from tinsmith.v1 import models_pb2, sessions_pb2
 
 
 class SessionCalls(Calls):
-    """Methods as tinsmith.proto describes them."""
+    """Methods as service.proto describes them."""
 
     async def ListModels(
-        self, request: tinsmith_pb2.ListModelsRequest, context: Context
-    ) -> tinsmith_pb2.ListModelsResponse:
+        self, request: models_pb2.ListModelsRequest, context: Context
+    ) -> models_pb2.ListModelsResponse:
         self._owner(context)
         models = await self._app.base_models.served()
-        return tinsmith_pb2.ListModelsResponse(
+        return models_pb2.ListModelsResponse(
             models=[convert.base_model(model, self._app.limits) for model in models]
         )
 
     async def CreateSession(
-        self, request: tinsmith_pb2.CreateSessionRequest, context: Context
-    ) -> tinsmith_pb2.CreateSessionResponse:
+        self, request: sessions_pb2.CreateSessionRequest, context: Context
+    ) -> sessions_pb2.CreateSessionResponse:
         owner = self._owner(context)
         key = request.idempotency_key or None
         session_id = await self._app.sessions.create(owner, convert.new_session(request), key)
-        return tinsmith_pb2.CreateSessionResponse(session_id=session_id)
+        return sessions_pb2.CreateSessionResponse(session_id=session_id)
 
     async def Heartbeat(
-        self, request: tinsmith_pb2.HeartbeatRequest, context: Context
-    ) -> tinsmith_pb2.HeartbeatResponse:
+        self, request: sessions_pb2.HeartbeatRequest, context: Context
+    ) -> sessions_pb2.HeartbeatResponse:
         await self._app.sessions.heartbeat(self._owner(context), request.session_id)
-        return tinsmith_pb2.HeartbeatResponse()
+        return sessions_pb2.HeartbeatResponse()
 
     async def FinishSession(
-        self, request: tinsmith_pb2.FinishSessionRequest, context: Context
-    ) -> tinsmith_pb2.FinishSessionResponse:
+        self, request: sessions_pb2.FinishSessionRequest, context: Context
+    ) -> sessions_pb2.FinishSessionResponse:
         reason = convert.finish_reason(request.reason)
         await self._app.finish_session(self._owner(context), request.session_id, reason, request.detail)
-        return tinsmith_pb2.FinishSessionResponse()
+        return sessions_pb2.FinishSessionResponse()

@@ -6,15 +6,15 @@ from services.common.contract import ids, roles
 from services.common.contract.errors import InvalidRequest
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
-from tinsmith.v1 import tinsmith_pb2
+from tinsmith.v1 import checkpoints_pb2, models_pb2, training_pb2
 
 
 class TrainingCalls(Calls):
-    """Methods as tinsmith.proto describes them."""
+    """Methods as service.proto describes them."""
 
     async def CreateModel(
-        self, request: tinsmith_pb2.CreateModelRequest, context: Context
-    ) -> tinsmith_pb2.CreateModelResponse:
+        self, request: models_pb2.CreateModelRequest, context: Context
+    ) -> models_pb2.CreateModelResponse:
         owner = self._owner(context)
         number = convert.ordinal("model_seq_id", request.model_seq_id)
         request_id = await self._app.models.create(
@@ -27,11 +27,11 @@ class TrainingCalls(Calls):
             roles.from_pb(request.role) if request.role else None,
         )
         model_id = ids.model_id(request.session_id, number)
-        return tinsmith_pb2.CreateModelResponse(request_id=request_id, model_id=model_id)
+        return models_pb2.CreateModelResponse(request_id=request_id, model_id=model_id)
 
     async def CreateModelFromState(
-        self, request: tinsmith_pb2.CreateModelFromStateRequest, context: Context
-    ) -> tinsmith_pb2.CreateModelFromStateResponse:
+        self, request: models_pb2.CreateModelFromStateRequest, context: Context
+    ) -> models_pb2.CreateModelFromStateResponse:
         owner = self._owner(context)
         number = convert.ordinal("model_seq_id", request.model_seq_id)
         request_id = await self._app.models.create_from_state(
@@ -43,28 +43,28 @@ class TrainingCalls(Calls):
             user_metadata=dict(request.user_metadata),
         )
         model_id = ids.model_id(request.session_id, number)
-        return tinsmith_pb2.CreateModelFromStateResponse(request_id=request_id, model_id=model_id)
+        return models_pb2.CreateModelFromStateResponse(request_id=request_id, model_id=model_id)
 
     async def GetModelInfo(
-        self, request: tinsmith_pb2.GetModelInfoRequest, context: Context
-    ) -> tinsmith_pb2.GetModelInfoResponse:
+        self, request: models_pb2.GetModelInfoRequest, context: Context
+    ) -> models_pb2.GetModelInfoResponse:
         record = await self._app.models.current(self._owner(context), request.model_id)
         tokenizer = await self._app.models.tokenizer_of(record)
-        return tinsmith_pb2.GetModelInfoResponse(model=convert.model_info(record, tokenizer))
+        return models_pb2.GetModelInfoResponse(model=convert.model_info(record, tokenizer))
 
     async def UnloadModel(
-        self, request: tinsmith_pb2.UnloadModelRequest, context: Context
-    ) -> tinsmith_pb2.UnloadModelResponse:
+        self, request: models_pb2.UnloadModelRequest, context: Context
+    ) -> models_pb2.UnloadModelResponse:
         owner = self._owner(context)
         if request.seq_id:
             request_id = await self._app.models.unload(owner, request.model_id, request.seq_id)
         else:
             request_id = await self._app.exports.unload(owner, request.model_id)
-        return tinsmith_pb2.UnloadModelResponse(request_id=request_id)
+        return models_pb2.UnloadModelResponse(request_id=request_id)
 
     async def ForwardBackward(
-        self, request: tinsmith_pb2.ForwardBackwardRequest, context: Context
-    ) -> tinsmith_pb2.ForwardBackwardResponse:
+        self, request: training_pb2.ForwardBackwardRequest, context: Context
+    ) -> training_pb2.ForwardBackwardResponse:
         request_id = await self._app.models.forward_backward(
             self._owner(context),
             request.model_id,
@@ -72,19 +72,19 @@ class TrainingCalls(Calls):
             request.ByteSize(),
             lambda base: convert.forward_backward(request),
         )
-        return tinsmith_pb2.ForwardBackwardResponse(request_id=request_id)
+        return training_pb2.ForwardBackwardResponse(request_id=request_id)
 
     async def OptimStep(
-        self, request: tinsmith_pb2.OptimStepRequest, context: Context
-    ) -> tinsmith_pb2.OptimStepResponse:
+        self, request: training_pb2.OptimStepRequest, context: Context
+    ) -> training_pb2.OptimStepResponse:
         request_id = await self._app.models.optim_step(
             self._owner(context), request.model_id, request.seq_id, lambda: convert.adam(request)
         )
-        return tinsmith_pb2.OptimStepResponse(request_id=request_id)
+        return training_pb2.OptimStepResponse(request_id=request_id)
 
     async def SaveState(
-        self, request: tinsmith_pb2.SaveStateRequest, context: Context
-    ) -> tinsmith_pb2.SaveStateResponse:
+        self, request: checkpoints_pb2.SaveStateRequest, context: Context
+    ) -> checkpoints_pb2.SaveStateResponse:
         request_id = await self._app.saves.save_state(
             self._owner(context),
             request.model_id,
@@ -93,19 +93,19 @@ class TrainingCalls(Calls):
             request.overwrite,
             convert.save_options(request),
         )
-        return tinsmith_pb2.SaveStateResponse(request_id=request_id)
+        return checkpoints_pb2.SaveStateResponse(request_id=request_id)
 
     async def LoadState(
-        self, request: tinsmith_pb2.LoadStateRequest, context: Context
-    ) -> tinsmith_pb2.LoadStateResponse:
+        self, request: checkpoints_pb2.LoadStateRequest, context: Context
+    ) -> checkpoints_pb2.LoadStateResponse:
         request_id = await self._app.saves.load_state(
             self._owner(context), request.model_id, request.seq_id, request.path, request.optimizer
         )
-        return tinsmith_pb2.LoadStateResponse(request_id=request_id)
+        return checkpoints_pb2.LoadStateResponse(request_id=request_id)
 
     async def SaveExternal(
-        self, request: tinsmith_pb2.SaveExternalRequest, context: Context
-    ) -> tinsmith_pb2.SaveExternalResponse:
+        self, request: checkpoints_pb2.SaveExternalRequest, context: Context
+    ) -> checkpoints_pb2.SaveExternalResponse:
         request_id = await self._app.exports.save(
             self._owner(context),
             request.model_id,
@@ -114,23 +114,23 @@ class TrainingCalls(Calls):
             request.ttl_seconds or None,
             list(request.age_recipients),
         )
-        return tinsmith_pb2.SaveExternalResponse(request_id=request_id)
+        return checkpoints_pb2.SaveExternalResponse(request_id=request_id)
 
     async def SaveForSampler(
-        self, request: tinsmith_pb2.SaveForSamplerRequest, context: Context
-    ) -> tinsmith_pb2.SaveForSamplerResponse:
+        self, request: checkpoints_pb2.SaveForSamplerRequest, context: Context
+    ) -> checkpoints_pb2.SaveForSamplerResponse:
         saves, owner = self._app.saves, self._owner(context)
         model_id, seq_id = request.model_id, request.seq_id
         try:
             convert.check_save_for_sampler(request)
         except InvalidRequest as error:
             request_id = await self._app.models.refuse(owner, model_id, seq_id, error)
-            return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id)
+            return checkpoints_pb2.SaveForSamplerResponse(request_id=request_id)
         if request.name:
             options = convert.save_options(request)
             request_id = await saves.save_for_sampler(owner, model_id, seq_id, request.name, options)
-            return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id)
+            return checkpoints_pb2.SaveForSamplerResponse(request_id=request_id)
         request_id, session = await saves.save_for_sampling_session(
             owner, model_id, seq_id, request.sampling_session_seq_id, request.inflight, told=True
         )
-        return tinsmith_pb2.SaveForSamplerResponse(request_id=request_id, sampling_session_id=session)
+        return checkpoints_pb2.SaveForSamplerResponse(request_id=request_id, sampling_session_id=session)

@@ -12,7 +12,7 @@ from services.gateway.access.limits import THREAD_ABOVE_BYTES
 from services.gateway.edge.http.codec import messages
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.sampling.accept import sequence_ids
-from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
+from tinsmith.v1 import sampling_pb2, types_pb2
 
 # Field: (values that ask for nothing, what to do instead).
 _UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -57,7 +57,7 @@ async def asample(call: Call) -> Response:
     )
 
 
-def sample_request(data: bytes) -> tinsmith_pb2.TinsmithServiceSampleRequest:
+def sample_request(data: bytes) -> sampling_pb2.SampleRequest:
     """The request of an asample body. Proportional to its size.
 
     Raises:
@@ -69,7 +69,7 @@ def sample_request(data: bytes) -> tinsmith_pb2.TinsmithServiceSampleRequest:
         raise InvalidRequest("sampling_session_id and seq_id are missing; open a sampling session first")
     tokens = _tokens(body.prompt)
     targets = body.target_prompt_logprobs
-    return tinsmith_pb2.TinsmithServiceSampleRequest(
+    return sampling_pb2.SampleRequest(
         sampling_session_id=body.sampling_session_id,
         seq_id=body.seq_id,
         prompt=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[len(tokens)], data=tokens.tobytes()),
@@ -119,10 +119,10 @@ def _int64(values: list[int]) -> types_pb2.Tensor:
     return types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT64, shape=[len(values)], data=data)
 
 
-def _params(given: messages.SamplingParams) -> operation_pb2.SamplingParams:
+def _params(given: messages.SamplingParams) -> sampling_pb2.SamplingParams:
     if given.seed is not None and not 0 <= given.seed < 2**64:
         raise InvalidRequest(f"seed must be 0 to {2**64 - 1}")
-    return operation_pb2.SamplingParams(
+    return sampling_pb2.SamplingParams(
         max_tokens=given.max_tokens,
         seed=given.seed,
         stop=_stop(given.stop),
@@ -132,9 +132,9 @@ def _params(given: messages.SamplingParams) -> operation_pb2.SamplingParams:
     )
 
 
-def _stop(stop: str | list[str | int] | None) -> operation_pb2.StopCondition:
+def _stop(stop: str | list[str | int] | None) -> sampling_pb2.StopCondition:
     """None stops at the model's end-of-sequence tokens, an empty list never."""
-    condition = operation_pb2.StopCondition()
+    condition = sampling_pb2.StopCondition()
     values = [stop] if isinstance(stop, str) else stop
     if values is None:
         condition.model_eos.SetInParent()

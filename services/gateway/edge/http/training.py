@@ -18,7 +18,8 @@ from services.gateway.edge.http.routes import Call, numbered, promise, reply
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord
 from services.gateway.training.saves import SaveOptions
-from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
+from tinsmith.internal.v1 import tinker_pb2
+from tinsmith.v1 import models_pb2, training_pb2
 
 
 async def create_model(call: Call) -> Response:
@@ -37,7 +38,7 @@ async def create_model(call: Call) -> Response:
     return reply({"request_id": request_id})
 
 
-def _adapter(given: messages.LoraConfig) -> types_pb2.LoraConfig | None:
+def _adapter(given: messages.LoraConfig) -> models_pb2.LoraConfig | None:
     """The adapter to train; None: all weights. Those start from the base's, so a seed changes nothing."""
     if given.rank == 0:
         if not (given.train_attn and given.train_mlp and given.train_unembed):
@@ -45,7 +46,7 @@ def _adapter(given: messages.LoraConfig) -> types_pb2.LoraConfig | None:
                 "rank 0 trains all weights; leave train_attn, train_mlp and train_unembed true, or set a rank"
             )
         return None
-    return types_pb2.LoraConfig(
+    return models_pb2.LoraConfig(
         rank=given.rank,
         seed=given.seed,
         train_attn=given.train_attn,
@@ -113,7 +114,7 @@ async def forward_backward(call: Call) -> Response:
         message, dense = await _read(data, limits)
         with call.budget.held(dense):
 
-            def build(base: BaseModel) -> operation_pb2.ForwardBackward:
+            def build(base: BaseModel) -> training_pb2.ForwardBackward:
                 return forward_backward_in.forward_backward(message, base.vocab_size)
 
             request_id = await call.app.models.forward_backward(
@@ -134,12 +135,12 @@ async def _read(data: bytes, limits: Limits) -> tuple[tinker_pb2.TinkerForwardBa
 
 async def optim_step(call: Call) -> Response:
     async def accept(body: messages.OptimStep) -> Response:
-        def build() -> types_pb2.AdamParams:
+        def build() -> training_pb2.AdamParams:
             if body.optimizer_params is not None:
                 kind = str(body.optimizer_params.get("type"))
                 raise InvalidRequest(f"optimizer {kind[:100]!r} is not served; step with AdamParams")
             given = body.adam_params or messages.AdamParams()
-            return types_pb2.AdamParams(
+            return training_pb2.AdamParams(
                 learning_rate=given.learning_rate,
                 beta1=given.beta1,
                 beta2=given.beta2,

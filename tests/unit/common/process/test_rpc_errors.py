@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.contract import errors
 from services.common.process import rpc
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 NAME = sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name
 

@@ -14,13 +14,14 @@ from services.common.state.journal import Journal
 from services.common.state.journal_records import Accepted, JournalLimits, Published
 from services.gateway.dispatch.leases import Lease, Leases
 from services.gateway.results.futures import Futures
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import results_pb2, training_pb2, types_pb2
 
 MODEL = ids.model_id("s", 0)
 
 
 def step(seq_id: int, rate: float = 0.1, model_id: str = MODEL) -> operation_pb2.Operation:
-    adam = types_pb2.AdamParams(learning_rate=rate)
+    adam = training_pb2.AdamParams(learning_rate=rate)
     return operation_pb2.Operation(
         model_id=model_id, seq_id=seq_id, optim_step=operation_pb2.OptimStep(adam=adam)
     )
@@ -33,7 +34,7 @@ def creation(model_id: str = MODEL) -> operation_pb2.Operation:
 
 
 def batch(seq_id: int, forward_only: bool = False) -> operation_pb2.Operation:
-    forward = operation_pb2.ForwardBackward(loss_fn="cross_entropy", forward_only=forward_only)
+    forward = training_pb2.ForwardBackward(loss_fn="cross_entropy", forward_only=forward_only)
     return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, forward_backward=forward)
 
 
@@ -43,7 +44,7 @@ def refusal(seq_id: int) -> operation_pb2.Operation:
 
 
 def done(grad_norm: float = 1.0) -> bytes:
-    result = operation_pb2.OperationResult()
+    result = results_pb2.OperationResult()
     result.optim_step.metrics["grad_norm"] = grad_norm
     return result.SerializeToString()
 
@@ -63,9 +64,9 @@ async def created(client: redis.asyncio.Redis, journal: Journal) -> Lease:
     return lease
 
 
-async def view(client: redis.asyncio.Redis, seq_id: int) -> tuple[str, operation_pb2.OperationResult]:
+async def view(client: redis.asyncio.Redis, seq_id: int) -> tuple[str, results_pb2.OperationResult]:
     found = await Futures(client).wait(ids.request_id(MODEL, seq_id), 0)
-    return found.state, operation_pb2.OperationResult.FromString(found.result or b"")
+    return found.state, results_pb2.OperationResult.FromString(found.result or b"")
 
 
 async def test_operations_accepted_in_any_order_are_read_in_order(any_redis: redis.asyncio.Redis) -> None:
@@ -216,8 +217,8 @@ async def test_operations_of_a_model_that_was_not_created_fail_at_once(
     journal = Journal(any_redis)
     await journal.accept(creation(), "ann")
     lease = await lead(any_redis)
-    failure = operation_pb2.OperationResult(error=types_pb2.Error(code="oom"))
-    closing = operation_pb2.OperationResult(error=types_pb2.Error(code="model_not_created"))
+    failure = results_pb2.OperationResult(error=types_pb2.Error(code="oom"))
+    closing = results_pb2.OperationResult(error=types_pb2.Error(code="model_not_created"))
     await journal.publish(
         MODEL, lease.epoch, 0, failure.SerializeToString(), closing=closing.SerializeToString()
     )

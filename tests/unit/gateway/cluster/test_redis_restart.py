@@ -18,11 +18,14 @@ from services.gateway.cluster import redis_restart as module
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.records.session import SessionRecord, SessionStore
 from tests.conftest import redis_server, redis_server_kinds
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import training_pb2
 
 MODEL = "s:train:0"
 STEP = operation_pb2.Operation(
-    model_id=MODEL, seq_id=1, optim_step=operation_pb2.OptimStep(adam=types_pb2.AdamParams(learning_rate=0.1))
+    model_id=MODEL,
+    seq_id=1,
+    optim_step=operation_pb2.OptimStep(adam=training_pb2.AdamParams(learning_rate=0.1)),
 )
 CREATE = operation_pb2.Operation(model_id=MODEL, seq_id=0, create_model={"base_model": "org/tiny"})
 

@@ -12,7 +12,8 @@ from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.session import SessionRecord, SessionStore
 from tests.unit.gateway.dispatching import MODEL, Gateway, GatewayFactory, batch, create, refused, step
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import types_pb2
 
 
 async def idle(gateway: Gateway) -> None:

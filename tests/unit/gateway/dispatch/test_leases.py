@@ -9,7 +9,7 @@ import redis.asyncio
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.gateway.dispatch.leases import Lease, Leases
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
 
 MODEL = "s:train:0"
 

@@ -32,7 +32,8 @@ from services.gateway.dispatch.plan import (
     replay_passes_over,
     starts_at_creation,
 )
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import results_pb2, types_pb2
 
 WINDOW = Window(operations=4, bytes=100)
 
@@ -127,7 +128,7 @@ def test_every_failure_of_a_call_has_its_answer(error: TinsmithError, times: int
 
 
 def test_only_what_changed_the_model_is_replayed() -> None:
-    fine, failed = operation_pb2.OperationResult(), operation_pb2.OperationResult()
+    fine, failed = results_pb2.OperationResult(), results_pb2.OperationResult()
     fine.optim_step.SetInParent()
     failed.error.code = "oom"
     train, score = operation_pb2.Operation(), operation_pb2.Operation()
@@ -145,7 +146,7 @@ def test_only_what_changed_the_model_is_replayed() -> None:
 
 
 def test_a_replay_repeats_a_step_that_failed_and_dropped_the_gradient() -> None:
-    step, dropped = operation_pb2.Operation(), operation_pb2.OperationResult()
+    step, dropped = operation_pb2.Operation(), results_pb2.OperationResult()
     step.optim_step.SetInParent()
     dropped.error.code = DROPPED_GRADIENT
     assert not replay_passes_over(step, dropped)
@@ -154,16 +155,16 @@ def test_a_replay_repeats_a_step_that_failed_and_dropped_the_gradient() -> None:
 
 
 def test_a_model_closes_when_its_creation_fails_or_it_is_unloaded() -> None:
-    fine, failed = operation_pb2.OperationResult(), operation_pb2.OperationResult()
+    fine, failed = results_pb2.OperationResult(), results_pb2.OperationResult()
     fine.unload_model.SetInParent()
     failed.error.message = "no memory"
     creation, unload = operation_pb2.Operation(), operation_pb2.Operation()
     creation.create_model.SetInParent()
     unload.unload_model.SetInParent()
-    closing = operation_pb2.OperationResult.FromString(closing_result(creation, failed))
+    closing = results_pb2.OperationResult.FromString(closing_result(creation, failed))
     assert closing.error.category == types_pb2.ERROR_CATEGORY_USER
     assert "no memory" in closing.error.message
-    unloaded = operation_pb2.OperationResult.FromString(closing_result(unload, fine))
+    unloaded = results_pb2.OperationResult.FromString(closing_result(unload, fine))
     assert unloaded.error.code == "model_unloaded"
     assert closing_result(creation, fine) == b""
     assert closing_result(unload, failed) == b""

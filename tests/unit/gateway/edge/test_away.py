@@ -18,7 +18,7 @@ from services.common.state.registry import Announcer, ServiceRecord
 from tests.unit.gateway.edge.http.test_sampling import base_session, body
 from tests.unit.gateway.edges import ALICE, BASE, Edges, new_model, new_session
 from tests.unit.gateway.saved import save, save_sampler
-from tinsmith.v1 import operation_pb2, tinsmith_pb2, tinsmith_pb2_grpc
+from tinsmith.v1 import models_pb2, service_pb2_grpc, training_pb2
 
 NEW = "org/new"
 
@@ -143,7 +143,7 @@ async def test_a_configured_model_is_created_before_its_trainer_was_ever_there(e
         # The trainer comes up, and what the client asks next is answered.
         await announced(edges, "trainer", NEW)
         await edges.discovery.refresh()
-        lora = operation_pb2.CreateModelResult()
+        lora = models_pb2.CreateModelResult()
         await edges.answer(model, 0, create_model=lora)
         assert (await client.post("get_info", json={"model_id": model})).status_code == 200
 
@@ -164,10 +164,10 @@ async def test_a_sample_waits_for_the_first_sampler_as_long_as_the_sdk_repeats(e
 async def test_a_batch_waits_for_the_first_trainer_and_uses_up_nothing(edges: Edges) -> None:
     await known_models.configure(edges.redis, [Configured(name=NEW)])
     channel = grpc.aio.insecure_channel(edges.grpc_address)
-    stub = tinsmith_pb2_grpc.TinsmithServiceStub(channel)
+    stub = service_pb2_grpc.TinsmithServiceStub(channel)
     async with edges.http() as client:
         model = model_of(await create(client, NEW))
-    request = tinsmith_pb2.ForwardBackwardRequest(model_id=model, seq_id=1)
+    request = training_pb2.ForwardBackwardRequest(model_id=model, seq_id=1)
     request.forward_backward.loss_fn = "cross_entropy"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.ForwardBackward(request, metadata=(("x-api-key", ALICE),))

@@ -11,7 +11,8 @@ import zstandard
 from services.common.process import rpc
 from tests.unit.gateway.edge.http.test_training import PROTO, batch
 from tests.unit.gateway.edges import ALICE, Edges, new_model
-from tinsmith.v1 import tinker_pb2, tinsmith_pb2, tinsmith_pb2_grpc
+from tinsmith.internal.v1 import tinker_pb2
+from tinsmith.v1 import service_pb2_grpc, training_pb2
 
 EMPTY_DATUM = b"\x1a\x00"
 SECONDS = 1.0
@@ -54,11 +55,11 @@ async def test_a_tensor_of_countless_dimensions_is_refused_at_once(edges: Edges)
 async def test_grpc_refuses_countless_parts_before_it_reads_them(edges: Edges) -> None:
     async with edges.http() as client:
         model = await new_model(edges, client)
-    request = tinsmith_pb2.ForwardBackwardRequest(model_id=model, seq_id=1)
+    request = training_pb2.ForwardBackwardRequest(model_id=model, seq_id=1)
     for _ in range(100_000):
         request.forward_backward.data.add()
     async with rpc.channel(edges.grpc_address) as channel:
-        stub = tinsmith_pb2_grpc.TinsmithServiceStub(channel)
+        stub = service_pb2_grpc.TinsmithServiceStub(channel)
         started = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ForwardBackward(request, timeout=20, metadata=(("x-api-key", ALICE),))
@@ -68,10 +69,10 @@ async def test_grpc_refuses_countless_parts_before_it_reads_them(edges: Edges) -
 
 
 async def test_grpc_refuses_a_field_that_it_does_not_know_inside_a_list(edges: Edges) -> None:
-    request = tinsmith_pb2.ForwardBackwardRequest(model_id="s:train:0", seq_id=1)
+    request = training_pb2.ForwardBackwardRequest(model_id="s:train:0", seq_id=1)
     request.forward_backward.data.add().loss_inputs["weights"].MergeFromString(b"\xf8\x07\x01")
     async with rpc.channel(edges.grpc_address) as channel:
-        stub = tinsmith_pb2_grpc.TinsmithServiceStub(channel)
+        stub = service_pb2_grpc.TinsmithServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ForwardBackward(request, timeout=20, metadata=(("x-api-key", ALICE),))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.gateway.edge.grpc.service import TinsmithService
 from services.gateway.edge.http.server import TABLE
-from tinsmith.v1 import tinsmith_pb2
+from tinsmith.v1 import service_pb2
 
 # The gRPC methods that do what an HTTP route does.
 METHODS = {
@@ -49,7 +49,7 @@ REFUSED = {"copy_weights", "trace_export", "audit", "billing_usage", "checkpoint
 
 
 def methods() -> set[str]:
-    return {method.name for method in tinsmith_pb2.DESCRIPTOR.services_by_name["TinsmithService"].methods}
+    return {method.name for method in service_pb2.DESCRIPTOR.services_by_name["TinsmithService"].methods}
 
 
 def test_every_http_route_has_its_grpc_method() -> None:

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from services.common.contract.errors import InvalidRequest, TinsmithError, TooLarge
 from services.gateway.access.limits import Limits
 from services.gateway.edge.wire_check import check, parsed
-from tinsmith.v1 import tinker_pb2, tinsmith_pb2, types_pb2
+from tinsmith.internal.v1 import tinker_pb2
+from tinsmith.v1 import models_pb2, sampling_pb2, sessions_pb2, training_pb2, types_pb2
 
 WIDE = Limits(message_entries=10**6, message_fields=10**6)
 KINDS = (
     tinker_pb2.TinkerForwardBackwardRequest,
-    tinsmith_pb2.ForwardBackwardRequest,
-    tinsmith_pb2.TinsmithServiceSampleRequest,
-    tinsmith_pb2.SearchSessionsRequest,
-    tinsmith_pb2.CreateModelRequest,
+    training_pb2.ForwardBackwardRequest,
+    sampling_pb2.SampleRequest,
+    sessions_pb2.SearchSessionsRequest,
+    models_pb2.CreateModelRequest,
 )
 SCALARS = {
     FieldDescriptor.CPPTYPE_INT32: st.integers(-(2**31), 2**31 - 1),
@@ -196,8 +197,8 @@ def test_packed_numbers_are_counted_by_their_bytes() -> None:
 
 
 def test_an_unknown_field_of_a_repeated_message_is_refused_by_its_number() -> None:
-    request = tinsmith_pb2.ForwardBackwardRequest(model_id="s:train:0", seq_id=1)
+    request = training_pb2.ForwardBackwardRequest(model_id="s:train:0", seq_id=1)
     request.forward_backward.data.add().tokens.MergeFromString(b"\xf8\x07\x01")
     with pytest.raises(InvalidRequest, match="Tensor has a protobuf field 127") as caught:
-        parsed(tinsmith_pb2.ForwardBackwardRequest, request.SerializeToString(), Limits())
+        parsed(training_pb2.ForwardBackwardRequest, request.SerializeToString(), Limits())
     assert caught.value.code == "unknown_field"

@@ -13,13 +13,13 @@ from services.common.state import keys
 from services.common.state.journal_records import Accepted
 from services.gateway.records.sample_journal import CLONE_SEQ_IDS, Resolution, SampleJournal, Unclaimed
 from services.gateway.results.futures import Futures
-from tinsmith.v1 import operation_pb2
+from tinsmith.v1 import results_pb2
 
 SESSION = ids.sampling_session_id("s", 0)
 
 
-def result(name: str = "") -> operation_pb2.OperationResult:
-    found = operation_pb2.OperationResult()
+def result(name: str = "") -> results_pb2.OperationResult:
+    found = results_pb2.OperationResult()
     found.sample.sequences.add().tokens.data = name.encode()
     return found
 
@@ -98,7 +98,7 @@ async def test_completions_come_in_the_order_of_their_results_with_state_and_siz
 ) -> None:
     journal = SampleJournal(any_redis)
     requests = await accepted(journal, 0, 1, 2)
-    failure = operation_pb2.OperationResult(error=errors.to_pb(Internal("lost")))
+    failure = results_pb2.OperationResult(error=errors.to_pb(Internal("lost")))
     for request_id, outcome in ((requests[2], result("x")), (requests[0], failure), (requests[1], result())):
         await journal.publish(request_id, outcome)
     found, cursor = await journal.completions(SESSION, 0, 0)
@@ -164,7 +164,7 @@ async def test_a_cancelled_sample_fails_once_and_leaves_its_gateway(any_redis: r
     assert await journal.cancel(ids.request_id(SESSION, 9), "given up") is Resolution.UNKNOWN
     assert not await journal.publish(cancelled, result("late"))
     view = await Futures(any_redis).wait(cancelled, 0)
-    error = operation_pb2.OperationResult.FromString(view.result or b"").error
+    error = results_pb2.OperationResult.FromString(view.result or b"").error
     assert (error.code, error.message) == ("cancelled", "given up")
     assert await journal.samples_of("gateway-0") == set()
     assert await journal.claim(cancelled, "gateway-0", "gateway-0") is Unclaimed.SETTLED

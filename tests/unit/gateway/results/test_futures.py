@@ -13,13 +13,13 @@ from services.common.contract.errors import InvalidRequest
 from services.common.state.journal_records import Published
 from services.gateway.records.sample_journal import SampleJournal
 from services.gateway.results.futures import Futures
-from tinsmith.v1 import operation_pb2
+from tinsmith.v1 import results_pb2
 
 SESSION = ids.sampling_session_id("s", 0)
 
 
-def result(name: str = "") -> operation_pb2.OperationResult:
-    found = operation_pb2.OperationResult()
+def result(name: str = "") -> results_pb2.OperationResult:
+    found = results_pb2.OperationResult()
     found.sample.sequences.add().tokens.data = name.encode()
     return found
 

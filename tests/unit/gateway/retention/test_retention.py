@@ -30,7 +30,8 @@ from services.gateway.retention.plan import RetentionSettings
 from services.gateway.retention.retention import Retention
 from services.gateway.sessions.sessions import NewSession, Sessions
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import models_pb2, results_pb2, training_pb2
 
 SETTINGS = RetentionSettings(park_after=100, end_after=1000, snapshot_grace=50)
 SETTLED = 3.0
@@ -94,7 +95,7 @@ class Stage:
     async def model(self, session_id: str) -> str:
         """A model with one step done, durable."""
         model_id = ids.model_id(session_id, 0)
-        lora = types_pb2.LoraConfig(rank=8)
+        lora = models_pb2.LoraConfig(rank=8)
         record = ModelRecord(
             model_id=model_id,
             session_id=session_id,
@@ -113,17 +114,17 @@ class Stage:
         await self.journal.accept(operation, "ann")
         self.dispatcher.wake(model_id)
 
-    async def result(self, model_id: str, seq_id: int) -> operation_pb2.OperationResult:
+    async def result(self, model_id: str, seq_id: int) -> results_pb2.OperationResult:
         view = await self.futures.wait(ids.request_id(model_id, seq_id), 10)
         assert view.state == "done", view
-        return operation_pb2.OperationResult.FromString(view.result or b"")
+        return results_pb2.OperationResult.FromString(view.result or b"")
 
-    async def run(self, model_id: str, seq_id: int, **kind: object) -> operation_pb2.OperationResult:
+    async def run(self, model_id: str, seq_id: int, **kind: object) -> results_pb2.OperationResult:
         await self.accept(model_id, seq_id, **kind)
         return await self.result(model_id, seq_id)
 
-    async def step(self, model_id: str, seq_id: int) -> operation_pb2.OperationResult:
-        adam = types_pb2.AdamParams(learning_rate=0.1)
+    async def step(self, model_id: str, seq_id: int) -> results_pb2.OperationResult:
+        adam = training_pb2.AdamParams(learning_rate=0.1)
         return await self.run(model_id, seq_id, optim_step=operation_pb2.OptimStep(adam=adam))
 
     async def journal_keys(self, model_id: str) -> set[str]:
@@ -152,7 +153,7 @@ async def stage(redis_client: redis.asyncio.Redis) -> AsyncIterator[Stage]:
 async def test_a_silent_session_is_parked_and_goes_on_where_it_was(stage: Stage) -> None:
     session_id = await stage.session()
     model_id = await stage.model(session_id)
-    forward = operation_pb2.ForwardBackward(loss_fn="cross_entropy")
+    forward = training_pb2.ForwardBackward(loss_fn="cross_entropy")
     await stage.run(model_id, 2, forward_backward=forward)
     await stage.sweep(later=50)
     assert stage.trainer.parked == []
@@ -187,7 +188,7 @@ async def test_a_model_that_gets_work_while_it_is_looked_at_is_not_parked(
 
     async def lead_late(led: str, work: Callable[[Lease], Awaitable[bool]]) -> bool:
         # Accepted by another gateway, after the sweep saw that nothing waits.
-        adam = types_pb2.AdamParams(learning_rate=0.1)
+        adam = training_pb2.AdamParams(learning_rate=0.1)
         step = operation_pb2.OptimStep(adam=adam)
         operation = operation_pb2.Operation(model_id=model_id, seq_id=2, optim_step=step)
         await stage.journal.accept(operation, "ann")
@@ -204,7 +205,7 @@ async def test_a_session_with_work_is_not_parked_until_it_is_done(stage: Stage) 
     session_id = await stage.session()
     model_id = await stage.model(session_id)
     stage.trainer.gate.clear()
-    step = operation_pb2.OptimStep(adam=types_pb2.AdamParams(learning_rate=0.1))
+    step = operation_pb2.OptimStep(adam=training_pb2.AdamParams(learning_rate=0.1))
     await stage.accept(model_id, 2, optim_step=step)
     await stage.retention.sweep(time.time() + 200)
     assert stage.trainer.parked == []
@@ -262,7 +263,7 @@ async def test_a_finished_session_is_taken_down_after_what_was_accepted_is_done(
     session_id = await stage.session()
     model_id = await stage.model(session_id)
     stage.trainer.gate.clear()
-    step = operation_pb2.OptimStep(adam=types_pb2.AdamParams(learning_rate=0.1))
+    step = operation_pb2.OptimStep(adam=training_pb2.AdamParams(learning_rate=0.1))
     await stage.accept(model_id, 2, optim_step=step)
     await stage.sessions.finish("ann", session_id, "success", "")
     await stage.retention.sweep(time.time() + SETTLED)

@@ -26,7 +26,8 @@ from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.dispatcher import SampleDispatcher, SampleSettings
 from services.gateway.sampling.replicas import Replicas
 from tests.unit.gateway.scripted_services import BASE, ScriptedSampler, serving
-from tinsmith.v1 import operation_pb2, sampler_pb2, types_pb2
+from tinsmith.internal.v1 import operation_pb2, sampler_pb2
+from tinsmith.v1 import checkpoints_pb2, results_pb2, types_pb2
 
 SESSION = ids.sampling_session_id("s", 0)
 MODEL = ids.model_id("s", 0)
@@ -61,10 +62,10 @@ class Gateway:
         self.dispatcher.submit(accepted, request)
         return accepted.request_id
 
-    async def result(self, request_id: str, within: float = 10) -> operation_pb2.OperationResult:
+    async def result(self, request_id: str, within: float = 10) -> results_pb2.OperationResult:
         view = await self.futures.wait(request_id, within)
         assert view.state == "done", f"{request_id} is {view.state}: {view.queue_state_reason}"
-        return operation_pb2.OperationResult.FromString(view.result or b"")
+        return results_pb2.OperationResult.FromString(view.result or b"")
 
     async def tokens(self, request_id: str) -> bytes:
         result = await self.result(request_id)
@@ -385,8 +386,8 @@ async def inflight_session(client: redis.asyncio.Redis, session: str, version: i
     recorder = ResultRecorder(stores)
     save = operation_pb2.SaveForSampler(sampling_session_id=session, inflight=True)
     operation = operation_pb2.Operation(model_id=MODEL, seq_id=version, save_for_sampler=save)
-    result = operation_pb2.SaveForSamplerResult(sampling_session_id=session, version=version)
-    await recorder.record(operation, operation_pb2.OperationResult(save_for_sampler=result))
+    result = checkpoints_pb2.SaveForSamplerResult(sampling_session_id=session, version=version)
+    await recorder.record(operation, results_pb2.OperationResult(save_for_sampler=result))
 
 
 async def test_inflight_sessions_follow_their_model_and_running_samples_keep_their_version(

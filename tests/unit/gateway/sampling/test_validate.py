@@ -9,27 +9,27 @@ from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.sampling import validate
 from tests.unit.gateway.tensors import tensor
-from tinsmith.v1 import operation_pb2, tinsmith_pb2, types_pb2
+from tinsmith.v1 import sampling_pb2, types_pb2
 
 LIMITS = Limits()
 MODEL = BaseModel("org/name", "/models/name", "Qwen3ForCausalLM", vocab_size=100, context_length=16)
 
 
-def sample(**changes: object) -> tinsmith_pb2.TinsmithServiceSampleRequest:
-    params = operation_pb2.SamplingParams(
-        temperature=1.0, top_k=-1, top_p=1.0, stop=operation_pb2.StopCondition()
+def sample(**changes: object) -> sampling_pb2.SampleRequest:
+    params = sampling_pb2.SamplingParams(
+        temperature=1.0, top_k=-1, top_p=1.0, stop=sampling_pb2.StopCondition()
     )
     params.stop.model_eos.SetInParent()
     fields: dict = {"prompt": tensor([1, 2], "<i4"), "num_samples": 1, "params": params}
     for name, value in changes.items():
-        if name in operation_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+        if name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
             if name == "stop":
                 params.stop.CopyFrom(value)
             else:
                 setattr(params, name, value)
         else:
             fields[name] = value
-    return tinsmith_pb2.TinsmithServiceSampleRequest(**fields)
+    return sampling_pb2.SampleRequest(**fields)
 
 
 def refused(check, *args: object) -> str:
@@ -38,12 +38,12 @@ def refused(check, *args: object) -> str:
     return caught.value.message
 
 
-def strings(*values: str) -> operation_pb2.StopCondition:
-    return operation_pb2.StopCondition(strings=operation_pb2.StopCondition.StopStrings(values=values))
+def strings(*values: str) -> sampling_pb2.StopCondition:
+    return sampling_pb2.StopCondition(strings=sampling_pb2.StopCondition.StopStrings(values=values))
 
 
-def tokens(*ids: int) -> operation_pb2.StopCondition:
-    return operation_pb2.StopCondition(tokens=operation_pb2.StopCondition.StopTokens(ids=ids))
+def tokens(*ids: int) -> sampling_pb2.StopCondition:
+    return sampling_pb2.StopCondition(tokens=sampling_pb2.StopCondition.StopTokens(ids=ids))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def tokens(*ids: int) -> operation_pb2.StopCondition:
         sample(temperature=2.0, top_k=2**31 - 1),
     ],
 )
-def test_a_good_sample_passes(request_: tinsmith_pb2.TinsmithServiceSampleRequest) -> None:
+def test_a_good_sample_passes(request_: sampling_pb2.SampleRequest) -> None:
     validate.check_sample(request_, MODEL, LIMITS)
 
 
@@ -93,7 +93,7 @@ def test_a_good_sample_passes(request_: tinsmith_pb2.TinsmithServiceSampleReques
         ({"stop": strings("")}, "stop string"),
         ({"stop": strings(*["x"] * 65)}, "64"),
         ({"stop": tokens(100)}, "stop token 100"),
-        ({"stop": operation_pb2.StopCondition()}, "stop is not set"),
+        ({"stop": sampling_pb2.StopCondition()}, "stop is not set"),
         ({"seq_id": -1}, "seq_id"),
     ],
 )

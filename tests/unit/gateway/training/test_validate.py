@@ -7,14 +7,14 @@ from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.training import validate
 from tests.unit.gateway.tensors import tensor
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.v1 import models_pb2, training_pb2
 
 LIMITS = Limits()
 MODEL = BaseModel("org/name", "/models/name", "Qwen3ForCausalLM", vocab_size=100, context_length=16)
 
 
-def batch(tokens: list, targets: list, weights: list) -> operation_pb2.ForwardBackward:
-    operation = operation_pb2.ForwardBackward(loss_fn="cross_entropy")
+def batch(tokens: list, targets: list, weights: list) -> training_pb2.ForwardBackward:
+    operation = training_pb2.ForwardBackward(loss_fn="cross_entropy")
     datum = operation.data.add(tokens=tensor(tokens, "<i4"))
     datum.loss_inputs["target_tokens"].CopyFrom(tensor(targets, "<i8"))
     datum.loss_inputs["weights"].CopyFrom(tensor(weights, "<f4"))
@@ -34,7 +34,7 @@ def test_a_good_batch_passes() -> None:
 @pytest.mark.parametrize(
     ("operation", "says"),
     [
-        (operation_pb2.ForwardBackward(loss_fn="cross_entropy"), "empty"),
+        (training_pb2.ForwardBackward(loss_fn="cross_entropy"), "empty"),
         (batch([1, 100], [2, 3], [0, 1]), "vocabulary"),
         (batch([1, -1], [2, 3], [0, 1]), "vocabulary"),
         (batch([1, 2], [2, 100], [0, 1]), "vocabulary"),
@@ -45,7 +45,7 @@ def test_a_good_batch_passes() -> None:
     ],
 )
 def test_a_batch_that_the_model_cannot_take_is_refused(
-    operation: operation_pb2.ForwardBackward, says: str
+    operation: training_pb2.ForwardBackward, says: str
 ) -> None:
     assert says in refused(validate.check_forward_backward, operation, "policy", MODEL, LIMITS)
 
@@ -78,9 +78,9 @@ def test_a_batch_of_too_many_bytes_is_refused() -> None:
         validate.check_forward_backward(operation, "policy", MODEL, Limits(operation_bytes=50))
 
 
-def adam(**changes: float) -> types_pb2.AdamParams:
+def adam(**changes: float) -> training_pb2.AdamParams:
     defaults = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
-    return types_pb2.AdamParams(**{**defaults, **changes})
+    return training_pb2.AdamParams(**{**defaults, **changes})
 
 
 def test_the_sdks_default_step_passes() -> None:
@@ -104,8 +104,8 @@ def test_adam_outside_of_its_domain_is_refused_by_name(name: str, value: float) 
     assert name in refused(validate.check_adam, adam(**{name: value}))
 
 
-def lora(rank: int, **flags: bool) -> types_pb2.LoraConfig:
-    return types_pb2.LoraConfig(rank=rank, **(flags or {"train_attn": True}))
+def lora(rank: int, **flags: bool) -> models_pb2.LoraConfig:
+    return models_pb2.LoraConfig(rank=rank, **(flags or {"train_attn": True}))
 
 
 def test_ranks_are_bounded_by_the_service_and_by_what_serves_the_model() -> None:

@@ -14,7 +14,8 @@ from services.common.contract import loss_schema, tensors
 from services.common.contract.errors import InvalidRequest, TooLarge
 from services.gateway.access.limits import Limits
 from services.gateway.edge import wire_check
-from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
+from tinsmith.internal.v1 import tinker_pb2
+from tinsmith.v1 import training_pb2, types_pb2
 
 _NUMPY: dict[int, np.dtype] = {
     tinker_pb2.TINKER_DATA_TYPE_FLOAT32: np.dtype("<f4"),
@@ -77,7 +78,7 @@ def sparse_bytes(message: tinker_pb2.TinkerForwardBackwardRequest, limits: Limit
 
 def forward_backward(
     message: tinker_pb2.TinkerForwardBackwardRequest, vocab_size: int
-) -> operation_pb2.ForwardBackward:
+) -> training_pb2.ForwardBackward:
     """The operation that a request asks for. Proportional to the data, and to its `sparse_bytes`: run in a
     thread.
 
@@ -87,7 +88,7 @@ def forward_backward(
     Raises:
         InvalidRequest: a tensor is malformed, or something is asked for that is not served.
     """
-    operation = operation_pb2.ForwardBackward(loss_fn=message.loss_fn, forward_only=message.forward_only)
+    operation = training_pb2.ForwardBackward(loss_fn=message.loss_fn, forward_only=message.forward_only)
     operation.loss_config.update(_loss_config(message))
     for index, datum in enumerate(message.data):
         where = f"data[{index}]"
@@ -187,7 +188,7 @@ def _vector(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
-def _check_spans(datum: tinker_pb2.TinkerDatum, target: types_pb2.Datum, where: str) -> None:
+def _check_spans(datum: tinker_pb2.TinkerDatum, target: training_pb2.Datum, where: str) -> None:
     """Checks that provenance spans tile what they describe.
 
     They tell from which sampled sequence a token came. No served loss depends on that

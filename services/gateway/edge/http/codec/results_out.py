@@ -13,14 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.contract.errors import Internal
-from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
+from tinsmith.internal.v1 import tinker_pb2
+from tinsmith.v1 import results_pb2, sampling_pb2, training_pb2, types_pb2
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 
 _STOP_REASONS = {
-    operation_pb2.STOP_REASON_STOP: tinker_pb2.TINKER_STOP_REASON_STOP_UNSPECIFIED,
-    operation_pb2.STOP_REASON_LENGTH: tinker_pb2.TINKER_STOP_REASON_LENGTH,
+    sampling_pb2.STOP_REASON_STOP: tinker_pb2.TINKER_STOP_REASON_STOP_UNSPECIFIED,
+    sampling_pb2.STOP_REASON_LENGTH: tinker_pb2.TINKER_STOP_REASON_LENGTH,
 }
 
 
@@ -38,7 +39,7 @@ def result(model_id: str, data: bytes) -> Reply:
     Args:
         model_id: the model or sampling session that the request belongs to.
     """
-    outcome = operation_pb2.OperationResult.FromString(data)
+    outcome = results_pb2.OperationResult.FromString(data)
     try:
         return _reply(model_id, outcome)
     except Internal as error:
@@ -46,7 +47,7 @@ def result(model_id: str, data: bytes) -> Reply:
         return _json({"error": error.message, "category": error.category})
 
 
-def _reply(model_id: str, outcome: operation_pb2.OperationResult) -> Reply:
+def _reply(model_id: str, outcome: results_pb2.OperationResult) -> Reply:
     kind = outcome.WhichOneof("kind")
     if kind == "forward_backward":
         return Reply(PROTOBUF, forward_backward(outcome.forward_backward).SerializeToString())
@@ -84,7 +85,7 @@ def _category(category: types_pb2.ErrorCategory.ValueType) -> str:
     return "user" if category == types_pb2.ERROR_CATEGORY_USER else "server"
 
 
-def forward_backward(result: operation_pb2.ForwardBackwardResult) -> tinker_pb2.TinkerForwardBackwardOutput:
+def forward_backward(result: training_pb2.ForwardBackwardResult) -> tinker_pb2.TinkerForwardBackwardOutput:
     """One ArrayRecord with every output of the batch."""
     output = tinker_pb2.TinkerForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics.update(result.metrics)
@@ -99,7 +100,7 @@ def forward_backward(result: operation_pb2.ForwardBackwardResult) -> tinker_pb2.
     return output
 
 
-def sample(result: operation_pb2.SampleResult) -> tinker_pb2.TinkerSampleResponse:
+def sample(result: sampling_pb2.SampleResult) -> tinker_pb2.TinkerSampleResponse:
     """The sampled sequences, in the order of the sequence ids that asample returned.
 
     Raises:
@@ -128,7 +129,7 @@ def sample(result: operation_pb2.SampleResult) -> tinker_pb2.TinkerSampleRespons
     return output
 
 
-def _topk(topk: operation_pb2.TopkLogprobs) -> tinker_pb2.TinkerTopkLogprobs:
+def _topk(topk: sampling_pb2.TopkLogprobs) -> tinker_pb2.TinkerTopkLogprobs:
     length, k = topk.token_ids.shape
     return tinker_pb2.TinkerTopkLogprobs(
         token_ids=topk.token_ids.data, logprobs=topk.logprobs.data, k=k, length=length

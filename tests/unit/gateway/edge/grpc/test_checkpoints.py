@@ -9,24 +9,28 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 
 from services.common.contract import ids
 from services.common.process import rpc
 from services.common.storage.base import Key
 from tests.unit.gateway import saved
 from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges, new_model, new_session
-from tinsmith.v1 import operation_pb2, tinsmith_pb2, tinsmith_pb2_grpc, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import checkpoints_pb2, models_pb2, service_pb2, service_pb2_grpc, sessions_pb2, types_pb2
+
+METHODS = service_pb2.DESCRIPTOR.services_by_name["TinsmithService"].methods_by_name
 
 
 class Caller:
     """Calls methods by name with a key."""
 
     def __init__(self, channel: grpc.aio.Channel, key: str) -> None:
-        self._stub = tinsmith_pb2_grpc.TinsmithServiceStub(channel)
+        self._stub = service_pb2_grpc.TinsmithServiceStub(channel)
         self._metadata = (("x-api-key", key),)
 
     async def __call__(self, method: str, **fields: Any) -> Any:
-        request = getattr(tinsmith_pb2, f"{method}Request")(**fields)
+        request = GetMessageClass(METHODS[method].input_type)(**fields)
         return await getattr(self._stub, method)(request, timeout=10, metadata=self._metadata)
 
     async def refusal(self, method: str, **fields: Any) -> grpc.StatusCode:
@@ -36,7 +40,7 @@ class Caller:
 
     async def files(self, path: str) -> dict[str, bytes]:
         """An export's files."""
-        request = tinsmith_pb2.ReadExternalWeightsRequest(path=path)
+        request = checkpoints_pb2.ReadExternalWeightsRequest(path=path)
         found: dict[str, bytes] = {}
         async for piece in self._stub.ReadExternalWeights(request, timeout=10, metadata=self._metadata):
             found[piece.file] = found.get(piece.file, b"") + piece.data
@@ -60,7 +64,7 @@ async def test_checkpoints_are_listed_kept_published_and_deleted(
         second = await saved.save(edges, http, model, 2, "b")
     found = (await alice("GetCheckpoint", path=first)).checkpoint
     assert (found.path, found.model_id, found.base_model) == (first, model, BASE)
-    assert (found.kind, found.user_metadata["k"]) == (tinsmith_pb2.CHECKPOINT_KIND_TRAINING, "v")
+    assert (found.kind, found.user_metadata["k"]) == (checkpoints_pb2.CHECKPOINT_KIND_TRAINING, "v")
     assert (found.lora.rank, found.size_bytes, found.public) == (4, len(saved.CONTENT), False)
     assert 7100 < found.expires_at.ToSeconds() - time.time() <= 7200
     everything = await alice("ListCheckpoints")
@@ -107,7 +111,7 @@ async def test_an_export_is_read_file_by_file(edges: Edges, callers: tuple[Calle
     content = {"adapter_model.safetensors": saved.CONTENT, "adapter_config.json": b"{}"}
     files = {name: lambda target, data=data: target.write_bytes(data) for name, data in content.items()}
     edges.files.storage.publish(Key(model, "external_weights/000001", 1), files)
-    await edges.answer(model, 1, save_external=operation_pb2.SaveExternalResult(path=path, size_bytes=1))
+    await edges.answer(model, 1, save_external=checkpoints_pb2.SaveExternalResult(path=path, size_bytes=1))
     assert await alice.files(path) == content
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await bob.files(path)
@@ -155,7 +159,7 @@ async def test_a_model_is_unloaded_after_all_that_was_sent(
         model = await new_model(edges, http)
         await saved.save(edges, http, model, 1, "a")
     assert (await alice("UnloadModel", model_id=model)).request_id == f"{model}:2"
-    await edges.answer(model, 2, unload_model=operation_pb2.UnloadModelResult())
+    await edges.answer(model, 2, unload_model=models_pb2.UnloadModelResult())
     assert await alice.refusal("UnloadModel", model_id=model) is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -166,7 +170,7 @@ async def test_sessions_are_searched_page_by_page(edges: Edges, callers: tuple[C
         metadata = {"run": str(number % 2)}
         new = await alice("CreateSession", display_name=f"Run {number} of mine", user_metadata=metadata)
         made.append(new.session_id)
-    await alice("FinishSession", session_id=made[0], reason=tinsmith_pb2.FINISH_REASON_ERRORED)
+    await alice("FinishSession", session_id=made[0], reason=sessions_pb2.FINISH_REASON_ERRORED)
     await alice("SetSessionProject", session_id=made[1], project_id="p")
     stranger = await bob.refusal("SetSessionProject", session_id=made[1], project_id="q")
     assert stranger is grpc.StatusCode.PERMISSION_DENIED
@@ -178,20 +182,20 @@ async def test_sessions_are_searched_page_by_page(edges: Edges, callers: tuple[C
     assert await search(display_name="mine RUN 1") == [made[1]]
     assert await search(user_metadata={"run": "0"}) == [made[2], made[0]]
     assert await search(project_ids=["p"]) == [made[1]]
-    finished = [tinsmith_pb2.SESSION_STATUS_FINISHED]
+    finished = [sessions_pb2.SESSION_STATUS_FINISHED]
     assert await search(statuses=finished) == [made[0]]
-    assert await search(statuses=finished, finish_reasons=[tinsmith_pb2.FINISH_REASON_SUCCESS]) == []
-    assert await search(statuses=finished, finish_reasons=[tinsmith_pb2.FINISH_REASON_ERRORED]) == [made[0]]
+    assert await search(statuses=finished, finish_reasons=[sessions_pb2.FINISH_REASON_SUCCESS]) == []
+    assert await search(statuses=finished, finish_reasons=[sessions_pb2.FINISH_REASON_ERRORED]) == [made[0]]
     assert (await bob("SearchSessions")).sessions == []
     first = await alice("SearchSessions", limit=2)
     assert [one.session_id for one in first.sessions] == [made[2], made[1]]
     (last,) = (await alice("SearchSessions", limit=2, page_token=first.next_page_token)).sessions
-    assert (last.session_id, last.status) == (made[0], tinsmith_pb2.SESSION_STATUS_FINISHED)
+    assert (last.session_id, last.status) == (made[0], sessions_pb2.SESSION_STATUS_FINISHED)
     for wrong in (
         {"page_token": "x"},
         {"page_token": "nan/x"},
         {"statuses": [0]},
-        {"finish_reasons": [tinsmith_pb2.FINISH_REASON_SUCCESS]},
+        {"finish_reasons": [sessions_pb2.FINISH_REASON_SUCCESS]},
         {"limit": 1000},
     ):
         assert await alice.refusal("SearchSessions", **wrong) is grpc.StatusCode.INVALID_ARGUMENT

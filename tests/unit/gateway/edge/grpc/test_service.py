@@ -13,14 +13,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.process import rpc
 from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, VOCAB, Edges
-from tinsmith.v1 import operation_pb2, tinsmith_pb2, tinsmith_pb2_grpc, types_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import (
+    checkpoints_pb2,
+    models_pb2,
+    results_pb2,
+    sampling_pb2,
+    service_pb2_grpc,
+    sessions_pb2,
+    training_pb2,
+    types_pb2,
+)
 
 
 class Client:
     """Calls methods with a key and a deadline."""
 
     def __init__(self, channel: grpc.aio.Channel, key: str) -> None:
-        self._stub = tinsmith_pb2_grpc.TinsmithServiceStub(channel)
+        self._stub = service_pb2_grpc.TinsmithServiceStub(channel)
         self._key = key
 
     async def __call__(self, method: str, request: object) -> object:
@@ -46,26 +56,26 @@ def int32(values: list[int]) -> types_pb2.Tensor:
 
 
 async def create(edges: Edges, alice: Client) -> str:
-    session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest(tags=["t"]))).session_id
+    session = (await alice("CreateSession", sessions_pb2.CreateSessionRequest(tags=["t"]))).session_id
     made = await alice(
         "CreateModel",
-        tinsmith_pb2.CreateModelRequest(
+        models_pb2.CreateModelRequest(
             session_id=session, base_model=BASE, lora=LORA, user_metadata={"run": "one"}
         ),
     )
     assert made.request_id == f"{made.model_id}:0"
-    await edges.answer(made.model_id, 0, create_model=operation_pb2.CreateModelResult(lora=LORA))
+    await edges.answer(made.model_id, 0, create_model=models_pb2.CreateModelResult(lora=LORA))
     return made.model_id
 
 
 async def test_a_client_trains_saves_and_samples(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
-    models = await alice("ListModels", tinsmith_pb2.ListModelsRequest())
+    models = await alice("ListModels", models_pb2.ListModelsRequest())
     assert [(model.name, model.trainable, model.sampleable) for model in models.models] == [
         (BASE, True, True)
     ]
     model = await create(edges, alice)
-    batch = operation_pb2.ForwardBackward(loss_fn="cross_entropy")
+    batch = training_pb2.ForwardBackward(loss_fn="cross_entropy")
     datum = batch.data.add(tokens=int32([1, 2]))
     datum.loss_inputs["target_tokens"].MergeFrom(
         types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT64, shape=[2], data=np.array([2, 3], "<i8").tobytes())
@@ -73,23 +83,23 @@ async def test_a_client_trains_saves_and_samples(edges: Edges, channel: grpc.aio
     datum.loss_inputs["weights"].MergeFrom(
         types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=[2], data=np.array([0, 1], "<f4").tobytes())
     )
-    sent = tinsmith_pb2.ForwardBackwardRequest(model_id=model, seq_id=1, forward_backward=batch)
+    sent = training_pb2.ForwardBackwardRequest(model_id=model, seq_id=1, forward_backward=batch)
     assert (await alice("ForwardBackward", sent)).request_id == f"{model}:1"
     journaled = await edges.operation(model, 1)
     assert journaled is not None and journaled.forward_backward == batch
-    adam = types_pb2.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
-    await alice("OptimStep", tinsmith_pb2.OptimStepRequest(model_id=model, seq_id=2, adam=adam))
-    waiting = tinsmith_pb2.GetResultRequest(request_id=f"{model}:2", timeout_seconds=0.1)
+    adam = training_pb2.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+    await alice("OptimStep", training_pb2.OptimStepRequest(model_id=model, seq_id=2, adam=adam))
+    waiting = results_pb2.GetResultRequest(request_id=f"{model}:2", timeout_seconds=0.1)
     assert not (await alice("GetResult", waiting)).HasField("result")
-    stepped = operation_pb2.OptimStepResult(metrics={"grad_norm": 1.0})
+    stepped = training_pb2.OptimStepResult(metrics={"grad_norm": 1.0})
     await edges.answer(model, 2, optim_step=stepped)
     assert (await alice("GetResult", waiting)).result.optim_step == stepped
-    saved = await alice("SaveForSampler", tinsmith_pb2.SaveForSamplerRequest(model_id=model, seq_id=3))
-    done = operation_pb2.SaveForSamplerResult(sampling_session_id=saved.sampling_session_id, version=3)
+    saved = await alice("SaveForSampler", checkpoints_pb2.SaveForSamplerRequest(model_id=model, seq_id=3))
+    done = checkpoints_pb2.SaveForSamplerResult(sampling_session_id=saved.sampling_session_id, version=3)
     await edges.answer(model, 3, save_for_sampler=done)
-    params = operation_pb2.SamplingParams(max_tokens=4, temperature=1, top_k=-1, top_p=1)
+    params = sampling_pb2.SamplingParams(max_tokens=4, temperature=1, top_k=-1, top_p=1)
     params.stop.never.SetInParent()
-    sample = tinsmith_pb2.TinsmithServiceSampleRequest(
+    sample = sampling_pb2.SampleRequest(
         sampling_session_id=saved.sampling_session_id, prompt=int32([1]), num_samples=1, params=params
     )
     accepted = await alice("Sample", sample)
@@ -100,17 +110,17 @@ async def test_a_client_trains_saves_and_samples(edges: Edges, channel: grpc.aio
 async def test_a_named_save_opens_a_sampling_session(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
     model = await create(edges, alice)
-    named = tinsmith_pb2.SaveForSamplerRequest(model_id=model, seq_id=1, name="a")
+    named = checkpoints_pb2.SaveForSamplerRequest(model_id=model, seq_id=1, name="a")
     assert (await alice("SaveForSampler", named)).sampling_session_id == ""
     path = f"tinker://{model}/sampler_weights/a"
-    await edges.answer(model, 1, save_for_sampler=operation_pb2.SaveForSamplerResult(path=path, version=1))
+    await edges.answer(model, 1, save_for_sampler=checkpoints_pb2.SaveForSamplerResult(path=path, version=1))
     opened = await alice(
         "CreateSamplingSession",
-        tinsmith_pb2.CreateSamplingSessionRequest(session_id=model.split(":")[0], model_path=path),
+        sampling_pb2.CreateSamplingSessionRequest(session_id=model.split(":")[0], model_path=path),
     )
     assert opened.sampling_session_id == f"{model.split(':')[0]}:sample:0"
-    asked = tinsmith_pb2.GetSamplingSessionRequest(sampling_session_id=opened.sampling_session_id)
-    assert await alice("GetSamplingSession", asked) == tinsmith_pb2.GetSamplingSessionResponse(
+    asked = sampling_pb2.GetSamplingSessionRequest(sampling_session_id=opened.sampling_session_id)
+    assert await alice("GetSamplingSession", asked) == sampling_pb2.GetSamplingSessionResponse(
         base_model=BASE, model_id=model, model_path=path
     )
     stranger = Client(channel, BOB)("GetSamplingSession", asked)
@@ -123,8 +133,8 @@ async def test_a_field_of_a_newer_contract_is_refused_and_not_passed_over(
     alice = Client(channel, ALICE)
     model = await create(edges, alice)
     unknown = b"\xf8\x07\x01"  # Field 127, the number 1.
-    step = tinsmith_pb2.OptimStepRequest(model_id=model, seq_id=1)
-    outer = tinsmith_pb2.OptimStepRequest.FromString(step.SerializeToString() + unknown)
+    step = training_pb2.OptimStepRequest(model_id=model, seq_id=1)
+    outer = training_pb2.OptimStepRequest.FromString(step.SerializeToString() + unknown)
     step.adam.ParseFromString(unknown)
     for request in (outer, step):
         with pytest.raises(grpc.aio.AioRpcError, match="127") as caught:
@@ -137,14 +147,14 @@ async def test_a_session_lives_by_heartbeats_until_it_is_finished(
     edges: Edges, channel: grpc.aio.Channel
 ) -> None:
     alice, bob = Client(channel, ALICE), Client(channel, BOB)
-    new = tinsmith_pb2.CreateSessionRequest(idempotency_key="once", display_name="mine")
+    new = sessions_pb2.CreateSessionRequest(idempotency_key="once", display_name="mine")
     session = (await alice("CreateSession", new)).session_id
     assert (await alice("CreateSession", new)).session_id == session
-    beat = tinsmith_pb2.HeartbeatRequest(session_id=session)
+    beat = sessions_pb2.HeartbeatRequest(session_id=session)
     await alice("Heartbeat", beat)
     assert await status(bob("Heartbeat", beat)) is grpc.StatusCode.PERMISSION_DENIED
-    finish = tinsmith_pb2.FinishSessionRequest(
-        session_id=session, reason=tinsmith_pb2.FINISH_REASON_ERRORED, detail="out of cookies"
+    finish = sessions_pb2.FinishSessionRequest(
+        session_id=session, reason=sessions_pb2.FINISH_REASON_ERRORED, detail="out of cookies"
     )
     assert await status(bob("FinishSession", finish)) is grpc.StatusCode.PERMISSION_DENIED
     for _ in range(2):
@@ -157,23 +167,23 @@ async def test_a_session_lives_by_heartbeats_until_it_is_finished(
 
 async def test_a_model_tells_what_it_is(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
-    models = (await alice("ListModels", tinsmith_pb2.ListModelsRequest())).models
+    models = (await alice("ListModels", models_pb2.ListModelsRequest())).models
     assert (models[0].vocab_size, models[0].architecture) == (VOCAB, "Qwen3ForCausalLM")
     # The scripted sampler takes 64.
     assert models[0].max_lora_rank == 64
     model_id = await create(edges, alice)
-    asked = tinsmith_pb2.GetModelInfoRequest(model_id=model_id)
+    asked = models_pb2.GetModelInfoRequest(model_id=model_id)
     model = (await alice("GetModelInfo", asked)).model
     assert (model.model_id, model.base_model, model.lora) == (model_id, BASE, LORA)
-    assert model.status == tinsmith_pb2.MODEL_STATUS_READY
+    assert model.status == models_pb2.MODEL_STATUS_READY
     assert model.user_metadata == {"run": "one"}
     assert time.time() - model.created_at.ToSeconds() < 60
     # A directory of this machine.
     assert model.tokenizer == ""
-    unload = tinsmith_pb2.UnloadModelRequest(model_id=model_id, seq_id=1)
+    unload = models_pb2.UnloadModelRequest(model_id=model_id, seq_id=1)
     assert (await alice("UnloadModel", unload)).request_id == f"{model_id}:1"
-    await edges.answer(model_id, 1, unload_model=operation_pb2.UnloadModelResult())
-    assert (await alice("GetModelInfo", asked)).model.status == tinsmith_pb2.MODEL_STATUS_UNLOADED
+    await edges.answer(model_id, 1, unload_model=models_pb2.UnloadModelResult())
+    assert (await alice("GetModelInfo", asked)).model.status == models_pb2.MODEL_STATUS_UNLOADED
     stranger = Client(channel, BOB)("GetModelInfo", asked)
     assert await status(stranger) is grpc.StatusCode.PERMISSION_DENIED
 
@@ -181,7 +191,7 @@ async def test_a_model_tells_what_it_is(edges: Edges, channel: grpc.aio.Channel)
 async def test_state_is_saved_loaded_and_continued_from(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
     model = await create(edges, alice)
-    save = tinsmith_pb2.SaveStateRequest(
+    save = checkpoints_pb2.SaveStateRequest(
         model_id=model, seq_id=1, name="a", overwrite=True, ttl_seconds=7200, user_metadata={"k": "v"}
     )
     assert (await alice("SaveState", save)).request_id == f"{model}:1"
@@ -191,11 +201,11 @@ async def test_state_is_saved_loaded_and_continued_from(edges: Edges, channel: g
         checkpoint_id="weights/a", overwrite=True, ttl_seconds=7200, user_metadata={"k": "v"}
     )
     path = f"tinker://{model}/weights/a"
-    await edges.answer(model, 1, save_state=operation_pb2.SaveStateResult(path=path))
-    await alice("SaveState", tinsmith_pb2.SaveStateRequest(model_id=model, seq_id=2))
+    await edges.answer(model, 1, save_state=checkpoints_pb2.SaveStateResult(path=path))
+    await alice("SaveState", checkpoints_pb2.SaveStateRequest(model_id=model, seq_id=2))
     unnamed = await edges.operation(model, 2)
     assert unnamed is not None and unnamed.save_state.checkpoint_id == "weights/000002"
-    load = tinsmith_pb2.LoadStateRequest(model_id=model, seq_id=3, path=path, optimizer=True)
+    load = checkpoints_pb2.LoadStateRequest(model_id=model, seq_id=3, path=path, optimizer=True)
     await alice("LoadState", load)
     loading = await edges.operation(model, 3)
     assert loading is not None
@@ -204,7 +214,7 @@ async def test_state_is_saved_loaded_and_continued_from(edges: Edges, channel: g
     )
     assert loading.load_state == expected
     session = model.split(":")[0]
-    again = tinsmith_pb2.CreateModelFromStateRequest(
+    again = models_pb2.CreateModelFromStateRequest(
         session_id=session, model_seq_id=1, path=path, optimizer=True, user_metadata={"run": "two"}
     )
     made = await alice("CreateModelFromState", again)
@@ -213,10 +223,10 @@ async def test_state_is_saved_loaded_and_continued_from(edges: Edges, channel: g
     assert creation is not None and creation.create_model.from_state == expected
 
 
-async def refusal(alice: Client, request: tinsmith_pb2.SaveForSamplerRequest) -> str:
+async def refusal(alice: Client, request: checkpoints_pb2.SaveForSamplerRequest) -> str:
     """Why a save was refused; its seq_id is used up."""
     request_id = (await alice("SaveForSampler", request)).request_id
-    found = await alice("GetResult", tinsmith_pb2.GetResultRequest(request_id=request_id))
+    found = await alice("GetResult", results_pb2.GetResultRequest(request_id=request_id))
     assert found.result.error.category == types_pb2.ERROR_CATEGORY_USER
     return found.result.error.message
 
@@ -224,7 +234,7 @@ async def refusal(alice: Client, request: tinsmith_pb2.SaveForSamplerRequest) ->
 async def test_every_field_of_a_save_is_honoured_or_refused(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
     model = await create(edges, alice)
-    request = tinsmith_pb2.SaveForSamplerRequest
+    request = checkpoints_pb2.SaveForSamplerRequest
     named = request(model_id=model, seq_id=1, name="a", ttl_seconds=7200, user_metadata={"k": "v"})
     await alice("SaveForSampler", named)
     journaled = await edges.operation(model, 1)
@@ -250,7 +260,7 @@ async def test_a_save_sent_again_must_name_the_session_that_its_caller_was_told(
 ) -> None:
     alice = Client(channel, ALICE)
     model = await create(edges, alice)
-    save = tinsmith_pb2.SaveForSamplerRequest(model_id=model, seq_id=1, sampling_session_seq_id=0)
+    save = checkpoints_pb2.SaveForSamplerRequest(model_id=model, seq_id=1, sampling_session_seq_id=0)
     assert await alice("SaveForSampler", save) == await alice("SaveForSampler", save)
     save.sampling_session_seq_id = 1
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -260,38 +270,38 @@ async def test_a_save_sent_again_must_name_the_session_that_its_caller_was_told(
 
 async def test_what_a_model_cannot_be_is_refused(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
-    session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest())).session_id
-    nothing = tinsmith_pb2.CreateModelRequest(session_id=session, base_model=BASE)
+    session = (await alice("CreateSession", sessions_pb2.CreateSessionRequest())).session_id
+    nothing = models_pb2.CreateModelRequest(session_id=session, base_model=BASE)
     assert await status(alice("CreateModel", nothing)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_sample_is_given_up(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
-    session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest())).session_id
+    session = (await alice("CreateSession", sessions_pb2.CreateSessionRequest())).session_id
     opened = await alice(
         "CreateSamplingSession",
-        tinsmith_pb2.CreateSamplingSessionRequest(session_id=session, base_model=BASE),
+        sampling_pb2.CreateSamplingSessionRequest(session_id=session, base_model=BASE),
     )
-    params = operation_pb2.SamplingParams(max_tokens=4, temperature=1, top_k=-1, top_p=1)
+    params = sampling_pb2.SamplingParams(max_tokens=4, temperature=1, top_k=-1, top_p=1)
     params.stop.never.SetInParent()
-    sample = tinsmith_pb2.TinsmithServiceSampleRequest(
+    sample = sampling_pb2.SampleRequest(
         sampling_session_id=opened.sampling_session_id, prompt=int32([1]), num_samples=1, params=params
     )
     request_id = (await alice("Sample", sample)).request_id
-    cancel = tinsmith_pb2.CancelSampleRequest(request_id=request_id)
+    cancel = sampling_pb2.CancelSampleRequest(request_id=request_id)
     assert await status(Client(channel, BOB)("CancelSample", cancel)) is grpc.StatusCode.PERMISSION_DENIED
     await alice("CancelSample", cancel)
-    found = await alice("GetResult", tinsmith_pb2.GetResultRequest(request_id=request_id))
+    found = await alice("GetResult", results_pb2.GetResultRequest(request_id=request_id))
     assert found.result.error.code == "cancelled"
 
 
 async def test_keys_and_owners_hold_as_over_http(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice, bob = Client(channel, ALICE), Client(channel, BOB)
     for key in ("", "tml-wrong"):
-        call = Client(channel, key)("ListModels", tinsmith_pb2.ListModelsRequest())
+        call = Client(channel, key)("ListModels", models_pb2.ListModelsRequest())
         assert await status(call) is grpc.StatusCode.UNAUTHENTICATED
     model = await create(edges, alice)
-    step = tinsmith_pb2.OptimStepRequest(model_id=model, seq_id=1)
+    step = training_pb2.OptimStepRequest(model_id=model, seq_id=1)
     assert await status(bob("OptimStep", step)) is grpc.StatusCode.PERMISSION_DENIED
     step.model_id = "nobody:train:0"
     assert await status(alice("OptimStep", step)) is grpc.StatusCode.NOT_FOUND
@@ -300,11 +310,11 @@ async def test_keys_and_owners_hold_as_over_http(edges: Edges, channel: grpc.aio
 async def test_a_refused_request_uses_up_its_seq_id(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
     model = await create(edges, alice)
-    empty = tinsmith_pb2.ForwardBackwardRequest(model_id=model, seq_id=1)
+    empty = training_pb2.ForwardBackwardRequest(model_id=model, seq_id=1)
     request_id = (await alice("ForwardBackward", empty)).request_id
-    found = await alice("GetResult", tinsmith_pb2.GetResultRequest(request_id=request_id))
+    found = await alice("GetResult", results_pb2.GetResultRequest(request_id=request_id))
     assert found.result.error.category == types_pb2.ERROR_CATEGORY_USER
-    step = tinsmith_pb2.OptimStepRequest(model_id=model, seq_id=1, adam=types_pb2.AdamParams(eps=1))
+    step = training_pb2.OptimStepRequest(model_id=model, seq_id=1, adam=training_pb2.AdamParams(eps=1))
     assert await status(alice("OptimStep", step)) is grpc.StatusCode.ALREADY_EXISTS
 
 
@@ -333,7 +343,7 @@ async def test_both_edges_share_one_budget_of_bytes(edges: Edges, channel: grpc.
     alice = Client(channel, ALICE)
     free = edges.app.limits.pending_body_bytes
     edges.app.budget.take(free - 100)
-    large = tinsmith_pb2.CreateSessionRequest(tags=["x" * 90, "y" * 90])
+    large = sessions_pb2.CreateSessionRequest(tags=["x" * 90, "y" * 90])
     assert await status(alice("CreateSession", large)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     async with edges.http() as client:
         body = {"tags": list(large.tags), "sdk_version": "0.38.0"}
@@ -354,25 +364,25 @@ async def test_a_message_that_cannot_be_read_is_the_callers_error(
 
 async def test_the_role_of_a_model_is_a_field(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
-    session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest())).session_id
-    request = tinsmith_pb2.CreateModelRequest(
-        session_id=session, base_model=BASE, lora=LORA, role=types_pb2.MODEL_ROLE_CRITIC
+    session = (await alice("CreateSession", sessions_pb2.CreateSessionRequest())).session_id
+    request = models_pb2.CreateModelRequest(
+        session_id=session, base_model=BASE, lora=LORA, role=models_pb2.MODEL_ROLE_CRITIC
     )
     made = await alice("CreateModel", request)
     operation = await edges.operation(made.model_id, 0)
     assert operation is not None
-    assert operation.create_model.role == types_pb2.MODEL_ROLE_CRITIC
+    assert operation.create_model.role == models_pb2.MODEL_ROLE_CRITIC
     request.user_metadata["model_role"] = "policy"
     assert await status(alice("CreateModel", request)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_model_trains_an_adapter_or_all_its_weights(edges: Edges, channel: grpc.aio.Channel) -> None:
     alice = Client(channel, ALICE)
-    session = (await alice("CreateSession", tinsmith_pb2.CreateSessionRequest())).session_id
-    full = types_pb2.FullFineTuning()
-    both = tinsmith_pb2.CreateModelRequest(session_id=session, base_model=BASE, lora=LORA, full=full)
+    session = (await alice("CreateSession", sessions_pb2.CreateSessionRequest())).session_id
+    full = models_pb2.FullFineTuning()
+    both = models_pb2.CreateModelRequest(session_id=session, base_model=BASE, lora=LORA, full=full)
     assert await status(alice("CreateModel", both)) is grpc.StatusCode.INVALID_ARGUMENT
-    request = tinsmith_pb2.CreateModelRequest(session_id=session, base_model=BASE, full=full)
+    request = models_pb2.CreateModelRequest(session_id=session, base_model=BASE, full=full)
     made = await alice("CreateModel", request)
     operation = await edges.operation(made.model_id, 0)
     assert operation is not None

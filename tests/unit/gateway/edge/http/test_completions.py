@@ -9,9 +9,9 @@ import httpx
 import tinker
 
 from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges, new_model, new_session
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
-RESULT = operation_pb2.SampleResult()
+RESULT = sampling_pb2.SampleResult()
 
 
 async def sampling_session(client: httpx.AsyncClient) -> str:
@@ -45,7 +45,7 @@ async def test_a_poll_ends_with_the_first_completion_and_goes_on_from_its_cursor
         assert not waiting.done()
         await edges.answer_sample(second, RESULT)
         answer = (await waiting).json()
-        size = operation_pb2.OperationResult(sample=RESULT).ByteSize()
+        size = results_pb2.OperationResult(sample=RESULT).ByteSize()
         assert answer["completions"] == [
             {"state": "finished", "request_id": second, "response_payload_uncompressed_size": size}
         ]
@@ -53,7 +53,7 @@ async def test_a_poll_ends_with_the_first_completion_and_goes_on_from_its_cursor
         await asyncio.sleep(0.2)
         assert not waiting.done()
         failure = types_pb2.Error(category=types_pb2.ERROR_CATEGORY_USER, message="too long")
-        await edges.samples.publish(first, operation_pb2.OperationResult(error=failure))
+        await edges.samples.publish(first, results_pb2.OperationResult(error=failure))
         later = (await waiting).json()
         assert later["completions"] == [{"state": "failed", "request_id": first}]
         assert later["cursor"] > answer["cursor"]
@@ -170,10 +170,10 @@ async def test_the_sdk_waits_with_one_poll_and_cancels_what_it_abandons(edges: E
             await asyncio.sleep(0.2)
             assert "one" not in polls, "no sample polls for itself"
             assert polls.count("all") == 1
-            sequence = operation_pb2.SampledSequence(stop_reason=operation_pb2.STOP_REASON_STOP)
+            sequence = sampling_pb2.SampledSequence(stop_reason=sampling_pb2.STOP_REASON_STOP)
             for seq_id in range(49):
                 await edges.answer_sample(
-                    f"{session}:{seq_id}", operation_pb2.SampleResult(sequences=[sequence])
+                    f"{session}:{seq_id}", sampling_pb2.SampleResult(sequences=[sequence])
                 )
 
         asyncio.run_coroutine_threadsafe(answer(), loop).result(20)

@@ -9,7 +9,7 @@ import pytest
 from services.gateway.access.limits import Limits
 from tests.unit.gateway.edges import BASE, BOB, Edges, new_model, new_session
 from tests.unit.gateway.saved import CONTENT, failure, save
-from tinsmith.v1 import operation_pb2
+from tinsmith.v1 import models_pb2
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ async def test_a_model_is_unloaded_after_all_that_was_sent(edges: Edges) -> None
         assert answer == {"request_id": f"{model}:2", "model_id": model}
         operation = await edges.operation(model, 2)
         assert operation is not None and operation.HasField("unload_model")
-        await edges.answer(model, 2, unload_model=operation_pb2.UnloadModelResult())
+        await edges.answer(model, 2, unload_model=models_pb2.UnloadModelResult())
         assert await failure(client, model, 2) == {"model_id": model}
 
 

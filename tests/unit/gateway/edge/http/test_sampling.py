@@ -9,7 +9,7 @@ import tinker
 
 from services.gateway.access.limits import Limits
 from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges, new_model, new_session, running
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.v1 import checkpoints_pb2, models_pb2, sampling_pb2, types_pb2
 
 
 async def base_session(client, seq_id: int = 0) -> str:
@@ -60,7 +60,7 @@ async def test_a_sample_reaches_the_sampler_as_it_was_sent(edges: Edges) -> None
     assert np.frombuffer(request.prompt.data, "<i4").tolist() == [1, 2, 3]
     assert (request.snapshot.model_id, request.snapshot.version) == ("", 0)
     assert (request.num_samples, request.prompt_logprobs, request.topk_prompt_logprobs) == (2, True, 4)
-    expected = operation_pb2.SamplingParams(**params)
+    expected = sampling_pb2.SamplingParams(**params)
     expected.stop.tokens.ids.append(42)
     assert request.params == expected
 
@@ -193,7 +193,7 @@ async def test_a_sampling_session_that_exists_is_not_opened_on_other_weights(edg
         named = {"model_id": model, "seq_id": 1, "path": "a", "kind": "snapshot"}
         await client.post("save_weights_for_sampler", json=named)
         path = f"tinker://{model}/sampler_weights/a"
-        saved = operation_pb2.SaveForSamplerResult(path=path, version=1, size_bytes=10)
+        saved = checkpoints_pb2.SaveForSamplerResult(path=path, version=1, size_bytes=10)
         await edges.answer(model, 1, save_for_sampler=saved)
         opening = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
         first = await client.post("create_sampling_session", json=opening)
@@ -234,10 +234,10 @@ async def test_a_session_on_what_cannot_be_sampled_is_refused(
     assert says in response.json()["detail"]
 
 
-def sequence(tokens: list[int]) -> operation_pb2.SampledSequence:
+def sequence(tokens: list[int]) -> sampling_pb2.SampledSequence:
     shape = [len(tokens)]
-    return operation_pb2.SampledSequence(
-        stop_reason=operation_pb2.STOP_REASON_STOP,
+    return sampling_pb2.SampledSequence(
+        stop_reason=sampling_pb2.STOP_REASON_STOP,
         tokens=types_pb2.Tensor(
             dtype=types_pb2.DATA_TYPE_INT32, shape=shape, data=np.array(tokens, "<i4").tobytes()
         ),
@@ -264,15 +264,15 @@ async def test_the_sdk_samples_from_an_ephemeral_save(edges: Edges) -> None:
                 await asyncio.sleep(0.02)
             request = await edges.sample(request_id)
             assert request.snapshot.version == 1
-            result = operation_pb2.SampleResult(sequences=[sequence([4, 5]), sequence([6])])
+            result = sampling_pb2.SampleResult(sequences=[sequence([4, 5]), sequence([6])])
             await edges.answer_sample(request_id, result)
 
         service = tinker.ServiceClient(base_url=edges.base_url, api_key=ALICE)
         creating = service.create_lora_training_client(base_model=BASE, rank=4)
         session = service.holder.get_session_id()
-        run(answer(f"{session}:train:0", 0, create_model=operation_pb2.CreateModelResult()))
+        run(answer(f"{session}:train:0", 0, create_model=models_pb2.CreateModelResult()))
         saving = creating.result(20).save_weights_and_get_sampling_client()
-        saved = operation_pb2.SaveForSamplerResult(sampling_session_id=f"{session}:sample:0", version=1)
+        saved = checkpoints_pb2.SaveForSamplerResult(sampling_session_id=f"{session}:sample:0", version=1)
         run(answer(f"{session}:train:0", 1, save_for_sampler=saved))
         sampler = saving.result(20)
         future = sampler.sample(tinker.ModelInput.from_ints([1, 2]), 2, tinker.SamplingParams(max_tokens=4))
@@ -296,7 +296,7 @@ async def test_an_inflight_save_makes_a_session_with_a_cache_of_its_own(edges: E
             assert operation is not None
             assert operation.save_for_sampler.inflight is (kind == "inflight")
             session = f"{model.split(':')[0]}:sample:{seq_id}"
-            saved = operation_pb2.SaveForSamplerResult(sampling_session_id=session, version=seq_id)
+            saved = checkpoints_pb2.SaveForSamplerResult(sampling_session_id=session, version=seq_id)
             await edges.answer(model, seq_id, save_for_sampler=saved)
             promise = (await client.post("asample", json=body(session))).json()
             request = await edges.sample(promise["request_id"])

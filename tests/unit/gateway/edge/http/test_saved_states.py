@@ -9,7 +9,8 @@ from services.common.contract import ids
 from services.common.contract.errors import Unavailable
 from tests.unit.gateway import saved
 from tests.unit.gateway.edges import BASE, BOB, LORA, Edges, new_model, new_session
-from tinsmith.v1 import operation_pb2
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import models_pb2
 
 
 async def test_a_saved_state_is_known_with_its_metadata_and_lifetime(edges: Edges) -> None:
@@ -71,7 +72,7 @@ async def test_a_model_can_be_created_from_a_saved_state(edges: Edges) -> None:
         assert (state.source_model_id, state.checkpoint_id, state.optimizer) == (model, "weights/final", True)
         assert operation.create_model.base_model == BASE
         assert not operation.create_model.HasField("lora")
-        result = operation_pb2.CreateModelResult(lora=LORA)
+        result = models_pb2.CreateModelResult(lora=LORA)
         await edges.answer(f"{session}:train:0", 0, create_model=result)
         info = await client.post("get_info", json={"model_id": f"{session}:train:0"})
         assert info.json()["lora_rank"] == 4

@@ -15,7 +15,8 @@ from services.common.contract.errors import Unavailable
 from services.gateway.access.limits import Limits
 from services.gateway.edge.http.codec import forward_backward_in
 from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, VOCAB, Edges, new_model, new_session
-from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
+from tinsmith.internal.v1 import tinker_pb2
+from tinsmith.v1 import models_pb2, training_pb2, types_pb2
 
 PROTO = {"content-type": "application/x-protobuf"}
 
@@ -62,7 +63,7 @@ async def test_a_model_is_created_once_however_often_it_is_asked_for(edges: Edge
     assert other.status_code == named.status_code == 409
     operation = await edges.operation(f"{session}:train:3", 0)
     assert operation is not None
-    expected = types_pb2.LoraConfig(rank=4, seed=7, train_attn=True, train_unembed=True)
+    expected = models_pb2.LoraConfig(rank=4, seed=7, train_attn=True, train_unembed=True)
     assert operation.create_model.lora == expected
     assert operation.create_model.base_model == BASE
 
@@ -199,8 +200,8 @@ async def test_every_adam_field_arrives(edges: Edges) -> None:
         await client.post("optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {}})
     first, second = await edges.operation(model, 1), await edges.operation(model, 2)
     assert first is not None and second is not None
-    assert first.optim_step.adam == types_pb2.AdamParams(**given)
-    defaults = types_pb2.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12)
+    assert first.optim_step.adam == training_pb2.AdamParams(**given)
+    defaults = training_pb2.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12)
     assert second.optim_step.adam == defaults
 
 
@@ -250,7 +251,7 @@ async def test_a_poll_returns_as_soon_as_the_result_is_there_and_again_later(edg
         await asyncio.sleep(0.2)
         assert not waiting.done()
         metrics = {"grad_norm": 1.5}
-        await edges.answer(model, 1, optim_step=operation_pb2.OptimStepResult(metrics=metrics))
+        await edges.answer(model, 1, optim_step=training_pb2.OptimStepResult(metrics=metrics))
         first = await asyncio.wait_for(waiting, 5)
         again = await client.post("retrieve_future", json=poll)
     assert first.json() == again.json() == {"metrics": metrics}
@@ -298,22 +299,22 @@ async def test_the_sdk_trains_through_the_edge(edges: Edges) -> None:
         service = tinker.ServiceClient(base_url=edges.base_url, api_key=ALICE)
         future = service.create_lora_training_client(base_model=BASE, rank=4)
         model = f"{service.holder.get_session_id()}:train:0"
-        answer(model, 0, create_model=operation_pb2.CreateModelResult(lora=LORA))
+        answer(model, 0, create_model=models_pb2.CreateModelResult(lora=LORA))
         client = future.result(20)
         inputs = {"target_tokens": torch.tensor([2, 3]), "weights": torch.tensor([0.0, 1.0])}
         datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
         batch_future = client.forward_backward([datum], "cross_entropy")
         step_future = client.optim_step(tinker.AdamParams(learning_rate=0.1))
-        result = operation_pb2.ForwardBackwardResult(metrics={"loss:sum": 2.0})
+        result = training_pb2.ForwardBackwardResult(metrics={"loss:sum": 2.0})
         result.outputs["logprobs"].MergeFrom(
-            types_pb2.BatchedTensor(
+            training_pb2.BatchedTensor(
                 dtype=types_pb2.DATA_TYPE_FLOAT32,
                 data=np.array([-1, -2], "<f4").tobytes(),
                 offsets=[0, 8],
             )
         )
         answer(model, 1, forward_backward=result)
-        answer(model, 2, optim_step=operation_pb2.OptimStepResult(metrics={"grad_norm": 1.0}))
+        answer(model, 2, optim_step=training_pb2.OptimStepResult(metrics={"grad_norm": 1.0}))
         bad = client.forward_backward(
             [tinker.Datum(model_input=tinker.ModelInput.from_ints([999, 2]), loss_fn_inputs=inputs)],
             "cross_entropy",
@@ -336,7 +337,7 @@ async def test_a_critic_is_made_by_its_metadata_and_keeps_to_its_role(edges: Edg
         model = await new_model(edges, client, metadata={"model_role": "critic"})
         operation = await edges.operation(model, 0)
         assert operation is not None
-        assert operation.create_model.role == types_pb2.MODEL_ROLE_CRITIC
+        assert operation.create_model.role == models_pb2.MODEL_ROLE_CRITIC
         await client.post("forward_backward", content=batch(model, 1, [1, 2]), headers=PROTO)
         assert "use ppo_critic" in await failure(client, f"{model}:1")
         for seq_id, save in ((2, {"path": "x"}), (3, {"sampling_session_seq_id": 0})):

@@ -16,7 +16,8 @@ from services.common.contract.errors import InvalidRequest, TooLarge
 from services.gateway.access.limits import Limits
 from services.gateway.edge.http import body
 from services.gateway.edge.http.codec import forward_backward_in
-from tinsmith.v1 import operation_pb2, tinker_pb2, types_pb2
+from tinsmith.internal.v1 import tinker_pb2
+from tinsmith.v1 import training_pb2, types_pb2
 
 MIB = 1024 * 1024
 LIMITS = Limits(inflated_body_bytes=MIB)
@@ -40,7 +41,7 @@ def sdk_message(data: list[tinker.Datum], config: dict[str, float | str] | None 
     )
 
 
-def decoded(message, limits: Limits = LIMITS) -> operation_pb2.ForwardBackward:
+def decoded(message, limits: Limits = LIMITS) -> training_pb2.ForwardBackward:
     """What the edge makes of a message, in its order."""
     parsed = forward_backward_in.parse_request(message.SerializeToString(), limits)
     forward_backward_in.sparse_bytes(parsed, limits)

@@ -16,13 +16,13 @@ from tinker.types import (
 )
 
 from services.gateway.edge.http.codec import results_out
-from tinsmith.v1 import operation_pb2, types_pb2
+from tinsmith.v1 import checkpoints_pb2, models_pb2, results_pb2, sampling_pb2, training_pb2, types_pb2
 
 MODEL = "s:train:0"
 
 
 def reply(**kind: object) -> results_out.Reply:
-    return results_out.result(MODEL, operation_pb2.OperationResult(**kind).SerializeToString())
+    return results_out.result(MODEL, results_pb2.OperationResult(**kind).SerializeToString())
 
 
 def tensor(values: list, dtype: str, kind: int) -> types_pb2.Tensor:
@@ -43,7 +43,7 @@ def longs(values: list) -> types_pb2.Tensor:
 
 
 def test_logprobs_arrive_per_datum_in_order() -> None:
-    result = operation_pb2.ForwardBackwardResult(metrics={"loss:sum": 1.5})
+    result = training_pb2.ForwardBackwardResult(metrics={"loss:sum": 1.5})
     logprobs = result.outputs["logprobs"]
     logprobs.dtype = types_pb2.DATA_TYPE_FLOAT32
     logprobs.data = np.array([-1, -2, -3], "<f4").tobytes()
@@ -56,7 +56,7 @@ def test_logprobs_arrive_per_datum_in_order() -> None:
 
 
 def test_logprobs_of_several_targets_keep_their_shape() -> None:
-    result = operation_pb2.ForwardBackwardResult()
+    result = training_pb2.ForwardBackwardResult()
     logprobs = result.outputs["logprobs"]
     logprobs.dtype = types_pb2.DATA_TYPE_FLOAT32
     logprobs.data = np.arange(6, dtype="<f4").tobytes()
@@ -67,17 +67,17 @@ def test_logprobs_of_several_targets_keep_their_shape() -> None:
 
 
 def test_a_sample_arrives_whole() -> None:
-    result = operation_pb2.SampleResult(
+    result = sampling_pb2.SampleResult(
         sequences=[
-            operation_pb2.SampledSequence(
-                stop_reason=operation_pb2.STOP_REASON_STOP, tokens=ints([4, 5]), logprobs=floats([-0.5, -1])
+            sampling_pb2.SampledSequence(
+                stop_reason=sampling_pb2.STOP_REASON_STOP, tokens=ints([4, 5]), logprobs=floats([-0.5, -1])
             ),
-            operation_pb2.SampledSequence(
-                stop_reason=operation_pb2.STOP_REASON_LENGTH, tokens=ints([6]), logprobs=floats([-2])
+            sampling_pb2.SampledSequence(
+                stop_reason=sampling_pb2.STOP_REASON_LENGTH, tokens=ints([6]), logprobs=floats([-2])
             ),
         ],
         prompt_logprobs=floats([math.nan, -0.25]),
-        topk_prompt_logprobs=operation_pb2.TopkLogprobs(
+        topk_prompt_logprobs=sampling_pb2.TopkLogprobs(
             token_ids=ints([[0, 0], [3, 1]]), logprobs=floats([[-99999, -99999], [-0.1, -2]])
         ),
         prompt_cache_hit_tokens=1,
@@ -97,18 +97,18 @@ def test_a_sample_arrives_whole() -> None:
 def sampled(**scores: object) -> SampleResponse:
     """What the SDK reads of a result with one sequence."""
     topk = scores.pop("topk_logprobs", None)
-    sequence = operation_pb2.SampledSequence(
-        stop_reason=operation_pb2.STOP_REASON_STOP,
+    sequence = sampling_pb2.SampledSequence(
+        stop_reason=sampling_pb2.STOP_REASON_STOP,
         tokens=ints([4]),
         logprobs=floats([-1]),
         topk_logprobs=topk,
     )
-    result = operation_pb2.SampleResult(sequences=[sequence], **scores)
+    result = sampling_pb2.SampleResult(sequences=[sequence], **scores)
     return response_conv.deserialize_sample_response(reply(sample=result).body)
 
 
 def test_the_most_likely_sampled_tokens_arrive_with_their_sequence() -> None:
-    topk = operation_pb2.TopkLogprobs(token_ids=ints([[4, 7]]), logprobs=floats([[-1, -1.5]]))
+    topk = sampling_pb2.TopkLogprobs(token_ids=ints([[4, 7]]), logprobs=floats([[-1, -1.5]]))
     assert sampled(topk_logprobs=topk).sequences[0].topk_logprobs == [[(4, -1.0), (7, -1.5)]]
     assert sampled().sequences[0].topk_logprobs is None
 
@@ -127,7 +127,7 @@ def test_targets_arrive_in_the_layout_of_the_request() -> None:
 
 def test_draws_arrive_as_two_tensors() -> None:
     for ids, logprobs in (([[1, 2], [3, 3]], [[-1, -2], [-3, -3]]), (np.zeros((0, 2)), np.zeros((0, 2)))):
-        drawn = operation_pb2.TopkLogprobs(token_ids=ints(ids), logprobs=floats(logprobs))
+        drawn = sampling_pb2.TopkLogprobs(token_ids=ints(ids), logprobs=floats(logprobs))
         found = sampled(prompt_alt_tokens=drawn).prompt_alt_tokens
         assert found is not None
         assert (found.tokens.dtype, found.logprobs.dtype) == ("int64", "float32")
@@ -136,18 +136,18 @@ def test_draws_arrive_as_two_tensors() -> None:
 
 
 def test_prompt_logprobs_that_were_not_asked_for_are_absent() -> None:
-    sequence = operation_pb2.SampledSequence(
-        stop_reason=operation_pb2.STOP_REASON_STOP, tokens=ints([4]), logprobs=floats([-1])
+    sequence = sampling_pb2.SampledSequence(
+        stop_reason=sampling_pb2.STOP_REASON_STOP, tokens=ints([4]), logprobs=floats([-1])
     )
     response = response_conv.deserialize_sample_response(
-        reply(sample=operation_pb2.SampleResult(sequences=[sequence])).body
+        reply(sample=sampling_pb2.SampleResult(sequences=[sequence])).body
     )
     assert response.prompt_logprobs is None
     assert response.topk_prompt_logprobs is None
 
 
 def test_a_sequence_that_ended_for_no_known_reason_is_an_error_and_not_a_length() -> None:
-    answer = reply(sample=operation_pb2.SampleResult(sequences=[operation_pb2.SampledSequence()]))
+    answer = reply(sample=sampling_pb2.SampleResult(sequences=[sampling_pb2.SampledSequence()]))
     assert json.loads(answer.body)["category"] == "server"
 
 
@@ -159,7 +159,7 @@ def test_a_failure_tells_whose_fault_it_is() -> None:
 
 
 def test_metrics_that_are_not_numbers_survive() -> None:
-    answer = reply(optim_step=operation_pb2.OptimStepResult(metrics={"grad_norm": math.nan, "lr": 0.1}))
+    answer = reply(optim_step=training_pb2.OptimStepResult(metrics={"grad_norm": math.nan, "lr": 0.1}))
     metrics = OptimStepResponse.model_validate(json.loads(answer.body)).metrics
     assert metrics is not None
     assert math.isnan(metrics["grad_norm"])
@@ -169,25 +169,25 @@ def test_metrics_that_are_not_numbers_survive() -> None:
 @pytest.mark.parametrize(
     ("kind", "response", "expected"),
     [
-        ({"create_model": operation_pb2.CreateModelResult()}, CreateModelResponse, {"model_id": MODEL}),
-        ({"create_model": operation_pb2.CreateModelResult()}, LoadWeightsResponse, {"model_id": MODEL}),
+        ({"create_model": models_pb2.CreateModelResult()}, CreateModelResponse, {"model_id": MODEL}),
+        ({"create_model": models_pb2.CreateModelResult()}, LoadWeightsResponse, {"model_id": MODEL}),
         (
-            {"save_state": operation_pb2.SaveStateResult(path="tinker://s:train:0/weights/a")},
+            {"save_state": checkpoints_pb2.SaveStateResult(path="tinker://s:train:0/weights/a")},
             SaveWeightsResponse,
             {"path": "tinker://s:train:0/weights/a"},
         ),
         (
-            {"load_state": operation_pb2.LoadStateResult(path="tinker://s:train:0/weights/a")},
+            {"load_state": checkpoints_pb2.LoadStateResult(path="tinker://s:train:0/weights/a")},
             LoadWeightsResponse,
             {"path": "tinker://s:train:0/weights/a", "model_id": MODEL},
         ),
         (
-            {"save_for_sampler": operation_pb2.SaveForSamplerResult(path="tinker://p", version=3)},
+            {"save_for_sampler": checkpoints_pb2.SaveForSamplerResult(path="tinker://p", version=3)},
             SaveWeightsForSamplerResponseInternal,
             {"path": "tinker://p", "sampling_session_id": None},
         ),
         (
-            {"save_for_sampler": operation_pb2.SaveForSamplerResult(sampling_session_id="s:sample:0")},
+            {"save_for_sampler": checkpoints_pb2.SaveForSamplerResult(sampling_session_id="s:sample:0")},
             SaveWeightsForSamplerResponseInternal,
             {"path": None, "sampling_session_id": "s:sample:0"},
         ),
