@@ -20,7 +20,7 @@ from services.common.state.registry import Registry
 from services.gateway.config import REDIS_URL_VARIABLE
 
 _RETIRED = """\
-{} is retired: new requests for it are refused.
+{} is retired: what waits for it fails, and new requests for it are refused.
 A gateway that is started with it in --base-models, or a trainer or sampler of it, brings it back."""
 
 

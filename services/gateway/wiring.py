@@ -159,6 +159,7 @@ class Gateway:
             dispatcher,
             discovery.trainers,
             sampling.cancel_samples_of_session,
+            data,
             gateway_id,
             retention or RetentionSettings(),
         )

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="kind", required=True, metavar="KIND"
     )
     _add_tiny(models.add_parser("tiny", help="a tiny random Qwen3 with tokenizer and chat template"))
-    retire = models.add_parser("retire", help="a base model is served no more: requests for it are refused")
+    retire = models.add_parser("retire", help="a base model is served no more: what waits for it fails")
     retire.add_argument("name", metavar="NAME", help="what SDK users pass as base_model")
     _add_cluster(retire)
     return parser

@@ -28,6 +28,7 @@ from services.common.process.tasks import cancel_all
 from services.common.state.journal import Journal
 from services.common.state.journal_records import Entry, JournalIndex, error_result
 from services.common.state.registry import ServiceRecord
+from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.dispatch import plan
 from services.gateway.dispatch.gaps import GapWatch
@@ -146,6 +147,9 @@ class ModelRunner:
             return 0.0
         self._base_model = index.base_model
         trainer = self._trainer()
+        if trainer is None and self._trainers.retired(index.base_model):
+            await self._fail_pending(error_result(errors.to_pb(retired(index.base_model))))
+            return 0.0
         if trainer is None:
             await self._pause(self._missing_reason())
             return self._settings.trainer_poll
@@ -184,10 +188,8 @@ class ModelRunner:
         )
 
     def _missing_reason(self) -> str:
-        base_model = self._base_model
-        if self._trainers.serving(base_model) or self._incarnation is not None:
-            return f"the trainer for {base_model} is restarting; the request will go on when it is back"
-        return f"no trainer for {base_model} is running; the request will run when one is"
+        seen = self._incarnation is not None or bool(self._trainers.serving(self._base_model))
+        return plan.missing_reason(self._base_model, seen)
 
     async def _synchronise(self, trainer: ServiceRecord) -> bool:
         """Finds out where the trainer is with this model, after bringing it back if need be."""
@@ -364,7 +366,7 @@ class ModelRunner:
         self._synchronised = False
 
     async def _fail_pending(self, closing: bytes) -> None:
-        """The model is closed: everything that still waits fails with the reason."""
+        """Nothing of the model will run: everything that still waits fails with the reason."""
         await self._cancel_calls()
         result = results_pb2.OperationResult.FromString(closing)
         lowest = (await self._journal.index(self.model_id, -1, entries=0)).lowest_pending

@@ -223,6 +223,13 @@ def closing_result(operation: operation_pb2.Operation, result: results_pb2.Opera
     return error_result(errors.to_pb(reason))
 
 
+def missing_reason(base_model: str, seen: bool) -> str:
+    """Why a model's operations wait when no trainer is ready. `seen`: one was there before."""
+    if seen:
+        return f"the trainer for {base_model} is restarting; the request will go on when it is back"
+    return f"no trainer for {base_model} is running; the request will run when one is"
+
+
 def backoff(attempt: int, first: float = 0.05, most: float = 2.0) -> float:
     """Seconds to wait before attempt number `attempt` (1, 2, ...) is repeated."""
     return min(most, first * 2.0 ** min(attempt - 1, 16))

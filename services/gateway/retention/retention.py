@@ -24,6 +24,8 @@ from services.common.process.periodic import Periodic
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.journal_records import Closing, error_result
+from services.common.storage import model_files
+from services.common.storage.data_dir import DataDir
 from services.gateway.checkpoints.files import sampled_versions
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.dispatch.dispatcher import Dispatcher
@@ -60,6 +62,7 @@ class Retention:
 
     Args:
         cancel_samples: gives up the pending samples of a session, for a reason.
+        data: where models of base models that are retired left files.
         gateway_id: stable over restarts of the gateway.
     """
 
@@ -71,6 +74,7 @@ class Retention:
         dispatcher: Dispatcher,
         trainers: Services,
         cancel_samples: CancelSamples,
+        data: DataDir,
         gateway_id: str,
         settings: RetentionSettings,
     ) -> None:
@@ -79,6 +83,7 @@ class Retention:
         self._dispatcher = dispatcher
         self._trainers = trainers
         self._cancel_samples = cancel_samples
+        self._data = data
         self._settings = settings
         self._sessions = stores.sessions
         self._models = stores.models
@@ -161,7 +166,10 @@ class Retention:
         if not index.base_model or index.closed:
             # No trainer ever heard of the model, or none will again.
             return True
-        if index.pending or not self._trainers.serving(index.base_model):
+        if index.pending or self._trainers.retired(index.base_model):
+            # What waits for a retired base model fails, and then there is no memory to free.
+            return not index.pending
+        if not self._trainers.serving(index.base_model):
             return False
 
         async def park(lease: Lease) -> bool:
@@ -234,15 +242,26 @@ class Retention:
             gone = [one for one in await self._snapshots.of_model(model_id) if one.version not in kept]
         # Without a base model no creation was ever accepted, and no trainer has heard of the model.
         heard_of = bool(base_model) and step is not ModelStep.DROP
-        if heard_of and not await self._on_trainers(
-            base_model, lambda stub: stub.DeleteModel(request, timeout=_CALL_S)
-        ):
+        if heard_of and not await self._delete(base_model, request):
             return False
         for snapshot in gone:
             await self._snapshots.forget(model_id, snapshot.version, snapshot.owner)
         if step is ModelStep.DELETE_STATE:
             log.info("deleted the training state of %s", model_id)
             return await self._journal.erase(model_id)
+        return True
+
+    async def _delete(self, base_model: str, request: trainer_pb2.DeleteModelRequest) -> bool:
+        """Has a closed model's files deleted; False when that has to wait. Without its base model's trainer,
+        when none will come back, this gateway does it."""
+        if not self._trainers.retired(base_model):
+            return await self._on_trainers(
+                base_model, lambda stub: stub.DeleteModel(request, timeout=_CALL_S)
+            )
+        await asyncio.to_thread(model_files.delete_state, self._data, request.model_id)
+        if request.snapshots:
+            kept = set(request.kept_versions)
+            await asyncio.to_thread(model_files.delete_snapshots, self._data, request.model_id, kept)
         return True
 
     async def _close(self, lease: Lease) -> bool:

@@ -31,6 +31,7 @@ from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal_records import Accepted
 from services.common.state.registry import TTL_S
+from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services
 from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.dispatch.plan import backoff
@@ -235,6 +236,8 @@ class SampleDispatcher:
             change = self._replicas.change
             replica = self._replicas.choose(base_model, wanted, avoided)
             if replica is None:
+                if self._replicas.retired(base_model):
+                    raise retired(base_model)
                 if not waiting:
                     reason = f"no sampler for {base_model} is running; the request will run when one is"
                     await self._journal.note_waiting(request_id, reason)

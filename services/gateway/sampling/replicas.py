@@ -45,6 +45,10 @@ class Replicas:
         serving = self._samplers.serving(base_model)
         return {record.incarnation: record for record in serving if record.state == "ready"}
 
+    def retired(self, base_model: str) -> bool:
+        """Whether no replica samples a base model, and none will."""
+        return self._samplers.retired(base_model)
+
     def choose(
         self, base_model: str, wanted: choose_replica.Affinity, avoided: set[str]
     ) -> ServiceRecord | None:

@@ -21,12 +21,12 @@ from services.common.contract.errors import (
     TinsmithError,
 )
 from services.common.storage.data_dir import DataDir
+from services.common.storage.model_files import delete_snapshots
 from services.trainer.execution.full_models import FullModels
 from services.trainer.execution.resident_models import Model, OperationResult
 from services.trainer.files.checkpoints import Meta, SavedState
 from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers
 from services.trainer.order.sequencer import Sequence
-from services.trainer.publish.publisher import delete_snapshots
 from services.trainer.world.commands import CreateModel, DropModel
 from services.trainer.world.world import World
 

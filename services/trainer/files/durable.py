@@ -23,7 +23,8 @@ import msgspec
 from services.common.contract.errors import DataLoss
 from services.common.process import failpoints
 from services.common.storage.data_dir import DataDir
-from services.common.storage.directory import delete_directory, publish_directory
+from services.common.storage.directory import publish_directory
+from services.common.storage.model_files import delete_state
 from services.trainer.files.checkpoints import SavedState, read_state, state_files
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class DurableStore:
         """
         # What is still being written would appear after the deletion.
         await self.settle(model_id)
-        await asyncio.to_thread(delete_directory, self._data.state(model_id))
+        await asyncio.to_thread(delete_state, self._data, model_id)
 
     async def _write_all(self, model_id: str) -> None:
         try:

@@ -10,14 +10,14 @@ of a sampler fails a publish.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.contract.tensors import HostTensor
 from services.common.storage.data_dir import DataDir
-from services.common.storage.directory import delete_directory, directory_bytes, publish_directory
+from services.common.storage.directory import directory_bytes, publish_directory
 from services.trainer.compute.data import LoraSpec
 from services.trainer.files.export_format import Base, read_adapter, weight_files
 from services.trainer.publish.broadcast import Broadcaster
@@ -82,19 +82,3 @@ class Publisher:
             files = weight_files(self._base, lora, tensors)
             return publish_directory(target, files, replace=False, leave_reserve=True)
         return directory_bytes(target)
-
-
-def delete_snapshots(data: DataDir, model_id: str, kept: Collection[int]) -> None:
-    """Deletes the stored snapshots of a closed model but these versions. Blocking.
-
-    Raises:
-        OSError: something cannot be deleted; a repeat goes on with the rest.
-    """
-    parent = data.snapshots(model_id)
-    # What is not a version was left behind by a write or a deletion that broke off.
-    names = {str(version) for version in kept}
-    for path in list(parent.iterdir()) if parent.is_dir() else []:
-        if path.name not in names:
-            delete_directory(path)
-    if parent.is_dir() and not any(parent.iterdir()):
-        parent.rmdir()

@@ -8,6 +8,7 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import Internal, InvalidRequest
+from services.common.state import known_models
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.session import SessionRecord, SessionStore
 from tests.unit.gateway.dispatching import MODEL, Gateway, GatewayFactory, batch, create, refused, step
@@ -199,3 +200,27 @@ async def test_without_a_trainer_operations_wait_and_say_why(
         assert (view.state, view.queue_state, view.queue_state_reason) == ("pending", "active", None)
         trainer.gate.set()
         await gateway.result(1)
+
+
+async def test_what_waits_for_a_base_model_that_is_retired_fails_and_says_so(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    async with serving(redis_client, trainer, "trainer-0"):
+        await gateway.discovery.refresh()
+        await gateway.accept(create(), step(1))
+        await gateway.result(1)
+    await gateway.discovery.refresh()
+    await gateway.accept(batch(2), step(3))
+    await asyncio.sleep(0.1)
+    assert (await gateway.futures.wait(ids.request_id(MODEL, 2), 0)).state == "pending"
+    await known_models.retire(redis_client, BASE)
+    await gateway.discovery.refresh()
+    for seq_id in (2, 3):
+        assert (await gateway.result(seq_id)).error.code == "base_model_retired"
+    # Brought back, the model goes on where it was.
+    async with serving(redis_client, trainer, "trainer-0"):
+        await gateway.discovery.refresh()
+        await gateway.accept(step(4))
+        assert (await gateway.result(4)).HasField("optim_step")
+        assert trainer.order(MODEL) == [0, 1, 4]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 import redis.asyncio
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import Gone, InvalidRequest
-from services.common.state import keys
+from services.common.state import keys, known_models
 from services.common.state.journal import Journal
 from services.common.state.registry import Registry
+from services.common.storage.data_dir import DataDir
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.cluster.redis_restart import RedoLog
@@ -42,8 +44,9 @@ DELETED = SETTLED + 6.0
 class Stage:
     """One gateway's dispatch and retention, over a scripted trainer. Sweeps are made by hand."""
 
-    def __init__(self, client: redis.asyncio.Redis, trainer: ScriptedTrainer) -> None:
+    def __init__(self, client: redis.asyncio.Redis, trainer: ScriptedTrainer, data: DataDir) -> None:
         self.redis = client
+        self.data = data
         self.trainer = trainer
         self.journal = Journal(client)
         self.futures = Futures(client)
@@ -73,6 +76,7 @@ class Stage:
             self.dispatcher,
             self.discovery.trainers,
             self._cancel_samples,
+            self.data,
             gateway_id,
             SETTINGS,
         )
@@ -138,10 +142,15 @@ class Stage:
 
 
 @pytest.fixture
-async def stage(redis_client: redis.asyncio.Redis) -> AsyncIterator[Stage]:
+def data(tmp_path: Path) -> DataDir:
+    return DataDir(tmp_path)
+
+
+@pytest.fixture
+async def stage(redis_client: redis.asyncio.Redis, data: DataDir) -> AsyncIterator[Stage]:
     trainer = ScriptedTrainer(Journal(redis_client), {})
     async with serving(redis_client, trainer, "trainer-0"):
-        made = Stage(redis_client, trainer)
+        made = Stage(redis_client, trainer, data)
         parts = (made.futures, made.discovery, made.dispatcher)
         for part in parts:
             await part.start()
@@ -345,6 +354,42 @@ async def test_a_trainer_that_is_away_is_waited_for(stage: Stage, redis_client: 
     assert await stage.journal.is_closed(model_id)
     assert await stage.journal.durable(model_id) is not None
     assert await stage.redis.zscore(keys.ENDED_MODELS, model_id) is not None
+
+
+async def test_what_a_retired_base_model_left_is_deleted_without_a_trainer(
+    stage: Stage, data: DataDir
+) -> None:
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    for directory in (data.state(model_id) / "1-1", data.snapshot(model_id, 1), data.snapshot(model_id, 2)):
+        directory.mkdir(parents=True)
+        (directory / "file").write_bytes(b"x")
+    await stage.checkpoints.put(
+        CheckpointRecord(
+            model_id=model_id,
+            checkpoint_id="sampler_weights/kept",
+            owner="ann",
+            kind="sampler",
+            version=2,
+            size_bytes=1,
+            created_at=time.time(),
+            base_model=BASE,
+            lora_rank=8,
+        )
+    )
+    await Registry(stage.redis).withdraw("trainer", "trainer-0")
+    await known_models.retire(stage.redis, BASE)
+    await stage.discovery.refresh()
+    await stage.sweep(later=200)
+    assert await stage.redis.zcard(keys.PARKED_SESSIONS) == 1, "there is no memory to free"
+    await stage.sessions.finish("ann", session_id, "success", "")
+    await stage.sweep(later=SETTLED)
+    await stage.sweep(later=DELETED)
+    assert not data.state(model_id).exists()
+    assert await stage.journal_keys(model_id) == {"meta"}
+    await stage.sweep(later=SETTLED + 60)
+    assert [path.name for path in data.snapshots(model_id).iterdir()] == ["2"]
+    assert await stage.redis.zcard(keys.ENDED_MODELS) == 0
 
 
 async def test_only_one_gateway_sweeps_at_a_time(stage: Stage) -> None:

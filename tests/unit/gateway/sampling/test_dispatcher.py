@@ -13,7 +13,7 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import SnapshotNotFound, Unavailable
-from services.common.state import keys, registry
+from services.common.state import keys, known_models, registry
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.model import ModelRecord
@@ -523,3 +523,15 @@ async def test_a_sample_whose_session_redis_forgot_waits_until_it_is_restored(
         assert sampler.served == []
         await redis_client.set(name, record)
         assert await gateway.tokens(request_id) == b"a"
+
+
+async def test_a_sample_that_waits_for_a_base_model_that_is_retired_fails_and_says_so(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    gateway = await gateway_on()
+    request_id = await gateway.sample(0)
+    await asyncio.sleep(0.1)
+    await known_models.retire(redis_client, BASE)
+    await gateway.discovery.refresh()
+    assert (await gateway.result(request_id)).error.code == "base_model_retired"
+    assert await gateway.journal.samples_of(gateway.name) == set()
