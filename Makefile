@@ -44,7 +44,7 @@ lint: setup ## ruff, mypy, buf lint and buf breaking
 	@.venv/bin/mypy
 	@.venv/bin/buf lint proto
 	@.venv/bin/buf format --diff --exit-code proto
-	@.venv/bin/buf breaking proto --against proto/baseline.binpb
+	@./scripts/proto_breaking.sh
 
 format: setup ## format Python and proto files
 	@.venv/bin/ruff format .
