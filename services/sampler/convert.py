@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 
 import numpy as np
@@ -74,6 +75,15 @@ def _params_from_pb(pb: sampling_pb2.SamplingParams) -> SamplingParams:
     )
 
 
+def digest_of(pb: sampler_pb2.SampleRequest) -> bytes:
+    """The same for all repeats of a request; an inflight one may have moved to another version meanwhile."""
+    same = sampler_pb2.SampleRequest()
+    same.CopyFrom(pb)
+    same.snapshot.version = 0
+    same.ClearField("wait_seconds")
+    return hashlib.blake2b(same.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
 def incoming_from_pb(pb: sampler_pb2.ReceiveSnapshotRequest) -> IncomingSnapshot:
     """
     Raises:
@@ -105,6 +115,16 @@ def output_to_pb(output: SampleOutput) -> sampler_pb2.SampleResponse:
     if scores.prompt_alt_tokens is not None:
         result.prompt_alt_tokens.CopyFrom(_topk_to_pb(scores.prompt_alt_tokens))
     return sampler_pb2.SampleResponse(result=result)
+
+
+def progress_to_pb(tokens: int) -> sampler_pb2.SampleResponse:
+    """How far a sample is that has not finished."""
+    return sampler_pb2.SampleResponse(progress=sampler_pb2.SampleProgress(tokens=tokens))
+
+
+def bytes_to_keep(response: sampler_pb2.SampleResponse) -> int | None:
+    """Size of an answer that a repeat of the request may be given; None = it has to be asked anew."""
+    return response.ByteSize() if response.HasField("result") else None
 
 
 def error_to_pb(error: BaseException) -> sampler_pb2.SampleResponse:

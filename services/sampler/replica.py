@@ -13,6 +13,7 @@ import time
 import msgspec
 from redis.exceptions import RedisError
 
+from services.common.contract.errors import Draining
 from services.common.process import process, rpc
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client, registry
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 _LIVENESS_S = 0.5
 _ENGINE_SHUTDOWN_S = 10.0
 _STACKS_S = 0.5
+_REPLIES_S = 5.0
 
 
 async def run(config: SamplerConfig) -> int:
@@ -81,7 +83,10 @@ async def _serve(config: SamplerConfig, engine: Engine) -> int:
         log.info("draining for up to %.0f s", config.drain_seconds)
         service.draining = True
         await announcer.update(msgspec.structs.replace(announcer.record, state="draining"))
-        await server.drain(config.drain_seconds)
+        # Until then repeats of what runs are answered; afterwards others do what is left.
+        stopping = Draining("this sampler stops before the sample is done; another one runs it")
+        await parts.generations.end(config.drain_seconds, stopping)
+        await server.drain(_REPLIES_S)
         await announcer.stop()
         return 0
     finally:

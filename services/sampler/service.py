@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from services.common.contract.errors import InvalidRequest, Unavailable
+from services.common.contract.errors import Draining, InvalidRequest
 from services.common.process import failpoints
 from services.sampler import convert
 from services.sampler.requests.admission import Admission
+from services.sampler.requests.generations import Generations
 from services.sampler.requests.samples import Samples
 from services.sampler.snapshots.snapshots import Snapshots
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
@@ -23,14 +24,22 @@ class ObservedEngine(Protocol):
     @property
     def generated_tokens(self) -> int: ...
 
+    def tokens_of(self, request_id: str) -> int: ...
+
 
 class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     """Serves SamplerService."""
 
     def __init__(
-        self, engine: ObservedEngine, samples: Samples, admission: Admission, snapshots: Snapshots
+        self,
+        engine: ObservedEngine,
+        generations: Generations[sampler_pb2.SampleResponse],
+        samples: Samples,
+        admission: Admission,
+        snapshots: Snapshots,
     ) -> None:
         self._engine = engine
+        self._generations = generations
         self._samples = samples
         self._admission = admission
         self._snapshots = snapshots
@@ -38,13 +47,31 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         """New samples and transfers are refused; running ones go on."""
 
     async def Sample(self, request: sampler_pb2.SampleRequest, context: Any) -> sampler_pb2.SampleResponse:
-        self._refuse_when_draining()
+        name = request.request_id
+        if not self._generations.knows(name):
+            self._refuse_when_draining()
+        response = await self._generations.answer(
+            name, convert.digest_of(request), lambda: self._generate(request), request.wait_seconds or None
+        )
+        await failpoints.reach("sampler.before_reply")
+        return response or convert.progress_to_pb(self._engine.tokens_of(name))
+
+    async def _generate(self, request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
         try:
-            output = await self._samples.run(convert.sample_job_from_pb(request))
-            await failpoints.reach("sampler.before_reply")
-            return convert.output_to_pb(output)
+            return convert.output_to_pb(await self._samples.run(convert.sample_job_from_pb(request)))
         except InvalidRequest as error:
             return convert.error_to_pb(error)
+
+    async def EndSample(
+        self, request: sampler_pb2.EndSampleRequest, context: Any
+    ) -> sampler_pb2.EndSampleResponse:
+        self._generations.give_up(request.request_id)
+        return sampler_pb2.EndSampleResponse()
+
+    async def FindSample(
+        self, request: sampler_pb2.FindSampleRequest, context: Any
+    ) -> sampler_pb2.FindSampleResponse:
+        return sampler_pb2.FindSampleResponse(known=self._generations.knows(request.request_id))
 
     async def JoinGroup(
         self, request: sampler_pb2.JoinGroupRequest, context: Any
@@ -84,4 +111,4 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
 
     def _refuse_when_draining(self) -> None:
         if self.draining:
-            raise Unavailable("this sampler is draining; send the request to another one")
+            raise Draining("this sampler is draining; send the request to another one")

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from services.common.state.registry import ServiceRecord
 from services.common.storage.data_dir import DataDir
+from services.sampler import convert
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.engine.engine import Engine
 from services.sampler.requests.admission import Admission, Capacity
+from services.sampler.requests.generations import Generations
 from services.sampler.requests.samples import Samples
 from services.sampler.service import SamplerService
 from services.sampler.snapshots.adapter_slots import AdapterSlots
@@ -19,6 +21,7 @@ from services.sampler.snapshots.full_snapshots import FullSnapshots
 from services.sampler.snapshots.residency import Residency
 from services.sampler.snapshots.snapshots import Snapshots
 from services.sampler.snapshots.staging import Staging
+from tinsmith.internal.v1 import sampler_pb2
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Parts:
     """What a replica starts and ends."""
 
     full: FullSnapshots
+    generations: Generations[sampler_pb2.SampleResponse]
     service: SamplerService
 
 
@@ -38,7 +42,9 @@ def build(config: SamplerConfig, engine: Engine) -> Parts:
     snapshots = Snapshots(engine, data_dir, residency, slots, full)
     admission = Admission(_capacity(engine))
     samples = Samples(engine, snapshots, admission)
-    return Parts(full, SamplerService(engine, samples, admission, snapshots))
+    generations = Generations(convert.bytes_to_keep)
+    service = SamplerService(engine, generations, samples, admission, snapshots)
+    return Parts(full, generations, service)
 
 
 def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -42,6 +43,9 @@ MLP = {
     "up_proj": (HIDDEN, INTERMEDIATE),
     "down_proj": (INTERMEDIATE, HIDDEN),
 }
+
+
+_seq_ids = itertools.count(1)
 
 
 def make_model(directory: Path, *, tied: bool) -> Path:
@@ -135,10 +139,10 @@ def request(
     topk: int = 0,
     **params: object,
 ) -> sampler_pb2.SampleRequest:
-    """A SampleRequest; version 0 is the base model."""
+    """A new SampleRequest, with an id of its own; version 0 is the base model."""
     settings: dict[str, object] = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "max_tokens": 8} | params
     return sampler_pb2.SampleRequest(
-        request_id="session:sample:0:1",
+        request_id=f"session:sample:0:{next(_seq_ids)}",
         snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=version) if version else None,
         prompt=int32(tokens),
         num_samples=n,

@@ -60,7 +60,8 @@ async def test_sampled_logprobs_are_the_models_at_any_temperature(stub, judge) -
 
 async def test_greedy_decoding_takes_the_most_likely_token_and_repeats_itself(stub, judge) -> None:
     wanted = request(prompt(2, 9), 3, n=2, temperature=0.0, max_tokens=12, stop=NEVER)
-    runs = [await sample(stub, wanted) for _ in range(2)]
+    again = request(prompt(2, 9), 3, n=2, temperature=0.0, max_tokens=12, stop=NEVER)
+    runs = [await sample(stub, each) for each in (wanted, again)]
     found = {tuple(ints(sequence.tokens)) for run in runs for sequence in run.sequences}
     assert found == {tuple(judge(3).greedy(prompt(2, 9), 12))}
 
@@ -268,14 +269,58 @@ async def test_weights_that_give_no_numbers_fail_their_request_and_not_the_engin
     assert len(ints((await sample(stub, request([1], stop=NEVER))).sequences[0].tokens)) == 8
 
 
-async def test_a_cancelled_request_frees_its_place_and_a_full_queue_refuses(stub) -> None:
+async def test_a_repeated_request_joins_what_runs_and_generates_nothing_once_it_is_done(stub) -> None:
+    before = (await status(stub)).generated_tokens
+    wanted = request(prompt(7, 5), n=3, max_tokens=200, stop=NEVER)
+    call = stub.Sample(wanted, timeout=120)
+    await until_running(stub, lambda running: running == 1)
+    repeat = asyncio.create_task(sample(stub, wanted))
+    await asyncio.sleep(0.1)
+    # The first caller, a gateway, dies. Nobody else may, either, for a while.
+    call.cancel()
+    await asyncio.sleep(0.1)
+    assert (await status(stub)).running == 1
+    joined = await repeat
+    assert (await status(stub)).generated_tokens - before == 600
+    for again in [await sample(stub, wanted) for _ in range(3)]:
+        assert again == joined
+    assert (await status(stub)).generated_tokens - before == 600
+
+
+async def test_a_request_whose_only_gateway_died_goes_on_for_the_one_that_takes_it_over(stub) -> None:
+    before = (await status(stub)).generated_tokens
+    wanted = request(prompt(7, 6), max_tokens=300, stop=NEVER)
+    call = stub.Sample(wanted, timeout=120)
+    await until_running(stub, lambda running: running == 1)
+    call.cancel()
+    await asyncio.sleep(0.2)
+    found = await stub.FindSample(sampler_pb2.FindSampleRequest(request_id=wanted.request_id), timeout=10)
+    assert found.known
+    assert len(ints((await sample(stub, wanted)).sequences[0].tokens)) == 300
+    assert (await status(stub)).generated_tokens - before == 300
+
+
+async def test_who_does_not_wait_to_the_end_hears_how_far_a_sample_is(stub) -> None:
+    wanted = request(prompt(7, 7), n=2, max_tokens=400, stop=NEVER)
+    wanted.wait_seconds = 0.1
+    heard = []
+    while (reply := await stub.Sample(wanted, timeout=30)).WhichOneof("kind") == "progress":
+        heard.append(reply.progress.tokens)
+    assert heard == sorted(heard) and 0 < heard[-1] < 800
+    assert [len(ints(sequence.tokens)) for sequence in reply.result.sequences] == [400, 400]
+
+
+async def test_a_request_that_is_given_up_frees_its_place_and_a_full_queue_refuses(stub) -> None:
     long = request(prompt(7, 4), n=60, max_tokens=500, stop=NEVER)
     call = stub.Sample(long, timeout=120)
     await until_running(stub, lambda running: running == 1)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.Sample(request([1], n=21), timeout=30)
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    call.cancel()
+    await stub.EndSample(sampler_pb2.EndSampleRequest(request_id=long.request_id), timeout=10)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    assert error.value.code() is grpc.StatusCode.CANCELLED
     await until_running(stub, lambda running: running == 0)
     assert len((await sample(stub, request([1], n=64, max_tokens=1))).sequences) == 64
 

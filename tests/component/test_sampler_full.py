@@ -271,11 +271,14 @@ async def test_a_request_that_gives_up_while_it_waits_holds_nothing(stub, judge)
     async with asyncio.timeout(20):
         while (await status(stub)).weights != snapshot(201):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    call = stub.Sample(greedy(prompt(9, 10), 202), timeout=60)
+    wanted = greedy(prompt(9, 10), 202)
+    call = stub.Sample(wanted, timeout=60)
     async with asyncio.timeout(20):
         while not (await status(stub)).waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    call.cancel()
+    await stub.EndSample(sampler_pb2.EndSampleRequest(request_id=wanted.request_id), timeout=10)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call
     check(judge(201), prompt(9, 11), await sample(stub, greedy(prompt(9, 11), 201)))
     assert len(ints((await running).sequences[0].tokens)) == 400
     assert ((await status(stub)).waiting, (await status(stub)).running) == (0, 0)

@@ -123,6 +123,12 @@ class Unavailable(TinsmithError):
     retry_after = 1
 
 
+class Draining(Unavailable):
+    """The part that would do the work ends in order. Nothing was wrong with it: another one does the work."""
+
+    default_code = "draining"
+
+
 class Starting(TinsmithError):
     """What the request needs to know first comes up when a model has loaded, which may take minutes.
 
@@ -210,6 +216,7 @@ _CLASSES: tuple[type[TinsmithError], ...] = (
     Overloaded,
     Cancelled,
     Unavailable,
+    Draining,
     Starting,
     DeadlineExceeded,
     ModelNotResident,

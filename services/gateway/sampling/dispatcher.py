@@ -2,8 +2,9 @@
 
 Invariants: an accepted sample is on the list of exactly one live gateway, or of a dead one whose list
 a live one takes over, until its result is published; its result is published once. Sampling changes
-nothing, so a sample may run twice, but only when a replica or a gateway was lost. A sample that was
-cancelled, through whichever gateway, stops here at once, or at the next audit when the word was lost.
+nothing, so a sample may run twice, but only when a replica was lost: one of a lost gateway is asked for at
+the replica that has it. A sample that was cancelled, through whichever gateway, stops here and at its replica
+at once, or at the next audit when the word was lost.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import (
+    Draining,
     Internal,
     NotFound,
     Overloaded,
@@ -42,7 +44,7 @@ from services.gateway.results.subscription import Subscription
 from services.gateway.sampling import choose_replica
 from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.fair_slots import FairSlots
-from services.gateway.sampling.replicas import Replicas
+from services.gateway.sampling.replicas import Replicas, Stalled
 from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import results_pb2
 
@@ -127,7 +129,9 @@ class SampleDispatcher:
         self._dispatching = False
         await self._cancellations.stop()
         await self._audits.stop()
+        # What they run goes on at the replicas for a while: whoever takes them over asks for it there.
         await cancel_all(self._running.values())
+        await self._replicas.stop()
 
     def submit(self, accepted: Accepted, request: sampler_pb2.SampleRequest) -> None:
         """Runs a sample that `SampleJournal.accept` accepted for this gateway. Returns at once.
@@ -151,6 +155,7 @@ class SampleDispatcher:
         """Stops a sample whose future is resolved already."""
         task = self._running.get(request_id)
         if task is not None:
+            self._replicas.end(request_id)
             task.cancel()
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
@@ -167,6 +172,7 @@ class SampleDispatcher:
     async def _run(
         self, request_id: str, from_gateway: str, request: sampler_pb2.SampleRequest | None
     ) -> None:
+        taken_over = request is None
         request = request or await self._claim(request_id, from_gateway)
         if request is None:
             return
@@ -176,7 +182,7 @@ class SampleDispatcher:
             session = await self._session(request_id)
             self._admission.hold(request_id, session.owner, request.num_samples, size)
             async with self._slots(session.base_model).held(session.owner, request.num_samples):
-                result = await self._sample(request_id, request, session)
+                result = await self._sample(request_id, request, session, taken_over)
         except TinsmithError as error:
             result = results_pb2.OperationResult(error=errors.to_pb(error))
         await failpoints.reach("gateway.before_publish_sample")
@@ -211,9 +217,13 @@ class SampleDispatcher:
         return record
 
     async def _sample(
-        self, request_id: str, request: sampler_pb2.SampleRequest, session: SamplingSessionRecord
+        self,
+        request_id: str,
+        request: sampler_pb2.SampleRequest,
+        session: SamplingSessionRecord,
+        taken_over: bool,
     ) -> results_pb2.OperationResult:
-        """Gets the sample from some replica.
+        """Gets the sample from some replica; one that was sent out before, from the one that has it.
 
         Raises:
             TinsmithError: no other replica would do better.
@@ -224,6 +234,7 @@ class SampleDispatcher:
         failures = 0
         attempt = 0
         waiting = False
+        has_it = await self._replicas.find(base_model, request_id) if taken_over else None
         while True:
             if session.inflight:
                 request.snapshot.version = await self._inflight.version(session)
@@ -234,7 +245,8 @@ class SampleDispatcher:
                 snapshot.model_id, snapshot.version, session.full, request.prompt.data
             )
             change = self._replicas.change
-            replica = self._replicas.choose(base_model, wanted, avoided)
+            replica = has_it or self._replicas.choose(base_model, wanted, avoided)
+            has_it = None
             if replica is None:
                 if self._replicas.retired(base_model):
                     raise retired(base_model)
@@ -266,14 +278,16 @@ class SampleDispatcher:
             except TinsmithError as error:
                 attempt += 1
                 if isinstance(error, Unavailable):
-                    lost.add(replica.incarnation)
                     avoided.add(replica.incarnation)
+                    if not isinstance(error, Draining):
+                        lost.add(replica.incarnation)
                     if len(lost) >= _MOST_LOST:
                         raise Internal(f"{len(lost)} samplers stopped while they ran this sample") from error
                     log.info("sampler %s lost sample %s: %s", replica.id, request_id, error.message)
                 elif not isinstance(error, Overloaded):
                     failures += 1
-                    if error.category == "user" or failures >= _MOST_FAILURES:
+                    hopeless = error.category == "user" or isinstance(error, Stalled)
+                    if hopeless or failures >= _MOST_FAILURES:
                         raise
                 await asyncio.sleep(backoff(attempt))
 

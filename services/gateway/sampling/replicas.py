@@ -7,34 +7,51 @@ a replica that is not ready (draining) gets nothing new.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
 
 import grpc.aio
 
-from services.common.contract.errors import DeadlineExceeded, Internal
+from services.common.contract.errors import DeadlineExceeded, Internal, Unavailable
+from services.common.process import rpc
 from services.common.state.registry import ServiceRecord
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.sampling import choose_replica
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import results_pb2
 
-SAMPLE_TIMEOUT_S = 1800.0
+log = logging.getLogger(__name__)
+
+STALL_S = 1800.0
+_ASK_AGAIN_S = 60.0
+_ANSWER_S = 30.0
+_FIND_S = 2.0
+_END_S = 10.0
+
+
+class Stalled(DeadlineExceeded):
+    """A sample that makes no progress. Another try would take as long."""
 
 
 class Replicas:
     """Samplers of all base models.
 
     Args:
-        timeout: deadline of one Sample call in seconds.
+        stall: seconds without a new token after which a sample is given up. One that goes on may take as long
+            as it takes.
+        ask_again: seconds after which a replica is asked how far it is.
     """
 
-    def __init__(self, samplers: Services, timeout: float = SAMPLE_TIMEOUT_S) -> None:
+    def __init__(self, samplers: Services, stall: float = STALL_S, ask_again: float = _ASK_AGAIN_S) -> None:
         self._samplers = samplers
         samplers.listen(self._wake)
-        self._timeout = timeout
+        self._stall = stall
+        self._ask_again = ask_again
         self._change = asyncio.Event()
         self._in_flight: Counter[str] = Counter()
+        self._runs_on: dict[str, ServiceRecord] = {}
+        self._endings: set[asyncio.Task[None]] = set()
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Has a function called whenever a replica came, went or changed."""
@@ -62,29 +79,48 @@ class Replicas:
         chosen = choose_replica.choose(replicas, wanted)
         return None if chosen is None else ready[chosen.id]
 
+    async def find(self, base_model: str, request_id: str) -> ServiceRecord | None:
+        """The replica, draining or not, that has a sample which another gateway, or an earlier start of this
+        one, sent out; None = none has."""
+        replicas = self._samplers.serving(base_model)
+        if len(replicas) < 2:
+            return None
+        known = await asyncio.gather(*(self._knows(replica, request_id) for replica in replicas))
+        return next((replica for replica, has in zip(replicas, known, strict=True) if has), None)
+
+    async def _knows(self, replica: ServiceRecord, request_id: str) -> bool:
+        try:
+            request = sampler_pb2.FindSampleRequest(request_id=request_id)
+            return (await self._stub(replica).FindSample(request, timeout=_FIND_S)).known
+        except grpc.aio.AioRpcError:
+            return False
+
     async def call(
         self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
     ) -> results_pb2.OperationResult:
-        """Has a replica run a sample. Cancelling the caller stops it there.
+        """Has a replica run a sample. Cancelling the caller leaves it running there, for who takes it over.
 
         Raises:
-            Unavailable: the replica is gone, or draining.
-            Overloaded: its queue is full.
+            Unavailable: the replica is gone.
+            Draining: it ends in order.
+            Overloaded: it takes on no more now.
+            Stalled: the sample makes no progress. It was ended there.
             TinsmithError: the sample failed.
         """
         name, weight = replica.incarnation, request.num_samples
         self._in_flight[name] += weight
+        self._runs_on[request.request_id] = replica
         try:
-            stub = sampler_pb2_grpc.SamplerServiceStub(self._samplers.channel(replica))
-            reply = await stub.Sample(request, timeout=self._timeout)
+            reply = await self._answer(replica, request)
         except grpc.aio.AioRpcError as raw:
             error = call_error(raw)
-            if isinstance(error, DeadlineExceeded):
-                raise DeadlineExceeded(
-                    f"the sample took longer than {self._timeout:.0f} s; lower max_tokens"
-                ) from raw
+            named = rpc.CODE_METADATA in dict(raw.trailing_metadata() or ())
+            if raw.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not named:
+                # It answers every minute, whatever it works on.
+                error = Unavailable(f"sampler {replica.id} does not answer")
             raise error from raw
         finally:
+            del self._runs_on[request.request_id]
             self._in_flight[name] -= weight
             if not self._in_flight[name]:
                 del self._in_flight[name]
@@ -94,6 +130,51 @@ class Replicas:
         if kind == "error":
             return results_pb2.OperationResult(error=reply.error)
         raise Internal(f"sampler {replica.id} answered with nothing")
+
+    def end(self, request_id: str) -> None:
+        """Has the replica that runs a sample for this gateway end it, whoever else waits for it there."""
+        replica = self._runs_on.get(request_id)
+        if replica is not None:
+            task = asyncio.create_task(self._end(replica, request_id), name=f"end {request_id}")
+            self._endings.add(task)
+            task.add_done_callback(self._endings.discard)
+
+    async def stop(self) -> None:
+        """Waits until replicas know of what was ended."""
+        if self._endings:
+            await asyncio.wait(self._endings)
+
+    async def _end(self, replica: ServiceRecord, request_id: str) -> None:
+        try:
+            await self._stub(replica).EndSample(
+                sampler_pb2.EndSampleRequest(request_id=request_id), timeout=_END_S
+            )
+        except grpc.aio.AioRpcError as error:
+            # It ends there by itself a minute after nobody waits for it.
+            log.info("could not end sample %s on %s: %s", request_id, replica.id, error.details())
+
+    async def _answer(
+        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
+    ) -> sampler_pb2.SampleResponse:
+        """The answer, however long it takes, as long as tokens are generated."""
+        request.wait_seconds = self._ask_again
+        clock = asyncio.get_running_loop().time
+        tokens, since = -1, clock()
+        while True:
+            reply = await self._stub(replica).Sample(request, timeout=self._ask_again + _ANSWER_S)
+            if reply.WhichOneof("kind") != "progress":
+                return reply
+            if reply.progress.tokens != tokens:
+                tokens, since = reply.progress.tokens, clock()
+            elif clock() - since >= self._stall:
+                self.end(request.request_id)
+                raise Stalled(
+                    f"the sample made no progress in {self._stall:.0f} s, after {tokens} tokens; send it "
+                    "again"
+                )
+
+    def _stub(self, replica: ServiceRecord) -> sampler_pb2_grpc.SamplerServiceStub:
+        return sampler_pb2_grpc.SamplerServiceStub(self._samplers.channel(replica))
 
     @property
     def change(self) -> asyncio.Event:

@@ -102,7 +102,7 @@ class Engine:
         self.first_adapter_id = config.max_loras + 1
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
         self._request_numbers = itertools.count()
-        self._entered: dict[str, float] = {}
+        self._entered: dict[str, tuple[str, float]] = {}
         self._finished_tokens = 0
         self._weights: Weights = None
         self._calls = Workers(self._llm.collective_rpc, lambda: self.dead)
@@ -136,10 +136,14 @@ class Engine:
         """Sequences that it has had for at least so long and has not begun to generate."""
         limit = time.monotonic() - seconds
         states = self._llm.output_processor.request_states.values()
-        return sum(
-            state.is_prefilling and self._entered.get(state.external_req_id, limit) <= limit
-            for state in states
-        )
+        entered = (self._entered.get(state.external_req_id) for state in states if state.is_prefilling)
+        return sum(sequence is not None and sequence[1] <= limit for sequence in entered)
+
+    def tokens_of(self, request_id: str) -> int:
+        """Tokens that it has generated for a request that still runs."""
+        mine = {name for name, sequence in self._entered.items() if sequence[0] == request_id}
+        states = self._llm.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states if state.external_req_id in mine)
 
     async def steps(self) -> int:
         """Steps that all workers have finished. An engine that is stuck does not answer.
@@ -209,7 +213,7 @@ class Engine:
         salt = "/".join(part for part in (str(self._weights or ""), job.cache_namespace) if part)
         prompt = tokens_input(prompt_token_ids=job.prompt, cache_salt=salt or None)
         last: RequestOutput | None = None
-        self._entered[request_id] = time.monotonic()
+        self._entered[request_id] = (job.request_id, time.monotonic())
         try:
             async for output in self._llm.generate(
                 prompt, _vllm_params(job, index, self.limits, plan), request_id, lora_request=lora

@@ -167,6 +167,8 @@ class ScriptedSampler(sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(self, name: str) -> None:
         self.name = name
         self.served: list[str] = []
+        self.ended: list[str] = []
+        self.known: set[str] = set()
         self.waiting = 0
         self.arrived = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -192,6 +194,17 @@ class ScriptedSampler(sampler_pb2_grpc.SamplerServiceServicer):
         reply = sampler_pb2.SampleResponse()
         reply.result.sequences.add().tokens.data = self.name.encode()
         return reply
+
+    async def EndSample(
+        self, request: sampler_pb2.EndSampleRequest, context: grpc.aio.ServicerContext
+    ) -> sampler_pb2.EndSampleResponse:
+        self.ended.append(request.request_id)
+        return sampler_pb2.EndSampleResponse()
+
+    async def FindSample(
+        self, request: sampler_pb2.FindSampleRequest, context: grpc.aio.ServicerContext
+    ) -> sampler_pb2.FindSampleResponse:
+        return sampler_pb2.FindSampleResponse(known=request.request_id in self.known)
 
 
 class Running:

@@ -62,6 +62,17 @@ def test_every_kind_of_score_that_is_asked_for_is_kept() -> None:
     assert (scoring.targets.shape, scoring.targets.values.tolist()) == ((2, 1), [7, -1])
 
 
+def test_repeats_of_a_request_have_one_digest_also_when_its_model_moved_on_meanwhile() -> None:
+    repeat = request(seed=3)
+    repeat.snapshot.version = 5
+    repeat.wait_seconds = 60
+    assert convert.digest_of(repeat) == convert.digest_of(request(seed=3))
+    assert repeat.snapshot.version == 5
+    other = request(seed=3)
+    other.prompt.data = struct.pack("<3i", 4, 5, 6)
+    assert len({convert.digest_of(r) for r in (request(seed=3), request(seed=4), other)}) == 3
+
+
 def test_no_model_id_means_the_base_model() -> None:
     assert convert.snapshot_from_pb(sampler_pb2.Snapshot()) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import redis.asyncio
 
 from services.common.contract import ids
-from services.common.contract.errors import SnapshotNotFound, Unavailable
+from services.common.contract.errors import Draining, SnapshotNotFound, Unavailable
 from services.common.state import keys, known_models, registry
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.record_results import ResultRecorder
@@ -36,7 +37,7 @@ MODEL = ids.model_id("s", 0)
 class Gateway:
     """The sampling half of a gateway."""
 
-    def __init__(self, client: redis.asyncio.Redis, name: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis, name: str, stall: float) -> None:
         self.name = name
         stores = Stores.over(client)
         self.journal = stores.samples
@@ -46,7 +47,7 @@ class Gateway:
         self.dispatcher = SampleDispatcher(
             client,
             stores,
-            Replicas(self.discovery.samplers),
+            Replicas(self.discovery.samplers, stall),
             self.discovery.gateways,
             name,
             self.admission,
@@ -77,12 +78,12 @@ GatewayFactory = Callable[..., Awaitable[Gateway]]
 
 
 @asynccontextmanager
-async def started(client: redis.asyncio.Redis, name: str) -> AsyncIterator[Gateway]:
+async def started(client: redis.asyncio.Redis, name: str, stall: float = 60) -> AsyncIterator[Gateway]:
     """A live, announced gateway."""
     record = registry.ServiceRecord(kind="gateway", id=name, address="127.0.0.1:1")
     announcer = registry.Announcer(client, record)
     await announcer.start()
-    gateway = Gateway(client, name)
+    gateway = Gateway(client, name, stall)
     for part in gateway.parts:
         await part.start()
     try:
@@ -104,8 +105,8 @@ async def gateway_on(
     )
     async with AsyncExitStack() as running:
 
-        async def start(name: str = "gateway-0") -> Gateway:
-            return await running.enter_async_context(started(redis_client, name))
+        async def start(name: str = "gateway-0", **settings: float) -> Gateway:
+            return await running.enter_async_context(started(redis_client, name, **settings))
 
         yield start
 
@@ -306,6 +307,7 @@ async def test_a_cancelled_sample_frees_its_place_on_whichever_gateway_it_runs(
         assert await other.journal.cancel(request_id, "given up") is Resolution.NOW
         async with asyncio.timeout(5):
             await sampler.cancelled.wait()
+        await until(lambda: sampler.ended == [request_id])
         assert (await running.result(request_id)).error.message == "given up"
         await until(lambda: not running.dispatcher._running)
         sampler.gate.set()
@@ -321,6 +323,92 @@ async def test_a_cancellation_whose_word_was_lost_is_seen_by_the_audit(
         await gateway.journal.cancel(request_id, "given up")
         async with asyncio.timeout(5):
             await sampler.cancelled.wait()
+        await until(lambda: sampler.ended == [request_id])
+
+
+async def test_a_gateway_that_stops_leaves_its_samples_running_for_who_takes_them_over(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    has_it, idle = ScriptedSampler("has it"), ScriptedSampler("idle")
+    has_it.gate.clear()
+    async with serving(redis_client, has_it, "sampler-0"):
+        async with started(redis_client, "gateway-0") as stopping:
+            request_id = await stopping.sample(0)
+            await has_it.arrived.wait()
+        assert (has_it.cancelled.is_set(), has_it.ended) == (True, [])
+        # What a sampler that goes on with it says.
+        has_it.known.add(request_id)
+        async with serving(redis_client, idle, "sampler-1"):
+            other = await gateway_on("gateway-1")
+            has_it.gate.set()
+            assert await other.tokens(request_id) == b"has it"
+    assert idle.served == []
+
+
+async def test_a_sample_takes_as_long_as_it_takes_while_tokens_come(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = ScriptedSampler("a")
+    asked = 0
+
+    def answer(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+        nonlocal asked
+        asked += 1
+        reply = sampler_pb2.SampleResponse()
+        if asked < 20:
+            time.sleep(0.02)
+            reply.progress.tokens = asked
+        else:
+            reply.result.sequences.add().tokens.data = b"a"
+        return reply
+
+    sampler.answer = answer
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on(stall=0.1)
+        assert await gateway.tokens(await gateway.sample(0)) == b"a"
+    assert (asked, sampler.ended) == (20, [])
+
+
+async def test_a_sample_without_progress_is_ended_and_not_tried_again(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+
+    def answer(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+        assert request.wait_seconds > 0
+        time.sleep(0.02)
+        return sampler_pb2.SampleResponse(progress=sampler_pb2.SampleProgress(tokens=7))
+
+    sampler.answer = answer
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateway = await gateway_on(stall=0.2)
+        request_id = await gateway.sample(0)
+        error = (await gateway.result(request_id)).error
+        assert (error.code, error.category) == ("deadline_exceeded", types_pb2.ERROR_CATEGORY_SERVER)
+        assert "no progress in 0 s, after 7 tokens" in error.message
+        asked = len(sampler.served)
+        await until(lambda: sampler.ended == [request_id])
+        await asyncio.sleep(0.3)
+    assert len(sampler.served) == asked
+
+
+async def test_replicas_that_end_in_order_are_not_held_against_a_sample(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    def refuse(request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+        raise Draining("stopping")
+
+    samplers = [ScriptedSampler(str(number)) for number in range(6)]
+    async with AsyncExitStack() as running:
+        for number, sampler in enumerate(samplers):
+            sampler.answer = refuse
+            await running.enter_async_context(serving(redis_client, sampler, f"sampler-{number}"))
+        gateway = await gateway_on()
+        request_id = await gateway.sample(0)
+        await until(lambda: all(sampler.served for sampler in samplers))
+        for sampler in samplers:
+            sampler.answer = None
+        assert await gateway.tokens(request_id) in {sampler.name.encode() for sampler in samplers}
 
 
 async def test_a_running_sample_that_redis_forgot_goes_on(
