@@ -51,6 +51,7 @@ async def run(config: GatewayConfig) -> None:
             data,
             config.retention,
             config.journal,
+            room_limits=config.room,
             snapshots=budget_on(data, config.snapshot_bytes, config.snapshot_owner_bytes),
         )
         http = HttpServer(gateway.application, config.host, config.port)

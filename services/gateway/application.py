@@ -20,6 +20,7 @@ from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.redis_restart import RedoLog
+from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures, FutureView
 from services.gateway.sampling.accept import Sampling
 from services.gateway.sampling.completions import Completions, Page, Target
@@ -49,6 +50,7 @@ class Application:
     runs: Runs
     sampling: Sampling
     futures: Futures
+    fetched: FetchedResults
     completions: Completions
     redo_log: RedoLog
     limits: Limits
@@ -87,6 +89,8 @@ class Application:
                 raise Gone(message)
             await self.redo_log.refuse_while_restoring()
             raise NotFound(message)
+        if view.state == "done":
+            self.fetched.note(request_id)
         return view
 
     async def finish_session(self, owner: str, session_id: str, reason: str, detail: str) -> None:

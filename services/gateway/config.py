@@ -15,6 +15,7 @@ from pathlib import Path
 from services.common.contract.errors import InvalidRequest
 from services.common.state.journal_records import JournalLimits
 from services.common.state.known_models import EXAMPLE, Configured, parse_configured
+from services.common.state.room import RoomLimits
 from services.common.storage.location import check_location
 from services.gateway.retention.plan import RetentionSettings
 
@@ -37,6 +38,7 @@ class GatewayConfig:
         redis_url: where all state is.
         retention: when silent sessions let go of what they hold.
         journal: bounds of each model's journal in Redis.
+        room: bounds of what all of them and all results take there, and how long results stay.
         base_models: those that are to be waited for, also before anything of them was ever there.
         snapshot_bytes: most bytes of unnamed sampler snapshots; 0 = a share of their volume.
         snapshot_owner_bytes: the same of one owner.
@@ -52,6 +54,7 @@ class GatewayConfig:
     redis_url: str
     retention: RetentionSettings
     journal: JournalLimits
+    room: RoomLimits
     snapshot_bytes: int = 0
     snapshot_owner_bytes: int = 0
     base_models: tuple[Configured, ...] = ()
@@ -83,6 +86,11 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
     add(
         "--base-models", "", f"base models to wait for, also before they loaded for the first time: {EXAMPLE}"
     )
+    room = RoomLimits()
+    add("--state-bytes", "0", "most bytes of requests and results in Redis; 0: half of its maxmemory")
+    add("--owner-bytes", "0", "most of those of one API key; 0: as many as are left for others")
+    add("--result-life", str(room.result_life), "seconds that a result stays which nobody fetches")
+    add("--fetched-result-life", str(room.fetched_life), "seconds that a result stays after it was fetched")
     add("--snapshot-bytes", "0", "most bytes of unnamed sampler snapshots; 0: half of their volume")
     add("--snapshot-owner-bytes", "0", "the same of one owner; 0: half of that")
     options = parser.parse_args(argv)
@@ -95,14 +103,14 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         if not text.isdigit() or int(text) > 65535:
             parser.error(f"--{name.replace('_', '-')} must be a port number, not {text!r}")
         ports[name] = int(text)
-    silence = {}
-    for name in ("session_park_after", "session_end_after"):
+    times = {}
+    for name in ("session_park_after", "session_end_after", "result_life", "fetched_result_life"):
         text = getattr(options, name)
         if not text.isdigit() or int(text) < 1:
             parser.error(
                 f"--{name.replace('_', '-')} must be a whole number of seconds, at least 1, not {text!r}"
             )
-        silence[name] = float(text)
+        times[name] = int(text)
     try:
         check_location(options.checkpoint_store)
     except InvalidRequest as error:
@@ -117,6 +125,12 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         base_models = parse_configured(options.base_models)
     except InvalidRequest as error:
         parser.error(f"--base-models: {error.message}")
+    shares = {}
+    for name in ("state_bytes", "owner_bytes"):
+        text = getattr(options, name)
+        if not text.isdigit():
+            parser.error(f"--{name.replace('_', '-')} must be a number of bytes, or 0, not {text!r}")
+        shares[name] = int(text)
     for name in ("snapshot_bytes", "snapshot_owner_bytes"):
         if not getattr(options, name).isdigit():
             parser.error(f"--{name.replace('_', '-')} must be a number of bytes, 0 for a share of the volume")
@@ -129,10 +143,16 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         api_keys_file=Path(options.api_keys_file) if options.api_keys_file else data_dir / "api_key",
         redis_url=redis_url,
         retention=RetentionSettings(
-            park_after=silence["session_park_after"], end_after=silence["session_end_after"]
+            park_after=times["session_park_after"], end_after=times["session_end_after"]
         ),
         journal=JournalLimits(**sizes),
         base_models=base_models,
+        room=RoomLimits(
+            total_bytes=shares["state_bytes"],
+            owner_bytes=shares["owner_bytes"],
+            result_life=times["result_life"],
+            fetched_life=times["fetched_result_life"],
+        ),
         snapshot_bytes=int(options.snapshot_bytes),
         snapshot_owner_bytes=int(options.snapshot_owner_bytes),
         **ports,

@@ -13,6 +13,7 @@ import redis.asyncio
 
 from services.common.state.journal import Journal
 from services.common.state.journal_records import JournalLimits
+from services.common.state.room import Room, RoomLimits
 from services.common.storage.base import Storage
 from services.common.storage.data_dir import DataDir
 from services.gateway.access.auth import KeyRing
@@ -24,10 +25,12 @@ from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.discovery import Discovery
+from services.gateway.cluster.redis_memory import RedisMemory
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.stores import Stores
+from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
 from services.gateway.retention.plan import RetentionSettings
@@ -78,6 +81,7 @@ class Gateway:
         retention: RetentionSettings | None = None,
         journal_limits: JournalLimits | None = None,
         limits: Limits | None = None,
+        room_limits: RoomLimits | None = None,
         snapshots: SnapshotBudget | None = None,
     ) -> None:
         """Puts everything together over one Redis. Call within the event loop that will run it.
@@ -91,15 +95,16 @@ class Gateway:
         limits = limits or Limits()
 
         # What is kept: records and operations in Redis, files beside it.
-        self.stores = stores = Stores.over(client)
-        self.journal = journal = Journal(client, journal_limits or JournalLimits(), gateway_id)
+        room = Room(room_limits)
+        self.stores = stores = Stores.over(client, room)
+        self.journal = journal = Journal(client, journal_limits or JournalLimits(), gateway_id, room)
         self.files = CheckpointFiles(storage, data, stores.sampling_sessions, stores.sessions)
         redo_log = RedoLog(client, journal.announce_again)
 
         # Who is there, and who waits.
         self.discovery = discovery = Discovery(client)
         base_models = BaseModels(discovery)
-        futures = Futures(client)
+        futures, fetched = Futures(client), FetchedResults(client, room)
 
         # What carries out what was accepted.
         self.recorder = ResultRecorder(stores)
@@ -112,7 +117,7 @@ class Gateway:
         )
 
         # What accepts it.
-        sessions = Sessions(stores.sessions, limits, redo_log)
+        sessions = Sessions(stores.sessions, limits, redo_log, room)
         checkpoints = Checkpoints(stores.checkpoints, stores.models, self.files, limits)
         models = Models(
             journal, sessions, stores.models, checkpoints, base_models, dispatcher.wake, limits, redo_log
@@ -142,7 +147,8 @@ class Gateway:
             runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),
             sampling=sampling,
             futures=futures,
-            completions=Completions(stores.samples, futures),
+            fetched=fetched,
+            completions=Completions(stores.samples, futures, fetched),
             redo_log=redo_log,
             limits=limits,
             budget=BodyBudget(limits.pending_body_bytes),
@@ -164,8 +170,10 @@ class Gateway:
             retention or RetentionSettings(),
         )
         self._parts: tuple[Part, ...] = (
+            RedisMemory(client, room),
             redo_log,
             futures,
+            fetched,
             discovery,
             dispatcher,
             samples,

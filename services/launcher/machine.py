@@ -14,6 +14,7 @@ import psutil
 from services.common.contract.errors import InvalidRequest, Unavailable
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _LOWEST_PORT = 10_000
 _TRIES = 200
 
@@ -21,6 +22,16 @@ _TRIES = 200
 def cores() -> tuple[int, ...]:
     """CPUs this process may run on."""
     return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def memory() -> int:
+    """Bytes of memory of this machine, or of the container that this process runs in."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = _MEMORY_LIMIT.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def gpus() -> tuple[str, ...]:

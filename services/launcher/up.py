@@ -96,7 +96,8 @@ async def _stop(supervisor: Supervisor) -> None:
 
 
 async def _start_redis(supervisor: Supervisor, data: DataDir, appendfsync: str) -> str:
-    process, url = redis_server.prepare(data.redis, machine.free_port(), appendfsync)
+    memory = redis_server.memory_share(machine.memory())
+    process, url = redis_server.prepare(data.redis, machine.free_port(), appendfsync, memory)
     supervisor.on_spawn(process.name, lambda pid: (data.run / "redis-0.pid").write_text(f"{pid}\n"))
     await supervisor.start(process)
     return url

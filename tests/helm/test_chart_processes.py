@@ -212,6 +212,9 @@ def test_the_bundled_redis_keeps_what_it_acknowledged_when_it_is_killed(
         "appendonly": "yes",
         "maxmemory-policy": "noeviction",
     }
+    most = int(client.config_get("maxmemory")["maxmemory"])
+    assert server.container["resources"]["limits"]["memory"] == "4Gi"
+    assert 0.6 * 4 * 2**30 < most < 0.75 * 4 * 2**30
     process.kill()
     process.wait()
     again = server.start()

@@ -56,6 +56,8 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"checkpoints": {"store": "s3://key:secret@bucket/x"}},
         {"image": {"pullPolicy": "Sometimes"}},
         {"redis": {"appendfsync": "no"}},
+        {"redis": {"maxmemory": "0"}},
+        {"redis": {"maxmemory": "4Gi"}},
     ],
     ids=json.dumps,
 )

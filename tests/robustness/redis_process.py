@@ -19,7 +19,7 @@ class RedisProcess:
     """The embedded server of `tinsmith up`, under the suite's hands."""
 
     def __init__(self, directory: Path, port: int) -> None:
-        self._process, self.url = redis_server.prepare(directory, port, "everysec")
+        self._process, self.url = redis_server.prepare(directory, port, "everysec", 2 << 30)
         self.port = port
         self._directory = directory
         self._log = (directory / "redis.log").open("ab")

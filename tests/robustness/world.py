@@ -54,6 +54,8 @@ class World:
         environment = {
             "TINSMITH_ADVERTISE_HOST": ADVERTISED,
             "TINSMITH_MICRO_BATCH_TOKENS": str(MICRO_BATCH_TOKENS),
+            # Results are looked at when all is over.
+            "TINSMITH_FETCHED_RESULT_LIFE": str(24 * 3600),
         }
         options = ("--gateways", "2", "--samplers", "2", "--trainer-ranks", str(trainer_ranks))
         with mock.patch.dict(os.environ, environment):

@@ -12,6 +12,9 @@ import uuid
 
 from services.common.contract.errors import InvalidRequest
 
+CLONE_SEQ_IDS = 10**9
+"""Each copy of a sampling client numbers its requests in a block of its own of this size."""
+
 _SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
 _NAME = r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}"
 _SESSION_ID = re.compile(_SESSION)

@@ -117,6 +117,16 @@ def check_answer(scoring: Scoring, prompt_length: int, vocab_size: int, sampled_
         _check_targets(scoring.targets, prompt_length, vocab_size)
 
 
+def answer_bytes(scoring: Scoring, prompt_length: int, sampled_tokens: int) -> int:
+    """Bytes of the largest answer to a request that passes `check_answer`, but for a few a sequence."""
+    # A token or its log-probability is 4 bytes.
+    cells = 2 * sampled_tokens * (1 + scoring.topk_sample_logprobs)
+    cells += prompt_length * (1 + 2 * scoring.topk_prompt_logprobs + 2 * scoring.prompt_alt_tokens_k)
+    if scoring.targets is not None:
+        cells += 4 * scoring.targets.values.size + 2 * prompt_length
+    return 4 * cells
+
+
 def _check_last_n(last_n: int, scoring: Scoring, prompt_length: int) -> None:
     if not (scoring.prompt_logprobs or scoring.topk_prompt_logprobs):
         raise InvalidRequest(

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from redis.exceptions import RedisError
 
 from services.common.contract import errors
+from services.common.process import redis_errors
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def _typed(error: Exception, method: str) -> errors.TinsmithError:
         return error
     if isinstance(error, RedisError):
         log.warning("%s: %s", method, error)
-        return errors.Unavailable("the state store cannot be reached; try again in a moment")
+        return redis_errors.typed(error)
     log.error("%s failed", method, exc_info=error)
     return errors.Internal(f"{type(error).__name__}: {error}")
 

@@ -29,10 +29,10 @@ from services.common.state.journal_records import (
     Published,
     error_result,
 )
+from services.common.state.room import ACCOUNT, Room
 from services.common.state.scripts import Script
 from tinsmith.internal.v1 import operation_pb2
 
-RESULT_TTL_S = 24 * 3600
 _ANNOUNCE_AGAIN_S = 10.0
 IDLE_AFTER_S = 60.0
 """A model without work stays listed this long; longer than any acceptance can take, so that none is lost."""
@@ -48,12 +48,18 @@ class Journal:
 
     Args:
         gateway_id: the gateway that accepts; of the models that it leads it tells its dispatcher itself.
+        room: what may be accepted over all models.
     """
 
     def __init__(
-        self, client: redis.asyncio.Redis, limits: JournalLimits | None = None, gateway_id: str = ""
+        self,
+        client: redis.asyncio.Redis,
+        limits: JournalLimits | None = None,
+        gateway_id: str = "",
+        room: Room | None = None,
     ) -> None:
         self._redis = client
+        self.room = room or Room()
         self._gateway_id = gateway_id
         self._limits = limits or JournalLimits()
         self._announced: dict[str, float] = {}
@@ -82,7 +88,7 @@ class Journal:
         Raises:
             Conflict: seq_id was used for another operation.
             InvalidRequest: seq_id is out of range.
-            Overloaded: the model's journal is full.
+            Overloaded: the model's journal is full, or its owner holds too much.
         """
         model_id, seq_id = operation.model_id, operation.seq_id
         if not 0 <= seq_id <= _MAX_SEQ_ID:
@@ -109,6 +115,7 @@ class Journal:
                 keys.journal_pending(model_id),
                 keys.journal_meta(model_id),
                 keys.lease(model_id),
+                *ACCOUNT,
             ],
             seq_id,
             payload,
@@ -117,7 +124,7 @@ class Journal:
             error_result(operation.refused) if kind == "refused" else b"",
             operation.create_model.base_model if kind == "create_model" else "",
             error_result(used),
-            RESULT_TTL_S,
+            self.room.limits.result_life,
             model_id,
             request_id,
             keys.WORK_CHANNEL,
@@ -129,6 +136,7 @@ class Journal:
             int(accepted_before),
             self._gateway_id,
             int(kind == "forward_backward"),
+            *self.room.bounds,
         )
         self._check_accepted(outcome, model_id, seq_id)
         return Accepted(request_id, outcome == b"new")
@@ -148,6 +156,8 @@ class Journal:
                 f"more than {self._limits.pending_bytes} bytes or {self._limits.entries} operations of model "
                 f"{model_id} wait to run; send this again later"
             )
+        if outcome == b"held":
+            raise self.room.refusal()
         if outcome == b"full":
             raise Overloaded(
                 f"model {model_id} has too many batches since its last step; send an optim_step, then this"
@@ -239,11 +249,12 @@ class Journal:
                 keys.journal_pending(model_id),
                 keys.journal_meta(model_id),
                 keys.epoch(model_id),
+                *ACCOUNT,
             ],
             seq_id,
             epoch,
             result,
-            RESULT_TTL_S,
+            self.room.limits.result_life,
             int(replay_passes_over),
             closing,
             ids.request_id(model_id, seq_id),
@@ -264,6 +275,7 @@ class Journal:
                 keys.journal_pending(model_id),
                 keys.journal_meta(model_id),
                 keys.epoch(model_id),
+                *ACCOUNT,
             ],
             seq_id,
             epoch,
@@ -313,6 +325,7 @@ class Journal:
                 keys.journal_order(model_id),
                 keys.journal_pending(model_id),
                 keys.journal_meta(model_id),
+                *ACCOUNT,
             ]
         )
         return bool(reply == 1)

@@ -1,7 +1,8 @@
 """Names of all Redis keys.
 
-Invariant: keys that one script touches share a hash tag ({model id}, {sampling session id} or {services}),
-so every script runs on one slot of a Redis Cluster.
+Keys that one script touches share a hash tag ({model id}, {sampling session id} or {services}), but for the
+account of what owners hold, which every acceptance and every result changes in the same step. So this is one
+Redis, and not a Redis Cluster.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ DOWNLOAD_SECRET = f"{PREFIX}:download-secret"
 """Key of the signatures of download URLs."""
 BASE_MODELS = f"{PREFIX}:{{services}}:base-models"
 """Hash of what is known of the base models: "<part>:<name>" -> JSON (known_models.py)."""
+HELD_BYTES = f"{PREFIX}:{{held}}:bytes"
+"""Hash of what requests and results take: owner -> bytes, and more (`lua/held.lua`)."""
+EXPIRING_BYTES = f"{PREFIX}:{{held}}:expiring"
+"""Sorted set of those fields that end by themselves, by when (s)."""
 SAMPLE_GATEWAYS = f"{PREFIX}:sample-gateways"
 """Set of gateway ids that may have unfinished samples."""
 
@@ -159,8 +164,14 @@ def sampling_session(sampling_session_id: str) -> str:
 
 
 def completions(sampling_session_id: str, clone: int) -> str:
-    """Sorted set of a sampling client's resolved samples, "<seq_id>:<state>:<bytes>", by cursor."""
+    """Sorted set of a sampling client's resolved samples, "<seq_id>:<state>:<bytes>", by cursor; and "newest"
+    under the highest one."""
     return f"{PREFIX}:sampler:{{{sampling_session_id}}}:done:{clone}"
+
+
+def pending_samples(sampling_session_id: str) -> str:
+    """Set of the seq_ids of a sampling session's samples that are not resolved."""
+    return f"{PREFIX}:sampler:{{{sampling_session_id}}}:pending"
 
 
 def inflight_version(model_id: str) -> str:

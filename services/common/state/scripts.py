@@ -1,11 +1,15 @@
-"""Atomic steps on Redis: the Lua scripts in `services/common/lua`.
+"""Atomic steps on Redis: the Lua scripts in `services/common/state/lua`.
 
-Invariant: every key a script touches is in its KEYS and shares one hash tag, so a script runs on
-one slot of a Redis Cluster.
+Invariant: every key that a script touches is in its KEYS.
+
+A line "-- USES name" puts another file in its place. What must not fail while Redis has no memory left,
+because it makes room or keeps leases, says "flags=allow-oom" in its first line; everything else is refused
+then.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -13,10 +17,13 @@ from typing import Any
 
 import redis.asyncio
 
+_USES = re.compile(r"^-- USES (\w+)$", re.MULTILINE)
+
 
 @cache
 def _source(name: str) -> str:
-    return (resources.files("services.common.state") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    text = (resources.files("services.common.state") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    return _USES.sub(lambda used: _source(used[1]), text)
 
 
 class Script:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Literal
@@ -20,22 +19,17 @@ import redis.asyncio
 from services.common.contract import errors, ids
 from services.common.contract.errors import Cancelled, Conflict, Overloaded
 from services.common.state import keys
-from services.common.state.journal import RESULT_TTL_S
 from services.common.state.journal_records import Accepted, error_result
+from services.common.state.room import ACCOUNT, Room
 from services.common.state.scripts import Script
 from tinsmith.v1 import results_pb2
 
 GATEWAY_SAMPLES = 65_536
 """Unfinished samples that one gateway's list holds, those taken over from others included."""
-CLONE_SEQ_IDS = 10**9
-"""Each copy of a sampling client numbers its requests in a block of its own of this size."""
-
 ACCEPTANCE_S = 60.0
 """What was put on a list and is not accepted so long after is taken off it."""
 
-_FETCHED_TTL_S = 60
 _COMPLETIONS = 4096
-_FREE_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -67,8 +61,11 @@ class Resolution(IntEnum):
 class SampleJournal:
     """The samples of all sampling sessions in one Redis."""
 
-    def __init__(self, client: redis.asyncio.Redis, gateway_samples: int = GATEWAY_SAMPLES) -> None:
+    def __init__(
+        self, client: redis.asyncio.Redis, gateway_samples: int = GATEWAY_SAMPLES, room: Room | None = None
+    ) -> None:
         self._redis = client
+        self._room = room or Room()
         self._most = gateway_samples
         self._admit = Script(client, "admit_sample")
         self._accept = Script(client, "accept_sample")
@@ -76,29 +73,49 @@ class SampleJournal:
         self._publish = Script(client, "publish_sample")
         self._note_waiting = Script(client, "note_waiting")
         self._completions = Script(client, "completions")
-        self._free = Script(client, "free_samples")
 
     async def accept(
-        self, sampling_session_id: str, seq_id: int, request: bytes, gateway_id: str, owner: str = ""
+        self,
+        sampling_session_id: str,
+        seq_id: int,
+        request: bytes,
+        gateway_id: str,
+        owner: str = "",
+        answer_bytes: int = 0,
     ) -> Accepted:
         """Keeps a sample's request and creates its future.
 
         Args:
             request: serialized sampler_pb2.SampleRequest.
             gateway_id: gateway that will dispatch it.
+            answer_bytes: of the largest result that it can have.
 
         Raises:
             Conflict: seq_id was used for another sample of the session.
-            Overloaded: too many samples of this gateway wait.
+            TooLarge: the request and its result are more than one owner may hold.
+            Overloaded: too many samples of this gateway wait, or the owner holds too much.
         """
         request_id = ids.request_id(sampling_session_id, seq_id)
+        self._room.check_fits(len(request) + answer_bytes)
         # On the list first: an accepted sample is always found by whoever takes over from this gateway.
         if not await self._admit([keys.gateway_samples(gateway_id)], request_id, self._most):
             raise Overloaded(f"{self._most} samples wait on this gateway; send this again later")
         digest = hashlib.sha256(request).digest()
         future = keys.future(sampling_session_id, seq_id)
         listed = time.monotonic()
-        outcome, dispatcher = await self._accept([future], request, digest, gateway_id, owner)
+        outcome, dispatcher = await self._accept(
+            [future, keys.pending_samples(sampling_session_id), *ACCOUNT],
+            request,
+            digest,
+            gateway_id,
+            owner,
+            seq_id,
+            answer_bytes,
+            *self._room.bounds,
+        )
+        if outcome == b"held":
+            await self.give_up(request_id, gateway_id)
+            raise self._room.refusal()
         if outcome == b"conflict":
             raise Conflict(
                 f"seq_id {seq_id} of sampling session {sampling_session_id} was used for another request"
@@ -182,9 +199,14 @@ class SampleJournal:
     async def _resolve(self, request_id: str, result: bytes, failed: bool, lost_too: bool) -> Resolution:
         object_id, seq_id = ids.parse_request_id(request_id)
         outcome, gateway = await self._publish(
-            [keys.future(object_id, seq_id), keys.completions(object_id, seq_id // CLONE_SEQ_IDS)],
+            [
+                keys.future(object_id, seq_id),
+                keys.pending_samples(object_id),
+                keys.completions(object_id, seq_id // ids.CLONE_SEQ_IDS),
+                *ACCOUNT,
+            ],
             result,
-            RESULT_TTL_S,
+            self._room.limits.result_life,
             request_id,
             keys.DONE_CHANNEL,
             seq_id,
@@ -205,16 +227,6 @@ class SampleJournal:
         flat = await self._completions([keys.completions(sampling_session_id, clone)], cursor, _COMPLETIONS)
         found = [_completion(sampling_session_id, member) for member in flat[::2]]
         return found, int(float(flat[-1])) if flat else cursor
-
-    async def free(self, request_ids: Iterable[str]) -> None:
-        """Lets results go a minute from now, as their client has them. Pending samples are left alone."""
-        futures: defaultdict[str, list[str]] = defaultdict(list)
-        for request_id in request_ids:
-            object_id, seq_id = ids.parse_request_id(request_id)
-            futures[object_id].append(keys.future(object_id, seq_id))
-        for found in futures.values():
-            for start in range(0, len(found), _FREE_AT_ONCE):
-                await self._free(found[start : start + _FREE_AT_ONCE], _FETCHED_TTL_S)
 
 
 def _completion(sampling_session_id: str, member: bytes) -> Completion:

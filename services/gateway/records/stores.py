@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
+from services.common.state.room import Room
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.model import ModelStore
 from services.gateway.records.sample_journal import SampleJournal
@@ -31,7 +32,7 @@ class Stores:
     snapshots: SnapshotStore
 
     @classmethod
-    def over(cls, client: redis.asyncio.Redis) -> Stores:
+    def over(cls, client: redis.asyncio.Redis, room: Room | None = None) -> Stores:
         """The stores of one Redis."""
         return cls(
             SessionStore(client),
@@ -39,6 +40,6 @@ class Stores:
             CheckpointStore(client),
             SamplingSessionStore(client),
             InflightStore(client),
-            SampleJournal(client),
+            SampleJournal(client, room=room),
             SnapshotStore(client),
         )

@@ -71,7 +71,7 @@ class Sampling:
             NotFound, PermissionDenied, Gone: session or checkpoint is not there or not the caller's.
             Conflict: seq_id was used for another sampling session.
         """
-        await self._sessions.open(owner, session_id)
+        await self._sessions.open_for_more(owner, session_id)
         model_id, version, full = "", 0, False
         if model_path:
             model_id, checkpoint_id = ids.parse_tinker_path(model_path)
@@ -140,9 +140,9 @@ class Sampling:
         await self._sessions.open(owner, record.session_id)
         base = await self._base_models.in_sampling(record.base_model)
         if request.ByteSize() > THREAD_ABOVE_BYTES:
-            await asyncio.to_thread(validate.check_sample, request, base, self._limits)
+            answer = await asyncio.to_thread(validate.check_sample, request, base, self._limits)
         else:
-            validate.check_sample(request, base, self._limits)
+            answer = validate.check_sample(request, base, self._limits)
         sample = sampler_pb2.SampleRequest(
             request_id=ids.request_id(record.sampling_session_id, request.seq_id),
             prompt=request.prompt,
@@ -163,7 +163,7 @@ class Sampling:
         counted = self._admission.admit(request_id, owner, sample.num_samples, len(payload))
         try:
             accepted = await self._journal.accept(
-                record.sampling_session_id, request.seq_id, payload, self._gateway_id, owner
+                record.sampling_session_id, request.seq_id, payload, self._gateway_id, owner, answer
             )
         except BaseException:
             if counted:

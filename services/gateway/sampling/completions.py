@@ -14,8 +14,12 @@ from dataclasses import dataclass
 
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
-from services.gateway.records.sample_journal import CLONE_SEQ_IDS, Completion, SampleJournal
+from services.gateway.records.sample_journal import Completion, SampleJournal
+from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures
+
+_FETCHED_S = 60
+"""A result that its client says it has may be asked for so much longer."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Target:
             InvalidRequest: the text is no request id.
         """
         object_id, seq_id = ids.parse_request_id(request_id)
-        return object_id == self.sampling_session_id and seq_id // CLONE_SEQ_IDS == self.clone
+        return object_id == self.sampling_session_id and seq_id // ids.CLONE_SEQ_IDS == self.clone
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,9 @@ class Page:
 class Completions:
     """Lets any number of callers wait for completions over the subscription of `futures`."""
 
-    def __init__(self, journal: SampleJournal, futures: Futures) -> None:
+    def __init__(self, journal: SampleJournal, futures: Futures, fetched: FetchedResults) -> None:
         self._journal = journal
+        self._fetched = fetched
         self._waiters: defaultdict[Target, set[asyncio.Event]] = defaultdict(set)
         futures.listen(self._wake, self._wake_all)
 
@@ -88,13 +93,13 @@ class Completions:
                 raise InvalidRequest(
                     f"{request_id} is no request of clone {target.clone} of {target.sampling_session_id}"
                 )
-        await self._journal.free(request_ids)
+        await self._fetched.let_go(request_ids, _FETCHED_S)
 
     def _wake(self, request_id: str) -> None:
         if not self._waiters:
             return
         object_id, seq_id = ids.parse_request_id(request_id)
-        for waiter in self._waiters.get(Target(object_id, seq_id // CLONE_SEQ_IDS), ()):
+        for waiter in self._waiters.get(Target(object_id, seq_id // ids.CLONE_SEQ_IDS), ()):
             waiter.set()
 
     def _wake_all(self) -> None:

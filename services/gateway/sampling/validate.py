@@ -15,8 +15,8 @@ from services.gateway.cluster.base_models import BaseModel
 from tinsmith.v1 import sampling_pb2, types_pb2
 
 
-def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: Limits) -> None:
-    """Refuses a sample request that a sampler of the base model could not run."""
+def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: Limits) -> int:
+    """Bytes of the largest answer of a sample request; refuses one that a sampler could not run."""
     if not 0 <= request.seq_id < 2**63:
         raise InvalidRequest("seq_id must be 0 or more")
     most = min(limits.samples, model.max_samples or limits.samples)
@@ -28,7 +28,9 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
     left = model.context_length - prompt_length
     longest = min(request.params.max_tokens, left) if request.params.HasField("max_tokens") else left
     scoring = sample_schema.scoring_from_pb(request)
-    sample_schema.check_answer(scoring, prompt_length, model.vocab_size, request.num_samples * longest)
+    sampled = request.num_samples * longest
+    sample_schema.check_answer(scoring, prompt_length, model.vocab_size, sampled)
+    return sample_schema.answer_bytes(scoring, prompt_length, sampled)
 
 
 def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from services.common.contract import ids
 from services.common.contract.errors import Gone, NotFound, PermissionDenied
+from services.common.state.room import Room
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.cluster.ttl_cache import Recent
@@ -41,8 +42,9 @@ class NewSession:
 class Sessions:
     """Creates, keeps alive and finishes sessions."""
 
-    def __init__(self, store: SessionStore, limits: Limits, redo_log: RedoLog) -> None:
+    def __init__(self, store: SessionStore, limits: Limits, redo_log: RedoLog, room: Room) -> None:
         self._store = store
+        self._room = room
         self._redo_log = redo_log
         self._limits = limits
         self._recent: Recent[SessionRecord] = Recent(_FRESH_S, _CACHED)
@@ -53,7 +55,9 @@ class Sessions:
 
         Raises:
             InvalidRequest: a label or the metadata is too large.
+            Overloaded: Redis is nearly full.
         """
+        self._room.check()
         self._limits.check_tags(new.tags)
         self._limits.check_labels(
             sdk_version=new.sdk_version,
@@ -92,6 +96,12 @@ class Sessions:
         _check(owner, record)
         await self.note_alive(session_id)
         return record
+
+    async def open_for_more(self, owner: str, session_id: str) -> SessionRecord:
+        """A session in which something is to be made that stays. Raises as `open`, and Overloaded when Redis
+        is nearly full."""
+        self._room.check()
+        return await self.open(owner, session_id)
 
     async def note_alive(self, session_id: str) -> None:
         """Notes that the client of an existing session did something, every few seconds at most."""

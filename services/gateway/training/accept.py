@@ -131,7 +131,7 @@ class Models:
             NotFound, PermissionDenied, Gone: the session is not the caller's, or finished.
             Conflict: model_seq_id was used for another model.
         """
-        await self._sessions.open(owner, session_id)
+        await self._sessions.open_for_more(owner, session_id)
         role = roles.asked_for(user_metadata or {}, role) or "policy"
         base = await self._base_models.trainable(base_model)
         self._check_kind(lora, role, base)
@@ -153,7 +153,7 @@ class Models:
     ) -> str:
         """Creates a model that continues from a saved one; the request id. Raises as `create`, and
         NotFound when there is no such checkpoint."""
-        await self._sessions.open(owner, session_id)
+        await self._sessions.open_for_more(owner, session_id)
         source, checkpoint = await self._checkpoints.training(owner, path)
         if base_model not in (None, checkpoint.base_model):
             raise InvalidRequest(
@@ -297,6 +297,7 @@ class Models:
         operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id)
         try:
             await fill(operation, record)
+            self._journal.room.check_fits(operation.ByteSize())
         except TinsmithError as error:
             if error.category != "user":
                 raise

@@ -6,6 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import redis
 
@@ -13,15 +14,17 @@ from services.launcher import machine, redis_server
 
 
 @pytest.mark.parametrize("appendfsync", ["always", "everysec"])
-def test_the_server_syncs_its_file_as_asked(tmp_path: Path, appendfsync: str) -> None:
-    process, url = redis_server.prepare(tmp_path, machine.free_port(), appendfsync)
+def test_the_server_syncs_its_file_as_asked_and_keeps_to_its_memory(tmp_path: Path, appendfsync: str) -> None:
+    process, url = redis_server.prepare(tmp_path, machine.free_port(), appendfsync, 700 << 20)
     server = subprocess.Popen(process.argv, stdout=subprocess.DEVNULL)
     try:
         with redis.Redis.from_url(url) as client:
             deadline = time.monotonic() + 10
             while True:
                 try:
-                    assert client.config_get("appendfsync") == {"appendfsync": appendfsync}
+                    asked = {"appendfsync": appendfsync, "maxmemory": str(700 << 20)}
+                    wanted = {**asked, "maxmemory-policy": "noeviction"}
+                    assert client.config_get(*wanted) == wanted
                     return
                 except redis.ConnectionError:
                     assert time.monotonic() < deadline
@@ -29,3 +32,16 @@ def test_the_server_syncs_its_file_as_asked(tmp_path: Path, appendfsync: str) ->
     finally:
         server.terminate()
         server.wait(10)
+
+
+def test_the_server_takes_a_quarter_of_the_memory_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = int(psutil.virtual_memory().total)
+    assert redis_server.memory_share(64 << 30) == 16 << 30
+    assert redis_server.memory_share(1 << 30) == 512 << 20
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "_MEMORY_LIMIT", limit)
+    for text, wanted in (("max\n", total), (f"{1 << 30}\n", 1 << 30), (f"{total * 2}\n", total)):
+        limit.write_text(text)
+        assert machine.memory() == wanted

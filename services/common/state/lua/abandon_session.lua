@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Marks a session as over for its silence, unless it was heard of since, or is over already.
 -- KEYS session
 -- ARGV last sign of life that the caller saw

@@ -1,16 +1,20 @@
 -- Accepts one operation of a model: dedupes, journals, creates its future.
--- KEYS future, journal, order, pending, meta, lease
+-- USES held
+-- KEYS future, journal, order, pending, meta, lease, held, expiring
 -- ARGV seq, payload, digest, owner, refusal ('' = not refused), base model ('' unless a creation),
 --      result of a seq_id that was used before, result ttl (s), model id, request id,
 --      work channel, done channel, max pending bytes, max journal bytes, max entries, max ahead,
 --      '1' = it was accepted before, and Redis may have lost that,
 --      gateway whose dispatcher is told otherwise ('' = none),
---      '1' = it is a batch, which a replay may need until the next step
+--      '1' = it is a batch, which a replay may need until the next step,
+--      max bytes that all owners hold, max bytes that this one holds
 -- Returns 'new' journaled and to be run, 'resolved' nothing is to be run, 'same' accepted before, or why not:
---      'conflict', 'ahead', 'full', 'busy'
+--      'conflict', 'ahead', 'full', 'busy', 'held'
 local seq = tonumber(ARGV[1])
 local payload, digest, owner, refusal = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local ttl, most, batch = ARGV[8], tonumber(ARGV[15]), ARGV[19] == '1'
+local ttl, most, again, batch = tonumber(ARGV[8]), tonumber(ARGV[15]), ARGV[17] == '1', ARGV[19] == '1'
+-- So many operations of a model that are no batches get in however much its owner holds: they make room.
+local SMALL_BYTES, SMALL_WAITING = 4096, 64
 
 local known = redis.call('HMGET', KEYS[1], 'state', 'digest')
 if known[1] then
@@ -23,16 +27,16 @@ local floor = tonumber(meta[2] or -1)
 -- Everything up to here was accepted, or is settled without.
 local through = math.max(tonumber(meta[1] or -1), floor, tonumber(meta[6] or -1))
 -- What is accepted anew may be part of a durable snapshot already: the trainer has its result.
-if seq <= (ARGV[17] == '1' and floor or through) or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
-  redis.call('HSET', KEYS[1], 'state', 'done', 'digest', '', 'owner', owner, 'result', ARGV[7])
-  redis.call('EXPIRE', KEYS[1], ttl)
+if seq <= (again and floor or through) or redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'digest', '', 'owner', owner)
+  resolve(KEYS[1], owner, ARGV[7], ttl)
   return 'same'
 end
 
 if meta[3] then
   -- The model is closed for ever: nothing has to be remembered but the result.
-  redis.call('HSET', KEYS[1], 'state', 'done', 'digest', digest, 'owner', owner, 'result', meta[3])
-  redis.call('EXPIRE', KEYS[1], ttl)
+  redis.call('HSET', KEYS[1], 'digest', digest, 'owner', owner)
+  resolve(KEYS[1], owner, meta[3], ttl)
   redis.call('PUBLISH', ARGV[12], ARGV[10])
   return 'resolved'
 end
@@ -43,26 +47,31 @@ if seq > math.max(through, tonumber(top or -1)) + tonumber(ARGV[16]) then return
 if refusal ~= '' then
   if seq == 0 then redis.call('HSET', KEYS[5], 'closed', refusal) end
   -- Nothing will run: the future is resolved at once and the seq_id stays behind as used up.
-  redis.call('HSET', KEYS[1], 'state', 'done', 'digest', digest, 'owner', owner, 'result', refusal)
-  redis.call('EXPIRE', KEYS[1], ttl)
+  redis.call('HSET', KEYS[1], 'digest', digest, 'owner', owner)
+  resolve(KEYS[1], owner, refusal, ttl)
   redis.call('HSET', KEYS[2], ARGV[1], '')
   redis.call('PUBLISH', ARGV[12], ARGV[10])
 else
-  local size = #payload
+  local size, waiting = #payload, redis.call('ZCARD', KEYS[4])
   local lowest = redis.call('ZRANGE', KEYS[4], 0, 0)[1]
   -- What the waiting ones wait for themselves gets in, or they would wait for ever.
   if lowest and not (seq == through + 1 and seq < tonumber(lowest)) then
     -- They drain by themselves; batches that a replay needs go with a step, which has to get in for that.
-    if tonumber(meta[4] or 0) + size > tonumber(ARGV[13]) then return 'busy' end
-    if redis.call('ZCARD', KEYS[4]) >= most then return 'busy' end
+    if tonumber(meta[4] or 0) + size > tonumber(ARGV[13]) or waiting >= most then return 'busy' end
   end
   if batch and redis.call('ZCARD', KEYS[3]) >= most then return 'full' end
   if batch and tonumber(meta[5] or 0) + size > tonumber(ARGV[14]) then return 'full' end
+  local makes_room = seq > 0 and not batch and size <= SMALL_BYTES and waiting < SMALL_WAITING
+  if not (makes_room or again or has_room(owner, size + ENTRY, tonumber(ARGV[20]), tonumber(ARGV[21]))) then
+    return 'held'
+  end
+  hold(owner, size + ENTRY)
   redis.call('HSET', KEYS[1], 'state', 'pending', 'digest', digest, 'owner', owner)
   redis.call('HSET', KEYS[2], ARGV[1], payload)
   redis.call('ZADD', KEYS[4], seq, ARGV[1])
   redis.call('HINCRBY', KEYS[5], 'pending_bytes', size)
   redis.call('HINCRBY', KEYS[5], 'journal_bytes', size)
+  redis.call('HSET', KEYS[5], 'owner', owner)
   if ARGV[6] ~= '' then redis.call('HSET', KEYS[5], 'base_model', ARGV[6]) end
 end
 redis.call('ZADD', KEYS[3], seq, ARGV[1])

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Takes the dispatch lease of a model if nobody holds it.
 -- KEYS lease, epoch, pending
 -- ARGV holder, prefix of earlier starts of the same gateway, ttl (ms), '1' = only when there is work

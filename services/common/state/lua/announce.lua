@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Announces a service for a while, remembers what it says of its base model, and drops those of its kind that
 -- were not heard of for that while.
 -- KEYS records, seen, base models

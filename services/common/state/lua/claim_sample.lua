@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Hands a pending sample from one gateway to another (or to itself).
 -- KEYS future
 -- ARGV from gateway, to gateway

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Ends a model that has nothing left to run: all later operations come to the given result.
 -- KEYS pending, meta, epoch
 -- ARGV epoch, result of all later operations

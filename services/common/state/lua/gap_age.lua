@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- How long a model has waited for a missing seq_id, from when any dispatcher first saw that it is missing.
 -- KEYS meta, epoch
 -- ARGV first missing seq_id, epoch

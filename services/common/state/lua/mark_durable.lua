@@ -1,5 +1,7 @@
+#!lua flags=allow-oom
 -- Moves the pointer to the newest durable snapshot forward and trims the journal up to it.
--- KEYS journal, order, pending, meta, epoch
+-- USES held
+-- KEYS journal, order, pending, meta, epoch, held, expiring
 -- ARGV seq, epoch, location
 -- Returns 1 when the pointer names this snapshot, 0 when a newer one is named, -1 for a stale epoch
 if tonumber(redis.call('GET', KEYS[5]) or 0) ~= tonumber(ARGV[2]) then return -1 end
@@ -15,5 +17,8 @@ for _, covered in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', seq)) do
     redis.call('ZREM', KEYS[2], covered)
   end
 end
-if freed > 0 then redis.call('HINCRBY', KEYS[4], 'journal_bytes', -freed) end
+if freed > 0 then
+  redis.call('HINCRBY', KEYS[4], 'journal_bytes', -freed)
+  hold(redis.call('HGET', KEYS[4], 'owner') or '', -freed)
+end
 return 1

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Says why a pending sample is not running ('' = it is).
 -- KEYS future
 -- ARGV reason

@@ -1,15 +1,18 @@
+#!lua flags=allow-oom
 -- Resolves the future of an operation, once, for the holder of the current epoch.
--- KEYS future, journal, order, pending, meta, epoch
+-- USES held
+-- KEYS future, journal, order, pending, meta, epoch, held, expiring
 -- ARGV seq, epoch, result, ttl (s), '1' when a replay may pass the operation over,
 --      result of all later operations ('' = the model stays open), request id, done channel
 -- Returns 1 published, 0 not pending, -1 stale epoch
 if tonumber(redis.call('GET', KEYS[6]) or 0) ~= tonumber(ARGV[2]) then return -1 end
-if redis.call('HGET', KEYS[1], 'state') ~= 'pending' then return 0 end
+local known = redis.call('HMGET', KEYS[1], 'state', 'owner')
+if known[1] ~= 'pending' then return 0 end
 
-local seq = tonumber(ARGV[1])
+local seq, owner = tonumber(ARGV[1]), known[2] or ''
 local size = redis.call('HSTRLEN', KEYS[2], ARGV[1])
-redis.call('HSET', KEYS[1], 'state', 'done', 'result', ARGV[3])
-redis.call('EXPIRE', KEYS[1], ARGV[4])
+hold(owner, -ENTRY)
+resolve(KEYS[1], owner, ARGV[3], tonumber(ARGV[4]))
 redis.call('ZREM', KEYS[4], ARGV[1])
 
 local meta = redis.call('HMGET', KEYS[5], 'durable', 'floor', 'through')
@@ -25,7 +28,10 @@ if durable or passed then
 end
 if size > 0 then
   redis.call('HINCRBY', KEYS[5], 'pending_bytes', -size)
-  if durable or passed then redis.call('HINCRBY', KEYS[5], 'journal_bytes', -size) end
+  if durable or passed then
+    redis.call('HINCRBY', KEYS[5], 'journal_bytes', -size)
+    hold(owner, -size)
+  end
 end
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[5], 'closed', ARGV[6]) end
 redis.call('PUBLISH', ARGV[8], ARGV[7])

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Moves a version forward, never back.
 -- KEYS version
 -- ARGV version

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- KEYS lease
 -- ARGV holder, ttl (ms); '0' gives the lease back
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Declares every seq_id up to one that was never journaled as used up.
 -- KEYS meta, epoch
 -- ARGV seq, epoch

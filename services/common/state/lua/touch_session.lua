@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Notes a sign of life of a session, unless it is over or unknown.
 -- KEYS session
 -- ARGV time (s)

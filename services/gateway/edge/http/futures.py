@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from services.common.contract.errors import Overloaded, TinsmithError
 from services.common.contract.ids import parse_request_id
+from services.common.process import redis_errors
 from services.gateway.access.limits import COMPLETIONS_POLL_SECONDS, LONG_POLL_SECONDS, THREAD_ABOVE_BYTES
 from services.gateway.edge.http.codec import messages, results_out
 from services.gateway.edge.http.routes import Call, reply
@@ -68,7 +69,7 @@ def _trouble_is_429() -> Iterator[None]:
             raise
         raise Overloaded(error.message) from error
     except RedisError as error:
-        raise Overloaded(f"the state store cannot be reached: {error}") from error
+        raise Overloaded(redis_errors.typed(error).message) from error
 
 
 def pending(view: FutureView) -> Response:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
 from services.common.contract.errors import Internal, TinsmithError, Unavailable
+from services.common.process import redis_errors
 from services.gateway.application import Application
 from services.gateway.edge.http import (
     checkpoints,
@@ -132,7 +133,8 @@ async def _tinsmith_error(request: Request, error: Exception) -> Response:
 
 async def _redis_error(request: Request, error: Exception) -> Response:
     log.warning("%s %s: %s", request.method, request.url.path, error)
-    return _error(Unavailable("the state store cannot be reached; try again in a moment"))
+    assert isinstance(error, RedisError)
+    return _error(redis_errors.typed(error))
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

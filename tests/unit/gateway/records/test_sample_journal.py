@@ -11,7 +11,7 @@ from services.common.contract import errors, ids
 from services.common.contract.errors import Conflict, Internal, Overloaded
 from services.common.state import keys
 from services.common.state.journal_records import Accepted
-from services.gateway.records.sample_journal import CLONE_SEQ_IDS, Resolution, SampleJournal, Unclaimed
+from services.gateway.records.sample_journal import Resolution, SampleJournal, Unclaimed
 from services.gateway.results.futures import Futures
 from tinsmith.v1 import results_pb2
 
@@ -135,7 +135,8 @@ async def test_cursors_grow_when_the_clock_goes_back_and_the_list_was_read(
     await journal.publish(requests[0], result())
     _, cursor = await names(journal, 0)
     ahead = cursor + 10**12
-    await any_redis.zincrby(keys.completions(SESSION, 0), 10**12, f"0:finished:{result().ByteSize()}")
+    for member in (f"0:finished:{result().ByteSize()}", "newest"):
+        await any_redis.zincrby(keys.completions(SESSION, 0), 10**12, member)
     assert (await names(journal, ahead)) == ([], ahead)
     await journal.publish(requests[1], result())
     found, newest = await names(journal, ahead)
@@ -144,7 +145,7 @@ async def test_cursors_grow_when_the_clock_goes_back_and_the_list_was_read(
 
 async def test_clones_of_a_sampling_client_are_told_only_their_own(any_redis: redis.asyncio.Redis) -> None:
     journal = SampleJournal(any_redis)
-    original, clone = await accepted(journal, 7, 3 * CLONE_SEQ_IDS + 7)
+    original, clone = await accepted(journal, 7, 3 * ids.CLONE_SEQ_IDS + 7)
     for request_id in (original, clone):
         await journal.publish(request_id, result())
     assert (await names(journal, 0))[0] == [original]
@@ -189,16 +190,6 @@ async def test_a_result_is_published_although_redis_lost_the_acceptance(
     assert await journal.publish(request_id, result("kept"))
     assert await journal.resolved([request_id]) == [request_id]
     assert (await names(journal, 0))[0] == [request_id]
-
-
-async def test_fetched_results_go_soon_and_pending_samples_never(any_redis: redis.asyncio.Redis) -> None:
-    journal = SampleJournal(any_redis)
-    done, pending = await accepted(journal, 0, 1)
-    await journal.publish(done, result())
-    await journal.free([done, pending, ids.request_id(SESSION, 5)])
-    assert 0 < await any_redis.ttl(keys.future(SESSION, 0)) <= 60
-    assert await any_redis.ttl(keys.future(SESSION, 1)) == -1
-    assert await any_redis.exists(keys.future(SESSION, 5)) == 0
 
 
 async def test_completions_expire_with_the_results_they_announce(any_redis: redis.asyncio.Redis) -> None:

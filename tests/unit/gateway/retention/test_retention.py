@@ -15,6 +15,7 @@ from services.common.contract.errors import Gone, InvalidRequest
 from services.common.state import keys, known_models
 from services.common.state.journal import Journal
 from services.common.state.registry import Registry
+from services.common.state.room import Room
 from services.common.storage.data_dir import DataDir
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.discovery import Discovery
@@ -53,7 +54,7 @@ class Stage:
         self.stores = stores = Stores.over(client)
         self.models, self.checkpoints, self.store = stores.models, stores.checkpoints, stores.sessions
         self.samplers = stores.sampling_sessions
-        self.sessions = Sessions(self.store, Limits(), RedoLog(client))
+        self.sessions = Sessions(self.store, Limits(), RedoLog(client), Room())
         self.discovery = Discovery(client)
         self.dispatcher = Dispatcher(
             client,

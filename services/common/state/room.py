@@ -1,0 +1,101 @@
+"""How much of Redis the requests and results of API keys may take.
+
+The scripts that write, shorten or delete a request or a result count its bytes in the same step
+(`lua/held.lua`), so the account is what is there, also when Redis comes back without its last second.
+Invariants: a result is never refused; a sample is accepted only where its largest result has room, too, and
+what a batch comes to is smaller than the batch. An API key never holds more than is left for the others, so
+there always is room for one that holds nothing. What makes room, such as a step, gets in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.contract.errors import Overloaded, TooLarge
+from services.common.state import keys
+
+ACCOUNT = (keys.HELD_BYTES, keys.EXPIRING_BYTES)
+"""The last keys of every script that counts."""
+
+_UNBOUNDED_TOTAL = 4 << 30
+_SHARE = 0.5
+_NEARLY_FULL = 0.9
+
+
+@dataclass(frozen=True)
+class RoomLimits:
+    """Bounds of what is kept, and times in seconds.
+
+    Attributes:
+        total_bytes: requests and results of all API keys; 0 = half of the memory that Redis may use, or 4 GiB
+            when it has no bound.
+        owner_bytes: of one API key; 0 = what is left for others bounds it.
+        result_life: how long a result stays that nobody fetches.
+        fetched_life: how long one stays that was fetched, for an answer that was lost on its way.
+    """
+
+    total_bytes: int = 0
+    owner_bytes: int = 0
+    result_life: int = 24 * 3600
+    fetched_life: int = 600
+
+
+class Room:
+    """What may still be accepted, as one process knows it."""
+
+    def __init__(self, limits: RoomLimits | None = None) -> None:
+        self.limits = limits or RoomLimits()
+        self._used = self._most = 0
+
+    def note_memory(self, used: int, most: int) -> None:
+        """Redis has so many bytes in use, of at most so many (0 = no bound)."""
+        self._used, self._most = used, most
+
+    @property
+    def total(self) -> int:
+        """Bytes of requests and results of all API keys together."""
+        return self.limits.total_bytes or int(self._most * _SHARE) or _UNBOUNDED_TOTAL
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """What all owners, and what one owner may hold for a request to be accepted."""
+        return (0, 0) if self._nearly_full() else (self.total, self.limits.owner_bytes or self.total)
+
+    def check_fits(self, nbytes: int) -> None:
+        """
+        Raises:
+            TooLarge: a request that needs so many bytes is refused however little there is.
+        """
+        most = min(self.total // 2, self.limits.owner_bytes or self.total)
+        if nbytes > most:
+            raise TooLarge(
+                f"the request and its result may take {nbytes} bytes of the state store; send less at once: "
+                f"one API key may hold {most}"
+            )
+
+    def check(self) -> None:
+        """To be called before a record is made that stays.
+
+        Raises:
+            Overloaded: the memory of Redis is nearly used up.
+        """
+        if self._nearly_full():
+            raise self.refusal()
+
+    def refusal(self) -> Overloaded:
+        """What is answered when there is no room."""
+        if self._nearly_full():
+            return Overloaded(
+                f"the memory of the state store is nearly used up ({self._used} of {self._most} bytes); send "
+                "this again later, or have the operator raise maxmemory of Redis"
+            )
+        return Overloaded(
+            f"the requests and results of this API key would take too much of the {self.total} bytes that "
+            "the state store has for all: never more than is left for others"
+            + (f", and at most {self.limits.owner_bytes}" if self.limits.owner_bytes else "")
+            + f". Results go {self.limits.fetched_life} s after they are fetched, batches with the next "
+            "optim_step; send this again later"
+        )
+
+    def _nearly_full(self) -> bool:
+        return self._most > 0 and self._used > _NEARLY_FULL * self._most

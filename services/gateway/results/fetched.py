@@ -1,0 +1,67 @@
+"""Letting go of results that were fetched.
+
+Invariants: a result that was fetched stays long enough to be asked for again, as its answer may have been
+lost on the way. When the process that sent it ends at that moment, it stays as long as one that nobody
+fetched.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import redis.asyncio
+
+from services.common.contract import ids
+from services.common.process.periodic import Periodic
+from services.common.state import keys
+from services.common.state.room import ACCOUNT, Room
+from services.common.state.scripts import Script
+
+_EVERY_S = 1.0
+_DEADLINE_S = 60.0
+_AT_ONCE = 256
+_MOST_NOTED = 100_000
+
+
+class FetchedResults:
+    """Shortens the life of results, many in one step."""
+
+    def __init__(self, client: redis.asyncio.Redis, room: Room) -> None:
+        self._room = room
+        self._shorten = Script(client, "shorten")
+        self._noted: set[str] = set()
+        self._flushes = Periodic("letting fetched results go", _EVERY_S, self._flush, _DEADLINE_S)
+
+    async def start(self) -> None:
+        self._flushes.start()
+
+    async def stop(self) -> None:
+        await self._flushes.stop()
+
+    def note(self, request_id: str) -> None:
+        """A result is on its way to its client."""
+        if len(self._noted) < _MOST_NOTED:
+            self._noted.add(request_id)
+
+    async def let_go(self, request_ids: Iterable[str], seconds: int) -> None:
+        """Has results go so many seconds from now. What is pending is left alone.
+
+        Raises:
+            redis.exceptions.RedisError: Redis does not answer.
+        """
+        left = iter(request_ids)
+        while some := list(itertools.islice(left, _AT_ONCE)):
+            names: list[str] = []
+            numbers: list[str] = []
+            for object_id, seq_id in map(ids.parse_request_id, some):
+                future = keys.future(object_id, seq_id)
+                sample = ids.is_sampling_session_id(object_id)
+                clone = seq_id // ids.CLONE_SEQ_IDS
+                names += [future, keys.completions(object_id, clone) if sample else future]
+                numbers.append(str(seq_id) if sample else "")
+            await self._shorten([*names, *ACCOUNT], seconds, *numbers)
+
+    async def _flush(self) -> None:
+        noted, self._noted = self._noted, set()
+        await self.let_go(noted, self._room.limits.fetched_life)
