@@ -149,6 +149,16 @@ async def test_cached_prefixes_are_reused_within_a_version_and_never_across_vers
             torch.testing.assert_close(floats(sequence.logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
+async def test_cached_prefixes_of_the_base_model_are_shared_within_a_namespace_only(stub) -> None:
+    tokens = prompt(51, 300)
+    hits = []
+    for namespace in ("owner/ann", "owner/ann", "owner/bob", ""):
+        wanted = request(tokens)
+        wanted.cache_namespace = namespace
+        hits.append((await sample(stub, wanted)).prompt_cache_hit_tokens)
+    assert hits == [0, 256, 0, 0]
+
+
 async def test_a_seed_decides_the_tokens_and_sequence_i_uses_seed_plus_i(stub) -> None:
     async def tokens(seed: int, n: int = 1) -> list[list[int]]:
         result = await sample(stub, request(prompt(3, 6), n=n, seed=seed, max_tokens=16, stop=NEVER))

@@ -152,7 +152,7 @@ class Sampling:
             topk_prompt_logprobs=request.topk_prompt_logprobs,
             topk_sample_logprobs=request.topk_sample_logprobs,
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
-            cache_namespace=record.sampling_session_id if record.inflight else "",
+            cache_namespace=_cache_namespace(record),
         )
         if request.HasField("target_prompt_logprobs"):
             sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)
@@ -213,6 +213,14 @@ class Sampling:
                     outcome = await self._journal.cancel(request_id, reason)
                     cancelled += outcome is Resolution.NOW
         return cancelled
+
+
+def _cache_namespace(record: SamplingSessionRecord) -> str:
+    """Who shares cached prefixes: one owner's samples of a snapshot, and those of an inflight client alone.
+
+    Otherwise the number of cached tokens in an answer would tell whether another owner has sent a prompt.
+    """
+    return record.sampling_session_id if record.inflight else f"owner/{record.owner}"
 
 
 def sequence_ids(request_id: str, num_samples: int) -> list[str]:

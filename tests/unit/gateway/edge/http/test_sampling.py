@@ -286,6 +286,18 @@ async def test_the_sdk_samples_from_an_ephemeral_save(edges: Edges) -> None:
     assert len({found.sequence_id for found in response.sequences}) == 2
 
 
+async def test_owners_share_no_cached_prefixes_of_a_base_model_and_one_owners_clients_do(
+    edges: Edges,
+) -> None:
+    namespaces = []
+    for key in (ALICE, ALICE, BOB):
+        async with edges.http(key) as client:
+            session = await base_session(client)
+            promise = (await client.post("asample", json=body(session))).json()
+            namespaces.append((await edges.sample(promise["request_id"])).cache_namespace)
+    assert namespaces == ["owner/alice", "owner/alice", "owner/bob"]
+
+
 async def test_an_inflight_save_makes_a_session_with_a_cache_of_its_own(edges: Edges) -> None:
     async with edges.http() as client:
         model = await new_model(edges, client)
@@ -300,7 +312,7 @@ async def test_an_inflight_save_makes_a_session_with_a_cache_of_its_own(edges: E
             await edges.answer(model, seq_id, save_for_sampler=saved)
             promise = (await client.post("asample", json=body(session))).json()
             request = await edges.sample(promise["request_id"])
-            assert request.cache_namespace == (session if kind == "inflight" else "")
+            assert request.cache_namespace == (session if kind == "inflight" else "owner/alice")
             assert request.snapshot.version == seq_id
 
 
