@@ -141,7 +141,7 @@ class Gateway:
             session_search=SessionSearch(stores.sessions, stores.checkpoints, limits),
             models=models,
             saves=Saves(models, checkpoints, stores.sampling_sessions, limits),
-            exports=Exports(models, checkpoints, journal, limits),
+            exports=Exports(models, checkpoints, journal, stores.models, limits),
             checkpoints=checkpoints,
             downloads=Downloads(client, checkpoints, stores.checkpoints, storage),
             runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),

@@ -40,7 +40,7 @@ IDLE_AFTER_S = 60.0
 _MAX_SEQ_ID = 2**53 - 1
 _READ_ENTRIES = 512
 _THREAD_ABOVE_BYTES = 256 * 1024
-"""Larger operations are hashed off the event loop."""
+"""Larger operations are serialized off the event loop."""
 
 
 class Journal:
@@ -74,19 +74,24 @@ class Journal:
         self._forget_idle = Script(client, "forget_idle")
 
     async def accept(
-        self, operation: operation_pb2.Operation, owner: str, accepted_before: bool = False
+        self,
+        operation: operation_pb2.Operation,
+        owner: str,
+        accepted_before: bool = False,
+        digest: bytes = b"",
     ) -> Accepted:
         """Journals an operation and creates its future. One round trip.
 
-        The same operation again gives the same id. A `refused` operation's future fails at once, as
+        The same request again gives the same id. A `refused` operation's future fails at once, as
         does that of any operation of a model that was not created or is unloaded. A seq_id that was
         used up and forgotten (its result expired, or its gap was skipped) also gives a failed future.
 
         Args:
             accepted_before: this process did so moments ago, and Redis may have lost it.
+            digest: of the request that the operation was made from; empty: the operation is the request.
 
         Raises:
-            Conflict: seq_id was used for another operation.
+            Conflict: seq_id was used for another request.
             InvalidRequest: seq_id is out of range.
             Overloaded: the model's journal is full, or its owner holds too much.
         """
@@ -94,9 +99,9 @@ class Journal:
         if not 0 <= seq_id <= _MAX_SEQ_ID:
             raise InvalidRequest(f"seq_id must be 0 to {_MAX_SEQ_ID}, not {seq_id}")
         if operation.ByteSize() > _THREAD_ABOVE_BYTES:
-            payload, digest = await asyncio.to_thread(_payload, operation)
+            payload = await asyncio.to_thread(operation.SerializeToString, deterministic=True)
         else:
-            payload, digest = _payload(operation)
+            payload = operation.SerializeToString(deterministic=True)
         request_id = ids.request_id(model_id, seq_id)
         kind = operation.WhichOneof("kind")
         used = errors.to_pb(
@@ -119,7 +124,7 @@ class Journal:
             ],
             seq_id,
             payload,
-            digest,
+            digest or hashlib.sha256(payload).digest(),
             owner,
             error_result(operation.refused) if kind == "refused" else b"",
             operation.create_model.base_model if kind == "create_model" else "",
@@ -140,6 +145,11 @@ class Journal:
         )
         self._check_accepted(outcome, model_id, seq_id)
         return Accepted(request_id, outcome == b"new")
+
+    async def is_accepted(self, model_id: str, seq_id: int, digest: bytes) -> bool:
+        """Whether the request with this digest was accepted under this seq_id before."""
+        known: Any = await self._redis.hget(keys.future(model_id, seq_id), "digest")
+        return bool(known == digest)
 
     def _check_accepted(self, outcome: bytes, model_id: str, seq_id: int) -> None:
         if outcome == b"conflict":
@@ -341,18 +351,3 @@ class Journal:
             await self._redis.set(keys.queue_state(model_id), reason, ex=30)
         else:
             await self._redis.delete(keys.queue_state(model_id))
-
-
-def _payload(operation: operation_pb2.Operation) -> tuple[bytes, bytes]:
-    """(serialized operation, SHA-256 of what makes a repetition the same).
-
-    The SDK numbers the sampling session of a save anew each time that it sends it again.
-    """
-    payload = request = operation.SerializeToString(deterministic=True)
-    save = operation.save_for_sampler
-    if save.sampling_session_id and not save.sampling_session_known:
-        renumbered = operation_pb2.Operation()
-        renumbered.CopyFrom(operation)
-        renumbered.save_for_sampler.sampling_session_id = ""
-        request = renumbered.SerializeToString(deterministic=True)
-    return payload, hashlib.sha256(request).digest()

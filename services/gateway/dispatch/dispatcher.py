@@ -45,8 +45,8 @@ class Dispatcher:
         trainers: the live trainers.
         futures: has those who wait for results on this gateway.
         gateway_id: stable over restarts of the gateway.
-        on_result: called with every operation and its result before the future is resolved; may be
-            called again for the same operation.
+        on_result: called with every operation and its result before the future is resolved with what it
+            returns; may be called again for the same operation.
     """
 
     def __init__(

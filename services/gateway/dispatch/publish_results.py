@@ -24,14 +24,17 @@ from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
 
-OnResult = Callable[[operation_pb2.Operation, results_pb2.OperationResult], Awaitable[None]]
+OnResult = Callable[
+    [operation_pb2.Operation, results_pb2.OperationResult], Awaitable[results_pb2.OperationResult]
+]
 
 
 class ResultPublisher:
     """Writes the results of one model's operations under one lease.
 
     Args:
-        on_result: records what the result gives rise to; may be called again for the same operation.
+        on_result: records what a result gives rise to, and says what the operation comes to by that; may be
+            called again for the same operation.
         futures: has those who wait for the results on this gateway.
 
     Attributes:
@@ -55,9 +58,9 @@ class ResultPublisher:
             while not self._lease.lost:
                 try:
                     await failpoints.reach("gateway.before_record")
-                    await self._on_result(operation, result)
+                    recorded = await self._on_result(operation, result)
                     await failpoints.reach("gateway.before_publish")
-                    await self._publish(operation, result, ran)
+                    await self._publish(operation, recorded, ran)
                     await failpoints.reach("gateway.after_publish")
                     return
                 except (RedisError, OSError) as error:

@@ -1,7 +1,8 @@
 """What the gateway remembers of finished operations: models, checkpoints, sampling sessions.
 
 Invariant: `record` may run any number of times for one operation with the same effect, and it
-runs before the operation's future is resolved, so a client that saw the result finds the object.
+runs before the operation's future is resolved, so a client that saw the result finds the object: one that
+cannot be recorded makes the operation fail.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 import time
 from typing import Literal
 
-from services.common.contract import ids
+from services.common.contract import errors, ids
+from services.common.contract.errors import InvalidRequest
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord
 from services.gateway.records.sampling_session import SamplingSessionRecord
@@ -42,8 +44,10 @@ class ResultRecorder:
         self._inflight = stores.inflight
         self._snapshots = stores.snapshots
 
-    async def record(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
-        """Records what an operation came to. Most operations leave nothing to record."""
+    async def record(
+        self, operation: operation_pb2.Operation, result: results_pb2.OperationResult
+    ) -> results_pb2.OperationResult:
+        """Records what an operation came to, and says what that is. Most leave nothing to record."""
         kind = operation.WhichOneof("kind")
         failed = result.WhichOneof("kind") == "error"
         if kind == "create_model":
@@ -51,11 +55,11 @@ class ResultRecorder:
         elif kind == "unload_model" and not failed:
             await self._models.note_unloaded(operation.model_id)
         if failed or kind not in ("save_state", "save_for_sampler", "save_external"):
-            return
+            return result
         model = await self._models.get(operation.model_id)
         if model is None:
             log.error("model %s of a finished %s is not known", operation.model_id, kind)
-            return
+            return result
         if kind == "save_state":
             save = operation.save_state
             await self._put_checkpoint(model, operation.seq_id, save, result.save_state.size_bytes)
@@ -68,7 +72,11 @@ class ResultRecorder:
         else:
             size = result.save_for_sampler.size_bytes
             await self._snapshots.add(model.model_id, operation.seq_id, model.owner, size)
-            await self._bind(model, operation.seq_id, operation.save_for_sampler)
+            if not await self._bind(model, operation.seq_id, operation.save_for_sampler):
+                # Nobody will ask for it.
+                await self._snapshots.supersede(model.model_id, operation.seq_id, time.time())
+                return _taken(operation.save_for_sampler.sampling_session_id)
+        return result
 
     async def _put_checkpoint(
         self,
@@ -100,7 +108,8 @@ class ResultRecorder:
             )
         )
 
-    async def _bind(self, model: ModelRecord, version: int, save: operation_pb2.SaveForSampler) -> None:
+    async def _bind(self, model: ModelRecord, version: int, save: operation_pb2.SaveForSampler) -> bool:
+        """Makes the sampling session that answers from a snapshot; whether its id was free."""
         sampling_session_id = save.sampling_session_id
         record = SamplingSessionRecord(
             sampling_session_id=sampling_session_id,
@@ -115,10 +124,20 @@ class ResultRecorder:
         )
         stored = await self._sampling_sessions.create_if_absent(record)
         if stored != record:
-            log.error("sampling session %s was taken before its save completed", sampling_session_id)
+            return False
         if save.inflight:
             before = await self._inflight.current(model.model_id)
             if before is not None and before < version:
                 at = time.time() + _SUPERSEDED_S
                 await self._snapshots.supersede(model.model_id, before, at)
             await self._inflight.move(model.model_id, version)
+        return True
+
+
+def _taken(sampling_session_id: str) -> results_pb2.OperationResult:
+    error = InvalidRequest(
+        f"sampling session {sampling_session_id} was made by another request before this save completed; "
+        "save again with the next sampling_session_seq_id",
+        "sampling_session_taken",
+    )
+    return results_pb2.OperationResult(error=errors.to_pb(error))

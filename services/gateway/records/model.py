@@ -76,6 +76,16 @@ class ModelStore:
         """Changes the status of an existing model."""
         await self._redis.hset(keys.model(model_id), "status", status)
 
+    async def unload_seq_id(self, model_id: str, attempt: int) -> int | None:
+        """The seq_id that this attempt to unload an existing model takes, if there was one."""
+        raw: Any = await self._redis.hget(keys.model(model_id), f"unload:{attempt}")
+        return None if raw is None else int(raw)
+
+    async def claim_unload(self, model_id: str, attempt: int, seq_id: int) -> int:
+        """Notes the seq_id that an attempt to unload an existing model takes; the one that is noted."""
+        await self._redis.hsetnx(keys.model(model_id), f"unload:{attempt}", str(seq_id))
+        return await self.unload_seq_id(model_id, attempt) or seq_id
+
     async def note_unloaded(self, model_id: str) -> None:
         """Notes that an existing model was unloaded, for its durable state to be deleted."""
         await self._redis.zadd(keys.ENDED_MODELS, {model_id: time.time()})

@@ -51,7 +51,20 @@ class SamplingSessionStore:
         first: Any = await self._redis.set(
             keys.sampling_session(record.sampling_session_id), msgspec.json.encode(record), nx=True, get=True
         )
-        return record if first is None else msgspec.json.decode(first, type=SamplingSessionRecord)
+        if first is None:
+            return record
+        stored = msgspec.json.decode(first, type=SamplingSessionRecord)
+        if record.model_id and (stored.model_id, stored.version) != (record.model_id, record.version):
+            await self._list_again(record, stored)
+        return stored
+
+    async def _list_again(self, record: SamplingSessionRecord, stored: SamplingSessionRecord) -> None:
+        """What a session that was not made would have answered from is not in use by it."""
+        users, name = keys.model_samplers(record.model_id), record.sampling_session_id
+        if stored.model_id == record.model_id:
+            await self._redis.zadd(users, {name: stored.version})
+        else:
+            await self._redis.zrem(users, name)
 
     async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
         """The sampling session."""

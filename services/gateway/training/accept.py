@@ -11,8 +11,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+from google.protobuf.message import Message
 
 from services.common.contract import errors, ids, roles
 from services.common.contract.errors import (
@@ -33,6 +35,7 @@ from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.training import adapter_shape, validate
+from services.gateway.training.request_digest import digest, message_digest
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import models_pb2, training_pb2
 
@@ -41,6 +44,7 @@ _CACHED = 4096
 _MAX_SEQ_ID = 2**31 - 1
 
 
+T = TypeVar("T")
 Wake = Callable[[str, operation_pb2.Operation | None], None]
 
 
@@ -133,13 +137,18 @@ class Models:
         """
         await self._sessions.open_for_more(owner, session_id)
         role = roles.asked_for(user_metadata or {}, role) or "policy"
+        shape = lora and lora.SerializeToString(deterministic=True)
+        asked = digest("create_model", base_model, shape, role, user_metadata or {})
+        model_id = ids.model_id(session_id, model_seq_id)
+        if await self._journal.is_accepted(model_id, 0, asked):
+            return ids.request_id(model_id, 0)
         base = await self._base_models.trainable(base_model)
         self._check_kind(lora, role, base)
         full = models_pb2.FullFineTuning() if lora is None else None
         create = operation_pb2.CreateModel(
             base_model=base_model, lora=lora, full=full, role=roles.to_pb(role)
         )
-        return await self._create(owner, session_id, model_seq_id, create, lora, role, user_metadata)
+        return await self._create(owner, model_id, asked, create, lora, role, user_metadata)
 
     async def create_from_state(
         self,
@@ -154,6 +163,10 @@ class Models:
         """Creates a model that continues from a saved one; the request id. Raises as `create`, and
         NotFound when there is no such checkpoint."""
         await self._sessions.open_for_more(owner, session_id)
+        asked = digest("create_from_state", path, optimizer, base_model, user_metadata or {})
+        model_id = ids.model_id(session_id, model_seq_id)
+        if await self._journal.is_accepted(model_id, 0, asked):
+            return ids.request_id(model_id, 0)
         source, checkpoint = await self._checkpoints.training(owner, path)
         if base_model not in (None, checkpoint.base_model):
             raise InvalidRequest(
@@ -173,15 +186,13 @@ class Models:
             version=checkpoint.version,
         )
         create = operation_pb2.CreateModel(base_model=checkpoint.base_model, from_state=state)
-        return await self._create(
-            owner, session_id, model_seq_id, create, lora, checkpoint.role, user_metadata
-        )
+        return await self._create(owner, model_id, asked, create, lora, checkpoint.role, user_metadata)
 
     async def _create(
         self,
         owner: str,
-        session_id: str,
-        model_seq_id: int,
+        model_id: str,
+        asked: bytes,
         create: operation_pb2.CreateModel,
         lora: models_pb2.LoraConfig | None,
         role: Role,
@@ -189,10 +200,9 @@ class Models:
     ) -> str:
         self._limits.check_metadata(user_metadata or {})
         lora = lora or models_pb2.LoraConfig(rank=0, train_attn=True, train_mlp=True, train_unembed=True)
-        model_id = ids.model_id(session_id, model_seq_id)
         record = ModelRecord(
             model_id=model_id,
-            session_id=session_id,
+            session_id=ids.session_of(model_id),
             owner=owner,
             base_model=create.base_model,
             lora_rank=lora.rank,
@@ -209,7 +219,7 @@ class Models:
         if stored != msgspec.structs.replace(record, created_at=stored.created_at, status=stored.status):
             raise Conflict(f"model {model_id} exists with other settings; use the next model_seq_id")
         operation = operation_pb2.Operation(model_id=model_id, seq_id=0, create_model=create)
-        return await self._accept(operation, owner)
+        return await self._accept(operation, owner, asked)
 
     def _check_kind(self, lora: models_pb2.LoraConfig | None, role: Role, base: BaseModel) -> None:
         if lora is None:
@@ -223,12 +233,14 @@ class Models:
         model_id: str,
         seq_id: int,
         size: int,
+        request: Message,
         build: Callable[[BaseModel], training_pb2.ForwardBackward],
     ) -> str:
         """Accepts a forward_backward; the request id.
 
         Args:
-            size: bytes of the request, which decides whether building runs in a thread.
+            size: bytes of the request, which decides whether what is proportional to it runs in a thread.
+            request: as it was sent, to tell a repetition by.
             build: makes the operation for a base model; a TinsmithError it raises refuses the request.
         """
 
@@ -240,24 +252,21 @@ class Models:
                 validate.check_forward_backward(built, record.role, base, self._limits)
                 operation.forward_backward.CopyFrom(built)
 
-            if size > THREAD_ABOVE_BYTES:
-                await asyncio.to_thread(make)
-            else:
-                make()
+            await _run(make, size)
 
-        return await self.submit(owner, model_id, seq_id, fill)
+        return await self.submit(
+            owner, model_id, seq_id, await _run(lambda: message_digest(request), size), fill
+        )
 
-    async def optim_step(
-        self, owner: str, model_id: str, seq_id: int, build: Callable[[], training_pb2.AdamParams]
-    ) -> str:
+    async def optim_step(self, owner: str, model_id: str, seq_id: int, adam: training_pb2.AdamParams) -> str:
         """Accepts an AdamW step; the request id."""
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
-            adam = build()
             validate.check_adam(adam)
             operation.optim_step.adam.CopyFrom(adam)
 
-        return await self.submit(owner, model_id, seq_id, fill)
+        asked = digest("optim_step", adam.SerializeToString(deterministic=True))
+        return await self.submit(owner, model_id, seq_id, asked, fill)
 
     async def unload(self, owner: str, model_id: str, seq_id: int) -> str:
         """Accepts the end of a model; every later operation of it fails."""
@@ -265,7 +274,7 @@ class Models:
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
             operation.unload_model.SetInParent()
 
-        return await self.submit(owner, model_id, seq_id, fill)
+        return await self.submit(owner, model_id, seq_id, digest("unload_model"), fill)
 
     async def refuse(self, owner: str, model_id: str, seq_id: int, error: TinsmithError) -> str:
         """Uses up a seq_id for a request that cannot be understood; the request id of its failure."""
@@ -273,16 +282,20 @@ class Models:
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
             raise error
 
-        return await self.submit(owner, model_id, seq_id, fill)
+        return await self.submit(owner, model_id, seq_id, digest("refused", error.code, error.message), fill)
 
     async def submit(
         self,
         owner: str,
         model_id: str,
         seq_id: int,
+        asked: bytes,
         fill: Callable[[operation_pb2.Operation, ModelRecord], Awaitable[None]],
     ) -> str:
         """Journals what `fill` makes of an operation, or its refusal.
+
+        Args:
+            asked: digest of the request: what `fill` makes of its repetition may be something else.
 
         Raises:
             NotFound, PermissionDenied, Gone: the model is not the caller's, or its session is finished.
@@ -302,18 +315,23 @@ class Models:
             if error.category != "user":
                 raise
             operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id, refused=errors.to_pb(error))
-        return await self._accept(operation, owner)
+        return await self._accept(operation, owner, asked)
 
-    async def _accept(self, operation: operation_pb2.Operation, owner: str) -> str:
+    async def _accept(self, operation: operation_pb2.Operation, owner: str, asked: bytes) -> str:
         accepted = None
         try:
             accepted = await self._redo_log.perform(
-                lambda: self._journal.accept(operation, owner),
+                lambda: self._journal.accept(operation, owner, digest=asked),
                 operation.ByteSize(),
-                lambda: self._journal.accept(operation, owner, accepted_before=True),
+                lambda: self._journal.accept(operation, owner, accepted_before=True, digest=asked),
             )
             await failpoints.reach("gateway.after_accept")
         finally:
             # Also when the caller has gone: the operation may be in the journal.
             self._wake(operation.model_id, operation if accepted is not None and accepted.to_run else None)
         return accepted.request_id
+
+
+async def _run(work: Callable[[], T], size: int) -> T:
+    """The outcome of work that is proportional to a request of so many bytes."""
+    return await asyncio.to_thread(work) if size > THREAD_ABOVE_BYTES else work()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from services.common.contract import ids
 from services.common.contract.errors import Conflict, InvalidRequest, Unavailable
@@ -10,18 +11,23 @@ from services.common.state.journal import Journal
 from services.common.storage.encryption import parse_recipients
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
-from services.gateway.records.model import ModelRecord
+from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.training.accept import Models
+from services.gateway.training.request_digest import digest
 from tinsmith.internal.v1 import operation_pb2
 
-_MOST_CONFLICTS = 8
+_MOST_CLAIMS = 8
+"""Seq_ids that one call tries to take before others do."""
 
 
 class Exports:
     """Operations that the SDK sends beside training."""
 
-    def __init__(self, models: Models, checkpoints: Checkpoints, journal: Journal, limits: Limits) -> None:
+    def __init__(
+        self, models: Models, checkpoints: Checkpoints, journal: Journal, store: ModelStore, limits: Limits
+    ) -> None:
         self._models = models
+        self._store = store
         self._checkpoints = checkpoints
         self._journal = journal
         self._limits = limits
@@ -55,25 +61,37 @@ class Exports:
             await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
             operation.save_external.CopyFrom(save)
 
-        return await self._models.submit(owner, model_id, seq_id, fill)
+        asked = digest("save_external", name, ttl_seconds, list(age_recipients))
+        return await self._models.submit(owner, model_id, seq_id, asked, fill)
 
     async def unload(self, owner: str, model_id: str) -> str:
-        """Accepts unloading of a model after all operations so far; the request id.
+        """Accepts unloading of a model after all operations so far; the request id. Repeating gives the same.
 
-        The request has no seq_id of its own, so it takes the next one. Later requests of the model fail.
+        The request has no seq_id of its own, so it takes the next one, which is noted before it is used: the
+        repetition of a request whose answer was lost finds it. Later requests of the model fail.
 
         Raises:
             NotFound, PermissionDenied, Gone, Overloaded: as Models.submit.
+            InvalidRequest: it is unloaded already, by a request with a seq_id, or not created yet.
             Unavailable: the model's client goes on sending at the same time.
         """
-        if (await self._models.current(owner, model_id)).status == "unloaded":
-            raise InvalidRequest(f"model {model_id} is unloaded already", "model_unloaded")
-        for _ in range(_MOST_CONFLICTS):
-            seq_id = await self._journal.last_seq_id(model_id) + 1
-            if seq_id < 1:
-                raise InvalidRequest(f"model {model_id} is not created yet")
+        unloaded = (await self._models.current(owner, model_id)).status == "unloaded"
+        claimed = 0
+        for attempt in count():
+            seq_id = await self._store.unload_seq_id(model_id, attempt)
+            if seq_id is None:
+                if unloaded:
+                    raise InvalidRequest(f"model {model_id} is unloaded already", "model_unloaded")
+                if claimed == _MOST_CLAIMS:
+                    break
+                top = await self._journal.last_seq_id(model_id)
+                if top < 0:
+                    raise InvalidRequest(f"model {model_id} is not created yet")
+                seq_id = await self._store.claim_unload(model_id, attempt, top + 1)
+                claimed += 1
             try:
                 return await self._models.unload(owner, model_id, seq_id)
             except Conflict:
+                # Another operation took it between the two.
                 continue
         raise Unavailable(f"model {model_id} is in use; unload it when nothing is sent to it any more")

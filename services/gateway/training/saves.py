@@ -13,6 +13,7 @@ from services.gateway.records.model import ModelRecord
 from services.gateway.records.sampling_session import SamplingSessionStore
 from services.gateway.training import adapter_shape
 from services.gateway.training.accept import Models
+from services.gateway.training.request_digest import digest
 from tinsmith.internal.v1 import operation_pb2
 
 
@@ -22,6 +23,10 @@ class SaveOptions:
 
     ttl_seconds: int | None = None
     user_metadata: Mapping[str, str] | None = None
+
+
+def _plain(options: SaveOptions) -> tuple[object, ...]:
+    return options.ttl_seconds, dict(options.user_metadata or {})
 
 
 class Saves:
@@ -58,7 +63,8 @@ class Saves:
                 await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
             operation.save_state.CopyFrom(save)
 
-        return await self._models.submit(owner, model_id, seq_id, fill)
+        asked = digest("save_state", name, overwrite, *_plain(options))
+        return await self._models.submit(owner, model_id, seq_id, asked, fill)
 
     async def load_state(self, owner: str, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
         """Accepts loading of a checkpoint into an existing model of the same base and adapter shape."""
@@ -78,7 +84,8 @@ class Saves:
             operation.load_state.optimizer = optimizer
             operation.load_state.version = checkpoint.version
 
-        return await self._models.submit(owner, model_id, seq_id, fill)
+        asked = digest("load_state", path, optimizer)
+        return await self._models.submit(owner, model_id, seq_id, asked, fill)
 
     async def save_for_sampler(
         self, owner: str, model_id: str, seq_id: int, name: str, options: SaveOptions
@@ -92,7 +99,8 @@ class Saves:
             await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
             operation.save_for_sampler.CopyFrom(save)
 
-        return await self._models.submit(owner, model_id, seq_id, fill)
+        asked = digest("save_for_sampler", name, *_plain(options))
+        return await self._models.submit(owner, model_id, seq_id, asked, fill)
 
     async def save_for_sampling_session(
         self,
@@ -122,9 +130,10 @@ class Saves:
                 )
             operation.save_for_sampler.sampling_session_id = session
             operation.save_for_sampler.inflight = inflight
-            operation.save_for_sampler.sampling_session_known = told
 
-        return await self._models.submit(owner, model_id, seq_id, fill), session
+        # The SDK numbers the session anew each time that it sends a save again.
+        asked = digest("save_for_sampling_session", session if told else None, inflight)
+        return await self._models.submit(owner, model_id, seq_id, asked, fill), session
 
     def _set_options(
         self, save: operation_pb2.SaveState | operation_pb2.SaveForSampler, options: SaveOptions

@@ -65,10 +65,13 @@ class Gateway:
             ttl,
         )
 
-    async def _record(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
+    async def _record(
+        self, operation: operation_pb2.Operation, result: results_pb2.OperationResult
+    ) -> results_pb2.OperationResult:
         view = await self.futures.wait(ids.request_id(operation.model_id, operation.seq_id), 0)
         assert view.state == "pending", "records are written before the future is resolved"
         self.recorded.append(operation.seq_id)
+        return result
 
     async def accept(self, *operations: operation_pb2.Operation) -> None:
         for operation in operations:

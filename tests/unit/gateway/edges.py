@@ -76,7 +76,7 @@ class Edges:
         operation = await self.operation(model_id, seq_id)
         assert operation is not None
         outcome = results_pb2.OperationResult(**result)
-        await self.recorder.record(operation, outcome)
+        outcome = await self.recorder.record(operation, outcome)
         await self.redis.set(keys.epoch(model_id), EPOCH)
         published = await self.journal.publish(model_id, EPOCH, seq_id, outcome.SerializeToString())
         assert published is Published.PUBLISHED

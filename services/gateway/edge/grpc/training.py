@@ -70,6 +70,7 @@ class TrainingCalls(Calls):
             request.model_id,
             request.seq_id,
             request.ByteSize(),
+            request,
             lambda base: convert.forward_backward(request),
         )
         return training_pb2.ForwardBackwardResponse(request_id=request_id)
@@ -77,9 +78,13 @@ class TrainingCalls(Calls):
     async def OptimStep(
         self, request: training_pb2.OptimStepRequest, context: Context
     ) -> training_pb2.OptimStepResponse:
-        request_id = await self._app.models.optim_step(
-            self._owner(context), request.model_id, request.seq_id, lambda: convert.adam(request)
-        )
+        models, owner = self._app.models, self._owner(context)
+        try:
+            adam = convert.adam(request)
+        except InvalidRequest as error:
+            request_id = await models.refuse(owner, request.model_id, request.seq_id, error)
+        else:
+            request_id = await models.optim_step(owner, request.model_id, request.seq_id, adam)
         return training_pb2.OptimStepResponse(request_id=request_id)
 
     async def SaveState(

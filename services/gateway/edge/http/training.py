@@ -118,7 +118,7 @@ async def forward_backward(call: Call) -> Response:
                 return forward_backward_in.forward_backward(message, base.vocab_size)
 
             request_id = await call.app.models.forward_backward(
-                call.owner, message.model_id, message.seq_id, len(data) + dense, build
+                call.owner, message.model_id, message.seq_id, len(data) + dense, message, build
             )
     return promise(request_id, message.model_id)
 
@@ -135,23 +135,23 @@ async def _read(data: bytes, limits: Limits) -> tuple[tinker_pb2.TinkerForwardBa
 
 async def optim_step(call: Call) -> Response:
     async def accept(body: messages.OptimStep) -> Response:
-        def build() -> training_pb2.AdamParams:
-            if body.optimizer_params is not None:
-                kind = str(body.optimizer_params.get("type"))
-                raise InvalidRequest(f"optimizer {kind[:100]!r} is not served; step with AdamParams")
-            given = body.adam_params or messages.AdamParams()
-            return training_pb2.AdamParams(
-                learning_rate=given.learning_rate,
-                beta1=given.beta1,
-                beta2=given.beta2,
-                eps=given.eps,
-                weight_decay=given.weight_decay,
-                grad_clip_norm=given.grad_clip_norm,
-            )
-
-        request_id = await call.app.models.optim_step(call.owner, body.model_id, body.seq_id, build)
+        if body.optimizer_params is not None:
+            kind = str(body.optimizer_params.get("type"))
+            error = InvalidRequest(f"optimizer {kind[:100]!r} is not served; step with AdamParams")
+            return promise(await models.refuse(call.owner, body.model_id, body.seq_id, error), body.model_id)
+        given = body.adam_params or messages.AdamParams()
+        adam = training_pb2.AdamParams(
+            learning_rate=given.learning_rate,
+            beta1=given.beta1,
+            beta2=given.beta2,
+            eps=given.eps,
+            weight_decay=given.weight_decay,
+            grad_clip_norm=given.grad_clip_norm,
+        )
+        request_id = await models.optim_step(call.owner, body.model_id, body.seq_id, adam)
         return promise(request_id, body.model_id)
 
+    models = call.app.models
     return await numbered(call, messages.OptimStep, accept)
 
 

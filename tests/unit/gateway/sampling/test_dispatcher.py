@@ -564,7 +564,7 @@ async def test_an_inflight_sample_whose_version_is_gone_is_answered_from_the_nex
         accepted = await gateway.journal.accept(session, 0, request.SerializeToString(), gateway.name)
         gateway.dispatcher.submit(accepted, request)
         await sampler.arrived.wait()
-        await inflight_session(redis_client, session, 5)
+        await inflight_session(redis_client, ids.sampling_session_id("s", 8), 5)
         sampler.gate.set()
         assert await gateway.tokens(accepted.request_id) == b"a"
     assert asked == [3, 5]
