@@ -326,6 +326,10 @@ class Journal:
         """Whether no operation of the model will run any more. That never changes back."""
         return bool(await self._redis.hexists(keys.journal_meta(model_id), "closed"))
 
+    async def is_half_full(self, model_id: str) -> bool:
+        """Whether what is kept for a replay reached half of its bound since the last durable snapshot."""
+        return bool(await self._redis.hexists(keys.journal_meta(model_id), "half_full"))
+
     async def erase(self, model_id: str) -> bool:
         """Deletes what is kept to replay a closed model, the pointer to its durable snapshot included;
         False when the model is open, or operations of it wait."""

@@ -23,10 +23,9 @@ from services.common.contract.errors import (
 from services.common.storage.data_dir import DataDir
 from services.common.storage.model_files import delete_snapshots
 from services.trainer.execution.full_models import FullModels
-from services.trainer.execution.resident_models import Model, OperationResult
+from services.trainer.execution.resident_models import Model, new_sequence
 from services.trainer.files.checkpoints import Meta, SavedState
 from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers
-from services.trainer.order.sequencer import Sequence
 from services.trainer.world.commands import CreateModel, DropModel
 from services.trainer.world.world import World
 
@@ -110,10 +109,8 @@ class Residency:
             raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
         seq_id, lora = snapshot.seq_id, snapshot.saved.meta.lora
         create = CreateModel(model_id, seq_id, lora, snapshot.saved.state, optimizer=True)
-        model = Model(model_id, Sequence(applied=seq_id), created=True, lora=lora, durable_seq=seq_id)
-        model.sequence.restore_results(
-            {number: OperationResult.FromString(result) for number, result in snapshot.results.items()}
-        )
+        model = Model(model_id, new_sequence(seq_id), created=True, lora=lora, durable_seq=seq_id)
+        model.sequence.restore_results(snapshot.results)
         async with self.full.room() if lora is None else nullcontext():
             await self._world.call(create)
             model.last_used = time.monotonic()
@@ -181,11 +178,7 @@ class Residency:
             await asyncio.wait(unfinished)
         if self._models.get(model_id) is not model or model.unfinished(up_to=seq_id):
             return None
-        results = {
-            number: result.SerializeToString()
-            for number, result in model.sequence.results.items()
-            if number <= seq_id
-        }
+        results = {number: result for number, result in model.sequence.results.items() if number <= seq_id}
         meta = Meta(self._base_model, model_id, seq_id, state.step, state.lora)
         return DurableSnapshot(SavedState(meta, state), results)
 

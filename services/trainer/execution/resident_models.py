@@ -54,6 +54,11 @@ class Operation(QueuedOp):
         )
 
 
+def new_sequence(applied: int = -1) -> Sequence[Operation, OperationResult]:
+    """The order of a model whose last executed operation is this one."""
+    return Sequence(applied, OperationResult.ByteSize)
+
+
 @dataclass(eq=False)
 class Model:
     """One model.
@@ -71,7 +76,7 @@ class Model:
     """
 
     model_id: str
-    sequence: Sequence[Operation, OperationResult] = field(default_factory=Sequence)
+    sequence: Sequence[Operation, OperationResult] = field(default_factory=new_sequence)
     created: bool = False
     lora: LoraSpec | None = None
     broken: TinsmithError | None = None

@@ -26,6 +26,7 @@ from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import publish_directory
 from services.common.storage.model_files import delete_state
 from services.trainer.files.checkpoints import SavedState, read_state, state_files
+from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,12 @@ _CONCURRENT_WRITES = 2
 _KEPT_S = 10.0
 _REST = 4.0
 """Together the writers rest this many times as long as they write: training comes first."""
+_MOST_REST_S = 30.0
+"""And none longer than this: until its next snapshot the journal holds what the model executes."""
 
 
 class Pointers(Protocol):
-    """The part of the journal that holds pointers to durable snapshots."""
+    """The part of the journal that holds pointers to durable snapshots, and is trimmed by them."""
 
     async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool: ...
 
@@ -45,18 +48,20 @@ class Pointers(Protocol):
 
     async def is_closed(self, model_id: str) -> bool: ...
 
+    async def is_half_full(self, model_id: str) -> bool: ...
+
 
 @dataclass(frozen=True)
 class DurableSnapshot:
     """A model at a point without pending gradient.
 
     Attributes:
-        results: seq_id -> serialized OperationResult of the last operations. The journal is trimmed up to
+        results: seq_id -> result of the last operations. The journal is trimmed up to
             the snapshot, so a result that no gateway has stored yet lives on here.
     """
 
     saved: SavedState
-    results: Mapping[int, bytes]
+    results: Mapping[int, results_pb2.OperationResult]
 
     @property
     def model_id(self) -> str:
@@ -156,20 +161,29 @@ class DurableStore:
         try:
             while model_id in self._changed:
                 self._changed.discard(model_id)
-                started = time.monotonic()
                 try:
                     async with self._slots:
-                        snapshot = await self._take(model_id)
-                        if snapshot is not None:
-                            await self._write(snapshot)
+                        rest = await self._write_newest(model_id)
                 except Exception:
                     # The journal keeps what the snapshot would have covered; the next one makes up for it.
                     log.exception("no durable snapshot of %s was written", model_id)
+                    rest = _MOST_REST_S
                 with suppress(TimeoutError):
-                    rest = _REST * len(self._writers) * (time.monotonic() - started)
                     await asyncio.wait_for(self._hurry[model_id].wait(), rest)
         finally:
             del self._writers[model_id], self._hurry[model_id]
+
+    async def _write_newest(self, model_id: str) -> float:
+        """Makes the model's newest state durable; seconds until its next one should be."""
+        snapshot = await self._take(model_id)
+        if snapshot is None:
+            return 0.0
+        # Not the wait for the slot, which grows with the number of writers like the rest itself.
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        await self._write(snapshot)
+        rest = min(_MOST_REST_S, _REST * len(self._writers) * (clock() - started))
+        return 0.0 if await self._pointers.is_half_full(model_id) else rest
 
     async def _write(self, snapshot: DurableSnapshot) -> None:
         model_id, seq_id = snapshot.model_id, snapshot.seq_id
@@ -191,7 +205,9 @@ class DurableStore:
 
 def _write_files(target: Path, snapshot: DurableSnapshot) -> None:
     files = state_files(snapshot.saved)
-    results = msgspec.msgpack.encode(snapshot.results)
+    results = msgspec.msgpack.encode(
+        {seq_id: result.SerializeToString() for seq_id, result in snapshot.results.items()}
+    )
     files[_RESULTS] = lambda path: path.write_bytes(results)
     publish_directory(target, files, replace=True)
 
@@ -203,7 +219,10 @@ def _read(directory: Path) -> DurableSnapshot:
             f"the durable snapshot of model {directory.parent.name} at {directory.name} is missing"
         )
     results = msgspec.msgpack.decode((directory / _RESULTS).read_bytes(), type=dict[int, bytes])
-    return DurableSnapshot(saved, results)
+    return DurableSnapshot(
+        saved,
+        {seq_id: results_pb2.OperationResult.FromString(result) for seq_id, result in results.items()},
+    )
 
 
 def _delete_older(parent: Path, current: str) -> None:

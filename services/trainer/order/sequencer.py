@@ -8,6 +8,7 @@ operation or the kept result instead. Pure: no clock, no I/O, no event loop.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -17,6 +18,9 @@ OpT = TypeVar("OpT")
 ResultT = TypeVar("ResultT")
 
 KEPT_RESULTS = 64
+KEPT_BYTES = 64 * 1024**2
+"""Results are far smaller than requests, so this is more than those have whose results are not stored yet: a
+gateway has at most 128 MiB of one model's requests under way (`DispatchSettings.window`)."""
 MAX_WAITING = 256
 
 
@@ -43,10 +47,15 @@ class Sequence(Generic[OpT, ResultT]):
         ready: operations in order, not executed yet.
         unfinished: seq_id -> operation admitted and without a result (ready, held early, executing).
         results: seq_id -> result of the last executed operations, oldest first.
+
+    Args:
+        size_of: bytes of a result.
     """
 
-    def __init__(self, applied: int = -1) -> None:
+    def __init__(self, applied: int = -1, size_of: Callable[[ResultT], int] = lambda _: 0) -> None:
         self.applied = applied
+        self._size_of = size_of
+        self._kept_bytes = 0
         self.epoch = 0
         self.ready: deque[OpT] = deque()
         self.unfinished: dict[int, OpT] = {}
@@ -122,9 +131,7 @@ class Sequence(Generic[OpT, ResultT]):
     def finish(self, seq_id: int, result: ResultT) -> None:
         """Keeps the result of an executed operation (that may be given up) for those who send it again."""
         self.unfinished.pop(seq_id, None)
-        self.results[seq_id] = result
-        while len(self.results) > KEPT_RESULTS:
-            self.results.popitem(last=False)
+        self._keep(seq_id, result)
 
     def give_up(self) -> list[OpT]:
         """Forgets what has no result, and returns it; the sequence is not used any more."""
@@ -132,6 +139,14 @@ class Sequence(Generic[OpT, ResultT]):
         self.unfinished.clear()
         return given_up
 
-    def restore_results(self, results: dict[int, ResultT]) -> None:
+    def restore_results(self, results: Mapping[int, ResultT]) -> None:
         """Results of operations up to `applied`, kept by an earlier process."""
-        self.results = OrderedDict(sorted(results.items())[-KEPT_RESULTS:])
+        for seq_id, result in sorted(results.items()):
+            self._keep(seq_id, result)
+
+    def _keep(self, seq_id: int, result: ResultT) -> None:
+        self.results[seq_id] = result
+        self._kept_bytes += self._size_of(result)
+        while len(self.results) > 1 and (len(self.results) > KEPT_RESULTS or self._kept_bytes > KEPT_BYTES):
+            _, oldest = self.results.popitem(last=False)
+            self._kept_bytes -= self._size_of(oldest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -147,7 +147,7 @@ class Broadcaster:
         self._leave()
         for future in list(self._abandoned):
             future.cancel()
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        await self._close_channels(kept=frozenset())
 
     def _packed_adapter(self, adapter: Mapping[str, HostTensor]) -> _Cargo:
         packable = {
@@ -163,9 +163,11 @@ class Broadcaster:
         """The group of all live samplers, made anew when they changed; None when there are none."""
         now = time.monotonic()
         self._left_out = {key: until for key, until in self._left_out.items() if until > now}
+        live = await registry.live(self._redis, "sampler")
+        await self._close_channels(kept={record.address for record in live})
         members = tuple(
             _Member(record)
-            for record in await registry.live(self._redis, "sampler")
+            for record in live
             if record.base_model == self._base_model
             and record.state == "ready"
             and (record.id, record.incarnation) not in self._left_out
@@ -180,6 +182,11 @@ class Broadcaster:
             if self._group is not None:
                 return self._group
         return None
+
+    async def _close_channels(self, kept: Set[str]) -> None:
+        """Closes those to addresses where no sampler lives any more: a restarted one has another."""
+        for address in self._channels.keys() - kept:
+            await self._channels.pop(address).close()
 
     def _leave(self) -> None:
         if self._group is not None:

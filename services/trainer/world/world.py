@@ -27,6 +27,7 @@ from services.trainer.compute.engine import Engine
 from services.trainer.world.commands import (
     Command,
     CreateModel,
+    DropModel,
     LoadState,
     OptimStep,
     ReadState,
@@ -132,7 +133,7 @@ class World:
     """Rank 0's handle on the world, for its event loop.
 
     Args:
-        timeout: seconds one command may take in all; beyond it the world is given up.
+        timeout: seconds one command may take once its turn has come; beyond it the world is given up.
     """
 
     def __init__(self, thread: WorkerThread, engine: Engine, channel: Channel, timeout: float) -> None:
@@ -179,12 +180,27 @@ class World:
                 await self.call(Tick())
 
     async def _run(self, function: Callable[[], T], name: str) -> T:
+        loop = asyncio.get_running_loop()
+        begun: asyncio.Future[None] = loop.create_future()
+
+        def work() -> T:
+            loop.call_soon_threadsafe(begun.set_result, None)
+            return self._while_whole(function)
+
         # Waiting does not cancel: a caller that goes away does not undo a command the ranks have.
-        future = asyncio.wrap_future(self._thread.submit(lambda: self._while_whole(function)))
-        done, _ = await asyncio.wait([future], timeout=self._timeout)
+        future: asyncio.Future[Any] = asyncio.wrap_future(self._thread.submit(work))
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        waiting: list[asyncio.Future[Any]] = [begun, self._failure]
+        # What is before it has a deadline too, so its turn comes or the world fails.
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if begun.done():
+            waiting[0] = future
+            await asyncio.wait(waiting, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not future.done() and not self._failure.done():
+            self._failure.set_exception(WorldFailure(f"{name} did not finish in {self._timeout:g} s"))
+        if not future.done():
+            raise WorldFailure(f"the world failed: {self._failure.exception()}")
         try:
-            if not done:
-                raise WorldFailure(f"{name} did not finish in {self._timeout:.0f} s")
             return future.result()
         except WorldFailure as error:
             if not self._failure.done():
@@ -220,6 +236,8 @@ class World:
             self._last_call = time.monotonic()
         if isinstance(command, CreateModel | OptimStep | LoadState):
             self._changed_by[command.model_id] = command.seq_id
+        elif isinstance(command, DropModel):
+            self._changed_by.pop(command.model_id, None)
         return answer
 
     def _read(self, model_id: str, optimizer: bool) -> tuple[int, ModelState]:

@@ -70,7 +70,11 @@ else
   redis.call('HSET', KEYS[2], ARGV[1], payload)
   redis.call('ZADD', KEYS[4], seq, ARGV[1])
   redis.call('HINCRBY', KEYS[5], 'pending_bytes', size)
-  redis.call('HINCRBY', KEYS[5], 'journal_bytes', size)
+  local kept = redis.call('HINCRBY', KEYS[5], 'journal_bytes', size)
+  -- The trainer, which does not know the bounds, makes haste with the next durable snapshot.
+  if 2 * kept >= tonumber(ARGV[14]) or 2 * redis.call('ZCARD', KEYS[3]) >= most then
+    redis.call('HSET', KEYS[5], 'half_full', '1')
+  end
   redis.call('HSET', KEYS[5], 'owner', owner)
   if ARGV[6] ~= '' then redis.call('HSET', KEYS[5], 'base_model', ARGV[6]) end
 end

@@ -17,6 +17,7 @@ for _, covered in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', seq)) do
     redis.call('ZREM', KEYS[2], covered)
   end
 end
+redis.call('HDEL', KEYS[4], 'half_full')
 if freed > 0 then
   redis.call('HINCRBY', KEYS[4], 'journal_bytes', -freed)
   hold(redis.call('HGET', KEYS[4], 'owner') or '', -freed)

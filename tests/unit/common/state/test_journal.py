@@ -350,3 +350,18 @@ async def test_accepting_takes_one_round_trip(
     for seq_id in range(2, 12):
         await journal.accept(step(seq_id), "ann")
     assert sent == ["EVALSHA"] * 10
+
+
+@pytest.mark.parametrize("limits", [JournalLimits(entries=8), JournalLimits(journal_bytes=100)])
+async def test_a_journal_says_that_it_is_half_full_until_a_durable_snapshot_trims_it(
+    any_redis: redis.asyncio.Redis, limits: JournalLimits
+) -> None:
+    journal = Journal(any_redis, limits)
+    lease = await created(any_redis, journal)
+    assert not await journal.is_half_full(MODEL)
+    for seq_id in range(1, 6):
+        await journal.accept(step(seq_id), "ann")
+        await journal.publish(MODEL, lease.epoch, seq_id, done())
+    assert await journal.is_half_full(MODEL)
+    assert await journal.mark_durable(MODEL, lease.epoch, 5, "5")
+    assert not await journal.is_half_full(MODEL)

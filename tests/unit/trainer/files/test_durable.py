@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,10 @@ from services.trainer.compute.data import ModelState
 from services.trainer.files import durable
 from services.trainer.files.checkpoints import Meta, SavedState
 from services.trainer.files.durable import DurableSnapshot, DurableStore
+from tinsmith.v1 import checkpoints_pb2, results_pb2
 
 MODEL = "s:train:0"
+RESULT = results_pb2.OperationResult(load_state=checkpoints_pb2.LoadStateResult(path="p"))
 
 
 class PointersInMemory:
@@ -26,6 +28,7 @@ class PointersInMemory:
         self.pointer: tuple[int, str] | None = None
         self.marked: list[int] = []
         self.closed = False
+        self.half_full = False
 
     async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool:
         if epoch != self.epoch:
@@ -39,6 +42,9 @@ class PointersInMemory:
 
     async def is_closed(self, model_id: str) -> bool:
         return self.closed
+
+    async def is_half_full(self, model_id: str) -> bool:
+        return self.half_full
 
 
 class Trained:
@@ -54,7 +60,7 @@ class Trained:
         if self.gone:
             return None
         meta = Meta("org/base", model_id, self.seq_id, self.state.step, self.state.lora)
-        return DurableSnapshot(SavedState(meta, self.state), {self.seq_id: b"result"})
+        return DurableSnapshot(SavedState(meta, self.state), {self.seq_id: RESULT})
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ async def test_the_newest_state_comes_back_with_its_results(tmp_path: Path, trai
     await store.settle(MODEL)
     found = await store.read(MODEL)
     assert found is not None
-    assert (found.seq_id, found.saved.state, found.results) == (4, trained.state, {4: b"result"})
+    assert (found.seq_id, found.saved.state, found.results) == (4, trained.state, {4: RESULT})
     assert told == [(MODEL, 4)]
 
 
@@ -168,3 +174,114 @@ async def test_deletion_waits_for_what_is_being_written_and_leaves_nothing(
     await store.delete(MODEL)
     assert not DataDir(tmp_path).state(MODEL).exists()
     await store.delete(MODEL)
+
+
+class FakeClockLoop(asyncio.SelectorEventLoop):
+    """Time passes only while everybody sleeps, and then at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+class SlowPointers(PointersInMemory):
+    """Writing a snapshot takes some seconds; notes when each became durable."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.durable_at: dict[tuple[str, int], float] = {}
+        self._done = asyncio.Semaphore(0)
+
+    async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool:
+        await asyncio.sleep(self.seconds)
+        self.durable_at[model_id, seq_id] = asyncio.get_running_loop().time()
+        self._done.release()
+        return True
+
+    async def until_durable(self, more: int) -> None:
+        """Returns when so many more snapshots have become durable."""
+        for _ in range(more):
+            await self._done.acquire()
+
+
+@pytest.fixture
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClockLoop]:
+    """A loop on which nothing takes time but sleeping, and files are not written."""
+
+    async def at_once(function: Callable[..., object], *args: object) -> object:
+        return function(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    monkeypatch.setattr(durable, "_write_files", lambda *_: None)
+    monkeypatch.setattr(durable, "_delete_older", lambda *_: None)
+    loop = FakeClockLoop()
+    yield loop
+    loop.close()
+
+
+def test_tenants_that_step_together_are_durable_within_seconds(
+    tmp_path: Path, trained: Trained, fake_clock: FakeClockLoop
+) -> None:
+    pointers = SlowPointers(seconds=0.25)
+    store, _ = make(tmp_path, pointers, trained.take)
+    tenants = [f"s:train:{number}" for number in range(64)]
+
+    async def step_together() -> float:
+        asked = fake_clock.time()
+        trained.seq_id += 1
+        for tenant in tenants:
+            store.changed(tenant)
+        await pointers.until_durable(len(tenants))
+        return fake_clock.time() - asked
+
+    async def train() -> list[float]:
+        return [await step_together() for _ in range(3)]
+
+    first, *later = fake_clock.run_until_complete(train())
+    assert first < 10
+    assert max(later) < 60
+
+
+def test_writers_rest_in_proportion_to_the_write_and_not_to_the_wait_for_their_turn(
+    tmp_path: Path, trained: Trained, fake_clock: FakeClockLoop
+) -> None:
+    pointers = SlowPointers(seconds=0.01)
+    store, _ = make(tmp_path, pointers, trained.take)
+    tenants = [f"s:train:{number}" for number in range(100)]
+
+    async def train() -> float:
+        for trained.seq_id in (1, 2):
+            for tenant in tenants:
+                store.changed(tenant)
+            await asyncio.sleep(0.6)
+        await asyncio.sleep(60)
+        return max(pointers.durable_at.values())
+
+    # All of the first states take 0.5 s; then each writer rests 4 x 100 x 0.01 s.
+    assert fake_clock.run_until_complete(train()) < 6
+
+
+def test_a_writer_whose_models_journal_is_half_full_does_not_rest(
+    tmp_path: Path, trained: Trained, fake_clock: FakeClockLoop
+) -> None:
+    pointers = SlowPointers(seconds=5.0)
+    pointers.half_full = True
+    store, _ = make(tmp_path, pointers, trained.take)
+
+    async def train() -> float:
+        for trained.seq_id in (1, 2):
+            store.changed(MODEL)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(60)
+        return pointers.durable_at[MODEL, 2]
+
+    assert fake_clock.run_until_complete(train()) < 11

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from services.common.contract.errors import Internal, InvalidRequest, Overloaded, StaleEpoch
-from services.trainer.order.sequencer import KEPT_RESULTS, MAX_WAITING, Executed, Running, Sequence
+from services.trainer.order.sequencer import (
+    KEPT_BYTES,
+    KEPT_RESULTS,
+    MAX_WAITING,
+    Executed,
+    Running,
+    Sequence,
+)
 
 
 def admit(sequence: Sequence[str, str], seq_id: int, after: int) -> None:
@@ -69,6 +76,17 @@ def test_only_the_last_results_are_kept() -> None:
     with pytest.raises(Internal) as caught:
         sequence.find(0, -1)
     assert caught.value.code == "result_lost"
+
+
+def test_kept_results_are_bounded_in_bytes_and_the_last_one_is_always_there() -> None:
+    sequence: Sequence[str, str] = Sequence(size_of=lambda result: KEPT_BYTES // 3)
+    for seq_id in range(10):
+        admit(sequence, seq_id, seq_id - 1)
+        run_head(sequence)
+    assert list(sequence.results) == [7, 8, 9]
+    huge: Sequence[str, str] = Sequence(applied=4, size_of=lambda result: 2 * KEPT_BYTES)
+    huge.restore_results({3: "result3", 4: "result4"})
+    assert list(huge.results) == [4]
 
 
 def test_a_restored_model_goes_on_after_its_snapshot() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import cast
@@ -11,7 +12,7 @@ import pytest
 
 from services.trainer.compute.data import AdamSpec, ModelState
 from services.trainer.compute.engine import Engine
-from services.trainer.world.commands import OptimStep
+from services.trainer.world.commands import DropModel, OptimStep
 from services.trainer.world.threads import WorkerThread
 from services.trainer.world.world import Channel, World, WorldFailure
 
@@ -26,6 +27,9 @@ class Rank0:
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
         self.steps += 1
         return {}
+
+    def drop_model(self, model_id: str) -> None:
+        pass
 
     def gathers_state(self, model_id: str) -> bool:
         return False
@@ -91,3 +95,39 @@ async def test_a_step_that_broke_off_ends_the_world(thread: WorkerThread) -> Non
     for asked in (world.call(STEP), world.state("m")):
         with pytest.raises(WorldFailure, match="half changed"):
             await asked
+
+
+class Slow(Rank0):
+    """An engine whose steps take a while."""
+
+    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+        time.sleep(0.1)
+        return super().optim_step(model_id, adam)
+
+
+async def test_the_deadline_of_a_command_does_not_count_its_wait_for_those_before_it(
+    thread: WorkerThread,
+) -> None:
+    world = World(thread, cast(Engine, Slow()), MortalPeer(), 0.5)
+    steps = [world.call(OptimStep("m", number, AdamSpec())) for number in range(10)]
+    await asyncio.gather(*steps)
+    assert (await world.state("m"))[1].step == 10
+
+
+async def test_a_command_that_takes_too_long_fails_itself_and_those_that_wait_for_it(
+    thread: WorkerThread,
+) -> None:
+    world = World(thread, cast(Engine, Slow()), MortalPeer(), 0.02)
+    stuck, waiting = (asyncio.create_task(asked) for asked in (world.call(STEP), world.state("m")))
+    with pytest.raises(WorldFailure, match="OptimStep did not finish"):
+        await stuck
+    with pytest.raises(WorldFailure, match="OptimStep"):
+        await waiting
+
+
+async def test_a_dropped_model_is_forgotten(thread: WorkerThread) -> None:
+    world = World(thread, cast(Engine, Rank0()), MortalPeer(), 5)
+    for number in range(100):
+        await world.call(OptimStep(f"m{number}", 1, AdamSpec()))
+        await world.call(DropModel(f"m{number}"))
+    assert not world._changed_by
