@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -34,12 +34,12 @@ def redis_server_kinds() -> dict[str, str]:
 
 
 @contextmanager
-def redis_server(executable: str, directory: Path) -> Iterator[str]:
+def redis_server(executable: str, directory: Path, options: Sequence[str] = ()) -> Iterator[str]:
     """A running server with its append-only file in `directory`; its URL."""
     directory.mkdir(parents=True, exist_ok=True)
     socket = directory / "redis.sock"
     command = [executable, "--port", "0", "--unixsocket", str(socket), "--dir", str(directory)]
-    command += ["--appendonly", "yes", "--save", ""]
+    command += ["--appendonly", "yes", "--save", "", *options]
     with (directory / "redis.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:

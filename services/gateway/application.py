@@ -19,6 +19,7 @@ from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.cluster.base_models import BaseModels
+from services.gateway.cluster.readiness import Readiness
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures, FutureView
@@ -53,6 +54,7 @@ class Application:
     fetched: FetchedResults
     completions: Completions
     redo_log: RedoLog
+    readiness: Readiness
     limits: Limits
     budget: BodyBudget
     draining: asyncio.Future[None]

@@ -25,6 +25,7 @@ from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.discovery import Discovery
+from services.gateway.cluster.readiness import Readiness
 from services.gateway.cluster.redis_memory import RedisMemory
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.dispatcher import Dispatcher
@@ -150,6 +151,7 @@ class Gateway:
             fetched=fetched,
             completions=Completions(stores.samples, futures, fetched),
             redo_log=redo_log,
+            readiness=Readiness(client, gateway_id),
             limits=limits,
             budget=BodyBudget(limits.pending_body_bytes),
             draining=asyncio.get_running_loop().create_future(),

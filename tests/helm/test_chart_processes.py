@@ -137,8 +137,9 @@ def test_a_model_may_take_as_long_to_load_as_startup_seconds_say() -> None:
 
 def test_the_gateway_is_asked_for_its_health_over_http() -> None:
     (gateway,) = workloads(render(), "gateway")
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container(gateway)[probe]["httpGet"] == {"path": "/api/v1/healthz", "port": "http"}
+    paths = {"startupProbe": "healthz", "readinessProbe": "readyz", "livenessProbe": "healthz"}
+    for probe, path in paths.items():
+        assert container(gateway)[probe]["httpGet"] == {"path": f"/api/v1/{path}", "port": "http"}
 
 
 class BundledRedis:

@@ -184,6 +184,11 @@ def gateway_samples(gateway_id: str) -> str:
     return f"{PREFIX}:gateway:{{{gateway_id}}}:samples"
 
 
+def gateway_probe(gateway_id: str) -> str:
+    """What a gateway writes to find out whether it can."""
+    return f"{PREFIX}:gateway:{{{gateway_id}}}:probe"
+
+
 def services(kind: str) -> str:
     """Hash id -> record of the services of a kind that were announced of late."""
     return f"{PREFIX}:{{services}}:{kind}"

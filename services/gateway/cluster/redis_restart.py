@@ -19,6 +19,7 @@ import redis.asyncio
 
 from services.common.contract.errors import TinsmithError, Unavailable
 from services.common.process.periodic import Periodic
+from services.common.process.tasks import cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ T = TypeVar("T")
 KEPT_S = 4.0
 """Redis may postpone a write by two seconds when a sync is slow; a sync is due every second."""
 RESTORED_AFTER_S = 10.0
+_TOGETHER_S = 0.05
+"""Those who do not find something within this time share one look, however many ask for what never was."""
 _LOOK_S = 0.5
 _LOOK_DEADLINE_S = 120.0
 """Long enough for everything to be repeated. A look that breaks off is made up for by the next."""
@@ -62,6 +65,7 @@ class RedoLog:
         self._run_id = ""
         self._restarted_at: float | None = None
         self._repeating = asyncio.Lock()
+        self._asked: asyncio.Task[None] | None = None
         self._looks = Periodic("watch for restarts of Redis", _LOOK_S, self._look, _LOOK_DEADLINE_S)
 
     async def start(self) -> None:
@@ -69,6 +73,7 @@ class RedoLog:
 
     async def stop(self) -> None:
         await self._looks.stop()
+        await cancel_all([self._asked])
 
     async def perform(
         self,
@@ -95,16 +100,28 @@ class RedoLog:
         Raises:
             Unavailable: it may be among what is being written again.
         """
-        await self._look()
+        if self._asked is None:
+            self._asked = asyncio.create_task(self._look_soon(), name="look for a restart of Redis")
+        await asyncio.shield(self._asked)
         if self._restarted_at is None:
             return
         if asyncio.get_running_loop().time() - self._restarted_at < RESTORED_AFTER_S:
             raise Unavailable("the state store has just restarted; try again in a moment")
 
+    async def _look_soon(self) -> None:
+        await asyncio.sleep(_TOGETHER_S)
+        # Who does not find something from now on needs a look that is later still.
+        self._asked = None
+        await self._look()
+
     async def _look(self) -> None:
         """Repeats the last writes when Redis is another process than before; else forgets old ones."""
         now = asyncio.get_running_loop().time()
-        info = await self._redis.info("server")
+        info = await self._redis.info("server", "replication")
+        if info.get("role", "master") != "master":
+            # Every idle connection may lead there; the next ones lead to where the address does by now.
+            await self._redis.connection_pool.disconnect(inuse_connections=False)
+            raise Unavailable("this Redis is a replica of another and takes no writes")
         run_id = str(info.get("run_id", ""))
         async with self._repeating:
             if self._run_id and run_id != self._run_id:

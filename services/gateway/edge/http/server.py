@@ -101,6 +101,10 @@ def create_app(application: Application) -> Starlette:
             raise Unavailable("this gateway is shutting down")
         return reply({"status": "ok"})
 
+    async def readyz(request: Request) -> Response:
+        await application.readiness.check()
+        return await healthz(request)
+
     handlers: dict[type[Exception] | int, ExceptionHandler] = {
         TinsmithError: _tinsmith_error,
         RedisError: _redis_error,
@@ -113,6 +117,7 @@ def create_app(application: Application) -> Starlette:
 
     routes = [
         Route(f"{API}/healthz", healthz, methods=["GET"]),
+        Route(f"{API}/readyz", readyz, methods=["GET"]),
         # SDKs fetch these without their API key; the signature in the query is checked instead.
         Route(f"{API}/{SIGNED}", download, methods=["GET"]),
     ]

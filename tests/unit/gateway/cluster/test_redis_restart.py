@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
@@ -138,3 +139,13 @@ async def test_a_session_that_is_stored_again_stays_what_it_became(client: redis
     assert (await store.create(record, "key")).session_id == "s"
     found = await store.get("s")
     assert found is not None and found.finished
+
+
+async def test_however_much_is_not_found_redis_is_asked_rarely(
+    redis_client: redis.asyncio.Redis,
+) -> None:
+    redo_log = RedoLog(redis_client)
+    before = (await redis_client.info("commandstats"))["cmdstat_info"]["calls"]
+    await asyncio.gather(*(redo_log.refuse_while_restoring() for _ in range(500)))
+    asked = (await redis_client.info("commandstats"))["cmdstat_info"]["calls"] - before
+    assert asked <= 4

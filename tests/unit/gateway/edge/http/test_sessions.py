@@ -13,6 +13,22 @@ from services.gateway.edge.http import body as body_module
 from tests.unit.gateway.edges import ALICE, BASE, BOB, CONTEXT, Edges, new_model, new_session, running
 
 
+async def test_a_gateway_is_ready_while_redis_takes_writes(edges: Edges) -> None:
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"{edges.base_url}/api/v1/readyz")).status_code == 200
+        await edges.redis.replicaof("127.0.0.1", "1")
+        try:
+            await asyncio.sleep(1.1)
+            answer = await client.get(f"{edges.base_url}/api/v1/readyz", timeout=10)
+            assert answer.status_code == 503
+            assert "takes no writes" in answer.json()["detail"]
+            assert (await client.get(f"{edges.base_url}/api/v1/healthz")).status_code == 200
+        finally:
+            await edges.redis.replicaof("NO", "ONE")
+        await asyncio.sleep(1.1)
+        assert (await client.get(f"{edges.base_url}/api/v1/readyz", timeout=10)).status_code == 200
+
+
 async def test_healthz_needs_no_key(edges: Edges) -> None:
     async with httpx.AsyncClient() as client:
         response = await client.get(f"{edges.base_url}/api/v1/healthz")
