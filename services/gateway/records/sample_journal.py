@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Literal
@@ -30,6 +30,7 @@ ACCEPTANCE_S = 60.0
 """What was put on a list and is not accepted so long after is taken off it."""
 
 _COMPLETIONS = 4096
+_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,18 @@ class SampleJournal:
         """Request ids of the unfinished samples of a gateway."""
         found: Any = await self._redis.smembers(keys.gateway_samples(gateway_id))
         return {raw.decode() for raw in found}
+
+    async def pending(self, sampling_session_ids: Sequence[str]) -> list[str]:
+        """Request ids of the unfinished samples of sampling sessions."""
+        found: list[str] = []
+        for start in range(0, len(sampling_session_ids), _AT_ONCE):
+            some = sampling_session_ids[start : start + _AT_ONCE]
+            pipeline = self._redis.pipeline(transaction=False)
+            for name in some:
+                pipeline.smembers(keys.pending_samples(name))
+            for name, numbers in zip(some, await pipeline.execute(), strict=True):
+                found += [ids.request_id(name, int(number)) for number in numbers]
+        return found
 
     async def resolved(self, request_ids: Collection[str]) -> list[str]:
         """Those of the samples whose futures are resolved."""

@@ -71,6 +71,11 @@ class SamplingSessionStore:
         raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
         return None if raw is None else msgspec.json.decode(raw, type=SamplingSessionRecord)
 
+    async def of_session(self, session_id: str) -> list[str]:
+        """Ids of a session's sampling sessions, some perhaps never made."""
+        found: Any = await self._redis.smembers(keys.session_samplers(session_id))
+        return [raw.decode() for raw in found]
+
     async def of_model(self, model_id: str, version: int | None) -> list[tuple[str, int]]:
         """(id, version) of every sampling session on a model's snapshots, or on one of them; some perhaps
         never made."""

@@ -207,11 +207,9 @@ class Sampling:
         For sessions that were finished or abandoned. Samples accepted meanwhile are left; call again.
         """
         cancelled = 0
-        for gateway_id in await self._journal.gateways():
-            for request_id in await self._journal.samples_of(gateway_id):
-                if ids.session_of(request_id) == session_id:
-                    outcome = await self._journal.cancel(request_id, reason)
-                    cancelled += outcome is Resolution.NOW
+        for request_id in await self._journal.pending(await self._store.of_session(session_id)):
+            outcome = await self._journal.cancel(request_id, reason)
+            cancelled += outcome is Resolution.NOW
         return cancelled
 
 

@@ -8,6 +8,7 @@ import time
 import httpx
 import tinker
 
+from services.common.state import keys
 from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges, new_model, new_session
 from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
@@ -138,6 +139,28 @@ async def test_the_samples_of_a_finished_session_are_given_up_on_all_gateways(ed
             assert b"was finished" in (view.result or b"")
         assert await edges.samples.samples_of("gateway-0") == {kept}
         assert await edges.samples.samples_of("gateway-1") == set()
+
+
+async def test_finishing_a_session_costs_nothing_for_the_samples_of_others(edges: Edges) -> None:
+    async with edges.http() as client:
+        session, other = await sampling_session(client), await sampling_session(client)
+        mine = await sample(client, session)
+        # As many as a busy gateway has, on its list and pending.
+        numbers = range(100, 5100)
+        pipeline = edges.redis.pipeline(transaction=False)
+        pipeline.sadd(keys.gateway_samples("gateway-0"), *(f"{other}:{number}" for number in numbers))
+        pipeline.sadd(keys.pending_samples(other), *numbers)
+        await pipeline.execute()
+        before = await edges.redis.info("commandstats")
+        finish = {"reason": {"type": "success"}, "detail": None}
+        await client.post(f"sessions/{session.split(':')[0]}/finish", json=finish)
+        after = await edges.redis.info("commandstats")
+    view = await edges.app.wait_result("alice", mine, 0)
+    assert b"was finished" in (view.result or b"")
+    # One set of sampling sessions, and of each the set of what is pending.
+    calls = after["cmdstat_smembers"]["calls"] - before.get("cmdstat_smembers", {"calls": 0})["calls"]
+    assert calls == 2
+    assert len(await edges.samples.samples_of("gateway-0")) == 5000
 
 
 async def test_the_sdk_waits_with_one_poll_and_cancels_what_it_abandons(edges: Edges) -> None:
