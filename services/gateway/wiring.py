@@ -153,7 +153,7 @@ class Gateway:
             redo_log=redo_log,
             readiness=Readiness(client, gateway_id),
             limits=limits,
-            budget=BodyBudget(limits.pending_body_bytes),
+            budget=BodyBudget(limits.request_memory_bytes, limits.small_request_memory_bytes),
             draining=asyncio.get_running_loop().create_future(),
         )
 

@@ -18,7 +18,7 @@ def curl(cluster: Cluster, method: str, request: dict[str, Any]) -> dict[str, An
     url = f"http://127.0.0.1:{cluster.grpc_port}/tinsmith.v1.TinsmithService/{method}"
     buf = str(Path(sys.executable).with_name("buf"))
     command = [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--data", "@-"]
-    command += ["--header", f"x-api-key: {cluster.api_key}", url]
+    command += ["--reflect-header", "*", "--header", f"x-api-key: {cluster.api_key}", url]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -1,10 +1,7 @@
 """The gateway as a process: shared ports, draining, and what it says when it cannot start."""
 
-import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,23 +9,17 @@ import httpx
 import pytest
 
 from services.launcher.machine import free_port
-
-KEY = "tml-alice"
+from tests.component.gateway_process import ALICE, healthy, launch, wait_until
 
 
 @pytest.fixture
 def start(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    (tmp_path / "api_key").write_text(f"{KEY}\n")
     processes: list[subprocess.Popen] = []
 
     def run(name: str, port: int, grpc_port: int, **environment: str) -> subprocess.Popen:
-        command = [
-            *(sys.executable, "-m", "services.gateway", "--id", name, "--port", str(port)),
-            *("--grpc-port", str(grpc_port), "--data-dir", str(tmp_path)),
-        ]
-        variables = {**os.environ, "TINSMITH_REDIS_URL": redis_url, **environment}
-        processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
-        return processes[-1]
+        started = launch(redis_url, tmp_path, name, port=port, grpc_port=grpc_port, **environment)
+        processes.append(started.process)
+        return started.process
 
     yield run
     for process in processes:
@@ -36,24 +27,10 @@ def start(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., subprocess.P
         process.communicate(timeout=10)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        time.sleep(0.05)
-
-
-def healthy(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/api/v1/healthz", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 def create_session(port: int) -> int:
     url = f"http://127.0.0.1:{port}/api/v1/create_session"
     body = {"tags": [], "sdk_version": "0.38.0"}
-    return httpx.post(url, json=body, headers={"x-api-key": KEY}, timeout=10).status_code
+    return httpx.post(url, json=body, headers={"x-api-key": ALICE}, timeout=10).status_code
 
 
 def test_two_gateways_share_their_ports_and_either_may_go(start: Callable, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -26,23 +27,68 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 CODE_METADATA = "tinsmith-code"
 
+HEALTH_SERVICE: str = health.SERVICE_NAME
+
 _OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A peer that vanished without closing the connection is noticed within half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.http2.max_ping_strikes", 0),
 ]
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What a server takes of its peers. The defaults are those among services of one cluster.
+
+    Attributes:
+        message_bytes: largest message that is received.
+        metadata_bytes: largest header block of a call. (gRPC refuses some of it from half of that on.)
+        streams: calls that one connection has at once; further ones wait at the client.
+        connections: connections at once; further ones are closed.
+        idle_s: how long a connection without calls is kept; 0: for ever. Clients connect anew by themselves.
+        ping_strikes: pings more often than every 10 s that close a connection; 0: any number is taken.
+    """
+
+    message_bytes: int = MAX_MESSAGE_BYTES
+    metadata_bytes: int = 16 * 1024
+    streams: int = 100_000
+    connections: int = 100_000
+    idle_s: int = 0
+    ping_strikes: int = 0
+
+    @classmethod
+    def public(cls, message_bytes: int) -> ServerLimits:
+        """For a port that anybody may reach. A client waits for many results at once, each in a call."""
+        return cls(message_bytes, 8 * 1024, 1024, 2048, 120, 3)
+
+    def options(self) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = [
+            ("grpc.max_receive_message_length", self.message_bytes),
+            ("grpc.max_metadata_size", self.metadata_bytes // 2),
+            ("grpc.absolute_max_metadata_size", self.metadata_bytes),
+            ("grpc.max_concurrent_streams", self.streams),
+            ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.http2.max_ping_strikes", self.ping_strikes),
+            # A connection that does not begin to speak HTTP/2 is closed.
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.http2.settings_timeout", _HANDSHAKE_MS),
+        ]
+        if self.idle_s:
+            found.append(("grpc.max_connection_idle_ms", self.idle_s * 1000))
+        return found
+
+
+_HANDSHAKE_MS = 10_000
 
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 """(generated add_..._to_server function, servicer, full service name)."""
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps exceptions of handlers that take one request to statuses."""
+    """Maps exceptions of handlers to statuses."""
 
     async def intercept_service(
         self,
@@ -50,23 +96,27 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
         method = handler_call_details.method
-        make: Callable[..., grpc.RpcMethodHandler]
-        guarded: Callable[..., object]
-        if handler is not None and inspect.iscoroutinefunction(handler.unary_unary):
-            make, guarded = grpc.unary_unary_rpc_method_handler, _guarded(handler.unary_unary, method)
-        elif handler is not None and inspect.isasyncgenfunction(handler.unary_stream):
-            make, guarded = (
-                grpc.unary_stream_rpc_method_handler,
-                _guarded_stream(handler.unary_stream, method),
-            )
-        else:
-            return handler
+        inner, make = _parts(handler)
+        guard = _guarded_stream if inspect.isasyncgenfunction(inner) else _guarded
         return make(
-            guarded,
+            guard(inner, method),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+
+def _parts(handler: grpc.RpcMethodHandler) -> tuple[Any, Callable[..., grpc.RpcMethodHandler]]:
+    """The function of a handler, and what makes a handler of its kind."""
+    if handler.unary_unary is not None:
+        return handler.unary_unary, grpc.unary_unary_rpc_method_handler
+    if handler.unary_stream is not None:
+        return handler.unary_stream, grpc.unary_stream_rpc_method_handler
+    if handler.stream_unary is not None:
+        return handler.stream_unary, grpc.stream_unary_rpc_method_handler
+    return handler.stream_stream, grpc.stream_stream_rpc_method_handler
 
 
 def _guarded(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
@@ -162,18 +212,20 @@ async def serve(
     bind: str,
     reuse_port: bool = False,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    limits: ServerLimits | None = None,
 ) -> RpcServer:
     """Starts a server for the services on "host:port"; port 0 takes a free one.
 
     Args:
-        interceptors: what they raise is mapped like the errors of handlers.
+        interceptors: what their handlers raise is mapped like the errors of others.
+        limits: what is taken of peers; None: what services of one cluster need.
 
     Raises:
         errors.Unavailable: the address cannot be bound.
     """
     server = grpc.aio.server(
         interceptors=(_ErrorInterceptor(), *interceptors),
-        options=[*_OPTIONS, ("grpc.so_reuseport", int(reuse_port))],
+        options=[*_OPTIONS, *(limits or ServerLimits()).options(), ("grpc.so_reuseport", int(reuse_port))],
     )
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
@@ -193,4 +245,5 @@ async def serve(
 
 def channel(address: str) -> grpc.aio.Channel:
     """A channel to "host:port". Calls must carry a timeout."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    received = ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)
+    return grpc.aio.insecure_channel(address, options=[*_OPTIONS, received])

@@ -1,6 +1,7 @@
-"""Memory for request bodies, shared by both edges of a gateway.
+"""Memory for requests that are being received, parsed, checked and journaled, over both edges of a gateway.
 
-Invariant: the bodies that are held at once to be read, parsed and checked stay within one number of bytes.
+Invariants: what they take at their peak stays within one number of bytes, of which no API key holds more than
+is left for others. Small bodies have a room of their own, so a heartbeat never waits for anybody's batches.
 """
 
 from __future__ import annotations
@@ -8,35 +9,97 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.common.contract.errors import Overloaded
+from services.common.contract.errors import Overloaded, TooLarge
+from services.gateway.access.limits import MIB, SMALL_BODY_BYTES
+from services.gateway.access.shares import Shares
+
+COPIES = 6
+"""Memory that a large request takes at its peak, in times of its bytes: as it was received, parsed, as an
+operation, serialized for the journal, as a command to Redis, and what the allocator keeps in between."""
+
+RECEIVING_COPIES = 2
+"""The same while it is only being received."""
 
 
 class BodyBudget:
-    """Bytes of request bodies that one process holds at once."""
+    """Bytes of memory for large and for small requests."""
 
-    def __init__(self, capacity: int) -> None:
-        self._free = capacity
+    def __init__(self, room: int, small_room: int) -> None:
+        self._large = Shares(room)
+        self._small = Shares(small_room)
 
-    def take(self, size: int) -> None:
-        """Reserves bytes.
-
-        Raises:
-            Overloaded: there are not as many left.
-        """
-        if size > self._free:
-            raise Overloaded(
-                "this gateway holds too many large requests at the moment; try again in a second"
-            )
-        self._free -= size
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest request that is ever taken."""
+        return self._large.room // 2 // COPIES
 
     @contextmanager
-    def held(self, size: int) -> Iterator[None]:
-        """Bytes that are held until the context ends. Raises as `take`."""
-        self.take(size)
+    def account(self, owner: str) -> Iterator[Account]:
+        """Counts one request of an owner until the context ends."""
+        account = Account(owner, self._large, self._small)
         try:
-            yield
+            yield account
         finally:
-            self.give_back(size)
+            account.close()
 
-    def give_back(self, size: int) -> None:
-        self._free += size
+
+class Account:
+    """What one request takes at present."""
+
+    def __init__(self, owner: str, large: Shares, small: Shares) -> None:
+        self._owner = owner
+        self._large = large
+        self._small = small
+        self._in_large = 0
+        self._in_small = 0
+
+    def hold(self, nbytes: int) -> None:
+        """The request has so many bytes, all forms that it has at once taken together.
+
+        Raises:
+            Overloaded: they are more than this key's share now.
+            TooLarge: they are more than any key's share ever.
+        """
+        self._set(*_needs(nbytes))
+
+    def check(self, nbytes: int) -> None:
+        """Refuses early what `hold` would refuse now. Raises as `hold`."""
+        held = self._in_large, self._in_small
+        self.hold(nbytes)
+        self._set(*held)
+
+    def expect(self, nbytes: int) -> None:
+        """So many bytes are to be received at most, of a message that tells its size only at its end. Raises
+        as `hold`."""
+        self._set(RECEIVING_COPIES * nbytes, 0)
+
+    def close(self) -> None:
+        """Everything is given back."""
+        self._set(0, 0)
+
+    def _set(self, in_large: int, in_small: int) -> None:
+        _change(self._large, self._owner, self._in_large, in_large)
+        self._in_large = in_large
+        _change(self._small, self._owner, self._in_small, in_small)
+        self._in_small = in_small
+
+
+def _needs(nbytes: int) -> tuple[int, int]:
+    """What a request of this size takes of the room for large ones, and of that for small ones."""
+    return (0, nbytes) if nbytes <= SMALL_BODY_BYTES else (COPIES * nbytes, 0)
+
+
+def _change(room: Shares, owner: str, before: int, after: int) -> None:
+    more = after - before
+    if more <= 0:
+        room.add(owner, more)
+    elif not room.ever_fits(after):
+        raise TooLarge(
+            f"a request that takes {after // MIB} MiB of memory is too large for this gateway; send a "
+            "smaller one, or start the gateway with a larger --memory-mib"
+        )
+    elif not room.take(owner, more):
+        raise Overloaded(
+            f"requests of this API key take {room.held_by(owner) // MIB} MiB of this gateway, which has "
+            f"{max(room.free, 0) // MIB} MiB left for all keys (--memory-mib); try again in a second"
+        )

@@ -27,7 +27,9 @@ class Limits:
         inflated_body_bytes: largest forward_backward body after decompression and after sparse
             tensors are made dense.
         operation_bytes: largest operation; with a margin below the 256 MiB that a gRPC message may have.
-        pending_body_bytes: bytes of bodies being read or checked at once in this process.
+        grpc_message_bytes: largest message of a gRPC client.
+        request_memory_bytes: what requests take while they are received, parsed, checked and journaled.
+        small_request_memory_bytes: the same of those below SMALL_BODY_BYTES.
         message_entries: entries of one repeated field of a protobuf message, before it is parsed.
         message_fields: fields of a protobuf message and all that it holds.
         datums: training examples in one request.
@@ -49,7 +51,9 @@ class Limits:
     training_body_bytes: int = 64 * MIB
     inflated_body_bytes: int = 192 * MIB
     operation_bytes: int = 224 * MIB
-    pending_body_bytes: int = 768 * MIB
+    grpc_message_bytes: int = 32 * MIB
+    request_memory_bytes: int = 768 * MIB
+    small_request_memory_bytes: int = 64 * MIB
     message_entries: int = 4096
     message_fields: int = 2**18
     datums: int = 4096
@@ -99,6 +103,9 @@ class Limits:
             if len(value) > self.tag_chars:
                 raise InvalidRequest(f"{name} has {len(value)} characters; use at most {self.tag_chars}")
 
+
+# Bodies up to this size have a room of their own.
+SMALL_BODY_BYTES = 64 * 1024
 
 # Work on a body larger than this runs in a thread, so that a heartbeat never waits for it.
 THREAD_ABOVE_BYTES = 256 * 1024

@@ -1,16 +1,15 @@
 """How many samples a gateway takes before it says "later": a pure account of what waits or runs.
 
-Invariant: an API key never holds more than is still free for others (the dynamic threshold of shared-memory
-switches), so one key alone gets half of the room, n busy keys get 1/(n+1) each, and there is always
-room left for a key that has nothing waiting.
+Invariant: by `admit` an API key never comes to hold more than its share of the room (`access.shares`), so
+there is always room left for a key that has nothing waiting.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from services.common.contract.errors import Overloaded
+from services.gateway.access.shares import Shares
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,8 @@ class Admission:
     """
 
     def __init__(self, sequences: int, nbytes: int) -> None:
-        self._room = {"sequences": sequences, "bytes": nbytes}
-        self._used: Counter[str] = Counter()
-        self._used_by: Counter[tuple[str, str]] = Counter()
+        self._sequences = Shares(sequences)
+        self._bytes = Shares(nbytes)
         self._held: dict[str, _Held] = {}
 
     def check(self, owner: str) -> None:
@@ -67,18 +65,13 @@ class Admission:
             self._count(held, -1)
 
     def _check(self, owner: str, sequences: int, nbytes: int) -> None:
-        for what, wanted in (("sequences", sequences), ("bytes", nbytes)):
-            free = self._room[what] - self._used[what]
-            mine = self._used_by[owner, what]
-            if mine + wanted > free - wanted:
+        for what, room, wanted in (("sequences", self._sequences, sequences), ("bytes", self._bytes, nbytes)):
+            if not room.fits(owner, wanted):
                 raise Overloaded(
-                    f"{mine} {what} of this API key's samples wait on this gateway, which has {free} "
-                    "left for all keys; send this again later"
+                    f"{room.held_by(owner)} {what} of this API key's samples wait on this gateway, which has "
+                    f"{room.free} left for all keys; send this again later"
                 )
 
     def _count(self, held: _Held, sign: int) -> None:
-        for what, amount in (("sequences", held.sequences), ("bytes", held.nbytes)):
-            self._used[what] += sign * amount
-            self._used_by[held.owner, what] += sign * amount
-            if not self._used_by[held.owner, what]:
-                del self._used_by[held.owner, what]
+        self._sequences.add(held.owner, sign * held.sequences)
+        self._bytes.add(held.owner, sign * held.nbytes)

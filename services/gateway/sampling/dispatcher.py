@@ -33,6 +33,7 @@ from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal_records import Accepted
 from services.common.state.registry import TTL_S
+from services.gateway.access.fair_slots import FairSlots
 from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services
 from services.gateway.cluster.ttl_cache import Recent
@@ -43,7 +44,6 @@ from services.gateway.records.stores import Stores
 from services.gateway.results.subscription import Subscription
 from services.gateway.sampling import choose_replica
 from services.gateway.sampling.admission import Admission
-from services.gateway.sampling.fair_slots import FairSlots
 from services.gateway.sampling.replicas import Replicas, Stalled
 from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import results_pb2

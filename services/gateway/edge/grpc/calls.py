@@ -10,6 +10,7 @@ from typing import TypeAlias
 import grpc.aio
 
 from services.gateway.application import Application
+from services.gateway.edge.grpc.receive import key_of
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -26,7 +27,4 @@ class Calls:
         Raises:
             Unauthenticated: there is no key, or a wrong one.
         """
-        for key, value in context.invocation_metadata() or ():
-            if key == "x-api-key":
-                return self._app.keys.owner_of(value if isinstance(value, str) else value.decode())
-        return self._app.keys.owner_of(None)
+        return self._app.keys.owner_of(key_of(context.invocation_metadata()))

@@ -1,6 +1,6 @@
 """The public gRPC service over the application layer.
 
-Invariant: every method knows the caller before it does anything; errors are typed and mapped to
+Invariant: the caller of every method is known before its message is received; errors are typed and mapped to
 statuses by `services.common.process.rpc`.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from services.common.process import rpc
 from services.gateway.application import Application
-from services.gateway.edge.grpc.body_budget import BudgetInterceptor
 from services.gateway.edge.grpc.checkpoints import CheckpointCalls
+from services.gateway.edge.grpc.receive import Reception
 from services.gateway.edge.grpc.runs import RunCalls
 from services.gateway.edge.grpc.sampling import SamplingCalls
 from services.gateway.edge.grpc.sessions import SessionCalls
@@ -36,5 +36,8 @@ async def serve(application: Application, bind: str) -> rpc.RpcServer:
     """
     name = service_pb2.DESCRIPTOR.services_by_name["TinsmithService"].full_name
     add = service_pb2_grpc.add_TinsmithServiceServicer_to_server
-    interceptors = [BudgetInterceptor(application.budget, application.limits)]
-    return await rpc.serve([(add, TinsmithService(application), name)], bind, True, interceptors)
+    most = application.limits.grpc_message_bytes
+    reception = Reception(application.keys, application.budget, application.limits, [rpc.HEALTH_SERVICE])
+    return await rpc.serve(
+        [(add, TinsmithService(application), name)], bind, True, [reception], rpc.ServerLimits.public(most)
+    )

@@ -1,38 +1,41 @@
 """Reading request bodies within bounds.
 
-Invariant: no body is held in memory that is larger than its route allows, and all bodies that
-are held at once stay within one budget per process, which none holds that has stopped arriving.
+Invariant: no body is held in memory that is larger than its route allows; what a body takes is counted from
+its first byte until its request is done; and none is waited for that arrives slower than any network is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import zstandard
 from starlette.requests import Request
 
 from services.common.contract.errors import DeadlineExceeded, InvalidRequest, TooLarge
-from services.gateway.access.body_budget import BodyBudget
+from services.gateway.access.body_budget import Account
 from services.gateway.access.limits import THREAD_ABOVE_BYTES
 
-_PAUSE_S = 60.0
-"""Longest time between two parts of a body."""
+_PATIENCE_S = 10.0
+_BYTES_PER_S = 32 * 1024
+_LONGEST_S = 300.0
+"""A body may take 10 s and a second for every 32 KiB of it that came, and five minutes at most. (The largest
+is in within them at 2 Mbit/s, a chunk of 5 MB of the SDK at 0.3 Mbit/s.)"""
+
 _BEGINNING_BYTES = 64 * 1024
 _MOST_WINDOW_BYTES = 2**31
 """Memory for it is only used as far as is decompressed."""
 
 
-@asynccontextmanager
 async def received(
     request: Request,
-    budget: BodyBudget,
+    account: Account,
     limit: int,
     inflated_limit: int | None = None,
     check_beginning: Callable[[bytes], None] = lambda beginning: None,
-) -> AsyncIterator[bytes]:
-    """The body, decompressed. Its memory counts against the budget until the context ends.
+) -> bytes:
+    """The body, decompressed. What it takes is counted in the account.
 
     Args:
         limit: most bytes as sent.
@@ -42,52 +45,56 @@ async def received(
     Raises:
         TooLarge: it is larger.
         InvalidRequest: it cannot be decompressed.
-        Overloaded: the budget is used up.
-        DeadlineExceeded: the client stopped sending it.
+        Overloaded: the owner's share is used up.
+        DeadlineExceeded: the client sends it too slowly.
     """
-    taken = 0
-    try:
-        parts = []
-        declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > limit:
+    body = await _whole(request, account, limit)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return body
+    size = inflated_size(body, encoding, inflated_limit)
+    check_beginning(inflated_beginning(body, _BEGINNING_BYTES))
+    account.hold(len(body) + size)
+    if size > THREAD_ABOVE_BYTES:
+        return await asyncio.to_thread(inflate, body, size)
+    return inflate(body, size)
+
+
+async def _whole(request: Request, account: Account, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit():
+        if int(declared) > limit:
             raise TooLarge(f"the body has {declared} bytes; this call takes at most {limit}")
-        async for part in _parts(request):
-            budget.take(len(part))
-            taken += len(part)
-            if taken > limit:
-                raise TooLarge(f"the body has more than {limit} bytes")
-            parts.append(part)
-        body = b"".join(parts)
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
-        if encoding != "identity":
-            size = inflated_size(body, encoding, inflated_limit)
-            check_beginning(inflated_beginning(body, _BEGINNING_BYTES))
-            budget.take(size)
-            taken += size
-            if size > THREAD_ABOVE_BYTES:
-                body = await asyncio.to_thread(inflate, body, size)
-            else:
-                body = inflate(body, size)
-        yield body
-    finally:
-        budget.give_back(taken)
+        account.check(int(declared))
+    parts, taken = [], 0
+    async for part in _parts(request):
+        taken += len(part)
+        if taken > limit:
+            raise TooLarge(f"the body has more than {limit} bytes")
+        account.hold(taken)
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def _parts(request: Request) -> AsyncIterator[bytes]:
     """The body as it arrives.
 
     Raises:
-        DeadlineExceeded: nothing more of it came for a while. It would hold its share of the budget for ever.
+        DeadlineExceeded: it comes too slowly. It would hold its share of the budget for ever.
     """
-    stream = request.stream()
+    stream, began, taken = request.stream(), time.monotonic(), 0
     while True:
+        left = began + min(_PATIENCE_S + taken / _BYTES_PER_S, _LONGEST_S) - time.monotonic()
         try:
-            async with asyncio.timeout(_PAUSE_S):
+            async with asyncio.timeout(left):
                 part = await anext(stream)
         except StopAsyncIteration:
             return
         except TimeoutError as error:
-            raise DeadlineExceeded(f"nothing more of the body came for {_PAUSE_S:g} s") from error
+            raise DeadlineExceeded(
+                f"{taken} bytes of the body came in {time.monotonic() - began:.0f} s; send it faster"
+            ) from error
+        taken += len(part)
         yield part
 
 

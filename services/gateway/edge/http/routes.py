@@ -6,8 +6,8 @@ healthz and the signed downloads knows the caller before it reads the body.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -55,9 +55,11 @@ class Call:
                 known = ", ".join(names) or "no parameters"
                 raise InvalidRequest(f"the query has {name[:50]!r}; {self.request.url.path} takes {known}")
 
-    def body(self) -> AbstractAsyncContextManager[bytes]:
-        """The JSON body as bytes."""
-        return received(self.request, self.budget, self.app.limits.json_body_bytes)
+    @asynccontextmanager
+    async def body(self) -> AsyncIterator[bytes]:
+        """The JSON body as bytes. Its memory counts until the context ends."""
+        with self.budget.account(self.owner) as account:
+            yield await received(self.request, account, self.app.limits.json_body_bytes)
 
     async def json(self, kind: type[T]) -> T:
         """The JSON body as a struct. Raises InvalidRequest or TooLarge."""

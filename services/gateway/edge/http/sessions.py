@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from services.gateway.edge.http.body import received
 from services.gateway.edge.http.codec import messages
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.sessions.sessions import NewSession
@@ -74,7 +73,7 @@ async def finish_session(call: Call) -> Response:
 
 async def telemetry(call: Call) -> Response:
     """Takes the SDK's events about itself and drops them: they are meant for its maker."""
-    async with received(call.request, call.budget, call.app.limits.json_body_bytes):
+    async with call.body():
         return reply({"status": "accepted"})
 
 

@@ -104,22 +104,25 @@ async def forward_backward(call: Call) -> Response:
             f"content-type {content_type[:100]!r} is not taken; send the protobuf of tinker 0.38 "
             "(application/x-protobuf)"
         )
-    async with received(
-        call.request,
-        call.budget,
-        limits.training_body_bytes,
-        limits.inflated_body_bytes,
-        lambda beginning: forward_backward_in.check_beginning(beginning, limits),
-    ) as data:
+    with call.budget.account(call.owner) as account:
+        data = await received(
+            call.request,
+            account,
+            limits.training_body_bytes,
+            limits.inflated_body_bytes,
+            lambda beginning: forward_backward_in.check_beginning(beginning, limits),
+        )
         message, dense = await _read(data, limits)
-        with call.budget.held(dense):
+        size = len(data) + dense
+        del data
+        account.hold(size)
 
-            def build(base: BaseModel) -> training_pb2.ForwardBackward:
-                return forward_backward_in.forward_backward(message, base.vocab_size)
+        def build(base: BaseModel) -> training_pb2.ForwardBackward:
+            return forward_backward_in.forward_backward(message, base.vocab_size)
 
-            request_id = await call.app.models.forward_backward(
-                call.owner, message.model_id, message.seq_id, len(data) + dense, message, build
-            )
+        request_id = await call.app.models.forward_backward(
+            call.owner, message.model_id, message.seq_id, size, message, build
+        )
     return promise(request_id, message.model_id)
 
 

@@ -10,6 +10,7 @@ import grpc.aio
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.process import rpc
 from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, VOCAB, Edges
@@ -323,6 +324,15 @@ async def test_health_and_reflection_are_on(edges: Edges, channel: grpc.aio.Chan
     request = health_pb2.HealthCheckRequest(service="tinsmith.v1.TinsmithService")
     answer = await stub.Check(request, timeout=5)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    watch = stub.Watch(request, timeout=5)
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
+    ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+    asked = [reflection_pb2.ServerReflectionRequest(list_services="")] * 2
+    listed = [answer async for answer in ask(iter(asked), timeout=5, metadata=(("x-api-key", ALICE),))]
+    names = [{service.name for service in answer.list_services_response.service} for answer in listed]
+    assert ["tinsmith.v1.TinsmithService" in found for found in names] == [True, True]
+    assert await status(ask(timeout=5).read()) is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_the_gateway_runs_without_torch_vllm_and_deepspeed() -> None:
@@ -339,19 +349,23 @@ import services.gateway.__main__
     assert done.returncode == 0, done.stderr
 
 
-async def test_both_edges_share_one_budget_of_bytes(edges: Edges, channel: grpc.aio.Channel) -> None:
-    alice = Client(channel, ALICE)
-    free = edges.app.limits.pending_body_bytes
-    edges.app.budget.take(free - 100)
-    large = sessions_pb2.CreateSessionRequest(tags=["x" * 90, "y" * 90])
-    assert await status(alice("CreateSession", large)) is grpc.StatusCode.RESOURCE_EXHAUSTED
-    async with edges.http() as client:
+async def test_both_edges_share_one_budget_of_bytes_and_other_keys_have_theirs(
+    edges: Edges, channel: grpc.aio.Channel
+) -> None:
+    alice, bob = Client(channel, ALICE), Client(channel, BOB)
+    budget = edges.app.budget
+    large = sessions_pb2.CreateSessionRequest(tags=["x" * 100_000])
+    with budget.account("alice") as held:
+        held.hold(budget.largest)
+        assert await status(alice("CreateSession", large)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         body = {"tags": list(large.tags), "sdk_version": "0.38.0"}
-        assert (await client.post("create_session", json=body)).status_code == 429
-    edges.app.budget.give_back(free - 100)
-    for _ in range(3):
-        await alice("CreateSession", large)
-    edges.app.budget.take(free)
+        async with edges.http() as client, edges.http(BOB) as other:
+            assert (await client.post("create_session", json=body)).status_code == 429
+            # The tag is too long, which is found out by reading it.
+            assert (await other.post("create_session", json=body)).status_code == 400
+        assert await status(bob("CreateSession", large)) is grpc.StatusCode.INVALID_ARGUMENT
+        await alice("CreateSession", sessions_pb2.CreateSessionRequest())
+    assert await status(alice("CreateSession", large)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_message_that_cannot_be_read_is_the_callers_error(

@@ -8,6 +8,7 @@ import httpx
 import pytest
 import tinker
 
+from services.gateway.access.body_budget import COPIES
 from services.gateway.access.limits import Limits
 from services.gateway.edge.http import body as body_module
 from tests.unit.gateway.edges import ALICE, BASE, BOB, CONTEXT, Edges, new_model, new_session, running
@@ -81,31 +82,43 @@ async def test_a_body_beyond_the_limit_is_413(redis_url: str, tmp_path: Path) ->
         assert (await client.post("telemetry", content=b"x" * 1000)).status_code == 200
 
 
-async def test_a_body_that_stops_arriving_is_given_up_and_its_budget_comes_back(
+async def test_a_body_that_trickles_is_given_up_and_its_budget_comes_back(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_module, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(body_module, "_PATIENCE_S", 0.3)
+    large = b"x" * 100_000
 
-    async def half() -> AsyncIterator[bytes]:
-        yield b"x" * 900
-        await asyncio.sleep(2)
+    async def trickle() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield b"x" * 700
+            await asyncio.sleep(0.05)
 
-    limits = Limits(pending_body_bytes=1000)
+    limits = Limits(request_memory_bytes=2 * COPIES * len(large))
     async with running(redis_url, tmp_path, limits) as edges, edges.http() as client:
-        stopped = asyncio.create_task(client.post("telemetry", content=half()))
-        await asyncio.sleep(0.5)
-        assert (await client.post("telemetry", content=b"x" * 900)).status_code == 200
-        assert (await stopped).status_code == 504
+        assert (await client.post("telemetry", content=trickle())).status_code == 504
+        assert (await client.post("telemetry", content=large)).status_code == 200
 
 
-async def test_bodies_beyond_the_budget_are_429_and_the_budget_comes_back(
+async def test_a_body_beyond_the_share_of_its_key_is_429_and_the_share_comes_back(
     redis_url: str, tmp_path: Path
 ) -> None:
-    limits = Limits(pending_body_bytes=1000)
-    async with running(redis_url, tmp_path, limits) as edges, edges.http() as client:
-        assert (await client.post("telemetry", content=b"x" * 2000)).status_code == 429
+    large = b"x" * 100_000
+    limits = Limits(request_memory_bytes=2 * COPIES * len(large))
+    async with (
+        running(redis_url, tmp_path, limits) as edges,
+        edges.http() as client,
+        edges.http(BOB) as other,
+    ):
+        with edges.app.budget.account("alice") as held:
+            held.hold(70_000)
+            refused = await client.post("telemetry", content=large)
+            assert refused.status_code == 429
+            assert "--memory-mib" in refused.json()["detail"]
+            # What is small has a room of its own, and others have their share.
+            assert (await client.post("telemetry", content=b"x" * 1000)).status_code == 200
         for _ in range(3):
-            assert (await client.post("telemetry", content=b"x" * 900)).status_code == 200
+            assert (await client.post("telemetry", content=large)).status_code == 200
+            assert (await other.post("telemetry", content=large)).status_code == 200
 
 
 @pytest.mark.parametrize(

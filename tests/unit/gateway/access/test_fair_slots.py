@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.gateway.sampling.fair_slots import FairSlots
+from services.gateway.access.fair_slots import FairSlots
 
 
 class Runs:

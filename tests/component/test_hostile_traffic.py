@@ -1,0 +1,47 @@
+"""What clients do that have no key, or mean no good, costs a gateway little and its other clients nothing."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.component.gateway_process import MIB, GatewayProcess, launch, watched
+from tests.component.hostile import Http2
+
+FLOOD_S = 4
+FORWARD_BACKWARD = "/tinsmith.v1.TinsmithService/ForwardBackward"
+
+
+@pytest.fixture
+def start(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., GatewayProcess]]:
+    started: list[GatewayProcess] = []
+
+    def run(*flags: str) -> GatewayProcess:
+        started.append(launch(redis_url, tmp_path, f"gateway-{len(started)}", *flags))
+        return started[-1].wait_ready()
+
+    yield run
+    for gateway in started:
+        gateway.process.kill()
+        gateway.process.communicate(timeout=10)
+
+
+async def test_messages_without_a_key_are_never_received(start: Callable) -> None:
+    gateway = start()
+    taken = []
+
+    async def flood() -> None:
+        until = time.monotonic() + FLOOD_S
+        while time.monotonic() < until:
+            async with Http2.connected(gateway.grpc_port) as connection:
+                connection.open(1, FORWARD_BACKWARD)
+                taken.append(await connection.send(1, 200 * MIB))
+
+    async with watched(gateway) as seen:
+        await asyncio.gather(*(flood() for _ in range(10)))
+    print(f"{seen}; {len(taken)} calls, of which the server took {max(taken) / MIB:.1f} MiB at most")
+    assert max(taken) < 16 * MIB
+    assert seen.grown_mib < 60
+    assert seen.slowest(0.99) < 2

@@ -1,0 +1,147 @@
+"""What a gRPC call may send before its method sees it, and when it is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2
+
+from services.common.process import rpc
+from services.gateway.access.limits import MIB, Limits
+from services.gateway.edge.grpc import receive
+from tests.unit.gateway.edges import ALICE, BOB, Edges
+from tinsmith.v1 import sessions_pb2
+
+SERVICE = "/tinsmith.v1.TinsmithService"
+MESSAGE = 4 * MIB
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return Limits(grpc_message_bytes=MESSAGE, request_memory_bytes=8 * MESSAGE)
+
+
+@pytest.fixture
+async def channel(edges: Edges) -> AsyncIterator[grpc.aio.Channel]:
+    async with rpc.channel(edges.grpc_address) as found:
+        yield found
+
+
+def metadata(key: str = ALICE) -> tuple[tuple[str, str], ...]:
+    return (("x-api-key", key),)
+
+
+async def refusal(call: object) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call  # type: ignore[misc]
+    return caught.value
+
+
+def begun(channel: grpc.aio.Channel, method: str, key: str) -> grpc.aio.StreamUnaryCall:
+    """A call of a unary method whose message does not come."""
+    return channel.stream_unary(f"{SERVICE}/{method}")(timeout=20, metadata=metadata(key))
+
+
+async def heartbeat(channel: grpc.aio.Channel, key: str, session_id: str) -> None:
+    request = sessions_pb2.HeartbeatRequest(session_id=session_id).SerializeToString()
+    await channel.unary_unary(f"{SERVICE}/Heartbeat")(request, timeout=10, metadata=metadata(key))
+
+
+async def session_of(channel: grpc.aio.Channel, key: str) -> str:
+    create = channel.unary_unary(f"{SERVICE}/CreateSession")
+    raw = await create(b"", timeout=10, metadata=metadata(key))
+    return sessions_pb2.CreateSessionResponse.FromString(raw).session_id
+
+
+@pytest.mark.parametrize("key", ["", "tml-wrong"])
+async def test_a_call_without_a_known_key_ends_before_it_has_sent_anything(
+    channel: grpc.aio.Channel, key: str
+) -> None:
+    for method in ("ForwardBackward", "ReadExternalWeights"):
+        call = channel.stream_stream(f"{SERVICE}/{method}")(timeout=10, metadata=metadata(key) if key else ())
+        error = await refusal(call.read())
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert dict(error.trailing_metadata())["tinsmith-code"] == "unauthenticated"
+
+
+@pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip])
+async def test_a_message_above_the_limit_is_refused_also_when_it_is_small_on_the_wire(
+    channel: grpc.aio.Channel, compression: grpc.Compression | None
+) -> None:
+    call = channel.unary_unary(f"{SERVICE}/ForwardBackward")
+    sent = call(bytes(MESSAGE + 1), timeout=10, metadata=metadata(), compression=compression)
+    assert (await refusal(sent)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_compressed_message_is_read(channel: grpc.aio.Channel) -> None:
+    request = sessions_pb2.CreateSessionRequest(tags=["t" * 200]).SerializeToString()
+    call = channel.unary_unary(f"{SERVICE}/CreateSession")
+    assert await call(request, timeout=10, metadata=metadata(), compression=grpc.Compression.Gzip)
+
+
+async def test_a_call_that_ends_without_a_message_is_refused(channel: grpc.aio.Channel) -> None:
+    call = begun(channel, "Heartbeat", ALICE)
+    await call.done_writing()
+    assert (await refusal(call)).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_slow_messages_take_the_share_of_their_key_and_nothing_of_others(
+    edges: Edges, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receive, "_MESSAGE_S", 3.0)
+    sessions = {key: await session_of(channel, key) for key in (ALICE, BOB)}
+    slow = [begun(channel, "ForwardBackward", ALICE) for _ in range(8)]
+    codes = [asyncio.create_task(refusal(call)) for call in slow]
+    await asyncio.sleep(1)
+    # Half of the room is two messages that may become as large as can be.
+    refused = [task.result().code() for task in codes if task.done()]
+    assert refused == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 6
+    for key, session in sessions.items():
+        await asyncio.wait_for(heartbeat(channel, key, session), 2)
+    late = begun(channel, "CreateSession", BOB)
+    await asyncio.sleep(0.5)
+    await late.write(b"")
+    await late.done_writing()
+    assert await late
+    ended = {error.code() for error in await asyncio.gather(*codes)}
+    assert ended == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
+    with edges.app.budget.account("alice") as account:
+        account.expect(2 * MESSAGE)
+
+
+async def test_calls_that_send_nothing_do_not_keep_others_waiting(channel: grpc.aio.Channel) -> None:
+    session = await session_of(channel, BOB)
+    silent = [begun(channel, "Heartbeat", ALICE) for _ in range(100)]
+    await asyncio.sleep(0.05)
+    for _ in range(5):
+        await asyncio.wait_for(heartbeat(channel, BOB, session), 2)
+    for call in silent:
+        call.cancel()
+
+
+async def test_health_takes_small_messages_from_few_callers(
+    channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receive, "_OPEN_CALLS", 2)
+    check = channel.unary_unary("/grpc.health.v1.Health/Check")
+    assert (await refusal(check(bytes(5000), timeout=10))).code() is grpc.StatusCode.INVALID_ARGUMENT
+    watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+    request = health_pb2.HealthCheckRequest().SerializeToString()
+    watching = [watch(request, timeout=10) for _ in range(2)]
+    for call in watching:
+        await call.read()
+    assert (await refusal(check(request, timeout=10))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call in watching:
+        call.cancel()
+    await asyncio.sleep(0.2)
+    assert await check(request, timeout=10)
+
+
+async def test_a_call_with_too_much_metadata_is_refused(channel: grpc.aio.Channel) -> None:
+    call = channel.unary_unary(f"{SERVICE}/CreateSession")
+    many = tuple((f"x-filler-{number}", "v" * 100) for number in range(200))
+    error = await refusal(call(b"", timeout=10, metadata=metadata() + many))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await call(b"", timeout=10, metadata=metadata())
