@@ -86,6 +86,7 @@ async def _serve(config: SamplerConfig, engine: Engine) -> int:
         # Until then repeats of what runs are answered; afterwards others do what is left.
         stopping = Draining("this sampler stops before the sample is done; another one runs it")
         await parts.generations.end(config.drain_seconds, stopping)
+        parts.suspects.close()
         await server.drain(_REPLIES_S)
         await announcer.stop()
         return 0

@@ -14,6 +14,7 @@ from services.sampler import convert
 from services.sampler.requests.admission import Admission
 from services.sampler.requests.generations import Generations
 from services.sampler.requests.samples import Samples
+from services.sampler.requests.suspects import GivenUp
 from services.sampler.snapshots.snapshots import Snapshots
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
@@ -59,7 +60,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     async def _generate(self, request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
         try:
             return convert.output_to_pb(await self._samples.run(convert.sample_job_from_pb(request)))
-        except InvalidRequest as error:
+        except (InvalidRequest, GivenUp) as error:
             return convert.error_to_pb(error)
 
     async def EndSample(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.common.process.crashes import CrashLedger
 from services.common.state.registry import ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.sampler import convert
@@ -15,6 +16,7 @@ from services.sampler.engine.engine import Engine
 from services.sampler.requests.admission import Admission, Capacity
 from services.sampler.requests.generations import Generations
 from services.sampler.requests.samples import Samples
+from services.sampler.requests.suspects import Suspects
 from services.sampler.service import SamplerService
 from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
@@ -30,6 +32,7 @@ class Parts:
 
     full: FullSnapshots
     generations: Generations[sampler_pb2.SampleResponse]
+    suspects: Suspects
     service: SamplerService
 
 
@@ -41,10 +44,12 @@ def build(config: SamplerConfig, engine: Engine) -> Parts:
     slots = AdapterSlots(config.max_loras)
     snapshots = Snapshots(engine, data_dir, residency, slots, full)
     admission = Admission(_capacity(engine))
-    samples = Samples(engine, snapshots, admission)
+    ledger = CrashLedger[str](data_dir.run / f"{config.id}.executing", str, "sampler")
+    suspects = Suspects(ledger, lambda: engine.dead)
+    samples = Samples(engine, snapshots, admission, suspects)
     generations = Generations(convert.bytes_to_keep)
     service = SamplerService(engine, generations, samples, admission, snapshots)
-    return Parts(full, generations, service)
+    return Parts(full, generations, suspects, service)
 
 
 def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:

@@ -17,6 +17,7 @@ import torch
 
 from services.common.contract.errors import Unavailable
 from services.common.process import process, rpc
+from services.common.process.crashes import CrashLedger
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client
 from services.common.state.journal import Journal
@@ -32,7 +33,6 @@ from services.trainer.execution.residency import Residency
 from services.trainer.execution.resident_models import Model
 from services.trainer.files.checkpoints import CheckpointStore
 from services.trainer.files.export_format import Base
-from services.trainer.order.crashes import CrashLedger
 from services.trainer.order.scheduler import Limits
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Publisher
@@ -134,7 +134,9 @@ class _Server:
             config.full_snapshot_steps,
             config.dtype,
         )
-        self._crashes = CrashLedger(data.run / f"{config.id}.executing")
+        self._crashes = CrashLedger[tuple[str, int]](
+            data.run / f"{config.id}.executing", tuple[str, int], "trainer"
+        )
         self._executor = Executor(
             world,
             models,

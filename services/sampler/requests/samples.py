@@ -12,6 +12,7 @@ from typing import Protocol
 from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, check
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import LATE_S, Admission
+from services.sampler.requests.suspects import Suspects
 
 
 class SamplingEngine(Protocol):
@@ -35,8 +36,11 @@ class Weights(Protocol):
 class Samples:
     """The samples of one engine."""
 
-    def __init__(self, engine: SamplingEngine, snapshots: Weights, admission: Admission) -> None:
+    def __init__(
+        self, engine: SamplingEngine, snapshots: Weights, admission: Admission, suspects: Suspects
+    ) -> None:
         self._engine = engine
+        self._suspects = suspects
         self._snapshots = snapshots
         self._admission = admission
         self.running = 0
@@ -48,15 +52,21 @@ class Samples:
         Raises:
             InvalidRequest: the engine cannot do what is asked.
             Overloaded: not now.
+            GivenUp: this request has ended the engine too often.
             TinsmithError: as Snapshots.use and Engine.sample.
         """
         check(job, self._engine.limits)
+        self._suspects.check(job.request_id)
         ready, late = self._snapshots.is_ready(job.snapshot), self._engine.late(LATE_S)
         with self._admission.place(job.num_samples, ready, late) as place:
             self.running += 1
             try:
-                async with self._snapshots.use(job.snapshot) as adapter:
+                async with (
+                    self._suspects.turn(job.request_id),
+                    self._snapshots.use(job.snapshot) as adapter,
+                ):
                     place.enter()
-                    return await self._engine.sample(job, adapter)
+                    with self._suspects.executing(job.request_id):
+                        return await self._engine.sample(job, adapter)
             finally:
                 self.running -= 1

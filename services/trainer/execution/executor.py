@@ -22,13 +22,13 @@ from services.common.contract.errors import (
 )
 from services.common.contract.errors import to_pb as error_to_pb
 from services.common.process import failpoints
+from services.common.process.crashes import CrashLedger
 from services.common.storage.base import failure
 from services.trainer import convert
 from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row, RowResult
 from services.trainer.convert import Forward, Target
 from services.trainer.execution.control_ops import Barriers
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
-from services.trainer.order.crashes import CrashLedger
 from services.trainer.order.scheduler import (
     Cursor,
     Decision,
@@ -63,7 +63,7 @@ class Executor:
         barriers: Barriers,
         target: Target,
         limits: Limits,
-        crashes: CrashLedger,
+        crashes: CrashLedger[tuple[str, int]],
     ) -> None:
         self._world = world
         self._models = models

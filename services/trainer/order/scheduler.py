@@ -133,7 +133,7 @@ def only_suspect(
     """The queues cut down to the one operation that must run alone next; None when there is none.
 
     Args:
-        is_suspect: whether (model, seq_id) may bring the trainer down, see crashes.py.
+        is_suspect: whether (model, seq_id) may bring the trainer down, see common/process/crashes.py.
     """
     for model, queue in queues.items():
         if queue and is_suspect(model, queue[0].seq_id):

@@ -6,14 +6,17 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
-from services.common.contract.errors import Internal, InvalidRequest, Overloaded
+from services.common.contract.errors import Internal, InvalidRequest, Overloaded, Unavailable
+from services.common.process.crashes import CrashLedger
 from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, SamplingParams
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import Admission, Capacity
 from services.sampler.requests.samples import Samples
+from services.sampler.requests.suspects import GivenUp, Suspects
 
 JOB = SampleJob("session:sample:0:1", None, [1, 2, 3], 4, SamplingParams(max_tokens=2))
 OUTPUT = SampleOutput([], 0)
@@ -29,6 +32,7 @@ class Engine:
         self.failure: Exception | None = None
         self.ran: list[str] = []
         self.not_begun = 0
+        self.dead = False
 
     async def sample(self, job: SampleJob, adapter: Adapter | None) -> SampleOutput:
         self.ran.append(job.request_id)
@@ -65,19 +69,21 @@ class Snapshots:
 class Sampler:
     """Samples with their parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         self.engine = Engine()
         self.snapshots = Snapshots()
         self.admission = Admission(Capacity(8, 2))
-        self.samples = Samples(self.engine, self.snapshots, self.admission)
+        self.ledger = path / "ledger"
+        self.suspects = Suspects(CrashLedger[str](self.ledger, str, "sampler"), lambda: self.engine.dead)
+        self.samples = Samples(self.engine, self.snapshots, self.admission, self.suspects)
 
     def holds(self) -> tuple[int, int, int, int]:
         return (self.samples.running, self.admission.taken, self.admission.waiting, self.snapshots.used)
 
 
 @pytest.fixture
-def sampler() -> Sampler:
-    return Sampler()
+def sampler(tmp_path: Path) -> Sampler:
+    return Sampler(tmp_path)
 
 
 async def test_a_sample_that_ends_well_or_fails_holds_nothing_afterwards(sampler: Sampler) -> None:
@@ -111,3 +117,42 @@ async def test_what_is_refused_never_reaches_the_engine(sampler: Sampler) -> Non
     with pytest.raises(Overloaded, match="has not begun"):
         await sampler.samples.run(JOB)
     assert (sampler.engine.ran, sampler.holds()) == ([], (0, 0, 0, 0))
+
+
+async def test_a_sample_that_ended_three_engines_is_refused_at_once_and_others_go_on(tmp_path: Path) -> None:
+    for _ in range(3):
+        sampler = Sampler(tmp_path)
+        running = asyncio.create_task(sampler.samples.run(JOB))
+        await asyncio.sleep(0)
+        sampler.engine.dead = True
+        sampler.engine.failure = Unavailable("the engine ended")
+        sampler.engine.gate.set()
+        with pytest.raises(Unavailable):
+            await running
+    sampler = Sampler(tmp_path)
+    sampler.engine.gate.set()
+    with pytest.raises(GivenUp, match="died 3 times while it executed this request") as error:
+        await sampler.samples.run(JOB)
+    assert (error.value.category, error.value.code) == ("server", "crashed_sampler")
+    assert await sampler.samples.run(dataclasses.replace(JOB, request_id="another")) is OUTPUT
+    assert (sampler.engine.ran, sampler.holds()) == (["another"], (0, 0, 0, 0))
+
+
+async def test_what_reaches_an_engine_that_is_dead_already_is_not_blamed(tmp_path: Path) -> None:
+    sampler = Sampler(tmp_path)
+    sampler.engine.dead = True
+    with pytest.raises(Unavailable, match="restarting"):
+        await sampler.samples.run(JOB)
+    assert sampler.engine.ran == []
+    assert not CrashLedger[str](sampler.ledger, str, "sampler").is_suspect(JOB.request_id)
+
+
+async def test_a_process_that_ends_in_order_leaves_no_suspects(tmp_path: Path) -> None:
+    sampler = Sampler(tmp_path)
+    running = asyncio.create_task(sampler.samples.run(JOB))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    sampler.suspects.close()
+    assert not sampler.ledger.exists()

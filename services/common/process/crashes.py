@@ -1,0 +1,161 @@
+"""Which requests bring a process down.
+
+Invariant: what a process was executing when it died, at whatever moment and of whatever cause, is known to
+its successor, because it is written to a file before it is begun. A request that was under way in
+MOST_CRASHES deaths in a row is not begun again. One that was under way in any is a *suspect*: whoever runs it
+sees to it that few others are blamed with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from services.common.contract.errors import Internal
+
+MOST_CRASHES = 3
+_KEPT = 4096
+_MOST_BYTES = 1 << 20
+
+Key = TypeVar("Key")
+
+
+class _Line(msgspec.Struct, Generic[Key], omit_defaults=True):
+    """What has changed. The state is all lines of the file, in order."""
+
+    begun: list[Key] = []
+    ended: list[Key] = []
+    acquitted: list[Key] = []
+    crashes: list[tuple[Key, int]] = []
+    """Deaths in a row; 0 = none any more."""
+
+
+class CrashLedger(Generic[Key]):
+    """The file of one process that is restarted under the same name. One process at a time uses it.
+
+    A change is one appended line, one system call: it survives the process, though not a power cut, which is
+    no crash of the process's.
+
+    Args:
+        key_type: of the keys, for decoding them.
+        who: what dies ("trainer").
+    """
+
+    def __init__(self, path: Path, key_type: Any, who: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._who = who
+        self._executing: Counter[Key] = Counter()
+        self._acquitted: set[Key] = set()
+        self._crashes: dict[Key, int] = {}
+        self._read(msgspec.json.Decoder(_Line[key_type]))
+        # Whoever has shown for a while that it does no harm is blamed only when nobody else can be.
+        for key in set(self._executing) - self._acquitted or set(self._executing):
+            self._crashes[key] = self._crashes.pop(key, 0) + 1
+        self._executing.clear()
+        self._acquitted.clear()
+        self._size = 0
+        self._file = -1
+        self._compact()
+
+    def _read(self, decoder: msgspec.json.Decoder[_Line[Key]]) -> None:
+        if not self._path.exists():
+            return
+        for text in self._path.read_bytes().splitlines():
+            try:
+                line = decoder.decode(text)
+            except msgspec.DecodeError:
+                # The process died in the middle of this line, and had not yet acted on it.
+                continue
+            self._executing.update(line.begun)
+            self._executing.subtract(line.ended)
+            self._acquitted.update(line.acquitted)
+            self._acquitted.difference_update(line.ended)
+            self._crashes.update(line.crashes)
+        self._executing = +self._executing
+        self._crashes = {key: deaths for key, deaths in self._crashes.items() if deaths}
+
+    def begin(self, keys: Iterable[Key]) -> None:
+        """These requests are about to be executed."""
+        begun = list(keys)
+        self._executing.update(begun)
+        self._append(_Line(begun=begun))
+
+    def end(self, keys: Iterable[Key]) -> None:
+        """They are not being executed now; some of a request's work may still be to come."""
+        ended = list(keys)
+        self._executing.subtract(ended)
+        self._executing = +self._executing
+        self._acquitted.difference_update(ended)
+        self._append(_Line(ended=ended))
+
+    def acquit(self, key: Key) -> None:
+        """A request that is being executed has done no harm for so long that a death is another one's."""
+        self._acquitted.add(key)
+        self._append(_Line(acquitted=[key]))
+
+    def survived(self, key: Key) -> None:
+        """A request was executed to its end. One that was not begun because of its crashes keeps them."""
+        if key in self._crashes and not self._is_barred(key):
+            del self._crashes[key]
+            self._append(_Line(crashes=[(key, 0)]))
+
+    def deaths(self, key: Key) -> int:
+        """Deaths in a row in which the request was under way, since it was last executed whole."""
+        return self._crashes.get(key, 0)
+
+    def is_suspect(self, key: Key) -> bool:
+        """Whether the process died while it executed the request and did not execute it whole since."""
+        return key in self._crashes
+
+    def verdict(self, key: Key) -> Internal | None:
+        """Why the request is not begun any more; None when it may be."""
+        if not self._is_barred(key):
+            return None
+        return Internal(
+            f"the {self._who} died {self._crashes[key]} times while it executed this request, which is "
+            f"therefore given up; everything else goes on without it. The {self._who}'s log says more",
+            f"crashed_{self._who}",
+        )
+
+    def close(self) -> None:
+        """Nothing is executing any more: this process ends in order. Without crashes no file stays."""
+        self._executing.clear()
+        self._acquitted.clear()
+        self._compact()
+        os.close(self._file)
+        if not self._crashes:
+            self._path.unlink(missing_ok=True)
+
+    def _is_barred(self, key: Key) -> bool:
+        return self._crashes.get(key, 0) >= MOST_CRASHES
+
+    def _append(self, line: _Line[Key]) -> None:
+        text = msgspec.json.encode(line) + b"\n"
+        self._size += os.write(self._file, text)
+        if self._size > _MOST_BYTES:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Puts a file with the present state in the place of the grown one."""
+        while len(self._crashes) > _KEPT:
+            del self._crashes[next(iter(self._crashes))]
+        line = _Line(
+            begun=list(self._executing.elements()),
+            acquitted=list(self._acquitted),
+            crashes=list(self._crashes.items()),
+        )
+        text = msgspec.json.encode(line) + b"\n"
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        fresh.write_bytes(text)
+        file = os.open(fresh, os.O_WRONLY | os.O_APPEND)
+        fresh.replace(self._path)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = file
+        self._size = len(text)

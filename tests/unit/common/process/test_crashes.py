@@ -1,0 +1,119 @@
+"""A process knows which request it died of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.common.process import crashes
+from services.common.process.crashes import MOST_CRASHES
+
+Key = tuple[str, int]
+KEY, OTHER = ("s:train:0", 7), ("s:train:1", 3)
+
+
+def started(path: Path) -> crashes.CrashLedger[Key]:
+    """That of a process that starts."""
+    return crashes.CrashLedger(path, Key, "trainer")
+
+
+def died_executing(path: Path, *keys: Key, times: int = 1) -> crashes.CrashLedger[Key]:
+    for _ in range(times):
+        started(path).begin(keys)
+    return started(path)
+
+
+def test_an_operation_is_given_up_after_three_deaths_in_a_row_and_not_before(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "ledger"
+    assert died_executing(path, KEY, times=MOST_CRASHES - 1).verdict(KEY) is None
+    error = died_executing(path, KEY).verdict(KEY)
+    assert error is not None and error.category == "server" and error.code == "crashed_trainer"
+
+
+def test_one_that_was_executed_after_all_is_no_suspect_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger = died_executing(path, KEY, times=2)
+    assert ledger.is_suspect(KEY)
+    ledger.begin([KEY])
+    ledger.end([KEY])
+    ledger.survived(KEY)
+    assert not started(path).is_suspect(KEY)
+
+
+def test_one_of_which_only_a_part_was_executed_stays_a_suspect(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger = died_executing(path, KEY)
+    ledger.begin([KEY])
+    ledger.end([KEY])
+    assert started(path).is_suspect(KEY)
+
+
+def test_who_was_executed_together_with_it_is_a_suspect_too_and_nobody_else(tmp_path: Path) -> None:
+    ledger = died_executing(tmp_path / "ledger", KEY, OTHER)
+    assert ledger.is_suspect(KEY) and ledger.is_suspect(OTHER)
+    assert not ledger.is_suspect(("s:train:0", 8))
+
+
+def test_an_operation_that_ended_before_the_death_is_not_blamed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger = started(path)
+    ledger.begin([KEY, OTHER])
+    ledger.end([KEY])
+    again = started(path)
+    assert not again.is_suspect(KEY) and again.is_suspect(OTHER)
+
+
+def test_a_process_that_ends_in_order_blames_nothing(tmp_path: Path) -> None:
+    ledger = started(tmp_path / "ledger")
+    ledger.begin([KEY])
+    ledger.close()
+    assert list(tmp_path.iterdir()) == []
+    assert not started(tmp_path / "ledger").is_suspect(KEY)
+
+
+def test_earlier_deaths_are_remembered_over_an_end_in_order(tmp_path: Path) -> None:
+    died_executing(tmp_path / "ledger", KEY).close()
+    assert started(tmp_path / "ledger").is_suspect(KEY)
+
+
+def test_what_was_given_up_stays_so_when_its_failure_is_delivered(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger = died_executing(path, KEY, times=MOST_CRASHES)
+    ledger.survived(KEY)
+    assert started(path).verdict(KEY) is not None
+
+
+def test_who_has_shown_that_it_does_no_harm_is_blamed_only_when_nobody_else_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger = started(path)
+    ledger.begin([KEY, OTHER])
+    ledger.acquit(KEY)
+    again = started(path)
+    assert (again.deaths(KEY), again.deaths(OTHER)) == (0, 1)
+    again.begin([KEY])
+    again.acquit(KEY)
+    assert started(path).deaths(KEY) == 1
+
+
+def test_a_line_that_the_process_died_in_changes_nothing_and_hides_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    started(path).begin([KEY])
+    with path.open("ab") as file:
+        file.write(b'{"ended":[["s:trai')
+    assert started(path).is_suspect(KEY)
+
+
+def test_the_file_stays_small_however_much_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crashes, "_MOST_BYTES", 2000)
+    path = tmp_path / "ledger"
+    ledger = died_executing(path, OTHER)
+    ledger.begin([KEY])
+    for seq_id in range(500):
+        ledger.begin([("s:train:2", seq_id)])
+        ledger.end([("s:train:2", seq_id)])
+        assert path.stat().st_size < 2100
+    again = started(path)
+    assert (again.deaths(KEY), again.deaths(OTHER), again.deaths(("s:train:2", 499))) == (1, 1, 0)
