@@ -80,6 +80,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
     add("--api-keys-file", "", "file of API keys; empty: DATA_DIR/api_key")
     add("--session-park-after", "1800", "seconds of silence after which a session's models are parked")
     add("--session-end-after", "604800", "seconds of silence after which a session is over")
+    add("--forget-after", "2592000", "seconds after its end for which a session's records stay")
     limits = JournalLimits()
     add("--pending-bytes", str(limits.pending_bytes), "most bytes of a model's requests that wait to run")
     add("--journal-bytes", str(limits.journal_bytes), "most bytes of a model's requests kept for a replay")
@@ -104,7 +105,13 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
             parser.error(f"--{name.replace('_', '-')} must be a port number, not {text!r}")
         ports[name] = int(text)
     times = {}
-    for name in ("session_park_after", "session_end_after", "result_life", "fetched_result_life"):
+    for name in (
+        "session_park_after",
+        "session_end_after",
+        "forget_after",
+        "result_life",
+        "fetched_result_life",
+    ):
         text = getattr(options, name)
         if not text.isdigit() or int(text) < 1:
             parser.error(
@@ -143,7 +150,9 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         api_keys_file=Path(options.api_keys_file) if options.api_keys_file else data_dir / "api_key",
         redis_url=redis_url,
         retention=RetentionSettings(
-            park_after=times["session_park_after"], end_after=times["session_end_after"]
+            park_after=times["session_park_after"],
+            end_after=times["session_end_after"],
+            forget_after=times["forget_after"],
         ),
         journal=JournalLimits(**sizes),
         base_models=base_models,

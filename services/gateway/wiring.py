@@ -34,6 +34,7 @@ from services.gateway.records.stores import Stores
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
+from services.gateway.retention.forget import Forgetting
 from services.gateway.retention.plan import RetentionSettings
 from services.gateway.retention.retention import Retention
 from services.gateway.retention.snapshot_plan import SnapshotBudget
@@ -160,6 +161,7 @@ class Gateway:
         # What lets go of it.
         self.checkpoint_sweep = CheckpointSweep(client, stores.checkpoints, self.files, gateway_id)
         snapshot_sweep = SnapshotSweep(client, stores, data, snapshots or budget_on(data, 0, 0), gateway_id)
+        retention = retention or RetentionSettings()
         letting_go = Retention(
             client,
             journal,
@@ -169,7 +171,7 @@ class Gateway:
             sampling.cancel_samples_of_session,
             data,
             gateway_id,
-            retention or RetentionSettings(),
+            retention,
         )
         self._parts: tuple[Part, ...] = (
             RedisMemory(client, room),
@@ -180,6 +182,7 @@ class Gateway:
             dispatcher,
             samples,
             letting_go,
+            Forgetting(client, stores, gateway_id, retention.forget_after),
             snapshot_sweep,
             self.checkpoint_sweep,
         )

@@ -12,8 +12,10 @@ from typing import Any, Literal
 import msgspec
 import redis.asyncio
 
+from services.common.contract.errors import Gone
 from services.common.contract.roles import Role
 from services.common.state import keys
+from services.common.state.scripts import Script
 
 ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
 
@@ -42,12 +44,19 @@ class ModelStore:
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
+        self._list_model = Script(client, "list_model")
 
     async def create_if_absent(self, record: ModelRecord) -> ModelRecord:
-        """Stores a model unless its id is taken; what is stored."""
+        """Stores a model unless its id is taken; what is stored.
+
+        Raises:
+            Gone: its session has ended meanwhile.
+        """
         name = keys.model(record.model_id)
         # Listed first: a model that exists is always found by the end of its session.
-        await self._redis.sadd(keys.session_models(record.session_id), record.model_id)
+        session = [keys.session(record.session_id), keys.session_models(record.session_id)]
+        if not await self._list_model(session, record.model_id):
+            raise Gone(f"session {record.session_id} was finished; create a new one", "session_finished")
         if await self._redis.hsetnx(name, "record", msgspec.json.encode(record)):
             await self._redis.zadd(keys.owner_models(record.owner), {record.model_id: record.created_at})
             return record

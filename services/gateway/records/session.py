@@ -114,6 +114,7 @@ class SessionStore:
 
     async def list_ended(self, session_id: str) -> None:
         """Moves a session that is over from the list of the living to that of the ended."""
+        await self._redis.zadd(keys.OVER_SESSIONS, {session_id: time.time()}, nx=True)
         await self._redis.zadd(keys.ENDED_SESSIONS, {session_id: time.time()})
         await self._redis.zrem(keys.SESSION_LIFE, session_id)
         await self._redis.zrem(keys.PARKED_SESSIONS, session_id)

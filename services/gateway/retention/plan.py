@@ -18,6 +18,8 @@ class RetentionSettings:
         park_after: silence after which a session's models leave the trainer's memory. The next request
             brings them back.
         end_after: silence after which a session is over; its checkpoints stay.
+        forget_after: time after the end of a session for which its records stay; those of models that have
+            checkpoints stay longer.
         record_settles: by then Redis has on disk what was recorded, so that files may be deleted for it.
         snapshot_grace: how long the unnamed sampler snapshots of a session that is over stay, for samples
             that still run.
@@ -26,6 +28,7 @@ class RetentionSettings:
 
     park_after: float = 1800.0
     end_after: float = 7 * 24 * 3600.0
+    forget_after: float = 30 * 24 * 3600.0
     record_settles: float = 5.0
     snapshot_grace: float = 600.0
     sweep: float = 5.0

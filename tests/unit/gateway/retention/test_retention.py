@@ -27,8 +27,10 @@ from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord
 from services.gateway.records.sampling_session import SamplingSessionRecord
+from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
+from services.gateway.retention.forget import Forgetting
 from services.gateway.retention.plan import RetentionSettings
 from services.gateway.retention.retention import Retention
 from services.gateway.sessions.sessions import NewSession, Sessions
@@ -96,6 +98,11 @@ class Stage:
 
     async def session(self) -> str:
         return await self.sessions.create("ann", NewSession(), None)
+
+    async def record(self, session_id: str) -> SessionRecord:
+        record = await self.store.get(session_id)
+        assert record is not None
+        return record
 
     async def model(self, session_id: str) -> str:
         """A model with one step done, durable."""
@@ -327,6 +334,83 @@ async def test_snapshots_go_after_their_grace_except_those_with_a_name(stage: St
     assert (last.snapshots, list(last.kept_versions)) == (True, [7, 8])
     assert await stage.redis.zcard(keys.ENDED_MODELS) == 0
     assert [record.version for record in await stage.checkpoints.of_model(model_id)] == [7]
+
+
+async def test_a_model_that_comes_after_the_end_of_its_session_is_refused(stage: Stage) -> None:
+    session_id = await stage.session()
+    record = await stage.record(session_id)
+    await stage.sessions.finish("ann", session_id, "success", "")
+    with pytest.raises(Gone, match="was finished"):
+        # The session was looked at before, the model made only now.
+        await stage.model(record.session_id)
+    assert await stage.store.models(session_id) == []
+
+
+async def everything(client: redis.asyncio.Redis) -> set[str]:
+    """Keys that do not go by themselves."""
+    names = {raw.decode() for raw in await client.keys("*")}
+    return {name for name in names if await client.ttl(name) == -1}
+
+
+async def test_nothing_stays_of_a_session_that_ended_long_ago(stage: Stage) -> None:
+    forgetting = Forgetting(stage.redis, stage.stores, "gateway-0", forget_after=1000)
+    before = await everything(stage.redis)
+    session_id = await stage.session()
+    await stage.store.set_project(await stage.record(session_id), "p")
+    model_id = await stage.model(session_id)
+    await stage.accept(ids.model_id(session_id, 1), 0, refused=errors.to_pb(InvalidRequest("no")))
+    await stage.redis.sadd(keys.session_models(session_id), ids.model_id(session_id, 1))
+    for number in range(100):
+        await stage.samplers.create_if_absent(
+            SamplingSessionRecord(
+                sampling_session_id=ids.sampling_session_id(session_id, number),
+                session_id=session_id,
+                owner="ann",
+                base_model=BASE,
+                model_id=model_id,
+                version=number,
+            )
+        )
+    await stage.sessions.finish("ann", session_id, "success", "")
+    for later in (SETTLED, DELETED, SETTLED + 60):
+        await stage.sweep(later=later)
+    await forgetting.sweep(time.time() + 900)
+    assert await stage.store.get(session_id) is not None
+    await forgetting.sweep(time.time() + 1100)
+    counted = {keys.HELD_BYTES, keys.EXPIRING_BYTES}
+    # What was accepted of late is listed for a minute.
+    assert await everything(stage.redis) - before - counted <= {keys.PENDING_MODELS}
+    assert await stage.redis.zrange(keys.OVER_SESSIONS, 0, -1) == []
+
+
+async def test_what_a_kept_checkpoint_needs_stays_until_it_is_gone(stage: Stage) -> None:
+    forgetting = Forgetting(stage.redis, stage.stores, "gateway-0", forget_after=1000)
+    session_id = await stage.session()
+    model_id = await stage.model(session_id)
+    checkpoint = CheckpointRecord(
+        model_id=model_id,
+        checkpoint_id="weights/kept",
+        owner="ann",
+        kind="training",
+        version=1,
+        size_bytes=1,
+        created_at=1.0,
+        base_model=BASE,
+        lora_rank=8,
+    )
+    await stage.checkpoints.put(checkpoint)
+    await stage.sessions.finish("ann", session_id, "success", "")
+    for later in (SETTLED, DELETED, SETTLED + 60):
+        await stage.sweep(later=later)
+    await forgetting.sweep(time.time() + 1100)
+    assert await stage.models.get(model_id) is not None
+    assert await stage.store.get(session_id) is not None
+    await stage.checkpoints.remove(checkpoint)
+    await forgetting.sweep(time.time() + 1200)
+    assert await stage.models.get(model_id) is not None, "it is looked at once a day"
+    await forgetting.sweep(time.time() + 1200 + 24 * 3600)
+    assert await stage.models.get(model_id) is None
+    assert await stage.store.get(session_id) is None
 
 
 async def test_an_unloaded_model_loses_its_training_state_while_its_session_lives(stage: Stage) -> None:
