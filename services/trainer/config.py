@@ -14,6 +14,8 @@ from typing import Any
 from services.common.contract.errors import InvalidRequest
 from services.common.storage.location import check_location
 
+_AUTO_TOKENS = {"cuda": 8192, "cpu": 1024}
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -118,14 +120,20 @@ def parse(argv: list[str]) -> TrainerConfig:
     flag("advertise-host", "127.0.0.1", "host name under which gateways reach this trainer")
     flag("data-dir", None, "directory shared with gateways and samplers", type=Path)
     flag("checkpoint-store", "", "directory or URL for named checkpoints and exports; empty: in DATA_DIR")
-    flag("micro-batch-tokens", "8192", "padded tokens of one physical batch", type=int)
+    flag(
+        "micro-batch-tokens",
+        "auto",
+        "padded tokens that a rank computes at once, and so what a small request may have to wait for; "
+        f"auto = {_AUTO_TOKENS['cuda']} on CUDA, {_AUTO_TOKENS['cpu']} on CPU",
+    )
     args = parser.parse_args([*from_environment, *argv])
 
     name, separator, path = args.model.partition("=")
     if not (name and separator and path):
         parser.error(f"--model {args.model!r} is not NAME=PATH_OR_HUB_ID")
-    if args.micro_batch_tokens < 1:
-        parser.error("--micro-batch-tokens must be at least 1")
+    tokens = args.micro_batch_tokens
+    if tokens != "auto" and not (tokens.isdigit() and int(tokens) >= 1):
+        parser.error(f"--micro-batch-tokens must be auto or a whole number, at least 1, not {tokens!r}")
     try:
         check_location(args.checkpoint_store)
     except InvalidRequest as error:
@@ -152,7 +160,7 @@ def parse(argv: list[str]) -> TrainerConfig:
         advertise_host=args.advertise_host,
         data_dir=args.data_dir.resolve(),
         checkpoint_store=args.checkpoint_store,
-        micro_batch_tokens=args.micro_batch_tokens,
+        micro_batch_tokens=_AUTO_TOKENS[device] if tokens == "auto" else int(tokens),
         redis_url=redis_url,
     )
 

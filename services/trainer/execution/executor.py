@@ -136,7 +136,11 @@ class Executor:
 
     def _decide(self) -> tuple[Decision | None, bool]:
         """What to do next, and whether nothing else may be done meanwhile."""
-        queues = {model_id: list(model.runnable()) for model_id, model in self._models.items()}
+        queues = {
+            model_id: queue
+            for model_id, model in self._models.items()
+            if model.sequence.ready and (queue := list(model.runnable()))
+        }
         unshared = {model_id for model_id, model in self._models.items() if model.is_full}
         suspect = only_suspect(queues, lambda *key: self._crashes.is_suspect(key))
         if suspect is not None:
@@ -180,6 +184,7 @@ class Executor:
         return Operation(
             seq_id=operation.seq_id,
             units=work.units if isinstance(work, Forward) else None,
+            forward_only=isinstance(work, Forward) and work.forward_only,
             model_id=operation.model_id,
             work=work,
             size=size,

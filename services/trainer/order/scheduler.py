@@ -1,17 +1,18 @@
-"""Decides what the trainer world does next.
+"""Decides what the trainer world does next, one micro-batch per rank at a time.
 
 Invariants: an operation's work is cut into units that depend on that operation alone, and two units
 of one model never share a physical batch, so a model that runs alone sees the same batches on every
 replay. A model that computes with weights of its own has its passes for itself, each with units of one
 operation, so what is summed up with what depends on the operation alone. Nothing of a model runs before a
-barrier ahead of it. No model waits for more than one pass and one barrier of every other model. Pure: plain
-data in, a decision out.
+barrier ahead of it. The model that was served least comes first, by its tokens, so one that asks for little
+waits for the pass that runs and no other; a pass that only runs forward is not held up by a backward pass.
+Pure: plain data in, a decision out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 
@@ -27,6 +28,11 @@ class Unit:
     datums: tuple[int, ...]
     longest: int
 
+    @property
+    def tokens(self) -> int:
+        """Tokens, padded."""
+        return len(self.datums) * self.longest
+
 
 @dataclass
 class QueuedOp:
@@ -36,11 +42,13 @@ class QueuedOp:
         seq_id: position in the model's order.
         units: work of a forward or forward_backward; None = a barrier, which runs by itself.
         next_unit: units before this one were handed out.
+        forward_only: the work has no backward pass.
     """
 
     seq_id: int
     units: tuple[Unit, ...] | None
     next_unit: int = 0
+    forward_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,12 +70,28 @@ class Cursor:
     """What the last decisions were, for fairness.
 
     Attributes:
-        last_model: the next pass starts with the model after this one.
+        clock: what the least served model had been served when it was last chosen. A model without work
+            saves nothing up: when it is back it counts as served this much.
+        served: the service of each model that had more, in tokens of forward passes.
         had_barrier: models that ran a barrier since the last pass.
     """
 
-    last_model: str = ""
+    clock: int = 0
+    served: Mapping[str, int] = field(default_factory=dict)
     had_barrier: frozenset[str] = frozenset()
+
+    def of(self, model: str) -> int:
+        """What a model counts as served."""
+        return self.served.get(model, self.clock)
+
+    def after(self, first: str, costs: Mapping[str, int]) -> Cursor:
+        """The cursor after a pass that was made for `first` and cost the models in it so much."""
+        clock = self.of(first)
+        served = {
+            **self.served,
+            **{model: max(self.of(model), clock) + cost for model, cost in costs.items()},
+        }
+        return Cursor(clock, {model: service for model, service in served.items() if service > clock})
 
 
 @dataclass(frozen=True)
@@ -114,17 +138,25 @@ def plan_next(
     passes = [model for model, head in heads.items() if head.units is not None]
     fresh = [model for model in barriers if model not in cursor.had_barrier]
     if not fresh and not passes and barriers:
-        fresh, cursor = barriers, Cursor(cursor.last_model)
+        fresh, cursor = barriers, replace(cursor, had_barrier=frozenset())
     if fresh:
         model = fresh[0]
-        served = Cursor(cursor.last_model, cursor.had_barrier | {model})
-        return RunBarrier(model, heads[model].seq_id), served
-    if passes:
-        order = _rotated(passes, cursor.last_model)
-        if order[0] in alone:
-            return _plan_alone(order[0], heads[order[0]], limits)
-        return _plan_pass(queues, order, limits, alone)
-    return None, cursor
+        return RunBarrier(model, heads[model].seq_id), replace(
+            cursor, had_barrier=cursor.had_barrier | {model}
+        )
+    if not passes:
+        return None, Cursor()
+    order = sorted(passes, key=lambda model: (cursor.of(model), _cost(heads[model]), model))
+    first = order[0]
+    if first in alone:
+        chosen = _plan_alone(first, heads[first], limits)
+    else:
+        chosen = _plan_pass(queues, [model for model in order if model not in alone], limits)
+    costs: dict[str, int] = {}
+    for ref in (ref for batch in chosen.micro_batches for ref in batch):
+        op = next(op for op in queues[ref.model_id] if op.seq_id == ref.seq_id)
+        costs[ref.model_id] = costs.get(ref.model_id, 0) + _cost(op, ref.unit)
+    return chosen, cursor.after(first, costs)
 
 
 def only_suspect(
@@ -149,10 +181,10 @@ def _head(queue: Iterable[QueuedOp]) -> QueuedOp | None:
     return None
 
 
-def _rotated(models: list[str], last: str) -> list[str]:
-    """The models in a fixed order, starting after `last`."""
-    ordered = sorted(models)
-    return [model for model in ordered if model > last] + [model for model in ordered if model <= last]
+def _cost(op: QueuedOp, unit: int | None = None) -> int:
+    """Service of a unit, by default the next one, in tokens of forward passes. A backward pass costs two."""
+    assert op.units is not None
+    return op.units[op.next_unit if unit is None else unit].tokens * (1 if op.forward_only else 3)
 
 
 @dataclass
@@ -163,36 +195,38 @@ class _Batch:
     models: set[str] = field(default_factory=set)
     rows: int = 0
     longest: int = 0
+    tokens: int = 0
 
     def fits(self, model: str, unit: Unit, limits: Limits) -> bool:
-        rows, longest = self.rows + len(unit.datums), max(self.longest, unit.longest)
-        return model not in self.models and rows * longest <= limits.micro_batch_tokens
+        padded = (self.rows + len(unit.datums)) * max(self.longest, unit.longest)
+        # Rows of very different lengths cost less apart: a quarter may be padding that sharing adds.
+        lean = 4 * padded <= 5 * (self.tokens + unit.tokens)
+        return model not in self.models and lean and padded <= limits.micro_batch_tokens
 
     def add(self, ref: UnitRef, unit: Unit) -> None:
         self.units.append(ref)
         self.models.add(ref.model_id)
         self.rows += len(unit.datums)
+        self.tokens += unit.tokens
         self.longest = max(self.longest, unit.longest)
 
 
-def _plan_alone(model: str, op: QueuedOp, limits: Limits) -> tuple[RunPass, Cursor]:
+def _plan_alone(model: str, op: QueuedOp, limits: Limits) -> RunPass:
     """A pass with the next units of one operation."""
     assert op.units is not None
     units = islice(range(op.next_unit, len(op.units)), limits.micro_batches)
-    return RunPass(tuple((UnitRef(model, op.seq_id, unit),) for unit in units)), Cursor(model)
+    return RunPass(tuple((UnitRef(model, op.seq_id, unit),) for unit in units))
 
 
-def _plan_pass(
-    queues: Mapping[str, Iterable[QueuedOp]], order: list[str], limits: Limits, alone: Set[str]
-) -> tuple[RunPass, Cursor]:
-    """Fills the pass with one unit per sharing model in turn, until nothing more fits."""
+def _plan_pass(queues: Mapping[str, Iterable[QueuedOp]], order: Sequence[str], limits: Limits) -> RunPass:
+    """Fills the pass with one unit per model in turn, until nothing more of the first one's kind fits."""
+    head = _head(queues[order[0]])
+    assert head is not None
     pending = {
-        model: list(_units_to_barrier(model, queues[model], limits.micro_batches))
+        model: list(_units_ahead(model, queues[model], limits.micro_batches, head.forward_only))
         for model in order
-        if model not in alone
     }
     batches: list[_Batch] = []
-    served: set[str] = set()
     progress = True
     while progress:
         progress = False
@@ -207,21 +241,21 @@ def _plan_pass(
             if batch is not None:
                 batch.add(ref, unit)
                 units.pop(0)
-                served.add(model)
                 progress = True
-    # The first model that found no room starts the next pass.
-    before_skipped = next((i - 1 for i, model in enumerate(order) if model not in served), 0)
-    return RunPass(tuple(tuple(batch.units) for batch in batches)), Cursor(order[before_skipped])
+    return RunPass(tuple(tuple(batch.units) for batch in batches))
 
 
-def _units_to_barrier(model: str, queue: Iterable[QueuedOp], most: int) -> Iterable[tuple[UnitRef, Unit]]:
-    """A model's next units in order, up to its next barrier, at most as many as a pass has batches."""
+def _units_ahead(
+    model: str, queue: Iterable[QueuedOp], most: int, forward_only: bool
+) -> Iterable[tuple[UnitRef, Unit]]:
+    """A model's next units in order, with or without a backward pass as asked for, up to its next barrier or
+    a unit of the other kind, at most as many as a pass has batches."""
     count = 0
     for op in queue:
         if op.units is None:
             return
         for index in range(op.next_unit, len(op.units)):
-            if count == most:
+            if count == most or op.forward_only != forward_only:
                 return
             count += 1
             yield UnitRef(model, op.seq_id, index), op.units[index]

@@ -37,6 +37,7 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ["--device", "tpu"],
         ["--zero-stage", "4"],
         ["--micro-batch-tokens", "0"],
+        ["--micro-batch-tokens", "many"],
         ["--offload-optimizer", "nvme"],
         ["--max-full-models", "0"],
     ],
@@ -57,6 +58,12 @@ def test_redis_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINSMITH_REDIS_URL")
     with pytest.raises(SystemExit):
         config.parse(FLAGS)
+
+
+def test_a_micro_batch_on_a_cpu_is_small_unless_it_is_said_otherwise() -> None:
+    assert config.parse([*FLAGS, "--device", "cpu"]).micro_batch_tokens == 1024
+    assert config.parse([*FLAGS, "--device", "cuda"]).micro_batch_tokens == 8192
+    assert config.parse([*FLAGS, "--micro-batch-tokens", "64"]).micro_batch_tokens == 64
 
 
 def devices(command: list[str]) -> list[object]:
