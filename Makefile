@@ -38,10 +38,11 @@ test-robustness: setup ## faults of every kind under load, and their table (ROUN
 test-helm: setup ## the Helm chart and Dockerfiles
 	@$(PY) -m pytest tests/helm
 
-lint: setup ## ruff, mypy, buf lint and buf breaking
+lint: setup ## ruff, mypy, what may import what, buf lint and buf breaking
 	@.venv/bin/ruff format --check .
 	@.venv/bin/ruff check .
 	@.venv/bin/mypy
+	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/buf lint proto
 	@.venv/bin/buf format --diff --exit-code proto
 	@./scripts/proto_breaking.sh
@@ -58,4 +59,4 @@ baseline: setup ## accept the present contract as what `make lint` must not brea
 	@.venv/bin/buf build proto --exclude-source-info -o proto/baseline.binpb
 
 clean: ## remove what was generated, except .venv
-	rm -rf tinsmith build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf tinsmith build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

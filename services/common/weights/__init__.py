@@ -8,6 +8,8 @@
 
 Invariant: nothing but tensor bytes is on the wire, and a receiver either has exactly the sender's
 bytes (by checksum) or an error; every step has a deadline.
+
+Imported by trainer and sampler, never by the gateway; imports state, process and contract.
 """
 
 from services.common.weights.base import BUCKET_BYTES, WeightGroup, crc32, nbytes, pack, unpack

@@ -368,16 +368,8 @@ class ModelRunner:
     async def _fail_pending(self, closing: bytes) -> None:
         """Nothing of the model will run: everything that still waits fails with the reason."""
         await self._cancel_calls()
-        result = results_pb2.OperationResult.FromString(closing)
-        lowest = (await self._journal.index(self.model_id, -1, entries=0)).lowest_pending
-        index = await self._journal.index(self.model_id, lowest - 1)
-        waiting = [entry.seq_id for entry in index.entries if entry.pending]
-        for seq_id in waiting:
-            (operation,) = await self._journal.operations(self.model_id, [seq_id])
-            if operation is not None and not self._lease.lost:
-                await self._publisher.publish(operation, result)
-        if waiting:
-            self._position = Position(cursor=max(self._position.cursor, waiting[-1]))
+        last = await self._publisher.fail_pending(closing)
+        self._position = Position(cursor=max(self._position.cursor, last))
 
     def _delay(self) -> None:
         self._attempt += 1

@@ -78,6 +78,20 @@ class ResultPublisher:
         outcome = await self._journal.publish(lease.model_id, lease.epoch, seq_id, closing, closing=closing)
         self._note(outcome)
 
+    async def fail_pending(self, closing: bytes) -> int:
+        """Fails the next operations that wait with the same serialized OperationResult; the last of their
+        seq_ids, -1 = nothing waits."""
+        model_id, last = self._lease.model_id, -1
+        lowest = (await self._journal.index(model_id, -1, entries=0)).lowest_pending
+        for entry in (await self._journal.index(model_id, lowest - 1)).entries:
+            if not entry.pending:
+                continue
+            last = entry.seq_id
+            (operation,) = await self._journal.operations(model_id, [last])
+            if operation is not None and not self._lease.lost:
+                await self.publish(operation, results_pb2.OperationResult.FromString(closing))
+        return last
+
     async def _publish(
         self, operation: operation_pb2.Operation, result: results_pb2.OperationResult, ran: bool
     ) -> None:
