@@ -61,6 +61,21 @@ def session_step(
 
 
 @dataclass(frozen=True)
+class Rest:
+    """Something that could not be done `times` times, and is not tried before `until`."""
+
+    times: int
+    until: float
+
+
+def longer(rest: Rest | None, now: float, first: float, most: float) -> Rest:
+    """The rest after one more time: none after the first, twice as long each time from then on."""
+    if rest is None:
+        return Rest(1, now)
+    return Rest(rest.times + 1, now + min(most, first * 2.0 ** min(rest.times, 16)))
+
+
+@dataclass(frozen=True)
 class EndedModel:
     """A model on the list of those to be taken down.
 

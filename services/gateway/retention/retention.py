@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -35,8 +37,10 @@ from services.gateway.records.stores import Stores
 from services.gateway.retention.plan import (
     EndedModel,
     ModelStep,
+    Rest,
     RetentionSettings,
     SessionStep,
+    longer,
     model_step,
     session_step,
 )
@@ -45,7 +49,10 @@ from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_CONCURRENCY = 8
+_CONCURRENCY = 32
+_CALLS = 4
+"""To the trainers of one base model at once: one that hangs keeps no more than these waiting."""
+_MOST_REST_S = 300.0
 _MOST_SESSIONS = 1000
 _CALL_S = 120.0
 _DEADLINE_S = 600.0
@@ -92,6 +99,8 @@ class Retention:
         self._sampling_sessions = stores.sampling_sessions
         self._lease = SweepLease(client, keys.RETENTION_LEASE, gateway_id)
         self._slots = asyncio.Semaphore(_CONCURRENCY)
+        self._calls: Counter[str] = Counter()
+        self._rests: dict[str, Rest] = {}
         self._sweeps = Periodic("retention sweep", settings.sweep, self._sweep_if_due, _DEADLINE_S)
 
     async def start(self) -> None:
@@ -107,23 +116,38 @@ class Retention:
 
     async def sweep(self, now: float) -> None:
         """Looks once at every session and model that may hold something without need."""
+        self._rests = {name: rest for name, rest in self._rests.items() if now < rest.until + _MOST_REST_S}
         steps = await self._session_steps(now)
-        await self._each(self._session(session_id, last_seen, step) for session_id, last_seen, step in steps)
+        await self._each(now, {found[0]: partial(self._session, *found) for found in steps})
         ended = await self._listed(keys.ENDED_SESSIONS)
-        await self._each(self._end_session(name, now) for name, at in ended if now - at >= _SETTLED_S)
-        await self._each(self._take_down(name, at, now) for name, at in await self._listed(keys.ENDED_MODELS))
+        settled = [name for name, at in ended if now - at >= _SETTLED_S]
+        await self._each(now, {name: partial(self._end_session, name, now) for name in settled})
+        models = await self._listed(keys.ENDED_MODELS)
+        await self._each(now, {name: partial(self._take_down, name, at, now) for name, at in models})
 
-    async def _each(self, works: Iterable[Awaitable[None]]) -> None:
-        """Does all, several at once; what fails is logged and left to the next sweep."""
+    async def _each(self, now: float, works: dict[str, Callable[[], Awaitable[bool]]]) -> None:
+        """Does all that does not rest, several at once. What fails, or has to wait, rests for a while the
+        second time, and longer each time, so that it does not stand in the way of others."""
 
-        async def one(work: Awaitable[None]) -> None:
+        async def one(name: str, work: Callable[[], Awaitable[bool]]) -> None:
             async with self._slots:
                 try:
-                    await work
+                    done = await work()
                 except (TinsmithError, RedisError, OSError) as error:
-                    log.warning("retention: %s; the next sweep goes on", error)
+                    log.warning("retention of %s: %s; a later sweep goes on", name, error)
+                    done = False
+            if done:
+                self._rests.pop(name, None)
+            else:
+                self._rests[name] = longer(self._rests.get(name), now, self._settings.sweep, _MOST_REST_S)
 
-        await asyncio.gather(*(one(work) for work in works))
+        await asyncio.gather(
+            *(one(name, work) for name, work in works.items() if not self._rests_at(name, now))
+        )
+
+    def _rests_at(self, name: str, now: float) -> bool:
+        rest = self._rests.get(name)
+        return rest is not None and now < rest.until
 
     async def _listed(self, name: str) -> list[tuple[str, float]]:
         found: Any = await self._redis.zrange(name, 0, -1, withscores=True)
@@ -138,11 +162,12 @@ class Retention:
         for member, last_seen in silent:
             session_id = member.decode()
             step = session_step(last_seen, parked_at.get(session_id), now, self._settings)
-            if step is not SessionStep.KEEP:
+            if step is not SessionStep.KEEP and not self._rests_at(session_id, now):
                 steps.append((session_id, last_seen, step))
         return steps[:_MOST_SESSIONS]
 
-    async def _session(self, session_id: str, last_seen: float, step: SessionStep) -> None:
+    async def _session(self, session_id: str, last_seen: float, step: SessionStep) -> bool:
+        """Whether the step is done."""
         record = await self._sessions.get(session_id)
         if record is None or record.finished:
             # A finish broke off half-way, or Redis lost its last second.
@@ -156,8 +181,10 @@ class Retention:
         else:
             await self._cancel_samples(session_id, f"nothing was heard of session {session_id} for long")
             models = await self._sessions.models(session_id)
-            if all([await self._park(model_id) for model_id in models]):
-                await self._redis.zadd(keys.PARKED_SESSIONS, {session_id: last_seen})
+            if not all([await self._park(model_id) for model_id in models]):
+                return False
+            await self._redis.zadd(keys.PARKED_SESSIONS, {session_id: last_seen})
+        return True
 
     async def _park(self, model_id: str) -> bool:
         """Frees a model's memory on its trainer; False when that has to wait."""
@@ -186,6 +213,15 @@ class Retention:
         Raises:
             TinsmithError: a trainer failed or cannot be reached.
         """
+        if self._calls[base_model] >= _CALLS:
+            return False
+        self._calls[base_model] += 1
+        try:
+            return await self._call_all(base_model, call)
+        finally:
+            self._calls[base_model] -= 1
+
+    async def _call_all(self, base_model: str, call: TrainerCall) -> bool:
         trainers = self._trainers.serving(base_model)
         for record in trainers:
             try:
@@ -197,16 +233,17 @@ class Retention:
                 raise error from raw
         return bool(trainers)
 
-    async def _end_session(self, session_id: str, now: float) -> None:
+    async def _end_session(self, session_id: str, now: float) -> bool:
         """Puts what a session that is over has held on the list of what is to be taken down."""
         await self._cancel_samples(session_id, f"session {session_id} is over")
         models = await self._sessions.models(session_id)
         if models:
             await self._redis.zadd(keys.ENDED_MODELS, dict.fromkeys(models, now))
         await self._redis.zrem(keys.ENDED_SESSIONS, session_id)
+        return True
 
-    async def _take_down(self, model_id: str, noted_at: float, now: float) -> None:
-        """Takes a model down, as far as can be done now."""
+    async def _take_down(self, model_id: str, noted_at: float, now: float) -> bool:
+        """Takes a model down, as far as can be done now; False when something stands in the way."""
         while True:
             index = await self._journal.index(model_id, -1, entries=1)
             session = await self._sessions.get(ids.session_of(model_id))
@@ -218,14 +255,16 @@ class Retention:
                 erased=index.durable < 0 and not index.entries,
             )
             step = model_step(state, now, self._settings)
-            if step is ModelStep.WAIT or not await self._do(step, model_id, index.base_model):
-                return
+            if step is ModelStep.WAIT:
+                return True
+            if not await self._do(step, model_id, index.base_model):
+                return False
             if step is ModelStep.CLOSE:
                 await self._redis.zadd(keys.ENDED_MODELS, {model_id: now})
-                return
+                return True
             if step in (ModelStep.DROP, ModelStep.DELETE_SNAPSHOTS):
                 await self._redis.zrem(keys.ENDED_MODELS, model_id)
-                return
+                return True
 
     async def _do(self, step: ModelStep, model_id: str, base_model: str) -> bool:
         """Whether the step is done."""

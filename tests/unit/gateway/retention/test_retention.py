@@ -30,8 +30,9 @@ from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
+from services.gateway.retention import retention as retention_module
 from services.gateway.retention.forget import Forgetting
-from services.gateway.retention.plan import RetentionSettings
+from services.gateway.retention.plan import RetentionSettings, longer
 from services.gateway.retention.retention import Retention
 from services.gateway.sessions.sessions import NewSession, Sessions
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
@@ -344,6 +345,45 @@ async def test_a_model_that_comes_after_the_end_of_its_session_is_refused(stage:
         # The session was looked at before, the model made only now.
         await stage.model(record.session_id)
     assert await stage.store.models(session_id) == []
+
+
+async def test_as_many_sessions_as_a_sweep_takes_that_cannot_be_parked_stop_no_other(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention_module, "_MOST_SESSIONS", 50)
+
+    async def silent(session_id: str, seen: float) -> None:
+        await stage.redis.hset(keys.session(session_id), "last_heartbeat", repr(seen))
+        await stage.redis.zadd(keys.SESSION_LIFE, {session_id: seen})
+
+    now = time.time()
+    for number in range(50):
+        session_id = await stage.session()
+        model_id = ids.model_id(session_id, 0)
+        await stage.redis.sadd(keys.session_models(session_id), model_id)
+        create = operation_pb2.CreateModel(base_model="org/away")
+        await stage.journal.accept(
+            operation_pb2.Operation(model_id=model_id, seq_id=0, create_model=create), "ann"
+        )
+        await silent(session_id, now - 400 + number / 10)
+    last = await stage.session()
+    model_id = await stage.model(last)
+    await silent(last, now - 150)
+    await asyncio.sleep(0.1)
+    for later in (0, 5, 6):
+        assert stage.trainer.parked == []
+        await stage.retention.sweep(now + later)
+    assert stage.trainer.parked == [model_id]
+
+
+def test_what_fails_again_and_again_rests_longer_each_time() -> None:
+    rest = longer(None, 100, 5, 300)
+    assert rest.until == 100
+    lengths = []
+    for _ in range(8):
+        rest = longer(rest, 100, 5, 300)
+        lengths.append(rest.until - 100)
+    assert lengths == [10, 20, 40, 80, 160, 300, 300, 300]
 
 
 async def everything(client: redis.asyncio.Redis) -> set[str]:
