@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 import zstandard
 from starlette.requests import Request
 
-from services.common.contract.errors import DeadlineExceeded, InvalidRequest, TooLarge
+from services.common.contract.errors import DeadlineExceeded, InvalidRequest, TinsmithError, TooLarge
 from services.gateway.access.body_budget import Account
 from services.gateway.access.limits import THREAD_ABOVE_BYTES
 
@@ -24,6 +24,8 @@ _LONGEST_S = 300.0
 is in within them at 2 Mbit/s, a chunk of 5 MB of the SDK at 0.3 Mbit/s.)"""
 
 _BEGINNING_BYTES = 64 * 1024
+_HEAD_BYTES = 160 * 1024
+"""More than the first block of a zstd frame, which tells nothing before it is whole."""
 _MOST_WINDOW_BYTES = 2**31
 """Memory for it is only used as far as is decompressed."""
 
@@ -95,7 +97,31 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
                 f"{taken} bytes of the body came in {time.monotonic() - began:.0f} s; send it faster"
             ) from error
         taken += len(part)
+        note_head(request, part)
         yield part
+
+
+def note_head(request: Request, part: bytes) -> None:
+    """Keeps the beginning of a body, also of one that turns out to be too large."""
+    known: bytes = getattr(request.state, "head", b"")
+    if len(known) < _HEAD_BYTES:
+        request.state.head = known + part[: _HEAD_BYTES - len(known)]
+
+
+async def head_of(request: Request) -> bytes:
+    """The beginning of a body, decompressed as far as it can be. Of one that was not read yet it reads the
+    first part."""
+    try:
+        if not hasattr(request.state, "head"):
+            async for part in _parts(request):
+                if part:
+                    break
+        known: bytes = getattr(request.state, "head", b"")
+        if request.headers.get("content-encoding", "").strip().lower() == "zstd":
+            return inflated_beginning(known, _BEGINNING_BYTES)
+    except TinsmithError:
+        return b""
+    return known
 
 
 def inflated_size(body: bytes, encoding: str, limit: int | None) -> int:

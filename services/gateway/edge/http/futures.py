@@ -8,6 +8,7 @@ after which the SDK waits.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ from services.gateway.edge.http.routes import Call, reply
 from services.gateway.records.sample_journal import Completion
 from services.gateway.results.futures import FutureView
 from services.gateway.sampling.completions import Target
+
+log = logging.getLogger(__name__)
 
 
 async def retrieve_future(call: Call) -> Response:
@@ -70,6 +73,9 @@ def _trouble_is_429() -> Iterator[None]:
         raise Overloaded(error.message) from error
     except RedisError as error:
         raise Overloaded(redis_errors.typed(error).message) from error
+    except Exception as error:
+        log.exception("a poll failed")
+        raise Overloaded(f"{type(error).__name__} in this gateway; its log says more") from error
 
 
 def pending(view: FutureView) -> Response:

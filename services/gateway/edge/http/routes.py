@@ -16,11 +16,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, TinsmithError
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.application import Application
-from services.gateway.edge.http.body import received
-from services.gateway.edge.http.codec import messages
+from services.gateway.edge.http.body import head_of, received
+from services.gateway.edge.http.codec import head, messages
 from services.gateway.edge.http.codec.results_out import JSON
 
 T = TypeVar("T")
@@ -89,17 +89,25 @@ def promise(request_id: str, model_id: str) -> Response:
 
 
 async def numbered(call: Call, kind: type[N], accept: Callable[[N], Awaitable[Response]]) -> Response:
-    """Runs `accept` on the body of a request that has a seq_id. A body that is wrong, but tells its
-    model_id and seq_id, is accepted as a request that fails, because the client goes on with the next
-    seq_id whatever the answer."""
-    async with call.body() as data:
-        try:
-            body = messages.parse(kind, data)
-        except InvalidRequest as error:
-            try:
-                place = messages.parse(messages.Numbered, data)
-            except InvalidRequest:
-                raise error from None
-            request_id = await call.app.models.refuse(call.owner, place.model_id, place.seq_id, error)
-            return promise(request_id, place.model_id)
-        return await accept(body)
+    """Runs `accept` on the body of a request that has a seq_id; one that cannot be read is `refused`."""
+    try:
+        body = await call.json(kind)
+    except TinsmithError as error:
+        return await refused(call, error, head.in_json)
+    return await accept(body)
+
+
+async def refused(
+    call: Call, error: TinsmithError, place_in: Callable[[bytes], head.Place | None]
+) -> Response:
+    """The answer to a request that cannot be read. When its beginning tells model and seq_id it is accepted
+    as one that fails, because the client goes on with the next seq_id whatever the answer.
+
+    Raises:
+        TinsmithError: the error itself: the service is at fault, or nothing tells whose request it was.
+    """
+    place = place_in(await head_of(call.request)) if error.category == "user" else None
+    if place is None:
+        raise error
+    request_id = await call.app.models.refuse(call.owner, place.model_id, place.seq_id, error)
+    return promise(request_id, place.model_id)

@@ -9,12 +9,12 @@ from typing import Any
 
 from starlette.responses import Response
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, TinsmithError
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.edge.http.body import received
-from services.gateway.edge.http.codec import forward_backward_in, messages
-from services.gateway.edge.http.routes import Call, numbered, promise, reply
+from services.gateway.edge.http.codec import forward_backward_in, head, messages
+from services.gateway.edge.http.routes import Call, numbered, promise, refused, reply
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord
 from services.gateway.training.saves import SaveOptions
@@ -98,24 +98,22 @@ def _tokenizer_id(base: BaseModel, from_this_machine: bool) -> str | None:
 
 async def forward_backward(call: Call) -> Response:
     limits = call.app.limits
-    content_type = call.request.headers.get("content-type", "")
-    if not content_type.startswith("application/x-protobuf"):
-        raise InvalidRequest(
-            f"content-type {content_type[:100]!r} is not taken; send the protobuf of tinker 0.38 "
-            "(application/x-protobuf)"
-        )
     with call.budget.account(call.owner) as account:
-        data = await received(
-            call.request,
-            account,
-            limits.training_body_bytes,
-            limits.inflated_body_bytes,
-            lambda beginning: forward_backward_in.check_beginning(beginning, limits),
-        )
-        message, dense = await _read(data, limits)
-        size = len(data) + dense
-        del data
-        account.hold(size)
+        try:
+            _check_content_type(call)
+            data = await received(
+                call.request,
+                account,
+                limits.training_body_bytes,
+                limits.inflated_body_bytes,
+                lambda beginning: forward_backward_in.check_beginning(beginning, limits),
+            )
+            message, dense = await _read(data, limits)
+            size = len(data) + dense
+            del data
+            account.hold(size)
+        except TinsmithError as error:
+            return await refused(call, error, head.in_message)
 
         def build(base: BaseModel) -> training_pb2.ForwardBackward:
             return forward_backward_in.forward_backward(message, base.vocab_size)
@@ -124,6 +122,15 @@ async def forward_backward(call: Call) -> Response:
             call.owner, message.model_id, message.seq_id, size, message, build
         )
     return promise(request_id, message.model_id)
+
+
+def _check_content_type(call: Call) -> None:
+    content_type = call.request.headers.get("content-type", "")
+    if not content_type.startswith("application/x-protobuf"):
+        raise InvalidRequest(
+            f"content-type {content_type[:100]!r} is not taken; send the protobuf of tinker 0.38 "
+            "(application/x-protobuf)"
+        )
 
 
 async def _read(data: bytes, limits: Limits) -> tuple[tinker_pb2.TinkerForwardBackwardRequest, int]:

@@ -26,13 +26,6 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A JSON object without fields that are not declared."""
 
 
-class Numbered(msgspec.Struct, kw_only=True):
-    """The part of a body that tells which seq_id it uses up. Other fields are not looked at."""
-
-    model_id: str
-    seq_id: Int64
-
-
 class ClientConfig(Body):
     sdk_version: str
 
@@ -309,5 +302,5 @@ def parse(kind: type[T], body: bytes) -> T:
     """
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise InvalidRequest(f"the JSON body cannot be read: {error}", "bad_body") from error
