@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract.errors import Internal, TinsmithError
 from services.common.process import logs
-from services.common.process.process import setup_process, wait_for_signal
+from services.common.process.process import allow_open_files, setup_process, wait_for_signal
 from services.common.state import known_models, redis_client
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
@@ -87,6 +87,7 @@ def main() -> None:
     config = parse(sys.argv[1:])
     logs.configure(config.id)
     setup_process(config.id, DataDir(config.data_dir).run)
+    allow_open_files()
     try:
         uvloop.run(run(config))
     except (TinsmithError, RedisError, OSError, ValueError) as error:

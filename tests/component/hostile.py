@@ -140,3 +140,26 @@ def _text(text: str) -> bytes:
         coded.append(left % 128 + 128)
         left //= 128
     return bytes(coded) + bytes([left]) + text.encode()
+
+
+@contextlib.asynccontextmanager
+async def http1(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that sends nothing by itself."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def send_for(seconds: float, port: int, first: bytes, again: bytes, every: float) -> None:
+    """Sends `first` and then `again` and again, on a new connection whenever the server ends one."""
+    until = asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < until:
+        with contextlib.suppress(ConnectionError):
+            async with http1(port) as (reader, writer):
+                writer.write(first)
+                while asyncio.get_running_loop().time() < until and not reader.at_eof():
+                    writer.write(again)
+                    await writer.drain()
+                    await asyncio.sleep(every)

@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.component.gateway_process import MIB, GatewayProcess, launch, watched
-from tests.component.hostile import Http2
+from tests.component.hostile import Http2, http1, send_for
 
 FLOOD_S = 4
 FORWARD_BACKWARD = "/tinsmith.v1.TinsmithService/ForwardBackward"
@@ -43,5 +44,21 @@ async def test_messages_without_a_key_are_never_received(start: Callable) -> Non
         await asyncio.gather(*(flood() for _ in range(10)))
     print(f"{seen}; {len(taken)} calls, of which the server took {max(taken) / MIB:.1f} MiB at most")
     assert max(taken) < 16 * MIB
+    assert seen.grown_mib < 60
+    assert seen.slowest(0.99) < 2
+
+
+async def test_heads_without_end_and_idle_connections_cost_little(start: Callable) -> None:
+    gateway = start()
+    async with watched(gateway) as seen, asyncio.TaskGroup() as attack, AsyncExitStack() as opened:
+        for _ in range(500):
+            await opened.enter_async_context(http1(gateway.port))
+        for number in range(100):
+            attack.create_task(
+                send_for(FLOOD_S, gateway.port, b"GET / HTTP/1.1\r\n", b"x-%d: y\r\n" % number, 0.1)
+            )
+        for _ in range(10):
+            attack.create_task(send_for(FLOOD_S, gateway.port, b"GET /", b"x" * 65536, 0))
+    print(seen)
     assert seen.grown_mib < 60
     assert seen.slowest(0.99) < 2

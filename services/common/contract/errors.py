@@ -92,6 +92,13 @@ class TooLarge(TinsmithError):
     grpc_status = "INVALID_ARGUMENT"
 
 
+class HeadTooLarge(TooLarge):
+    """The URL and the headers of an HTTP request are more than is taken."""
+
+    default_code = "head_too_large"
+    http_status = 431
+
+
 class Overloaded(TinsmithError):
     """A bounded queue is full; the same request may succeed later."""
 
@@ -213,6 +220,7 @@ _CLASSES: tuple[type[TinsmithError], ...] = (
     Conflict,
     Gone,
     TooLarge,
+    HeadTooLarge,
     Overloaded,
     Cancelled,
     Unavailable,

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import ctypes
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -56,6 +57,13 @@ def setup_process(name: str, run_dir: Path) -> None:
         die_with_parent(signal.SIGTERM)
     write_pid_file(run_dir, name)
     failpoints.name_process(name)
+
+
+def allow_open_files() -> int:
+    """Lets this process have as many files and connections open as the system allows it; how many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
 
 
 async def wait_for_signal() -> signal.Signals:

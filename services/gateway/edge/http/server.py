@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from typing import cast
 
 import uvicorn
 from redis.exceptions import RedisError
@@ -34,6 +35,7 @@ from services.gateway.edge.http import (
     training,
 )
 from services.gateway.edge.http.checkpoints import API
+from services.gateway.edge.http.connection import ConnectionLimits, Connections, bounded
 from services.gateway.edge.http.routes import Call, Handler, reply
 
 log = logging.getLogger(__name__)
@@ -160,7 +162,9 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 class HttpServer:
     """The application on a socket that other gateways of this machine may share."""
 
-    def __init__(self, application: Application, host: str, port: int) -> None:
+    def __init__(
+        self, application: Application, host: str, port: int, limits: ConnectionLimits | None = None
+    ) -> None:
         """Binds the socket, so that `port` is known before serving starts; port 0 takes a free one.
 
         Raises:
@@ -171,13 +175,13 @@ class HttpServer:
         config = uvicorn.Config(
             create_app(application),
             loop="none",
-            http="httptools",
+            # uvicorn calls it as it would call a class.
+            http=cast(type[asyncio.Protocol], bounded(Connections(limits or ConnectionLimits()))),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=75,
             timeout_graceful_shutdown=20,
         )
         self._server = _Server(config)
