@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 
-.PHONY: help setup proto demo up test test-unit test-component test-cluster test-robustness test-helm lint format bench baseline clean
+.PHONY: help setup proto demo up test test-unit test-component test-cluster test-robustness test-abuse test-soak test-helm lint format bench baseline clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,12 @@ test-cluster: setup ## a real cluster driven by the real SDK
 
 test-robustness: setup ## faults of every kind under load, and their table (ROUNDS=n: n long rounds instead of a short one)
 	@ROUNDS=$(ROUNDS) $(PY) -m pytest tests/robustness
+
+test-abuse: setup ## hostile requests of every kind beside a bystander, and their table (REQUESTS=n: at least n, default 10000)
+	@REQUESTS=$(or $(REQUESTS),10000) $(PY) -m pytest tests/abuse -s
+
+test-soak: setup ## sessions that come and go, and what is left of them (MINUTES=n, default 60)
+	@MINUTES=$(or $(MINUTES),60) $(PY) -m pytest tests/soak -s
 
 test-helm: setup ## the Helm chart and Dockerfiles
 	@$(PY) -m pytest tests/helm

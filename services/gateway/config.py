@@ -80,6 +80,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
     add("--api-keys-file", "", "file of API keys; empty: DATA_DIR/api_key")
     add("--session-park-after", "1800", "seconds of silence after which a session's models are parked")
     add("--session-end-after", "604800", "seconds of silence after which a session is over")
+    add("--snapshot-grace", "600", "seconds for which unnamed snapshots outlive their session")
     add("--forget-after", "2592000", "seconds after its end for which a session's records stay")
     limits = JournalLimits()
     add("--pending-bytes", str(limits.pending_bytes), "most bytes of a model's requests that wait to run")
@@ -108,6 +109,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
     for name in (
         "session_park_after",
         "session_end_after",
+        "snapshot_grace",
         "forget_after",
         "result_life",
         "fetched_result_life",
@@ -152,6 +154,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         retention=RetentionSettings(
             park_after=times["session_park_after"],
             end_after=times["session_end_after"],
+            snapshot_grace=times["snapshot_grace"],
             forget_after=times["forget_after"],
         ),
         journal=JournalLimits(**sizes),

@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import logging
 import os
 import signal
 import sys
-
-from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
 from services.common.process import logs, process
 from services.common.storage.data_dir import DataDir
 from services.sampler import config
-
-log = logging.getLogger("services.sampler")
 
 
 def main() -> int:
@@ -42,11 +37,7 @@ def main() -> int:
     # Imports vLLM, which reads its environment at import.
     from services.sampler import replica
 
-    try:
-        return asyncio.run(replica.run(settings))
-    except (TinsmithError, RedisError) as error:
-        log.critical("%s", error)
-        return 1
+    return asyncio.run(replica.run(settings))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from services.common.process import process, rpc
 from services.common.process.crashes import CrashLedger
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client
-from services.common.state.claim import Claim
 from services.common.state.journal import Journal
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
@@ -54,25 +53,7 @@ _SHUTDOWN_S = 5.0
 
 
 async def serve(config: TrainerConfig, place: Place) -> int:
-    """Serves until a signal comes or the world fails; the exit status.
-
-    Raises:
-        Conflict: another trainer has this id.
-        RedisError: Redis does not answer.
-    """
-    client = redis_client.connect(config.redis_url)
-    claim = Claim(client, "trainer", config.id)
-    try:
-        await claim.take()
-        try:
-            return await _load_and_serve(config, place, client)
-        finally:
-            await claim.give_back()
-    finally:
-        await client.aclose()
-
-
-async def _load_and_serve(config: TrainerConfig, place: Place, client: redis.asyncio.Redis) -> int:
+    """Serves until a signal comes or the world fails; the exit status."""
     stop = asyncio.create_task(process.wait_for_signal(), name="signals")
     thread = WorkerThread("engine")
     loading = asyncio.wrap_future(thread.submit(lambda: load(config, place)))
@@ -82,8 +63,13 @@ async def _load_and_serve(config: TrainerConfig, place: Place, client: redis.asy
         log.info("stopped while loading")
         return 0
     engine, channel = loading.result()
-    world = World(thread, engine, channel, _COMMAND_TIMEOUT_S)
-    return await _Server(config, place, world, engine, client).run(stop)
+    client = redis_client.connect(config.redis_url)
+    try:
+        return await _Server(
+            config, place, World(thread, engine, channel, _COMMAND_TIMEOUT_S), engine, client
+        ).run(stop)
+    finally:
+        await client.aclose()
 
 
 def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel]:
