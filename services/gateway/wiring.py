@@ -104,14 +104,14 @@ class Gateway:
         redo_log = RedoLog(client, journal.announce_again)
 
         # Who is there, and who waits.
-        self.discovery = discovery = Discovery(client)
+        self.discovery = discovery = Discovery(client, stores.poison)
         base_models = BaseModels(discovery)
         futures, fetched = Futures(client), FetchedResults(client, room)
 
         # What carries out what was accepted.
         self.recorder = ResultRecorder(stores)
         dispatcher = Dispatcher(
-            client, journal, stores.sessions, discovery.trainers, futures, gateway_id, self.recorder.record
+            client, journal, stores, discovery.trainers, futures, gateway_id, self.recorder.record
         )
         admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
         samples = SampleDispatcher(
@@ -175,6 +175,7 @@ class Gateway:
         )
         self._parts: tuple[Part, ...] = (
             RedisMemory(client, room),
+            stores.poison,
             redo_log,
             futures,
             fetched,

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
@@ -19,6 +20,7 @@ from redis.exceptions import RedisError
 
 from services.common.process import rpc
 from services.common.state import keys, redis_client, registry
+from services.common.state.poison import Poison
 from services.common.storage.data_dir import DataDir
 from services.launcher import machine
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -38,6 +40,7 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
     try:
         records = [record for kind in registry.KINDS for record in await registry.live(client, kind)]
         report["storage"] = await _storage(client, data)
+        report["set_aside"] = [asdict(met) for met in await Poison(client).listed()]
     except RedisError as error:
         report["error"] = f"Redis does not answer: {error}"
         return report
@@ -108,6 +111,9 @@ def show(report: dict[str, Any]) -> str:
         lines += ["", _headline(entry), *_details(entry)]
     if "storage" in report:
         lines += ["", *_space(report["storage"])]
+    for met in report.get("set_aside", ()):
+        ago = max(0, round(time.time() - met["last"]))
+        lines += ["", f"cannot be read: {met['name']}: {met['reason']} ({met['count']} times, {ago} s ago)"]
     if "error" in report:
         lines += ["", report["error"]]
     return "\n".join(lines)

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import redis.asyncio
+from google.protobuf.message import DecodeError
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import Conflict, InvalidRequest, Overloaded
@@ -29,6 +30,7 @@ from services.common.state.journal_records import (
     Published,
     error_result,
 )
+from services.common.state.poison import Unreadable
 from services.common.state.room import ACCOUNT, Room
 from services.common.state.scripts import Script
 from tinsmith.internal.v1 import operation_pb2
@@ -41,6 +43,14 @@ _MAX_SEQ_ID = 2**53 - 1
 _READ_ENTRIES = 512
 _THREAD_ABOVE_BYTES = 256 * 1024
 """Larger operations are serialized off the event loop."""
+
+
+class UnreadableOperation(Unreadable):
+    """An operation in a journal cannot be read."""
+
+    def __init__(self, journal: str, seq_id: int, reason: str) -> None:
+        super().__init__(f"{journal} {seq_id}", reason)
+        self.seq_id = seq_id
 
 
 class Journal:
@@ -212,11 +222,16 @@ class Journal:
         return JournalIndex(durable, floor, closed, base_model.decode(), pending, lowest, found)
 
     async def operations(self, model_id: str, seq_ids: list[int]) -> list[operation_pb2.Operation | None]:
-        """The operations of these seq_ids; None where nothing is to run (any more)."""
+        """The operations of these seq_ids; None where nothing is to run (any more).
+
+        Raises:
+            UnreadableOperation: the first that is no Operation.
+        """
         if not seq_ids:
             return []
         payloads: Any = await self._redis.hmget(keys.journal(model_id), [str(seq_id) for seq_id in seq_ids])
-        return [operation_pb2.Operation.FromString(raw) if raw else None for raw in payloads]
+        found = zip(seq_ids, payloads, strict=True)
+        return [_operation(model_id, seq_id, raw) if raw else None for seq_id, raw in found]
 
     async def read(self, model_id: str, after_seq: int, limit_bytes: int) -> list[operation_pb2.Operation]:
         """Operations with seq_id > after_seq in order, at least one if any, up to about `limit_bytes`.
@@ -355,3 +370,10 @@ class Journal:
             await self._redis.set(keys.queue_state(model_id), reason, ex=30)
         else:
             await self._redis.delete(keys.queue_state(model_id))
+
+
+def _operation(model_id: str, seq_id: int, raw: bytes) -> operation_pb2.Operation:
+    try:
+        return operation_pb2.Operation.FromString(raw)
+    except DecodeError as error:
+        raise UnreadableOperation(keys.journal(model_id), seq_id, str(error)) from error

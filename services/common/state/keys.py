@@ -58,6 +58,8 @@ HELD_BYTES = f"{PREFIX}:{{held}}:bytes"
 """Hash of what requests and results take: owner -> bytes, and more (`lua/held.lua`)."""
 EXPIRING_BYTES = f"{PREFIX}:{{held}}:expiring"
 """Sorted set of those fields that end by themselves, by when (s)."""
+POISON = f"{PREFIX}:poison"
+"""Hash of what was met and cannot be read: name -> "<count> <last time, s> <reason>"."""
 SAMPLE_GATEWAYS = f"{PREFIX}:sample-gateways"
 """Set of gateway ids that may have unfinished samples."""
 

@@ -7,7 +7,6 @@ another incarnation than the one it was opened for.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,9 +19,8 @@ from services.common.process import rpc
 from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all
 from services.common.state.known_models import KnownModel
+from services.common.state.poison import Poison
 from services.common.state.registry import Registry, ServiceRecord, View
-
-log = logging.getLogger(__name__)
 
 _REFRESH_S = 1.0
 _DEADLINE_S = 30.0
@@ -107,8 +105,9 @@ class Discovery:
         trainers, samplers, gateways: the live services.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, refresh: float = _REFRESH_S) -> None:
+    def __init__(self, client: redis.asyncio.Redis, poison: Poison, refresh: float = _REFRESH_S) -> None:
         self._registry = Registry(client)
+        self._poison = poison
         self.trainers, self.samplers, self.gateways = Services(), Services(), Services()
         self._view = View({}, {})
         self._looked_at = float("-inf")
@@ -145,8 +144,11 @@ class Discovery:
     async def _look(self) -> None:
         began = time.monotonic()
         view = await self._registry.look()
-        if view.undecodable > self._view.undecodable:
-            log.warning("%d records in the registry are of another version", view.undecodable)
+        if view.undecodable:
+            self._poison.note(
+                "records in the registry",
+                f"{view.undecodable} are of another version",
+            )
         self._view, self._looked_at = view, began
         for kind, services in (
             ("trainer", self.trainers),

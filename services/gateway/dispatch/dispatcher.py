@@ -19,12 +19,13 @@ from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal import Journal
+from services.common.state.poison import Unreadable
 from services.gateway.cluster.discovery import Services
 from services.gateway.dispatch.leases import TTL_S, Lease, Leases
 from services.gateway.dispatch.model_runner import ModelRunner
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.publish_results import OnResult, ResultPublisher
-from services.gateway.records.session import SessionStore
+from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from services.gateway.results.subscription import Subscription
 from tinsmith.internal.v1 import operation_pb2
@@ -53,7 +54,7 @@ class Dispatcher:
         self,
         client: redis.asyncio.Redis,
         journal: Journal,
-        sessions: SessionStore,
+        stores: Stores,
         trainers: Services,
         futures: Futures,
         gateway_id: str,
@@ -65,7 +66,8 @@ class Dispatcher:
         self._journal = journal
         self._on_result = on_result
         self._settings = settings or DispatchSettings()
-        self._sessions = sessions
+        self._sessions = stores.sessions
+        self._poison = stores.poison
         self._leases = Leases(client, gateway_id, lease_ttl)
         self._trainers = trainers
         trainers.listen(self._wake_all)
@@ -186,7 +188,7 @@ class Dispatcher:
             self._leases.fence,
             self._journal,
             self._trainers,
-            ResultPublisher(lease, self._journal, self._on_result, self._futures),
+            ResultPublisher(lease, self._journal, self._on_result, self._futures, self._poison),
             self._session_finished,
             self._settings,
         )
@@ -204,7 +206,10 @@ class Dispatcher:
         return runner.woken and not lost
 
     async def _session_finished(self, model_id: str) -> bool:
-        session = await self._sessions.get(ids.session_of(model_id))
+        try:
+            session = await self._sessions.get(ids.session_of(model_id))
+        except Unreadable:
+            return False
         return session is not None and session.finished
 
     async def _sweep(self) -> None:
@@ -222,6 +227,8 @@ class Dispatcher:
         now = asyncio.get_running_loop().time()
         self._held_elsewhere = {held: until for held, until in self._held_elsewhere.items() if until > now}
         models = await self._journal.models_with_work()
-        await asyncio.gather(
-            *(look(model_id, at) for model_id, at in models if model_id not in self._leading)
-        )
+        looks = [look(model_id, at) for model_id, at in models if model_id not in self._leading]
+        # One that fails keeps no other from being looked at.
+        for failure in await asyncio.gather(*looks, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                raise failure

@@ -25,7 +25,7 @@ from services.common.contract.errors import (
     TinsmithError,
 )
 from services.common.process.tasks import cancel_all
-from services.common.state.journal import Journal
+from services.common.state.journal import Journal, UnreadableOperation
 from services.common.state.journal_records import Entry, JournalIndex, error_result
 from services.common.state.registry import ServiceRecord
 from services.gateway.cluster.base_models import retired
@@ -183,9 +183,8 @@ class ModelRunner:
     def _trainer(self) -> ServiceRecord | None:
         """The trainer to use: the one used so far while it is ready, else the first."""
         ready = [record for record in self._trainers.serving(self._base_model) if record.state == "ready"]
-        return next((record for record in ready if record.incarnation == self._incarnation), None) or (
-            ready[0] if ready else None
-        )
+        used = [record for record in ready if record.incarnation == self._incarnation]
+        return next(iter(used or ready), None)
 
     def _missing_reason(self) -> str:
         seen = self._incarnation is not None or bool(self._trainers.serving(self._base_model))
@@ -238,7 +237,12 @@ class ModelRunner:
 
     async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
         step = self._plan(index.entries, max(index.floor, index.durable))
-        operations = await self._journal.operations(self.model_id, [send.seq_id for send in step.sends])
+        try:
+            operations = await self._journal.operations(self.model_id, [send.seq_id for send in step.sends])
+        except UnreadableOperation as error:
+            replayed = error.seq_id in {send.seq_id for send in step.sends if send.replayed}
+            await (self._replay_failed if replayed else self._publisher.fail_unreadable)(error.seq_id, error)
+            return 0.0
         if any(operation is None for operation in operations):
             # A durable snapshot came to cover one of them just now: look again.
             return 0.0
@@ -262,8 +266,7 @@ class ModelRunner:
 
     def _plan(self, entries: Sequence[Entry], floor: int) -> Plan:
         under_way = sum(size for _, size in self._calls.values())
-        calls, window = len(self._calls), self._settings.window
-        return plan.plan(self._position, entries, floor, calls, under_way, window)
+        return plan.plan(self._position, entries, floor, len(self._calls), under_way, self._settings.window)
 
     def _take(
         self, step: Plan, operations: Sequence[operation_pb2.Operation], trainer: ServiceRecord

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
-from services.common.contract import ids
+from services.common.contract import errors, ids
 from services.common.process import failpoints
-from services.common.state.journal import Journal
-from services.common.state.journal_records import Published
+from services.common.state.journal import Journal, UnreadableOperation
+from services.common.state.journal_records import Published, error_result
+from services.common.state.poison import Poison, Unreadable
 from services.gateway.dispatch import plan
 from services.gateway.dispatch.leases import Lease
 from services.gateway.results.futures import Futures
@@ -41,7 +42,10 @@ class ResultPublisher:
         writing: seq_ids whose results are being written.
     """
 
-    def __init__(self, lease: Lease, journal: Journal, on_result: OnResult, futures: Futures) -> None:
+    def __init__(
+        self, lease: Lease, journal: Journal, on_result: OnResult, futures: Futures, poison: Poison
+    ) -> None:
+        self._poison = poison
         self._futures = futures
         self._lease = lease
         self._journal = journal
@@ -58,7 +62,7 @@ class ResultPublisher:
             while not self._lease.lost:
                 try:
                     await failpoints.reach("gateway.before_record")
-                    recorded = await self._on_result(operation, result)
+                    recorded = await self._record(operation, result)
                     await failpoints.reach("gateway.before_publish")
                     await self._publish(operation, recorded, ran)
                     await failpoints.reach("gateway.after_publish")
@@ -71,6 +75,15 @@ class ResultPublisher:
                     await asyncio.sleep(plan.backoff(attempt))
         finally:
             self.writing.discard(operation.seq_id)
+
+    async def _record(
+        self, operation: operation_pb2.Operation, result: results_pb2.OperationResult
+    ) -> results_pb2.OperationResult:
+        try:
+            return await self._on_result(operation, result)
+        except Unreadable as error:
+            # Nothing that is done again would have it read.
+            return results_pb2.OperationResult(error=errors.to_pb(error))
 
     async def close_model(self, seq_id: int, closing: bytes) -> None:
         """Fails a pending operation and every later one with the same serialized OperationResult."""
@@ -87,10 +100,24 @@ class ResultPublisher:
             if not entry.pending:
                 continue
             last = entry.seq_id
-            (operation,) = await self._journal.operations(model_id, [last])
+            try:
+                (operation,) = await self._journal.operations(model_id, [last])
+            except UnreadableOperation as error:
+                await self.fail_unreadable(last, error)
+                continue
             if operation is not None and not self._lease.lost:
                 await self.publish(operation, results_pb2.OperationResult.FromString(closing))
         return last
+
+    async def fail_unreadable(self, seq_id: int, error: Unreadable) -> None:
+        """Fails a pending operation that cannot be read; with a model's creation, all that follow."""
+        self._poison.note(error.name, error.reason)
+        lease, result = self._lease, error_result(errors.to_pb(error))
+        closing = result if seq_id == 0 else b""
+        outcome = await self._journal.publish(
+            lease.model_id, lease.epoch, seq_id, result, replay_passes_over=True, closing=closing
+        )
+        self._note(outcome)
 
     async def _publish(
         self, operation: operation_pb2.Operation, result: results_pb2.OperationResult, ran: bool

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,13 +20,16 @@ import msgspec
 import redis.asyncio
 
 from services.common.contract import ids
+from services.common.contract.errors import InvalidRequest
 from services.common.contract.roles import Role
 from services.common.state import keys
+from services.common.state.poison import Poison, Unreadable
 from services.common.state.scripts import Script
 from services.common.storage.base import Key
 
 _SETTLE_S = 60.0
 """A version that is losing its record is looked at this much later; longer than any removal can take."""
+_UNREADABLE_AGAIN_S = 24 * 3600.0
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +65,9 @@ class CheckpointPage:
 class CheckpointStore:
     """Named checkpoints."""
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
+    def __init__(self, client: redis.asyncio.Redis, poison: Poison) -> None:
         self._redis = client
+        self._poison = poison
         self._put = Script(client, "put_checkpoint")
         self._swap = Script(client, "swap_checkpoint")
         self._page = Script(client, "page_checkpoints")
@@ -92,8 +97,8 @@ class CheckpointStore:
 
     async def of_model(self, model_id: str) -> list[CheckpointRecord]:
         """A model's checkpoints that have not expired, oldest first."""
-        found: Any = await self._redis.hvals(keys.checkpoints(model_id))
-        records = [msgspec.json.decode(raw, type=CheckpointRecord) for raw in found]
+        found: Any = await self._redis.hgetall(keys.checkpoints(model_id))
+        records = [self._decode(model_id, name.decode(), raw) for name, raw in found.items()]
         kept = [record for record in records if not has_expired(record)]
         return sorted(kept, key=lambda record: (record.version, record.checkpoint_id))
 
@@ -107,12 +112,13 @@ class CheckpointStore:
             pipeline.hget(keys.checkpoints(key.model_id), key.checkpoint_id)
         records = []
         for key, raw in zip(found, await pipeline.execute(), strict=True):
-            record = None if raw is None else msgspec.json.decode(raw, type=CheckpointRecord)
-            if record is None or record.version != key.version:
-                # A removal broke off half-way.
-                await self._unlist_key(owner, key)
-            elif not has_expired(record):
-                records.append(record)
+            with suppress(Unreadable):
+                record = None if raw is None else self._decode(key.model_id, key.checkpoint_id, raw)
+                if record is None or record.version != key.version:
+                    # A removal broke off half-way.
+                    await self._unlist_key(owner, key)
+                elif not has_expired(record):
+                    records.append(record)
         return CheckpointPage(records, total)
 
     async def change(self, before: CheckpointRecord, after: CheckpointRecord) -> bool:
@@ -147,7 +153,14 @@ class CheckpointStore:
     async def due(self, limit: int) -> list[Key]:
         """Versions to look at now."""
         found: Any = await self._redis.zrangebyscore(keys.CHECKPOINTS_DUE, "-inf", time.time(), 0, limit)
-        return [parse_member(member.decode()) for member in found]
+        due = []
+        for member in found:
+            try:
+                due.append(parse_member(member.decode()))
+            except (ValueError, InvalidRequest) as error:
+                self._poison.note(f"{keys.CHECKPOINTS_DUE} {member!r}", str(error))
+                await self._redis.zadd(keys.CHECKPOINTS_DUE, {member: time.time() + _UNREADABLE_AGAIN_S})
+        return due
 
     async def look_again(self, key: Key, at: float) -> None:
         """Has a version looked at (again) at a time."""
@@ -159,7 +172,11 @@ class CheckpointStore:
 
     async def _raw(self, model_id: str, checkpoint_id: str) -> tuple[bytes, CheckpointRecord] | None:
         raw: Any = await self._redis.hget(keys.checkpoints(model_id), checkpoint_id)
-        return None if raw is None else (raw, msgspec.json.decode(raw, type=CheckpointRecord))
+        return None if raw is None else (raw, self._decode(model_id, checkpoint_id, raw))
+
+    def _decode(self, model_id: str, checkpoint_id: str, raw: bytes) -> CheckpointRecord:
+        with self._poison.reading(f"{keys.checkpoints(model_id)} {checkpoint_id}"):
+            return msgspec.json.decode(raw, type=CheckpointRecord)
 
     async def _note_due(self, key: Key, at: float) -> None:
         await self._redis.zadd(keys.CHECKPOINTS_DUE, {member_of(key): at})

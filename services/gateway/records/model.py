@@ -15,6 +15,7 @@ import redis.asyncio
 from services.common.contract.errors import Gone
 from services.common.contract.roles import Role
 from services.common.state import keys
+from services.common.state.poison import Poison
 from services.common.state.scripts import Script
 
 ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
@@ -42,8 +43,9 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 class ModelStore:
     """Models: a hash each, with the status in a field of its own."""
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
+    def __init__(self, client: redis.asyncio.Redis, poison: Poison) -> None:
         self._redis = client
+        self._poison = poison
         self._list_model = Script(client, "list_model")
 
     async def create_if_absent(self, record: ModelRecord) -> ModelRecord:
@@ -63,16 +65,17 @@ class ModelStore:
         return await self.get(record.model_id) or record
 
     async def get(self, model_id: str) -> ModelRecord | None:
-        """The model as it is now."""
+        """The model as it is now. Raises Unreadable."""
         raw: Any
         status: Any
         raw, status = await self._redis.hmget(keys.model(model_id), ["record", "status"])
         if raw is None:
             return None
-        record = msgspec.json.decode(raw, type=ModelRecord)
-        if status is None:
-            return record
-        return msgspec.structs.replace(record, status=msgspec.convert(status.decode(), ModelStatus))
+        with self._poison.reading(keys.model(model_id)):
+            record = msgspec.json.decode(raw, type=ModelRecord)
+            if status is None:
+                return record
+            return msgspec.structs.replace(record, status=msgspec.convert(status.decode(), ModelStatus))
 
     async def page(self, owner: str, offset: int, limit: int) -> tuple[int, list[str]]:
         """How many models an owner has, and the ids of some of them, newest first."""

@@ -12,6 +12,7 @@ import msgspec
 import redis.asyncio
 
 from services.common.state import keys
+from services.common.state.poison import Poison
 from services.common.state.scripts import Script
 
 
@@ -38,8 +39,9 @@ class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingSessionStore:
     """Sampling sessions: one immutable record each."""
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
+    def __init__(self, client: redis.asyncio.Redis, poison: Poison) -> None:
         self._redis = client
+        self._poison = poison
 
     async def create_if_absent(self, record: SamplingSessionRecord) -> SamplingSessionRecord:
         """Stores a sampling session unless its id is taken; what is stored."""
@@ -53,7 +55,7 @@ class SamplingSessionStore:
         )
         if first is None:
             return record
-        stored = msgspec.json.decode(first, type=SamplingSessionRecord)
+        stored = self._decode(record.sampling_session_id, first)
         if record.model_id and (stored.model_id, stored.version) != (record.model_id, record.version):
             await self._list_again(record, stored)
         return stored
@@ -67,9 +69,13 @@ class SamplingSessionStore:
             await self._redis.zrem(users, name)
 
     async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
-        """The sampling session."""
+        """The sampling session. Raises Unreadable."""
         raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
-        return None if raw is None else msgspec.json.decode(raw, type=SamplingSessionRecord)
+        return None if raw is None else self._decode(sampling_session_id, raw)
+
+    def _decode(self, sampling_session_id: str, raw: bytes) -> SamplingSessionRecord:
+        with self._poison.reading(keys.sampling_session(sampling_session_id)):
+            return msgspec.json.decode(raw, type=SamplingSessionRecord)
 
     async def of_session(self, session_id: str) -> list[str]:
         """Ids of a session's sampling sessions, some perhaps never made."""

@@ -13,6 +13,7 @@ import msgspec
 import redis.asyncio
 
 from services.common.state import keys
+from services.common.state.poison import Poison
 from services.common.state.scripts import Script
 
 _IDEMPOTENCY_TTL_S = 24 * 3600
@@ -42,8 +43,9 @@ class SessionStore:
     """Sessions: a hash each, with what changes in fields of its own. Those that are not over are listed by
     their last sign of life."""
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
+    def __init__(self, client: redis.asyncio.Redis, poison: Poison) -> None:
         self._redis = client
+        self._poison = poison
         self._touch = Script(client, "touch_session")
         self._abandon = Script(client, "abandon_session")
 
@@ -76,22 +78,23 @@ class SessionStore:
         return record
 
     async def get(self, session_id: str) -> SessionRecord | None:
-        """The session as it is now."""
+        """The session as it is now. Raises Unreadable."""
         names = ["record", "last_heartbeat", "finished", "project_id", "reason", "detail"]
         found: Any = await self._redis.hmget(keys.session(session_id), names)
         raw, heartbeat, finished, project_id, reason, detail = found
         if raw is None:
             return None
-        record = msgspec.json.decode(raw, type=SessionRecord)
-        return msgspec.structs.replace(
-            record,
-            last_heartbeat=float(heartbeat) if heartbeat else record.last_heartbeat,
-            finished=finished in (b"1", b"abandoned"),
-            abandoned=finished == b"abandoned",
-            project_id=record.project_id if project_id is None else project_id.decode(),
-            finish_reason="" if reason is None else reason.decode(),
-            finish_detail="" if detail is None else detail.decode(),
-        )
+        with self._poison.reading(keys.session(session_id)):
+            record = msgspec.json.decode(raw, type=SessionRecord)
+            return msgspec.structs.replace(
+                record,
+                last_heartbeat=float(heartbeat) if heartbeat else record.last_heartbeat,
+                finished=finished in (b"1", b"abandoned"),
+                abandoned=finished == b"abandoned",
+                project_id=record.project_id if project_id is None else project_id.decode(),
+                finish_reason="" if reason is None else reason.decode(),
+                finish_detail="" if detail is None else detail.decode(),
+            )
 
     async def touch(self, session_id: str) -> None:
         """Notes that the client of a session is alive now, unless the session is over."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import redis.asyncio
 
+from services.common.state.poison import Poison
 from services.common.state.room import Room
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.model import ModelStore
@@ -21,7 +22,11 @@ from services.gateway.records.snapshot import SnapshotStore
 
 @dataclass(frozen=True)
 class Stores:
-    """One store a kind of record."""
+    """One store a kind of record.
+
+    Attributes:
+        poison: what they met and could not read.
+    """
 
     sessions: SessionStore
     models: ModelStore
@@ -30,16 +35,19 @@ class Stores:
     inflight: InflightStore
     samples: SampleJournal
     snapshots: SnapshotStore
+    poison: Poison
 
     @classmethod
     def over(cls, client: redis.asyncio.Redis, room: Room | None = None) -> Stores:
         """The stores of one Redis."""
+        poison = Poison(client)
         return cls(
-            SessionStore(client),
-            ModelStore(client),
-            CheckpointStore(client),
-            SamplingSessionStore(client),
+            SessionStore(client, poison),
+            ModelStore(client, poison),
+            CheckpointStore(client, poison),
+            SamplingSessionStore(client, poison),
             InflightStore(client),
             SampleJournal(client, room=room),
             SnapshotStore(client),
+            poison,
         )

@@ -2,6 +2,7 @@
 
 Invariant: whoever listens is told of every (re-)subscription, because messages sent before it were
 not delivered; after that call everything sent is delivered or the next re-subscription follows.
+A message that cannot be read is passed over.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from services.common.contract.errors import TinsmithError
 from services.common.process.tasks import cancel_all, keep_running
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Subscription:
         self._channel = channel
         self._on_message = on_message
         self._on_subscribed = on_subscribed
+        self._unreadable = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -57,6 +60,15 @@ class Subscription:
             except (RedisError, OSError) as error:
                 log.warning("subscription to %s broke, subscribing again: %s", self._channel, error)
             await asyncio.sleep(_BACKOFF_S)
+
+    def _handle(self, data: bytes) -> None:
+        try:
+            self._on_message(data.decode())
+        except (ValueError, TinsmithError) as error:
+            # Somebody else's, or of another version: the messages after it count all the same.
+            if not self._unreadable:
+                log.error("a message on %s cannot be read, nor may later ones: %s", self._channel, error)
+            self._unreadable += 1
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -78,7 +90,7 @@ class Subscription:
                 if message["type"] == "subscribe":
                     self._on_subscribed()
                 elif message["type"] == "message":
-                    self._on_message(message["data"].decode())
+                    self._handle(message["data"])
         finally:
             with contextlib.suppress(RedisError, OSError):
                 await pubsub.aclose()

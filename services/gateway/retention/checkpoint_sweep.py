@@ -13,6 +13,7 @@ import time
 
 import redis.asyncio
 
+from services.common.contract.errors import TinsmithError
 from services.common.process.periodic import Periodic
 from services.common.state import keys
 from services.common.storage.base import Key
@@ -67,7 +68,7 @@ class CheckpointSweep:
         for key in await self._store.due(_AT_ONCE):
             try:
                 await self._look(key)
-            except OSError as error:
+            except (OSError, TinsmithError) as error:
                 log.warning("the files of %s stay for now: %s", key.path, error)
                 await self._store.look_again(key, time.time() + _AGAIN_S)
 

@@ -15,12 +15,14 @@ import logging
 from dataclasses import dataclass
 
 import redis.asyncio
+from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import (
     Draining,
     Internal,
+    InvalidRequest,
     NotFound,
     Overloaded,
     SnapshotNotFound,
@@ -32,6 +34,7 @@ from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal_records import Accepted
+from services.common.state.poison import Unreadable
 from services.common.state.registry import TTL_S
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.cluster.base_models import retired
@@ -98,6 +101,7 @@ class SampleDispatcher:
         settings: SampleSettings | None = None,
     ) -> None:
         self._journal = stores.samples
+        self._poison = stores.poison
         self._gateway_id = gateway_id
         self._settings = settings or SampleSettings()
         self._sessions = stores.sampling_sessions
@@ -173,12 +177,12 @@ class SampleDispatcher:
         self, request_id: str, from_gateway: str, request: sampler_pb2.SampleRequest | None
     ) -> None:
         taken_over = request is None
-        request = request or await self._claim(request_id, from_gateway)
-        if request is None:
-            return
-        self._claimed.add(request_id)
-        size = request.ByteSize()
         try:
+            request = request or await self._claim(request_id, from_gateway)
+            if request is None:
+                return
+            self._claimed.add(request_id)
+            size = request.ByteSize()
             session = await self._session(request_id)
             self._admission.hold(request_id, session.owner, request.num_samples, size)
             async with self._slots(session.base_model).held(session.owner, request.num_samples):
@@ -193,7 +197,14 @@ class SampleDispatcher:
         payload = await self._journal.claim(request_id, from_gateway, self._gateway_id)
         if payload is Unclaimed.UNKNOWN:
             await self._not_accepted(request_id, from_gateway)
-        return None if isinstance(payload, Unclaimed) else sampler_pb2.SampleRequest.FromString(payload)
+        if isinstance(payload, Unclaimed):
+            return None
+        try:
+            return sampler_pb2.SampleRequest.FromString(payload)
+        except DecodeError as error:
+            name = keys.future(*ids.parse_request_id(request_id))
+            self._poison.note(name, str(error))
+            raise Unreadable(name, str(error)) from error
 
     async def _not_accepted(self, request_id: str, gateway_id: str) -> None:
         """The list has a sample that nothing else is known of: its acceptance is under way, or broke off."""
@@ -313,7 +324,7 @@ class SampleDispatcher:
         # Another gateway may have struck this one off while it was stopped.
         await self._journal.join(self._gateway_id)
         claimed = set(self._claimed)
-        listed = await self._journal.samples_of(self._gateway_id)
+        listed = await self._listed(self._gateway_id)
         for request_id in await self._journal.resolved(claimed - listed):
             self._cancel(request_id)
         for request_id in listed:
@@ -330,7 +341,7 @@ class SampleDispatcher:
 
     async def _take_over(self, gateway_id: str) -> set[str]:
         """Starts what a dead gateway left; returns that."""
-        left = await self._journal.samples_of(gateway_id)
+        left = await self._listed(gateway_id)
         if left:
             log.info("taking over %d samples of gateway %s", len(left), gateway_id)
         for request_id in left:
@@ -338,6 +349,17 @@ class SampleDispatcher:
         if not left:
             await self._journal.leave(gateway_id)
         return left
+
+    async def _listed(self, gateway_id: str) -> set[str]:
+        """The samples on a gateway's list."""
+        listed = set()
+        for request_id in await self._journal.samples_of(gateway_id):
+            try:
+                ids.parse_request_id(request_id)
+                listed.add(request_id)
+            except InvalidRequest as error:
+                self._poison.note(f"{keys.gateway_samples(gateway_id)} {request_id}", error.message)
+        return listed
 
 
 def _let_go(snapshot: sampler_pb2.Snapshot) -> SnapshotNotFound:

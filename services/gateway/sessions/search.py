@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied
+from services.common.state.poison import Unreadable
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.session import SessionRecord, SessionStore
@@ -121,7 +123,7 @@ class SessionSearch:
             chunk = await self._chunk(owner, after)
             if not chunk:
                 return SearchPage(await self._described(found), None)
-            records = await asyncio.gather(*(self._store.get(session_id) for session_id, _ in chunk))
+            records = await asyncio.gather(*(self._readable(session_id) for session_id, _ in chunk))
             for (session_id, created_at), record in zip(chunk, records, strict=True):
                 seen, after = seen + 1, Cursor(created_at, session_id)
                 if record is not None and matches(query, record, time.time()):
@@ -129,6 +131,12 @@ class SessionSearch:
                     if len(found) == query.limit:
                         break
         return SearchPage(await self._described(found), after)
+
+    async def _readable(self, session_id: str) -> SessionRecord | None:
+        """A session of a list, in which those that cannot be read are left out."""
+        with suppress(Unreadable):
+            return await self._store.get(session_id)
+        return None
 
     async def _chunk(self, owner: str, after: Cursor | None) -> list[tuple[str, float]]:
         """Sessions after a cursor. Its time may have been rounded to microseconds, as a client's are."""

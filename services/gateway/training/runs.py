@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from services.common.contract import ids
 from services.common.contract.errors import NotFound, PermissionDenied
+from services.common.state.poison import Unreadable
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
 from services.gateway.records.model import ModelRecord, ModelStore
@@ -81,9 +83,15 @@ class Runs:
         else:
             every = await self._of_project(owner, project_id)
             total, found = len(every), every[offset : offset + limit]
-        records = await asyncio.gather(*(self._models.get(model_id) for model_id in found))
-        runs = await asyncio.gather(*(self._run(owner, record) for record in records if record is not None))
-        return RunPage(runs, total)
+        runs = await asyncio.gather(*(self._readable(owner, model_id) for model_id in found))
+        return RunPage([run for run in runs if run is not None], total)
+
+    async def _readable(self, owner: str, model_id: str) -> Run | None:
+        """A run of a list, in which those that cannot be read are left out."""
+        with suppress(Unreadable):
+            record = await self._models.get(model_id)
+            return None if record is None else await self._run(owner, record)
+        return None
 
     async def _of_project(self, owner: str, project_id: str) -> list[str]:
         """Ids of the runs of a project's sessions, newest session first."""

@@ -13,7 +13,7 @@ from services.common.state.journal import Journal
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.plan import DispatchSettings
-from services.gateway.records.session import SessionStore
+from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from tests.unit.gateway.scripted_services import BASE
 from tinsmith.internal.v1 import operation_pb2
@@ -50,13 +50,14 @@ class Gateway:
         self, client: redis.asyncio.Redis, name: str, settings: DispatchSettings, ttl: float
     ) -> None:
         self.journal = Journal(client, gateway_id=name)
+        self.stores = Stores.over(client)
         self.futures = Futures(client)
         self.recorded: list[int] = []
-        self.discovery = Discovery(client)
+        self.discovery = Discovery(client, self.stores.poison)
         self.dispatcher = Dispatcher(
             client,
             self.journal,
-            SessionStore(client),
+            self.stores,
             self.discovery.trainers,
             self.futures,
             name,

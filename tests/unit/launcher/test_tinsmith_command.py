@@ -7,6 +7,7 @@ import io
 import json
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,12 @@ def test_a_base_model_is_retired_once_nothing_serves_it(
         withdraw(client, "sampler", "s-0")
         assert cli.main(command) == 0
         assert client.hkeys(keys.BASE_MODELS) == [b"retired:org/one"]
+
+
+def test_status_says_what_cannot_be_read() -> None:
+    met = {"name": "tinsmith:session:{a}", "reason": "no such field", "count": 7, "last": time.time() - 5}
+    shown = status.show({"processes": [], "services": [], "set_aside": [met]})
+    assert "cannot be read: tinsmith:session:{a}: no such field (7 times, 5 s ago)" in shown
 
 
 def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:

@@ -9,6 +9,7 @@ import redis.asyncio
 
 from services.common.contract.errors import InvalidRequest
 from services.common.state import keys, known_models
+from services.common.state.poison import Poison
 from services.common.state.registry import Announcer, ServiceRecord
 from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.discovery import Discovery
@@ -28,7 +29,7 @@ async def commands(client: redis.asyncio.Redis) -> int:
 
 async def test_whoever_asks_the_registry_is_read_once(redis_client: redis.asyncio.Redis) -> None:
     await announcer(redis_client).start()
-    discovery = Discovery(redis_client)
+    discovery = Discovery(redis_client, Poison(redis_client))
     base_models = BaseModels(discovery)
     await discovery.refresh()
     before = await commands(redis_client)
@@ -44,7 +45,7 @@ async def test_whoever_asks_the_registry_is_read_once(redis_client: redis.asynci
 
 async def test_who_listens_hears_of_changes_only(redis_client: redis.asyncio.Redis) -> None:
     heard: list[str] = []
-    discovery = Discovery(redis_client)
+    discovery = Discovery(redis_client, Poison(redis_client))
     discovery.trainers.listen(lambda: heard.append("change"))
     service = announcer(redis_client)
     await service.start()
@@ -62,7 +63,7 @@ async def test_who_listens_hears_of_changes_only(redis_client: redis.asyncio.Red
 
 
 async def test_a_channel_is_for_one_incarnation(redis_client: redis.asyncio.Redis) -> None:
-    discovery = Discovery(redis_client)
+    discovery = Discovery(redis_client, Poison(redis_client))
     first = announcer(redis_client)
     await first.start()
     await discovery.refresh()
@@ -80,20 +81,23 @@ async def test_a_channel_is_for_one_incarnation(redis_client: redis.asyncio.Redi
 async def test_a_record_of_another_version_hides_nothing_else(
     redis_client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    discovery = Discovery(redis_client)
+    poison = Poison(redis_client)
+    discovery = Discovery(redis_client, poison)
     await announcer(redis_client).start()
     await redis_client.hset(keys.services("trainer"), "other", b"\x00")
     await redis_client.zadd(keys.services_seen("trainer"), {"other": 1e15})
     for _ in range(2):
         await discovery.refresh()
     assert [record.id for record in discovery.trainers.all()] == ["one"]
-    assert [record.message for record in caplog.records].count(
-        "1 records in the registry are of another version"
-    ) == 1
+    said = [record.message for record in caplog.records if "records in the registry" in record.message]
+    assert len(said) == 1
+    await poison.write()
+    (met,) = await poison.listed()
+    assert (met.name, met.reason, met.count) == ("records in the registry", "1 are of another version", 2)
 
 
 async def test_a_base_model_that_has_just_come_is_found_at_once(redis_client: redis.asyncio.Redis) -> None:
-    discovery = Discovery(redis_client)
+    discovery = Discovery(redis_client, Poison(redis_client))
     base_models = BaseModels(discovery)
     await announcer(redis_client, "sampler").start()
     await discovery.refresh()

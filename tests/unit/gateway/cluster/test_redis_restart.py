@@ -17,7 +17,8 @@ from services.common.state.journal import Journal
 from services.common.state.redis_client import connect
 from services.gateway.cluster import redis_restart as module
 from services.gateway.cluster.redis_restart import RedoLog
-from services.gateway.records.session import SessionRecord, SessionStore
+from services.gateway.records.session import SessionRecord
+from services.gateway.records.stores import Stores
 from tests.conftest import redis_server, redis_server_kinds
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import training_pb2
@@ -132,7 +133,7 @@ async def test_what_is_missing_right_after_a_restart_is_not_called_unknown(
 
 
 async def test_a_session_that_is_stored_again_stays_what_it_became(client: redis.asyncio.Redis) -> None:
-    store = SessionStore(client)
+    store = Stores.over(client).sessions
     record = SessionRecord(session_id="s", owner="alice", created_at=1.0, last_heartbeat=1.0)
     assert await store.create(record, "key") == record
     await store.finish("s", "done", "")

@@ -8,13 +8,15 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import Internal, InvalidRequest
-from services.common.state import known_models
+from services.common.state import keys, known_models
+from services.common.state.journal import Journal
 from services.gateway.dispatch.plan import DispatchSettings
-from services.gateway.records.session import SessionRecord, SessionStore
+from services.gateway.records.session import SessionRecord
+from services.gateway.records.stores import Stores
 from tests.unit.gateway.dispatching import MODEL, Gateway, GatewayFactory, batch, create, refused, step
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
 from tinsmith.internal.v1 import operation_pb2
-from tinsmith.v1 import types_pb2
+from tinsmith.v1 import results_pb2, types_pb2
 
 
 async def idle(gateway: Gateway) -> None:
@@ -174,7 +176,7 @@ async def test_a_gap_is_skipped_after_its_time_and_its_latecomer_fails(
 async def test_a_gap_of_a_finished_session_is_skipped_at_once(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
 ) -> None:
-    sessions = SessionStore(redis_client)
+    sessions = Stores.over(redis_client).sessions
     await sessions.create(SessionRecord(session_id="s", owner="ann", created_at=1.0, last_heartbeat=1.0))
     async with serving(redis_client, trainer, "trainer-0"):
         gateway = await gateway_on()
@@ -224,3 +226,78 @@ async def test_what_waits_for_a_base_model_that_is_retired_fails_and_says_so(
         await gateway.accept(step(4))
         assert (await gateway.result(4)).HasField("optim_step")
         assert trainer.order(MODEL) == [0, 1, 4]
+
+
+async def test_an_operation_that_cannot_be_read_fails_and_the_next_ones_run(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    await gateway.accept(create(), batch(1), batch(2))
+    await redis_client.hset(keys.journal(MODEL), "1", b"\xff")
+    async with serving(redis_client, trainer, "trainer-0"):
+        assert (await gateway.result(2)).HasField("forward_backward")
+        assert (await gateway.result(1)).error.code == "record_unreadable"
+        assert trainer.order(MODEL) == [0, 2]
+    await gateway.stores.poison.write()
+    (met,) = await gateway.stores.poison.listed()
+    assert met.name == f"{keys.journal(MODEL)} 1"
+
+
+async def test_a_model_whose_creation_cannot_be_read_fails_with_all_that_follows(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    await gateway.accept(create(), batch(1))
+    await redis_client.hset(keys.journal(MODEL), "0", b"\xff")
+    async with serving(redis_client, trainer, "trainer-0"):
+        for seq_id in (0, 1):
+            assert (await gateway.result(seq_id)).error.code == "record_unreadable"
+        await gateway.accept(batch(2))
+        assert (await gateway.result(2)).error.code == "record_unreadable"
+        assert trainer.order(MODEL) == []
+
+
+async def test_a_model_that_cannot_be_replayed_because_of_what_cannot_be_read_is_lost(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    async with serving(redis_client, trainer, "trainer-0"):
+        await gateway.accept(create(), batch(1))
+        await gateway.result(1)
+    await redis_client.hset(keys.journal(MODEL), "1", b"\xff")
+    restarted = ScriptedTrainer(Journal(redis_client), trainer.disk)
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(batch(2))
+        assert (await gateway.result(2)).error.code == "model_lost"
+
+
+async def test_a_save_of_a_model_whose_record_cannot_be_read_fails_instead_of_waiting(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        stores = gateway.stores
+
+        async def record(
+            operation: operation_pb2.Operation, result: results_pb2.OperationResult
+        ) -> results_pb2.OperationResult:
+            await stores.models.get(MODEL)
+            return result
+
+        gateway.dispatcher._on_result = record
+        await redis_client.hset(keys.model(MODEL), "record", "{}")
+        await gateway.accept(create())
+        assert (await gateway.result(0)).error.code == "record_unreadable"
+
+
+async def test_a_model_that_cannot_be_looked_at_keeps_no_other_from_its_gateway(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        broken = ids.model_id("s", 1)
+        await redis_client.set(keys.journal_meta(broken), "no hash")
+        await redis_client.zadd(keys.PENDING_MODELS, {broken: 0})
+        # Accepted by a gateway that is gone: found by a sweep.
+        await Journal(redis_client).accept(create(), "ann")
+        gateway = await gateway_on()
+        assert (await gateway.result(0)).HasField("create_model")

@@ -11,7 +11,8 @@ from services.common.contract import ids
 from services.gateway.dispatch import dispatcher as dispatcher_module
 from services.gateway.dispatch import model_runner
 from services.gateway.dispatch.plan import DispatchSettings
-from services.gateway.records.session import SessionRecord, SessionStore
+from services.gateway.records.session import SessionRecord
+from services.gateway.records.stores import Stores
 from tests.unit.gateway.dispatching import MODEL, SETTINGS, GatewayFactory, batch, create, started, step
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
 from tinsmith.v1 import types_pb2
@@ -179,7 +180,7 @@ async def test_the_lease_on_a_model_of_a_finished_session_is_given_back_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_runner, "_IDLE_CHECK_S", 0.1)
-    sessions = SessionStore(redis_client)
+    sessions = Stores.over(redis_client).sessions
     await sessions.create(SessionRecord(session_id="s", owner="ann", created_at=1.0, last_heartbeat=1.0))
     async with serving(redis_client, trainer, "trainer-0"):
         gateway = await gateway_on()

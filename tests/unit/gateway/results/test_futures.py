@@ -10,6 +10,7 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
+from services.common.state import keys
 from services.common.state.journal_records import Published
 from services.gateway.records.sample_journal import SampleJournal
 from services.gateway.results.futures import Futures
@@ -148,3 +149,24 @@ async def test_a_cancelled_waiter_leaves_nothing_behind(
     assert (await other).result == RESULT.SerializeToString()
     assert waiting.cancelled()
     assert not futures._waiters
+
+
+async def test_a_message_that_cannot_be_read_is_passed_over(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    told: list[str] = []
+
+    def on_resolved(text: str) -> None:
+        ids.parse_request_id(text)
+        told.append(text)
+
+    futures.listen(on_resolved, lambda: None)
+    request_id = await sample(redis_client, 1)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+    for text in (b"\xff\xfe", b"no request id"):
+        assert await redis_client.publish(keys.DONE_CHANNEL, text) == 1
+    await SampleJournal(redis_client).publish(request_id, RESULT)
+    async with asyncio.timeout(1):
+        assert (await waiting).state == "done"
+    assert told == [request_id]

@@ -58,11 +58,11 @@ class Stage:
         self.models, self.checkpoints, self.store = stores.models, stores.checkpoints, stores.sessions
         self.samplers = stores.sampling_sessions
         self.sessions = Sessions(self.store, Limits(), RedoLog(client), Room())
-        self.discovery = Discovery(client)
+        self.discovery = Discovery(client, self.stores.poison)
         self.dispatcher = Dispatcher(
             client,
             self.journal,
-            self.store,
+            stores,
             self.discovery.trainers,
             self.futures,
             "gateway-0",

@@ -19,7 +19,7 @@ from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.model import ModelRecord
 from services.gateway.records.sample_journal import Resolution
-from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
+from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from services.gateway.sampling import dispatcher as module
@@ -43,7 +43,7 @@ class Gateway:
         self.journal = stores.samples
         self.futures = Futures(client)
         self.admission = Admission(1000, 1 << 20)
-        self.discovery = Discovery(client)
+        self.discovery = Discovery(client, stores.poison)
         self.dispatcher = SampleDispatcher(
             client,
             stores,
@@ -100,7 +100,7 @@ async def gateway_on(
 ) -> AsyncIterator[GatewayFactory]:
     """Starts gateways, and stops them after the test."""
     monkeypatch.setattr(module, "_AUDIT_S", 0.1)
-    await SamplingSessionStore(redis_client).create_if_absent(
+    await Stores.over(redis_client).sampling_sessions.create_if_absent(
         SamplingSessionRecord(sampling_session_id=SESSION, session_id="s", owner="ann", base_model=BASE)
     )
     async with AsyncExitStack() as running:
@@ -574,7 +574,7 @@ async def test_a_key_with_one_sample_is_not_held_up_by_the_thousand_of_another(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:
     other = ids.sampling_session_id("t", 0)
-    await SamplingSessionStore(redis_client).create_if_absent(
+    await Stores.over(redis_client).sampling_sessions.create_if_absent(
         SamplingSessionRecord(sampling_session_id=other, session_id="t", owner="bob", base_model=BASE)
     )
     sampler = ScriptedSampler("a")
@@ -623,3 +623,20 @@ async def test_a_sample_that_waits_for_a_base_model_that_is_retired_fails_and_sa
     await gateway.discovery.refresh()
     assert (await gateway.result(request_id)).error.code == "base_model_retired"
     assert await gateway.journal.samples_of(gateway.name) == set()
+
+
+async def test_a_sample_that_cannot_be_read_fails_and_others_run(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    broken, whole = ids.request_id(SESSION, 0), ids.request_id(SESSION, 1)
+    samples = Stores.over(redis_client).samples
+    await samples.accept(SESSION, 0, b"\xff", "gateway-0", "ann")
+    request = sampler_pb2.SampleRequest(request_id=whole, num_samples=1)
+    await samples.accept(SESSION, 1, request.SerializeToString(), "gateway-0", "ann")
+    # Of another version, perhaps: it stays on the list, for one that can read it.
+    await redis_client.sadd(keys.gateway_samples("gateway-0"), "no request")
+    async with serving(redis_client, ScriptedSampler("a"), "sampler-0"):
+        gateway = await gateway_on()
+        assert (await gateway.result(broken)).error.code == "record_unreadable"
+        assert await gateway.tokens(whole) == b"a"
+    assert await samples.samples_of("gateway-0") == {"no request"}

@@ -245,3 +245,24 @@ async def test_a_deleted_sampler_checkpoint_leaves_its_sampling_sessions_what_th
         finish = {"reason": {"type": "success"}, "detail": None}
         assert (await client.post(f"sessions/{session}/finish", json=finish)).status_code == 200
         assert not await sweep()
+
+
+async def test_a_checkpoint_whose_record_cannot_be_read_hides_no_other_and_keeps_its_files(
+    edges: Edges,
+) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        await save(edges, client, model, 1, "broken", ttl_seconds=3600)
+        await save(edges, client, model, 2, "a")
+        await save(edges, client, model, 3, "a", overwrite=True)
+        await edges.redis.hset(keys.checkpoints(model), "weights/broken", "{}")
+        assert await names(client) == ["weights/a"]
+        assert (await client.get(f"training_runs/{model}/checkpoints")).status_code == 500
+        member = f"tinker://{model}/weights/broken@1"
+        due = {"no checkpoint": 0, member: 0, f"tinker://{model}/weights/a@2": 1}
+        await edges.redis.zadd(keys.CHECKPOINTS_DUE, due)
+        await edges.sweep.sweep()
+        assert edges.files.storage.versions(model, "weights/a") == [3]
+        assert edges.files.storage.versions(model, "weights/broken") == [1]
+        assert await due_in(edges, member) > 0
+        assert await due_in(edges, "no checkpoint") > 3600
