@@ -227,9 +227,18 @@ def wait_ready(sampler: Sampler, timeout: float = 240) -> Sampler:
 async def sample(
     stub: sampler_pb2_grpc.SamplerServiceStub, wanted: sampler_pb2.SampleRequest
 ) -> sampling_pb2.SampleResult:
-    response = await stub.Sample(wanted, timeout=120)
-    assert response.WhichOneof("kind") == "result", response.error
-    return response.result
+    """The answer; as a gateway does, asks again when the sampler takes on no more at the moment."""
+    async with asyncio.timeout(120):
+        while True:
+            try:
+                response = await stub.Sample(wanted, timeout=120)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                await asyncio.sleep(0.05)
+            else:
+                assert response.WhichOneof("kind") == "result", response.error
+                return response.result
 
 
 def prompt(seed: int, length: int) -> list[int]:
