@@ -18,6 +18,7 @@ from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
 from services.gateway.access.auth import KeyRing
+from services.gateway.access.limits import MIB, Limits
 from services.gateway.config import GatewayConfig, parse
 from services.gateway.edge.grpc import service
 from services.gateway.edge.http.server import HttpServer
@@ -51,6 +52,7 @@ async def run(config: GatewayConfig) -> None:
             data,
             config.retention,
             config.journal,
+            limits=Limits(request_memory_bytes=config.memory_mib * MIB),
             room_limits=config.room,
             snapshots=budget_on(data, config.snapshot_bytes, config.snapshot_owner_bytes),
         )

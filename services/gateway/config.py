@@ -17,6 +17,7 @@ from services.common.state.journal_records import JournalLimits
 from services.common.state.known_models import EXAMPLE, Configured, parse_configured
 from services.common.state.room import RoomLimits
 from services.common.storage.location import check_location
+from services.gateway.access.limits import MIB, Limits
 from services.gateway.retention.plan import RetentionSettings
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
@@ -40,6 +41,7 @@ class GatewayConfig:
         journal: bounds of each model's journal in Redis.
         room: bounds of what all of them and all results take there, and how long results stay.
         base_models: those that are to be waited for, also before anything of them was ever there.
+        memory_mib: most memory that requests take while they are received, checked and journaled.
         snapshot_bytes: most bytes of unnamed sampler snapshots; 0 = a share of their volume.
         snapshot_owner_bytes: the same of one owner.
     """
@@ -55,6 +57,7 @@ class GatewayConfig:
     retention: RetentionSettings
     journal: JournalLimits
     room: RoomLimits
+    memory_mib: int
     snapshot_bytes: int = 0
     snapshot_owner_bytes: int = 0
     base_models: tuple[Configured, ...] = ()
@@ -89,6 +92,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         "--base-models", "", f"base models to wait for, also before they loaded for the first time: {EXAMPLE}"
     )
     room = RoomLimits()
+    memory_mib = Limits().request_memory_bytes // MIB
+    add("--memory-mib", str(memory_mib), "most memory that requests take until they are journaled, in MiB")
     add("--state-bytes", "0", "most bytes of requests and results in Redis; 0: half of its maxmemory")
     add("--owner-bytes", "0", "most of those of one API key; 0: as many as are left for others")
     add("--result-life", str(room.result_life), "seconds that a result stays which nobody fetches")
@@ -134,6 +139,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         base_models = parse_configured(options.base_models)
     except InvalidRequest as error:
         parser.error(f"--base-models: {error.message}")
+    if not options.memory_mib.isdigit() or int(options.memory_mib) < 1:
+        parser.error(f"--memory-mib must be a whole number, at least 1, not {options.memory_mib!r}")
     shares = {}
     for name in ("state_bytes", "owner_bytes"):
         text = getattr(options, name)
@@ -165,6 +172,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
             result_life=times["result_life"],
             fetched_life=times["fetched_result_life"],
         ),
+        memory_mib=int(options.memory_mib),
         snapshot_bytes=int(options.snapshot_bytes),
         snapshot_owner_bytes=int(options.snapshot_owner_bytes),
         **ports,

@@ -33,7 +33,7 @@ class TrainerConfig:
         dtype: element type of the base, "float32" or "bfloat16".
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
             s3://bucket/prefix; empty = in the data directory.
-        micro_batch_tokens: padded tokens of one physical batch.
+        micro_batch_tokens: padded tokens of one micro-batch.
         redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password.
     """
 

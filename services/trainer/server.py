@@ -1,4 +1,4 @@
-"""Rank 0: puts the parts of the trainer together, serves them, and takes them down in order.
+"""Rank 0: serves the trainer's parts, and takes them down in order.
 
 Invariant: the trainer is announced only once it can execute operations, and no longer from the moment it
 drains. When the world fails the process exits with an error, for its supervisor to start it anew.
@@ -13,33 +13,19 @@ from signal import Signals
 from typing import Any
 
 import redis.asyncio
-import torch
 
 from services.common.contract.errors import Unavailable
 from services.common.process import process, rpc
-from services.common.process.crashes import CrashLedger
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client
-from services.common.state.journal import Journal
 from services.common.state.registry import Announcer, ServiceRecord
-from services.common.storage.data_dir import DataDir
-from services.common.storage.location import connect
+from services.trainer.compute.base_model import COLLECTIVE_TIMEOUT
 from services.trainer.compute.engine import Engine
 from services.trainer.config import Place, TrainerConfig
-from services.trainer.convert import Target
-from services.trainer.execution.control_ops import Barriers
-from services.trainer.execution.executor import Executor
-from services.trainer.execution.residency import Residency
-from services.trainer.execution.resident_models import Model
-from services.trainer.files.checkpoints import CheckpointStore
-from services.trainer.files.export_format import Base
-from services.trainer.order.scheduler import Limits
-from services.trainer.publish.broadcast import Broadcaster
-from services.trainer.publish.publisher import Publisher
-from services.trainer.service import TrainerServicer
+from services.trainer.wiring import Trainer
 from services.trainer.world.commands import Shutdown
 from services.trainer.world.threads import WorkerThread
-from services.trainer.world.world import COLLECTIVE_TIMEOUT, Channel, World
+from services.trainer.world.world import Channel, World
 from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -110,56 +96,19 @@ class _Server:
         self._world = world
         self._engine = engine
         self._client = client
-        data = DataDir(config.data_dir)
-        models: dict[str, Model] = {}
-        self._residency = Residency(
-            world, models, config.base_model, data, Journal(client), config.max_full_models
-        )
-        self._broadcaster = Broadcaster(
-            client,
-            config.redis_url,
-            config.base_model,
-            "cpu" if config.device == "cpu" else f"cuda:{place.local_rank}",
-            getattr(torch, config.dtype),
-        )
-        base = Base(config.base_model, config.model_path)
-        barriers = Barriers(
-            world,
-            CheckpointStore(connect(config.checkpoint_store, data), config.base_model),
-            Publisher(data, base, self._broadcaster),
-            base,
-            self._residency.durable.changed,
-            self._residency.durable.pointer,
-            self._residency.full,
-            config.full_snapshot_steps,
-            config.dtype,
-        )
-        self._crashes = CrashLedger[tuple[str, int]](
-            data.run / f"{config.id}.executing", tuple[str, int], "trainer"
-        )
-        self._executor = Executor(
-            world,
-            models,
-            barriers,
-            Target(config.base_model, config.micro_batch_tokens),
-            Limits(place.world_size, config.micro_batch_tokens),
-            self._crashes,
-        )
-        self._servicer = TrainerServicer(
-            self._executor, self._residency, models, place.world_size, config.zero_stage
-        )
+        self._parts = Trainer(config, place, world, client)
 
     async def run(self, stop: asyncio.Task[Signals]) -> int:
         """Serves until `stop` is done or the world fails."""
         name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
         server = await rpc.serve(
-            [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._servicer, name)],
+            [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._parts.servicer, name)],
             f"{self._config.host}:{self._config.port}",
         )
         announcer = Announcer(self._client, self._record(server.port))
         await announcer.start()
         log.info("serving %s on port %d", self._config.base_model, server.port)
-        executing = asyncio.create_task(self._executor.run(), name="executor")
+        executing = asyncio.create_task(self._parts.executor.run(), name="executor")
         failures = [
             executing,
             *(asyncio.create_task(c) for c in (self._world.watch(), self._world.keep_alive())),
@@ -171,14 +120,15 @@ class _Server:
             log.critical("the trainer world failed", exc_info=failed.exception())
         with suppress(Exception):
             await announcer.stop()
-        self._executor.stop()
+        self._parts.executor.stop()
         if failed is None:
             await self._drain(executing)
-            self._crashes.close()
+            self._parts.crashes.close()
         await cancel_all(failures)
-        self._executor.abandon(Unavailable("the trainer is stopping; the operation runs after its restart"))
+        stopping = Unavailable("the trainer is stopping; the operation runs after its restart")
+        self._parts.executor.abandon(stopping)
         await server.drain(1.0)
-        await self._broadcaster.close()
+        await self._parts.broadcaster.close()
         return 0 if failed is None else 1
 
     async def _drain(self, executing: asyncio.Task[None]) -> None:
@@ -188,7 +138,7 @@ class _Server:
             log.warning("an operation did not finish while draining; it runs again after the restart")
             await cancel_all([executing])
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._residency.drain(), _DURABLE_S)
+            await asyncio.wait_for(self._parts.residency.drain(), _DURABLE_S)
         with suppress(Exception):
             await asyncio.wait_for(self._world.call(Shutdown()), _SHUTDOWN_S)
         log.info("stopped")

@@ -137,7 +137,7 @@ def test_tenants_in_one_batch_train_as_if_alone(engine: Engine) -> None:
 
     for number, (model_id, (lora, _, _)) in enumerate(tenants.items()):
         trained_model(engine, model_id, lora, seed=number)
-    # Rows of all tenants, in a mixed order, in one physical batch.
+    # Rows of all tenants, in a mixed order, in one micro-batch.
     placed = [(operation, rows) for _, operation, rows in tenants.values()]
     cut = [[(3, 0), (0, 1), (2, 0), (1, 0), (0, 0)]]
     results = engine.run_pass(work(*placed, cut=cut))

@@ -18,7 +18,7 @@ from tests.robustness.history import Entry, History
 
 RESULT_TIMEOUT_S = 240.0
 LENGTHS = (40, 60)
-"""Tokens of a datum. The clusters of this suite have micro-batches of 64: every datum is a physical batch
+"""Tokens of a datum. The clusters of this suite have micro-batches of 64: every datum is a micro-batch
 of its own, so what a model computes does not depend on the other models, to the last bit."""
 LEARNING_RATE = 1e-2
 _PROMPT = 12

@@ -233,22 +233,6 @@ class Journal:
         found = zip(seq_ids, payloads, strict=True)
         return [_operation(model_id, seq_id, raw) if raw else None for seq_id, raw in found]
 
-    async def read(self, model_id: str, after_seq: int, limit_bytes: int) -> list[operation_pb2.Operation]:
-        """Operations with seq_id > after_seq in order, at least one if any, up to about `limit_bytes`.
-
-        There may be gaps; a seq_id that is used up without anything to run is left out.
-        """
-        chosen: list[int] = []
-        total = 0
-        for entry in (await self.index(model_id, after_seq)).entries:
-            if entry.size == 0:
-                continue
-            if chosen and total + entry.size > limit_bytes:
-                break
-            chosen.append(entry.seq_id)
-            total += entry.size
-        return [found for found in await self.operations(model_id, chosen) if found is not None]
-
     async def publish(
         self,
         model_id: str,

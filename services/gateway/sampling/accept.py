@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from cachetools import TTLCache
+
 from services.common.contract import ids
 from services.common.contract.errors import Conflict, Gone, InvalidRequest, NotFound, PermissionDenied
 from services.common.process import failpoints
@@ -17,7 +19,6 @@ from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.redis_restart import RedoLog
-from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
 from services.gateway.sampling import validate
@@ -59,7 +60,7 @@ class Sampling:
         self._gateway_id = gateway_id
         self._admission = admission
         self._limits = limits
-        self._known: Recent[SamplingSessionRecord] = Recent(_CACHE_S, _CACHED)
+        self._known: TTLCache[str, SamplingSessionRecord] = TTLCache(_CACHED, _CACHE_S)
 
     async def open(
         self, owner: str, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
@@ -121,7 +122,7 @@ class Sampling:
                 raise NotFound(
                     f"sampling session {sampling_session_id[:100]!r} does not exist; create one first"
                 )
-            self._known.put(sampling_session_id, record)
+            self._known[sampling_session_id] = record
         if record.owner != owner:
             raise PermissionDenied(f"sampling session {sampling_session_id} belongs to another API key")
         return record

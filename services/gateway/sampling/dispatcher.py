@@ -15,6 +15,7 @@ import logging
 from dataclasses import dataclass
 
 import redis.asyncio
+from cachetools import TTLCache
 from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
@@ -39,7 +40,6 @@ from services.common.state.registry import TTL_S
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services
-from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.dispatch.plan import backoff
 from services.gateway.records.sample_journal import ACCEPTANCE_S, Unclaimed
 from services.gateway.records.sampling_session import SamplingSessionRecord
@@ -105,7 +105,7 @@ class SampleDispatcher:
         self._gateway_id = gateway_id
         self._settings = settings or SampleSettings()
         self._sessions = stores.sampling_sessions
-        self._known: Recent[SamplingSessionRecord] = Recent(_CACHE_S, _CACHED_SESSIONS)
+        self._known: TTLCache[str, SamplingSessionRecord] = TTLCache(_CACHED_SESSIONS, _CACHE_S)
         self._inflight = stores.inflight
         self._snapshots = stores.snapshots
         self._replicas = replicas
@@ -224,7 +224,7 @@ class SampleDispatcher:
                 record = await self._sessions.get(session_id)
             if record is None:
                 raise NotFound(f"sampling session {session_id} does not exist; create one first")
-            self._known.put(session_id, record)
+            self._known[session_id] = record
         return record
 
     async def _sample(

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import TTLCache
+
 from services.common.contract import ids
 from services.common.contract.errors import Gone, NotFound, PermissionDenied
 from services.common.state.room import Room
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.redis_restart import RedoLog
-from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.session import SessionRecord, SessionStore
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,8 @@ class Sessions:
         self._room = room
         self._redo_log = redo_log
         self._limits = limits
-        self._recent: Recent[SessionRecord] = Recent(_FRESH_S, _CACHED)
-        self._noted: Recent[bool] = Recent(_NOTED_S, _CACHED)
+        self._recent: TTLCache[str, SessionRecord] = TTLCache(_CACHED, _FRESH_S)
+        self._noted: TTLCache[str, bool] = TTLCache(_CACHED, _NOTED_S)
 
     async def create(self, owner: str, new: NewSession, idempotency_key: str | None) -> str:
         """Starts a session; repeating the idempotency key gives the same session id.
@@ -92,7 +93,7 @@ class Sessions:
         record = self._recent.get(session_id)
         if record is None:
             record = await self._get(session_id)
-            self._recent.put(session_id, record)
+            self._recent[session_id] = record
         _check(owner, record)
         await self.note_alive(session_id)
         return record
@@ -106,7 +107,7 @@ class Sessions:
     async def note_alive(self, session_id: str) -> None:
         """Notes that the client of an existing session did something, every few seconds at most."""
         if self._noted.get(session_id) is None:
-            self._noted.put(session_id, True)
+            self._noted[session_id] = True
             await self._store.touch(session_id)
 
     async def heartbeat(self, owner: str, session_id: str) -> None:
@@ -121,7 +122,7 @@ class Sessions:
         if record.owner != owner:
             raise PermissionDenied(f"session {session_id} belongs to another API key")
         await self._store.finish(session_id, reason, detail)
-        self._recent.drop(session_id)
+        self._recent.pop(session_id, None)
         log.info("session %s of %s finished: %s %.200r", session_id, owner, reason, detail)
 
     async def _get(self, session_id: str) -> SessionRecord:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from cachetools import TTLCache
 from google.protobuf.message import Message
 
 from services.common.contract import errors, ids, roles
@@ -31,7 +32,6 @@ from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.base_models import BaseModel, BaseModels
 from services.gateway.cluster.redis_restart import RedoLog
-from services.gateway.cluster.ttl_cache import Recent
 from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.training import adapter_shape, validate
@@ -74,7 +74,7 @@ class Models:
         self._base_models = base_models
         self._wake = wake
         self._limits = limits
-        self._ready: Recent[ModelRecord] = Recent(_CACHE_S, _CACHED)
+        self._ready: TTLCache[str, ModelRecord] = TTLCache(_CACHED, _CACHE_S)
 
     async def get(self, owner: str, model_id: str) -> ModelRecord:
         """A model of the caller.
@@ -91,7 +91,7 @@ class Models:
                 raise NotFound(f"model {model_id[:100]!r} does not exist; create one first")
             if record.status == "ready":
                 # From now on nothing in the record changes but the status.
-                self._ready.put(model_id, record)
+                self._ready[model_id] = record
         if record.owner != owner:
             raise PermissionDenied(f"model {model_id} belongs to another API key")
         return record

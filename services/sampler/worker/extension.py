@@ -28,6 +28,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from services.common import weights
+from services.common.contract.adapters import LORA_ALPHA
 from services.common.contract.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -43,8 +44,6 @@ from services.sampler.worker.prompt_scorer import PromptScorer
 
 log = logging.getLogger(__name__)
 
-LORA_ALPHA = 32
-"""Scale of every adapter is LORA_ALPHA / rank."""
 
 _PEFT_PREFIX = "base_model.model."
 

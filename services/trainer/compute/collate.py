@@ -1,4 +1,4 @@
-"""Turns rows of host bytes into the tensors of one physical batch, and results back into host bytes.
+"""Turns rows of host bytes into the tensors of one micro-batch, and results back into host bytes.
 
 Invariant: which positions count is decided by each row's own length, never by the value of a token, weight
 or advantage; padding stands on the right, where causal attention keeps it from every real position. A row
@@ -21,7 +21,7 @@ from services.trainer.compute.data import Row, RowResult
 
 @dataclass(frozen=True)
 class Collated:
-    """One physical batch.
+    """One micro-batch.
 
     Attributes:
         tokens: int64 [B, T].

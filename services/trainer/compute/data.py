@@ -64,13 +64,13 @@ class PassOp(msgspec.Struct, frozen=True):
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
-    """One physical batch. Its rows may belong to several operations and models."""
+    """One micro-batch. Its rows may belong to several operations and models."""
 
     rows: list[Row]
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """One round of work over the world: every rank gets the same Pass."""
+    """What the world computes at once: every rank gets the same Pass."""
 
     ops: list[PassOp]
     micro_batches: list[MicroBatch]

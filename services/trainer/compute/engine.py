@@ -249,16 +249,17 @@ class Engine:
         leaves: dict[int, Leaves] = {}
         results: list[RowResult] = []
         failed: dict[int, Failure] = {}
-        for turn in range(max(map(len, dealt))):
-            mine = dealt[self._rank][turn : turn + 1]
+        for number in range(max(map(len, dealt))):
+            mine = dealt[self._rank][number : number + 1]
             if model.collective:
-                grad = any(differentiable[batch] for rank in dealt for batch in rank[turn : turn + 1])
-                results += self._run_batch(model, work.ops, batches[mine[0]] if mine else [], grad, leaves)
+                grad = any(differentiable[batch] for rank in dealt for batch in rank[number : number + 1])
+                rows = batches[mine[0]] if mine else []
+                results += self._run_micro_batch(model, work.ops, rows, grad, leaves)
             elif mine:
                 rows = [row for row in batches[mine[0]] if row.op not in failed]
                 grad = differentiable[mine[0]]
                 try:
-                    results += self._run_batch(model, work.ops, rows, grad, leaves) if rows else []
+                    results += self._run_micro_batch(model, work.ops, rows, grad, leaves) if rows else []
                 except Exception as error:
                     logger.exception("a micro-batch of %d rows failed", len(rows))
                     failure = _failure(_explained(error, rows))
@@ -280,13 +281,13 @@ class Engine:
             return 0
         tenant = self._tenants[models.pop()]
         if isinstance(tenant, FullModel):
-            # Each of its passes is a whole round of one operation, or the rest of it.
+            # Each of its passes is of one operation alone.
             return 0
         first = tenant.batches
         tenant.batches += batches
         return first
 
-    def _run_batch(
+    def _run_micro_batch(
         self,
         model: BaseModel | FullModel,
         ops: Sequence[PassOp],
@@ -294,7 +295,7 @@ class Engine:
         grad: bool,
         leaves: dict[int, Leaves],
     ) -> list[RowResult]:
-        """One physical batch forward and, with `grad`, backward. `leaves` keeps those of this pass."""
+        """One micro-batch forward and, with `grad`, backward. `leaves` keeps those of this pass."""
         batch = collate(rows, self._device) if rows else idle_batch(self._device)
         segments = self._segments(ops, rows, leaves) if model is self._base else []
         with torch.set_grad_enabled(grad), self._router.route(segments):

@@ -22,11 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from services.common.contract import roles
+from services.common.contract.adapters import LORA_ALPHA
 from services.common.contract.errors import InvalidRequest
 from services.trainer.compute.data import LoraSpec
-
-ALPHA = 32.0
-"""Scale of an adapter is ALPHA / rank."""
 
 HEAD = "lm_head"
 VALUE_HEAD = "value_head.weight"
@@ -116,7 +114,7 @@ class Adapter:
         self, spec: LoraSpec, targets: Mapping[str, LinearShape], model_id: str, device: str, hidden_size: int
     ) -> None:
         self.spec = spec
-        self.scale = ALPHA / spec.rank
+        self.scale = LORA_ALPHA / spec.rank
         self.targets = tuple(targets)
         self.layout: dict[str, tuple[int, tuple[int, int]]] = {}
         offset = 0

@@ -81,7 +81,7 @@ class LoraTenant:
 
     Attributes:
         adapter: the masters.
-        batches: physical batches dealt to ranks since the last step, of passes the model had for itself.
+        batches: micro-batches dealt to ranks since the last step, of passes the model had for itself.
     """
 
     def __init__(self, adapter: Adapter, buffers: FlatBuffers) -> None:

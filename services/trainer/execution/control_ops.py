@@ -1,7 +1,7 @@
-"""What each kind of barrier operation does: create, step, save, load, publish, export, unload.
+"""What each kind of control operation does: create, step, save, load, publish, export, unload.
 
-Invariant: when a barrier raises, the model is as it was (a creation leaves no model behind). Files are
-read and written in threads beside the engine, so one tenant's disk never stops another's training.
+Invariant: when one raises, the model is as it was (a creation leaves no model behind). Files are read and
+written in threads beside the engine, so one tenant's disk never stops another's training.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Release = Callable[[], None]
 """Tells that the operation has taken effect and the model's next one may run; its result follows."""
 
 
-class Barriers:
-    """Executes one barrier operation at a time per model.
+class ControlOps:
+    """Executes one control operation at a time per model.
 
     Args:
         changed: told the id of a model whose state is new and should become durable.
@@ -95,7 +95,7 @@ class Barriers:
                 model.created = False
                 return convert.unloaded()
             case _:
-                raise TypeError(f"{type(work).__name__} is not a barrier")
+                raise TypeError(f"{type(work).__name__} is no control operation")
 
     async def _create(self, model: Model, seq_id: int, work: Create) -> OperationResult:
         if model.created:

@@ -1,4 +1,4 @@
-"""Carries out what the scheduler decides: passes on the engine, barriers beside them, results to waiters.
+"""Carries out what the scheduler decides: passes, control operations beside them, results to waiters.
 
 Invariants: an operation gets exactly one result; an operation that fails changes nothing and stops nobody;
 a failure that leaves the world's state in doubt ends `run`, and with it the process; an operation that was
@@ -27,20 +27,20 @@ from services.common.storage.base import failure
 from services.trainer import convert
 from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row, RowResult
 from services.trainer.convert import Forward, Target
-from services.trainer.execution.control_ops import Barriers
+from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
 from services.trainer.order.scheduler import (
     Cursor,
     Decision,
     Limits,
-    RunBarrier,
-    RunPass,
+    NextControlOp,
+    NextPass,
     UnitRef,
     only_suspect,
     plan_next,
 )
 from services.trainer.order.sequencer import Executed, Running
-from services.trainer.world.commands import RunPass as RunPassCommand
+from services.trainer.world.commands import RunPass
 from services.trainer.world.world import World
 from tinsmith.internal.v1 import operation_pb2
 
@@ -60,18 +60,18 @@ class Executor:
         self,
         world: World,
         models: dict[str, Model],
-        barriers: Barriers,
+        control: ControlOps,
         target: Target,
         limits: Limits,
         crashes: CrashLedger[tuple[str, int]],
     ) -> None:
         self._world = world
         self._models = models
-        self._barriers = barriers
+        self._control = control
         self._target = target
         self._limits = limits
         self._crashes = crashes
-        self._barriers_running = 0
+        self._control_running = 0
         self._cursor = Cursor()
         self._wake = asyncio.Event()
         self._stopping = False
@@ -116,7 +116,7 @@ class Executor:
         Raises:
             ExceptionGroup: the world failed.
         """
-        async with asyncio.TaskGroup() as barriers:
+        async with asyncio.TaskGroup() as control_ops:
             while not self._stopping:
                 self._wake.clear()
                 self._fail_broken()
@@ -124,14 +124,14 @@ class Executor:
                 match decision:
                     case None:
                         await self._wake.wait()
-                    case RunBarrier(model_id, seq_id):
+                    case NextControlOp(model_id, seq_id):
                         model = self._models[model_id]
                         model.held = True
-                        self._barriers_running += 1
-                        task = barriers.create_task(self._barrier(model), name=f"{model_id}:{seq_id}")
+                        self._control_running += 1
+                        task = control_ops.create_task(self._control_op(model), name=f"{model_id}:{seq_id}")
                         if alone:
                             await asyncio.wait([task])
-                    case RunPass():
+                    case NextPass():
                         await self._pass(decision)
 
     def _decide(self) -> tuple[Decision | None, bool]:
@@ -145,7 +145,7 @@ class Executor:
         suspect = only_suspect(queues, lambda *key: self._crashes.is_suspect(key))
         if suspect is not None:
             # What runs now ends first.
-            if self._barriers_running:
+            if self._control_running:
                 return None, True
             return plan_next(suspect, self._limits, Cursor(), unshared)[0], True
         decision, self._cursor = plan_next(queues, self._limits, self._cursor, unshared)
@@ -191,7 +191,7 @@ class Executor:
             result=result,
         )
 
-    async def _barrier(self, model: Model) -> None:
+    async def _control_op(self, model: Model) -> None:
         """Runs the operation at the head of a model's queue."""
         operation = model.sequence.ready[0]
         keys = [(model.model_id, operation.seq_id)]
@@ -207,7 +207,7 @@ class Executor:
 
         self._crashes.begin(keys)
         try:
-            result = await self._barriers.run(model, operation, release)
+            result = await self._control.run(model, operation, release)
         except ModelNotResident as error:
             self._crashes.end(keys)
             model.held = False
@@ -219,7 +219,7 @@ class Executor:
             log.warning("operation %s:%d failed: %s", model.model_id, operation.seq_id, caught)
             result = OperationResult(error=error_to_pb(reason))
         finally:
-            self._barriers_running -= 1
+            self._control_running -= 1
             self._wake.set()
         self._crashes.end(keys)
         release()
@@ -238,12 +238,12 @@ class Executor:
         if not operation.result.done():
             operation.result.set_result(result)
 
-    async def _pass(self, decision: RunPass) -> None:
+    async def _pass(self, decision: NextPass) -> None:
         plan, operations = self._plan(decision)
         keys = [(operation.model_id, operation.seq_id) for operation in operations]
         self._crashes.begin(keys)
         try:
-            rows: list[RowResult] = await self._world.call(RunPassCommand(plan))
+            rows: list[RowResult] = await self._world.call(RunPass(plan))
         except TinsmithError as error:
             # The engine reports failed operations row by row; an error of the whole pass leaves the
             # gradients in doubt.
@@ -266,7 +266,7 @@ class Executor:
             operation = model.sequence.executed(ready[0].seq_id)
             self._finish(model, operation, _forward_result(operation))
 
-    def _plan(self, decision: RunPass) -> tuple[Pass, list[Operation]]:
+    def _plan(self, decision: NextPass) -> tuple[Pass, list[Operation]]:
         """The engine's plan of a pass, and the operations its numbers refer to."""
         operations: list[Operation] = []
         numbers: dict[tuple[str, int], int] = {}

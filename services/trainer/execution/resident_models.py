@@ -67,7 +67,7 @@ class Model:
         created: it exists on the engine.
         lora: shape of its adapter; None of a model that trains all weights, and before it is created.
         broken: why it could not be created; every later operation fails with this.
-        held: a barrier of the model is executing.
+        held: a control operation of the model is executing.
         publishing: a snapshot or an export is on its way; another one waits for it.
         durable_seq: operation in the newest durable snapshot; -1 = none.
         unsaved_steps: optimizer steps since the last snapshot was asked for.

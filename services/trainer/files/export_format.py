@@ -17,11 +17,11 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
+from services.common.contract.adapters import LORA_ALPHA
 from services.common.contract.errors import Internal
 from services.common.contract.tensors import HostTensor
 from services.common.storage.base import Writer
 from services.trainer.compute.data import LoraSpec
-from services.trainer.compute.lora import ALPHA
 from services.trainer.files.tensor_files import load_tensors, save_tensors, save_text
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -81,7 +81,7 @@ def adapter_files(base_model: str, lora: LoraSpec, adapter: Mapping[str, HostTen
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": lora.rank,
-        "lora_alpha": int(ALPHA),
+        "lora_alpha": LORA_ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -1,4 +1,4 @@
-"""Splits one operation into units of work and deals physical batches to ranks. Pure.
+"""Splits one operation into units of work and deals micro-batches to ranks. Pure.
 
 Invariant: the split is a function of the operation's own datum lengths and the token budget alone, so
 that a replay of the operation computes bit for bit the same gradient.

@@ -1,11 +1,12 @@
 """Decides what the trainer world does next, one micro-batch per rank at a time.
 
 Invariants: an operation's work is cut into units that depend on that operation alone, and two units
-of one model never share a physical batch, so a model that runs alone sees the same batches on every
+of one model never share a micro-batch, so a model that runs alone sees the same batches on every
 replay. A model that computes with weights of its own has its passes for itself, each with units of one
 operation, so what is summed up with what depends on the operation alone. Nothing of a model runs before a
-barrier ahead of it. The model that was served least comes first, by its tokens, so one that asks for little
-waits for the pass that runs and no other; a pass that only runs forward is not held up by a backward pass.
+control operation ahead of it. The model that was served least comes first, by its tokens, so one that asks
+for little waits for the pass that runs and no other; a pass that only runs forward is not held up by a
+backward pass.
 Pure: plain data in, a decision out.
 """
 
@@ -18,7 +19,7 @@ from itertools import islice
 
 @dataclass(frozen=True)
 class Unit:
-    """Datums of one operation that stay together in one physical batch.
+    """Datums of one operation that stay together in one micro-batch.
 
     Attributes:
         datums: their indices in the operation.
@@ -40,7 +41,7 @@ class QueuedOp:
 
     Attributes:
         seq_id: position in the model's order.
-        units: work of a forward or forward_backward; None = a barrier, which runs by itself.
+        units: work of a forward or forward_backward; None = a control operation, which runs by itself.
         next_unit: units before this one were handed out.
         forward_only: the work has no backward pass.
     """
@@ -56,7 +57,7 @@ class Limits:
     """Bounds of one pass.
 
     Attributes:
-        micro_batches: physical batches a pass may have.
+        micro_batches: micro-batches a pass may have.
         micro_batch_tokens: padded tokens (rows x longest) up to which units of different models share a
             batch. A unit that is larger by itself has a batch of its own.
     """
@@ -73,12 +74,12 @@ class Cursor:
         clock: what the least served model had been served when it was last chosen. A model without work
             saves nothing up: when it is back it counts as served this much.
         served: the service of each model that had more, in tokens of forward passes.
-        had_barrier: models that ran a barrier since the last pass.
+        had_control: models that ran a control operation since the last pass.
     """
 
     clock: int = 0
     served: Mapping[str, int] = field(default_factory=dict)
-    had_barrier: frozenset[str] = frozenset()
+    had_control: frozenset[str] = frozenset()
 
     def of(self, model: str) -> int:
         """What a model counts as served."""
@@ -104,7 +105,7 @@ class UnitRef:
 
 
 @dataclass(frozen=True)
-class RunBarrier:
+class NextControlOp:
     """Execute the operation at the head of a model's queue by itself."""
 
     model_id: str
@@ -112,13 +113,13 @@ class RunBarrier:
 
 
 @dataclass(frozen=True)
-class RunPass:
-    """Run these units, one list per physical batch."""
+class NextPass:
+    """Run these units, one list per micro-batch."""
 
     micro_batches: tuple[tuple[UnitRef, ...], ...]
 
 
-Decision = RunBarrier | RunPass
+Decision = NextControlOp | NextPass
 
 
 def plan_next(
@@ -134,15 +135,15 @@ def plan_next(
         alone: models that share no pass.
     """
     heads = {model: head for model, queue in queues.items() if (head := _head(queue)) is not None}
-    barriers = [model for model, head in heads.items() if head.units is None]
+    control = [model for model, head in heads.items() if head.units is None]
     passes = [model for model, head in heads.items() if head.units is not None]
-    fresh = [model for model in barriers if model not in cursor.had_barrier]
-    if not fresh and not passes and barriers:
-        fresh, cursor = barriers, replace(cursor, had_barrier=frozenset())
+    fresh = [model for model in control if model not in cursor.had_control]
+    if not fresh and not passes and control:
+        fresh, cursor = control, replace(cursor, had_control=frozenset())
     if fresh:
         model = fresh[0]
-        return RunBarrier(model, heads[model].seq_id), replace(
-            cursor, had_barrier=cursor.had_barrier | {model}
+        return NextControlOp(model, heads[model].seq_id), replace(
+            cursor, had_control=cursor.had_control | {model}
         )
     if not passes:
         return None, Cursor()
@@ -188,8 +189,8 @@ def _cost(op: QueuedOp, unit: int | None = None) -> int:
 
 
 @dataclass
-class _Batch:
-    """A physical batch that is being filled."""
+class _MicroBatch:
+    """A micro-batch that is being filled."""
 
     units: list[UnitRef] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
@@ -211,14 +212,14 @@ class _Batch:
         self.longest = max(self.longest, unit.longest)
 
 
-def _plan_alone(model: str, op: QueuedOp, limits: Limits) -> RunPass:
+def _plan_alone(model: str, op: QueuedOp, limits: Limits) -> NextPass:
     """A pass with the next units of one operation."""
     assert op.units is not None
     units = islice(range(op.next_unit, len(op.units)), limits.micro_batches)
-    return RunPass(tuple((UnitRef(model, op.seq_id, unit),) for unit in units))
+    return NextPass(tuple((UnitRef(model, op.seq_id, unit),) for unit in units))
 
 
-def _plan_pass(queues: Mapping[str, Iterable[QueuedOp]], order: Sequence[str], limits: Limits) -> RunPass:
+def _plan_pass(queues: Mapping[str, Iterable[QueuedOp]], order: Sequence[str], limits: Limits) -> NextPass:
     """Fills the pass with one unit per model in turn, until nothing more of the first one's kind fits."""
     head = _head(queues[order[0]])
     assert head is not None
@@ -226,7 +227,7 @@ def _plan_pass(queues: Mapping[str, Iterable[QueuedOp]], order: Sequence[str], l
         model: list(_units_ahead(model, queues[model], limits.micro_batches, head.forward_only))
         for model in order
     }
-    batches: list[_Batch] = []
+    batches: list[_MicroBatch] = []
     progress = True
     while progress:
         progress = False
@@ -236,20 +237,20 @@ def _plan_pass(queues: Mapping[str, Iterable[QueuedOp]], order: Sequence[str], l
             ref, unit = units[0]
             batch = next((batch for batch in batches if batch.fits(model, unit, limits)), None)
             if batch is None and len(batches) < limits.micro_batches:
-                batch = _Batch()
+                batch = _MicroBatch()
                 batches.append(batch)
             if batch is not None:
                 batch.add(ref, unit)
                 units.pop(0)
                 progress = True
-    return RunPass(tuple(tuple(batch.units) for batch in batches))
+    return NextPass(tuple(tuple(batch.units) for batch in batches))
 
 
 def _units_ahead(
     model: str, queue: Iterable[QueuedOp], most: int, forward_only: bool
 ) -> Iterable[tuple[UnitRef, Unit]]:
-    """A model's next units in order, with or without a backward pass as asked for, up to its next barrier or
-    a unit of the other kind, at most as many as a pass has batches."""
+    """A model's next units in order, with or without a backward pass as asked for, up to its next control
+    operation or a unit of the other kind, at most as many as a pass has batches."""
     count = 0
     for op in queue:
         if op.units is None:

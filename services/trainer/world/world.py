@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 TICK_S = 30.0
 _OUTCOME_BYTES = 512
 

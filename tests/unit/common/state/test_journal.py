@@ -74,9 +74,10 @@ async def test_operations_accepted_in_any_order_are_read_in_order(any_redis: red
     for seq_id in (3, 0, 2, 1):
         operation = creation() if seq_id == 0 else step(seq_id)
         assert await journal.accept(operation, "ann") == Accepted(f"{MODEL}:{seq_id}", to_run=True)
-    found = await journal.read(MODEL, -1, 1 << 20)
-    assert [operation.seq_id for operation in found] == [0, 1, 2, 3]
-    assert [operation.seq_id for operation in await journal.read(MODEL, 1, 1)] == [2]
+    entries = (await journal.index(MODEL, -1)).entries
+    assert [entry.seq_id for entry in entries] == [0, 1, 2, 3]
+    found = await journal.operations(MODEL, [0, 1, 2, 3])
+    assert [operation and operation.seq_id for operation in found] == [0, 1, 2, 3]
     assert (await journal.index(MODEL, -1)).base_model == "org/base"
 
 
@@ -122,7 +123,7 @@ async def test_a_refused_operation_fails_its_future_and_uses_up_its_seq_id(
     assert "at least one datum" in result.error.message
     (entry,) = (await journal.index(MODEL, -1)).entries
     assert (entry.seq_id, entry.size, entry.pending) == (1, 0, False)
-    assert await journal.read(MODEL, -1, 1 << 20) == []
+    assert await journal.operations(MODEL, [1]) == [None]
     # Once all before it is there, it needs no entry to be used up.
     await journal.accept(creation(), "ann")
     index = await journal.index(MODEL, -1)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from services.trainer.order.scheduler import (
     Cursor,
     Limits,
+    NextControlOp,
+    NextPass,
     QueuedOp,
-    RunBarrier,
-    RunPass,
     Unit,
     UnitRef,
     only_suspect,
@@ -27,12 +27,12 @@ def forward(seq_id: int, *shapes: tuple[int, int]) -> QueuedOp:
     return QueuedOp(seq_id, units)
 
 
-def barrier(seq_id: int) -> QueuedOp:
+def control(seq_id: int) -> QueuedOp:
     return QueuedOp(seq_id, None)
 
 
 def refs(decision: object) -> list[list[tuple[str, int, int]]]:
-    assert isinstance(decision, RunPass)
+    assert isinstance(decision, NextPass)
     return [[(r.model_id, r.seq_id, r.unit) for r in batch] for batch in decision.micro_batches]
 
 
@@ -46,7 +46,7 @@ def drive(
         if decision is None:
             break
         made.append(decision)
-        if isinstance(decision, RunBarrier):
+        if isinstance(decision, NextControlOp):
             assert queues[decision.model_id].pop(0).seq_id == decision.seq_id
             continue
         for ref in (ref for batch in decision.micro_batches for ref in batch):
@@ -86,11 +86,11 @@ def test_a_unit_above_the_budget_still_runs_by_itself() -> None:
     assert refs(decision) == [[("a", 1, 0)]]
 
 
-def test_nothing_passes_a_barrier() -> None:
-    queues = {"a": [forward(1, (1, 8)), barrier(2), forward(3, (1, 8))]}
+def test_nothing_passes_a_control_operation() -> None:
+    queues = {"a": [forward(1, (1, 8)), control(2), forward(3, (1, 8))]}
     made = drive(queues, TWO_BATCHES, 10)
     assert refs(made[0]) == [[("a", 1, 0)]]
-    assert made[1] == RunBarrier("a", 2)
+    assert made[1] == NextControlOp("a", 2)
     assert refs(made[2]) == [[("a", 3, 0)]]
 
 
@@ -169,18 +169,18 @@ def test_rows_of_very_different_lengths_do_not_share_a_batch() -> None:
     assert [refs(decision) for decision in drive(queues, wide, 5)] == [[[("a", 1, 0)]], [[("b", 1, 0)]]]
 
 
-def test_all_waiting_barriers_run_before_the_next_pass() -> None:
-    queues = {"a": [barrier(1), forward(2, (1, 8))], "b": [barrier(1), forward(2, (1, 8))]}
+def test_all_waiting_control_operations_run_before_the_next_pass() -> None:
+    queues = {"a": [control(1), forward(2, (1, 8))], "b": [control(1), forward(2, (1, 8))]}
     made = drive(queues, ONE_BATCH, 10)
-    assert made[:2] == [RunBarrier("a", 1), RunBarrier("b", 1)]
+    assert made[:2] == [NextControlOp("a", 1), NextControlOp("b", 1)]
     assert refs(made[2]) == [[("a", 2, 0), ("b", 2, 0)]]
 
 
-def test_a_stream_of_barriers_does_not_starve_passes() -> None:
-    queues = {"a": [barrier(n) for n in range(1, 9)], "b": [forward(n, (1, 64)) for n in range(1, 5)]}
+def test_a_stream_of_control_operations_does_not_starve_passes() -> None:
+    queues = {"a": [control(n) for n in range(1, 9)], "b": [forward(n, (1, 64)) for n in range(1, 5)]}
     made = drive(queues, ONE_BATCH, 20)
     kinds = [type(d).__name__ for d in made[:8]]
-    assert kinds == ["RunBarrier", "RunPass"] * 4
+    assert kinds == ["NextControlOp", "NextPass"] * 4
     assert len(made) == 12
 
 
@@ -196,7 +196,7 @@ def test_a_lone_model_gets_the_same_batches_however_its_operations_arrive() -> N
 def test_the_plan_changes_no_queue() -> None:
     op = forward(1, (1, 8))
     decision, _ = plan_next({"a": [op]}, ONE_BATCH, Cursor())
-    assert decision == RunPass(((UnitRef("a", 1, 0),),))
+    assert decision == NextPass(((UnitRef("a", 1, 0),),))
     assert op.next_unit == 0
 
 
@@ -217,11 +217,11 @@ def test_a_model_with_weights_of_its_own_has_its_passes_for_itself() -> None:
 
 
 def test_a_pass_of_a_model_with_its_own_weights_has_units_of_one_operation() -> None:
-    queues = {"full": [forward(1, (1, 4), (1, 4), (1, 4)), forward(2, (1, 4)), barrier(3)]}
+    queues = {"full": [forward(1, (1, 4), (1, 4), (1, 4)), forward(2, (1, 4)), control(3)]}
     made = drive(queues, TWO_BATCHES, 10, alone={"full"})
     passes = [refs(decision) for decision in made[:3]]
     assert passes == [[[("full", 1, 0)], [("full", 1, 1)]], [[("full", 1, 2)]], [[("full", 2, 0)]]]
-    assert made[3] == RunBarrier("full", 3)
+    assert made[3] == NextControlOp("full", 3)
 
 
 def test_models_that_share_passes_and_one_that_does_not_take_turns() -> None:

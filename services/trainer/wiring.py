@@ -1,0 +1,89 @@
+"""One trainer, put together from its parts.
+
+Invariant: every store, queue and writer of rank 0 is made here, once.
+"""
+
+from __future__ import annotations
+
+import redis.asyncio
+import torch
+
+from services.common.process.crashes import CrashLedger
+from services.common.state.journal import Journal
+from services.common.storage.data_dir import DataDir
+from services.common.storage.location import connect
+from services.trainer.config import Place, TrainerConfig
+from services.trainer.convert import Target
+from services.trainer.execution.control_ops import ControlOps
+from services.trainer.execution.executor import Executor
+from services.trainer.execution.residency import Residency
+from services.trainer.execution.resident_models import Model
+from services.trainer.files.checkpoints import CheckpointStore
+from services.trainer.files.export_format import Base
+from services.trainer.order.scheduler import Limits
+from services.trainer.publish.broadcast import Broadcaster
+from services.trainer.publish.publisher import Publisher
+from services.trainer.service import TrainerServicer
+from services.trainer.world.world import World
+
+
+class Trainer:
+    """Rank 0's parts.
+
+    Attributes:
+        executor: runs what the scheduler decides.
+        residency: which models are in memory, and their durable snapshots.
+        broadcaster: sends weights to samplers.
+        crashes: what was executing when a predecessor died.
+        servicer: what gateways call.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, place: Place, world: World, client: redis.asyncio.Redis
+    ) -> None:
+        """Puts everything together over one Redis. Call within the event loop that will run it."""
+        data = DataDir(config.data_dir)
+        base = Base(config.base_model, config.model_path)
+        models: dict[str, Model] = {}
+
+        # What is kept: models in memory, their snapshots on disk, the ledger of crashes.
+        self.residency = Residency(
+            world, models, config.base_model, data, Journal(client), config.max_full_models
+        )
+        checkpoints = CheckpointStore(connect(config.checkpoint_store, data), config.base_model)
+        self.crashes = CrashLedger[tuple[str, int]](
+            data.run / f"{config.id}.executing", tuple[str, int], "trainer"
+        )
+
+        # What sends weights to samplers.
+        self.broadcaster = Broadcaster(
+            client,
+            config.redis_url,
+            config.base_model,
+            "cpu" if config.device == "cpu" else f"cuda:{place.local_rank}",
+            getattr(torch, config.dtype),
+        )
+
+        # What executes operations.
+        control = ControlOps(
+            world,
+            checkpoints,
+            Publisher(data, base, self.broadcaster),
+            base,
+            self.residency.durable.changed,
+            self.residency.durable.pointer,
+            self.residency.full,
+            config.full_snapshot_steps,
+            config.dtype,
+        )
+        self.executor = Executor(
+            world,
+            models,
+            control,
+            Target(config.base_model, config.micro_batch_tokens),
+            Limits(place.world_size, config.micro_batch_tokens),
+            self.crashes,
+        )
+        self.servicer = TrainerServicer(
+            self.executor, self.residency, models, place.world_size, config.zero_stage
+        )
