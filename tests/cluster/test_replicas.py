@@ -87,7 +87,8 @@ def test_given_up_samples_free_the_engine(cluster: Cluster, service: tinker.Serv
     def begin(client: tinker.SamplingClient) -> list[APIFuture[tinker.SampleResponse]]:
         # A minute of work and more, were it not given up.
         samples = [client.sample(prompt(seed), 16, LONG) for seed in range(64)]
-        until(lambda: status(cluster, "sampler-0").running == 64, "the samples did not start")
+        # As many run as the engine takes at once; the others wait in the gateways.
+        until(lambda: status(cluster, "sampler-0").running >= 8, "the samples did not start")
         until(lambda: known_to_be_accepted(client) == 64, "the SDK does not know that they did")
         return samples
 

@@ -18,6 +18,8 @@ from tinsmith.v1 import sampling_pb2
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 2.0
 
+MAX_SAMPLES = 1024
+"""Sequences of one request. An engine that generates fewer at once generates the others after them."""
 MAX_TOPK = 64
 """Largest k of topk_prompt_logprobs, topk_sample_logprobs and prompt_alt_tokens_k."""
 

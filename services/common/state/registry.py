@@ -45,7 +45,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         context_length: most tokens of a sequence.
         world_size: ranks of a trainer, tensor-parallel workers of a sampler.
         max_lora_rank: largest adapter rank it accepts; 0 = no limit of its own.
-        max_sequences: sequences that a sampler's engine generates at once, and most of one request; 0 = no
+        max_sequences: sequences that a sampler's engine generates at once; 0 = no
             limit of its own.
         queued_sequences: sequences that a sampler takes on beside them, over all gateways, so that its engine
             never runs dry. It refuses more (RESOURCE_EXHAUSTED): they wait in the gateways, where API keys

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.sample_schema import MAX_SAMPLES
 
 MIB = 1024 * 1024
 
@@ -57,7 +58,7 @@ class Limits:
     message_entries: int = 4096
     message_fields: int = 2**18
     datums: int = 4096
-    samples: int = 1024
+    samples: int = MAX_SAMPLES
     waiting_sequences: int = 32_768
     waiting_sample_bytes: int = 256 * MIB
     stop_items: int = 64

@@ -34,7 +34,6 @@ class BaseModel:
         context_length: most tokens of a sequence.
         max_train_rank: largest LoRA rank its trainers take; 0 = no limit of their own.
         max_sample_rank: largest LoRA rank its samplers take; 0 = no limit of their own.
-        max_samples: most sequences of one request that its samplers take; 0 = no limit of their own.
         trainable: it has a trainer, which may be away at present.
         sampleable: it has a sampler, which may be away at present.
         trainer_seen: a trainer said once what it takes; `sampler_seen`: the same.
@@ -47,7 +46,6 @@ class BaseModel:
     context_length: int = 0
     max_train_rank: int = 0
     max_sample_rank: int = 0
-    max_samples: int = 0
     trainable: bool = False
     sampleable: bool = False
     trainer_seen: bool = False
@@ -99,7 +97,6 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         context_length=_smallest(one.context_length for one in both),
         max_train_rank=_smallest(one.max_lora_rank for one in training),
         max_sample_rank=_smallest(one.max_lora_rank for one in sampling),
-        max_samples=_smallest(one.max_sequences for one in sampling),
         trainable=known.trained or bool(trainers),
         sampleable=known.sampled or bool(samplers),
         trainer_seen=bool(training),

@@ -19,9 +19,8 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
     """Bytes of the largest answer of a sample request; refuses one that a sampler could not run."""
     if not 0 <= request.seq_id < 2**63:
         raise InvalidRequest("seq_id must be 0 or more")
-    most = min(limits.samples, model.max_samples or limits.samples)
-    if not 1 <= request.num_samples <= most:
-        raise InvalidRequest(f"num_samples must be 1 to {most}, not {request.num_samples}")
+    if not 1 <= request.num_samples <= limits.samples:
+        raise InvalidRequest(f"num_samples must be 1 to {limits.samples}, not {request.num_samples}")
     _check_prompt(request.prompt, model)
     _check_sampling_params(request.params, model, limits)
     prompt_length = request.prompt.shape[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from services.common.contract.errors import InvalidRequest
-from services.common.contract.sample_schema import Scoring, check_answer, check_decoding
+from services.common.contract.sample_schema import MAX_SAMPLES, Scoring, check_answer, check_decoding
 from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
 
@@ -91,7 +91,7 @@ class Limits:
     Attributes:
         vocab_size: token ids are 0 .. vocab_size - 1.
         context_length: most tokens of prompt and output together.
-        max_sequences: sequences that it generates at once, and most of one request.
+        max_sequences: sequences that it generates at once. One request may have more, up to MAX_SAMPLES.
     """
 
     vocab_size: int
@@ -106,9 +106,9 @@ def check(job: SampleJob, limits: Limits) -> None:
         InvalidRequest: with what to change.
     """
     _check_prompt(job.prompt, limits)
-    if not 1 <= job.num_samples <= limits.max_sequences:
+    if not 1 <= job.num_samples <= MAX_SAMPLES:
         raise InvalidRequest(
-            f"num_samples is {job.num_samples}; it must be from 1 to {limits.max_sequences}: "
+            f"num_samples is {job.num_samples}; it must be from 1 to {MAX_SAMPLES}: "
             "send several requests for more"
         )
     _check_params(job.params, limits)

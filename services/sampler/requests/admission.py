@@ -5,8 +5,8 @@ engine generates at once, and a little beside it, so that it never runs dry whil
 The others wait in the gateways, where API keys take turns.
 
 Invariants: what is taken on and has not ended never exceeds `sequences + queued`; of it, what waits for its
-weights never exceeds `queued`, so requests that need not wait find room beside those that do (one request
-alone may be larger than that).
+weights never exceeds `queued`, so requests that need not wait find room beside those that do. One request
+alone may be larger than either.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Admission:
 
     def _check(self, sequences: int, ready: bool, late: int) -> None:
         most = self._capacity.sequences + self._capacity.queued
-        if self.taken + sequences > most:
+        if self.taken and self.taken + sequences > most:
             raise Overloaded(
                 f"this sampler has {self.taken} sequences and takes on at most {most}; send the request "
                 "again, or to another one"

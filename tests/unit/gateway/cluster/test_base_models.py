@@ -29,7 +29,6 @@ def test_the_smallest_limit_of_all_replicas_holds() -> None:
     )
     assert models["a/b"].context_length == 32
     assert models["a/b"].max_sample_rank == 16
-    assert models["a/b"].max_samples == 512
     assert models["a/b"].trainable and models["a/b"].sampleable
     assert models["c/d"].sampleable and not models["c/d"].trainable
 
@@ -38,7 +37,7 @@ def test_what_is_away_is_judged_by_what_it_said_last_and_what_lives_by_what_it_s
     said = Facts(vocab_size=100, context_length=32, max_lora_rank=8, max_sequences=4)
     known = KnownModel("a/b", trainer=said, sampler=said)
     away = base_models.merge(view(known=(known,)))["a/b"]
-    assert (away.context_length, away.max_train_rank, away.max_sample_rank, away.max_samples) == (32, 8, 8, 4)
+    assert (away.context_length, away.max_train_rank, away.max_sample_rank) == (32, 8, 8)
     assert (away.trainable, away.sampleable, away.trainer_seen, away.sampler_seen) == (True,) * 4
     back = base_models.merge(view(record("trainer", "a/b", max_lora_rank=16), known=(known,)))["a/b"]
     assert (back.max_train_rank, back.max_sample_rank) == (16, 8)

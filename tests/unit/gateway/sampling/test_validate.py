@@ -101,12 +101,6 @@ def test_a_sample_that_cannot_be_run_is_refused(changes: dict, says: str) -> Non
     assert says in refused(validate.check_sample, sample(**changes), MODEL, LIMITS)
 
 
-def test_more_samples_than_the_smallest_sampler_takes_are_refused() -> None:
-    small = dataclasses.replace(MODEL, max_samples=8)
-    validate.check_sample(sample(num_samples=8), small, LIMITS)
-    assert "1 to 8" in refused(validate.check_sample, sample(num_samples=9), small, LIMITS)
-
-
 def test_what_a_request_may_sample_in_all_is_bounded_by_what_its_context_leaves() -> None:
     large = dataclasses.replace(MODEL, context_length=2**15)
     for max_tokens in (2**14, None):

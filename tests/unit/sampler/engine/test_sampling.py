@@ -49,7 +49,7 @@ def test_what_the_engine_can_do_is_accepted(job: SampleJob) -> None:
         (dataclasses.replace(JOB, prompt=[1, 100]), "token id 100"),
         (dataclasses.replace(JOB, prompt=[-1]), "token id -1"),
         (dataclasses.replace(JOB, num_samples=0), "num_samples"),
-        (dataclasses.replace(JOB, num_samples=9), "num_samples"),
+        (dataclasses.replace(JOB, num_samples=1025), "num_samples"),
         (dataclasses.replace(JOB, scoring=Scoring(topk_prompt_logprobs=65)), "topk"),
         (params(max_tokens=0), "max_tokens"),
         (params(temperature=0.001), "temperature"),

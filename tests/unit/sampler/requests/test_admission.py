@@ -84,3 +84,13 @@ def test_whatever_ends_a_request_it_holds_nothing_afterwards(admission: Admissio
                 place.enter()
             raise RuntimeError("the engine died")
     assert (admission.taken, admission.waiting) == (0, 0)
+
+
+def test_a_request_that_is_larger_than_the_engine_is_taken_on_alone() -> None:
+    admission = Admission(Capacity(sequences=8, queued=2))
+    with admission.place(512, ready=True, late=0):
+        assert admission.taken == 512
+        with pytest.raises(Overloaded, match="at most 10"), admission.place(1, ready=True, late=0):
+            pass
+    with admission.place(1, ready=True, late=0), pytest.raises(Overloaded):
+        admission.place(512, ready=True, late=0).__enter__()

@@ -112,7 +112,7 @@ async def test_a_sample_that_is_cancelled_holds_nothing_whether_it_ran_or_waited
 
 async def test_what_is_refused_never_reaches_the_engine(sampler: Sampler) -> None:
     with pytest.raises(InvalidRequest, match="num_samples"):
-        await sampler.samples.run(dataclasses.replace(JOB, num_samples=9))
+        await sampler.samples.run(dataclasses.replace(JOB, num_samples=1025))
     sampler.engine.not_begun = 3
     with pytest.raises(Overloaded, match="has not begun"):
         await sampler.samples.run(JOB)
