@@ -7,7 +7,8 @@ from typing import Any
 
 import kubernetes_validate.utils
 import pytest
-from rendered import (
+
+from tests.helm.rendered import (
     CHART,
     arguments,
     container,

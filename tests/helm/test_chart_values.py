@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered import CHART, container, refusal, render, workloads
+
+from tests.helm.rendered import CHART, container, refusal, render, workloads
 
 MODEL = {"name": "a/b", "path": "a/b"}
 # Values that exist only where a user writes them.

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from packaging.utils import canonicalize_name
-from rendered import ROOT, container, pod, render, tool, workloads
+
+from tests.helm.rendered import ROOT, container, pod, render, tool, workloads
 
 DOCKER = ROOT / "deploy" / "docker"
 SERVICES = ("gateway", "trainer", "sampler")
