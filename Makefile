@@ -21,7 +21,7 @@ up: setup ## start a cluster: make up MODEL=NAME=PATH_OR_HUB_ID
 	@.venv/bin/tinsmith up $(if $(MODEL),--model $(MODEL))
 
 test: setup ## the whole suite
-	@$(PY) -m pytest tests
+	@$(PY) -m pytest tests --ignore=tests/soak
 
 test-unit: setup ## pure logic and small parts; seconds
 	@$(PY) -m pytest tests/unit
