@@ -20,7 +20,7 @@ demo: setup ## fine-tune a real small model with the tinker SDK and show the res
 up: setup ## start a cluster: make up MODEL=NAME=PATH_OR_HUB_ID
 	@.venv/bin/tinsmith up $(if $(MODEL),--model $(MODEL))
 
-test: setup ## the whole suite
+test: setup ## the whole suite, but for the soak
 	@$(PY) -m pytest tests --ignore=tests/soak
 
 test-unit: setup ## pure logic and small parts; seconds
