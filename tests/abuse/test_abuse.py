@@ -1,6 +1,6 @@
 """The worst requests there are, in numbers: nobody else notices, and nothing is left of them.
 
-About 3,000 requests by default; REQUESTS=n sends at least n. SEED chooses other random values.
+About 1,600 requests by default; REQUESTS=n sends at least n. SEED chooses other random values.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tests.abuse.target import Target
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster, start_cluster, stop_cluster
 
-REQUESTS = int(os.environ.get("REQUESTS") or "3000")
+REQUESTS = int(os.environ.get("REQUESTS") or "1600")
 SEED = int(os.environ.get("SEED", "0"))
-MOST_GROWN_MIB = 256
+MOST_GROWN_MIB = 512
 _FIXED = 1_160
 """Attempts that are the same whatever the number of random ones."""
 _RANDOM_KINDS = 74
