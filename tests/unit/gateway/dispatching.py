@@ -20,7 +20,7 @@ from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import models_pb2, results_pb2, training_pb2
 
 MODEL = ids.model_id("s", 0)
-SETTINGS = DispatchSettings(gap_timeout=60, trainer_poll=0.2, trainer_patience=0.3)
+SETTINGS = DispatchSettings(gap_timeout=60, trainer_poll=0.2)
 
 
 def create() -> operation_pb2.Operation:
