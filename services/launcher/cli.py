@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tinsmith", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"tinsmith {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(
         commands.add_parser(
@@ -56,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     retire.add_argument("name", metavar="NAME", help="what SDK users pass as base_model")
     _add_cluster(retire)
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tinsmith")
+    except importlib.metadata.PackageNotFoundError:
+        return "(a source tree that is not installed)"
 
 
 def _add_cluster(command: argparse.ArgumentParser) -> None:
@@ -263,6 +272,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except TinsmithError as error:
         print(f"tinsmith: {error.message}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("services", "tinsmith"):
+            raise
+        print(
+            f"tinsmith: the package {error.name} is not installed; `tinsmith {args.command}` needs\n"
+            "    pip install 'tinsmith[gateway,trainer,sampler,local]'",
+            file=sys.stderr,
+        )
         return 1
 
 

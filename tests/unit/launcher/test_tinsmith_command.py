@@ -157,3 +157,17 @@ def test_a_terminal_that_was_closed_does_not_keep_the_cluster_from_stopping(
     progress = Progress(tmp_path, verbose=False)
     progress.note("stopping")
     progress.note("stopped")
+
+
+def test_a_missing_package_is_named_with_what_installs_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    for name in ("services.launcher.machine", "services.launcher.status"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("services.launcher.status", raising=False)
+    monkeypatch.delattr("services.launcher.machine", raising=False)
+    assert cli.main(["status"]) == 1
+    said = capsys.readouterr().err
+    assert "psutil is not installed" in said
+    assert "pip install 'tinsmith[" in said
