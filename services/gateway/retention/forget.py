@@ -28,7 +28,7 @@ _SWEEP_S = 10.0
 _DEADLINE_S = 300.0
 _AT_ONCE = 100
 _AGAIN_S = 24 * 3600.0
-"""A session that still has checkpoints is looked at again after this long."""
+"""A session of which something is needed is looked at again after this long at most."""
 
 
 class Forgetting:
@@ -44,6 +44,7 @@ class Forgetting:
         self._redis = client
         self._stores = stores
         self._forget_after = forget_after
+        self._again = min(_AGAIN_S, forget_after)
         self._lease = SweepLease(client, keys.FORGET_LEASE, gateway_id)
         self._sweeps = Periodic("forgetting of old sessions", _SWEEP_S, self._sweep_if_due, _DEADLINE_S)
 
@@ -64,7 +65,7 @@ class Forgetting:
         due: Any = await self._redis.zrangebyscore(keys.OVER_SESSIONS, "-inf", before, 0, _AT_ONCE)
         for session_id in (raw.decode() for raw in due):
             # Whatever comes of it, the next ones have their turn.
-            await self._redis.zadd(keys.OVER_SESSIONS, {session_id: before + _AGAIN_S})
+            await self._redis.zadd(keys.OVER_SESSIONS, {session_id: before + self._again})
             try:
                 if await self._forget(session_id):
                     await self._redis.zrem(keys.OVER_SESSIONS, session_id)
