@@ -169,7 +169,7 @@ def _adam(adam: training_pb2.AdamParams) -> AdamSpec:
 def _forward(request: training_pb2.ForwardBackward, target: Target) -> Forward:
     if not request.data:
         raise InvalidRequest("data is empty; give at least one datum", "empty_data")
-    data, lengths, trailing = [], [], set()
+    data, lengths = [], []
     for index, pb in enumerate(request.data):
         tokens = tensors.from_pb(pb.tokens, f"data[{index}]: tokens")
         if tokens.dtype != "int32" or len(tokens.shape) != 1 or not tokens.numel:
@@ -178,16 +178,8 @@ def _forward(request: training_pb2.ForwardBackward, target: Target) -> Forward:
             key: tensors.from_pb(value, f"data[{index}]: {key}")
             for key, value in sorted(pb.loss_inputs.items())
         }
-        if "target_tokens" in inputs:
-            trailing.add(inputs["target_tokens"].shape[1:])
         lengths.append(tokens.numel)
         data.append(Datum(tokens.data, inputs))
-    if len(trailing) > 1:
-        raise InvalidRequest(
-            "target_tokens must have the same number of targets per position in all datums of a request; "
-            "send datums of another number in another request",
-            "wrong_shape",
-        )
     units = tuple(
         Unit(tuple(indices), max(lengths[i] for i in indices))
         for indices in split_operation(lengths, target.unit_tokens)
@@ -225,12 +217,15 @@ def _batched(arrays: Sequence[HostTensor]) -> training_pb2.BatchedTensor:
     offsets = [0]
     for array in arrays:
         offsets.append(offsets[-1] + len(array.data))
-    return training_pb2.BatchedTensor(
-        dtype=DTYPES[arrays[0].dtype].pb,
-        data=b"".join(array.data for array in arrays),
-        offsets=offsets,
-        trailing_shape=arrays[0].shape[1:],
+    batched = training_pb2.BatchedTensor(
+        dtype=DTYPES[arrays[0].dtype].pb, data=b"".join(array.data for array in arrays), offsets=offsets
     )
+    trailing = [array.shape[1:] for array in arrays]
+    if len(set(trailing)) == 1:
+        batched.trailing_shape.extend(trailing[0])
+    else:
+        batched.columns.extend(shape[0] if shape else 0 for shape in trailing)
+    return batched
 
 
 def stepped(metrics: Mapping[str, float]) -> results_pb2.OperationResult:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tinker import types
 
 from tests.cluster import batches
-from tests.cluster.conftest import BASE_MODEL, Cluster
+from tests.cluster.conftest import BASE_MODEL, VOCAB, Cluster
 from tests.reference import Reference
 
 LENGTHS = (4, 19, 11)
@@ -188,6 +188,34 @@ def test_several_weighted_targets_a_position_arrive_whole_when_the_sdk_sends_the
     ours = batches.logprobs(output)[0]
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
     assert output.metrics["loss:sum"] == pytest.approx(-(weights * expected).sum().item(), rel=1e-4)
+
+
+def test_datums_of_one_request_may_have_different_numbers_of_targets(
+    cluster: Cluster, training: tinker.TrainingClient
+) -> None:
+    gradients = Gradients(cluster, training)
+    generator = torch.Generator().manual_seed(1)
+    data, expected, loss = [], [], torch.zeros(())
+    for seed, shape in enumerate([(12,), (7, 3), (5, 1), (9, 2), (12,)]):
+        sequence = batches.tokens(seed, shape[0])
+        targets = torch.randint(VOCAB, shape, generator=generator)
+        weights = torch.randn(shape, generator=generator)
+        inputs = {"target_tokens": targets, "weights": weights}
+        data.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(sequence),
+                loss_fn_inputs={name: types.TensorData.from_torch(each) for name, each in inputs.items()},
+            )
+        )
+        distribution = gradients.reference.distribution(sequence)
+        lp = distribution.gather(1, targets.view(shape[0], -1)).view(shape)
+        expected.append(lp.detach())
+        loss = loss - (weights * lp).sum()
+    output = training.forward_backward(data, "cross_entropy").result()
+    for ours, theirs in zip(batches.logprobs(output), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert output.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-4)
+    gradients.assert_equal(loss)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.compute.logprobs import LogprobHead
+from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora import (
     ATTENTION_PROJECTIONS,
     HEAD,
@@ -128,7 +128,7 @@ class BaseModel:
         logger.info("loaded %s (%s, ZeRO stage %d) on %s", model_path, self.arch, zero_stage, self.device)
 
     def score(
-        self, tokens: Tensor, positions: Tensor, targets: Tensor, value_positions: Tensor
+        self, tokens: Tensor, positions: Tensor, targets: Targets, value_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities of targets and values, differentiable in the routed adapters when gradients are
         enabled.
@@ -136,11 +136,11 @@ class BaseModel:
         Args:
             tokens: int64 [B, T], rows padded on the right with any id.
             positions: int64 [P], indices into the flattened [B * T] tokens: what predicts a target.
-            targets: int64 [P, K].
+            targets: those of the P positions, Q in all.
             value_positions: int64 [V], like `positions`: what the routed critics' value heads score.
 
         Returns:
-            float32 [P, K] and float32 [V].
+            float32 [Q] and float32 [V].
         """
         logprobs, scored = self._scorer(tokens, positions, targets, value_positions)
         return logprobs, self._router.values(scored)
@@ -167,9 +167,9 @@ class Scorer(nn.Module):
         self._detached = detached
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, targets: Tensor, value_positions: Tensor
+        self, tokens: Tensor, positions: Tensor, targets: Targets, value_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [P, K], and the hidden states [V, hidden] of critics' positions."""
+        """Log-probabilities [Q], and the hidden states [V, hidden] of critics' positions."""
         embedded = self.backbone.get_input_embeddings()(tokens)
         if self._detached and torch.is_grad_enabled():
             # The backward pass then runs through every module on every rank, whichever adapters are

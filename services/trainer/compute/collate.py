@@ -17,6 +17,7 @@ from torch import Tensor
 from services.common.contract.loss_schema import TARGETS
 from services.common.contract.tensors import DTYPES, HostTensor, from_values
 from services.trainer.compute.data import Row, RowResult
+from services.trainer.compute.logprobs import Targets, widths_of
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,15 @@ class Collated:
         tokens: int64 [B, T].
         positions: int64 [P], the real positions of the rows with targets, row after row, as indices into
             [B * T].
-        targets: int64 [P, K], K the most targets per position of any row; unused columns hold 0.
+        targets: those of the P positions, Q in all.
         value_positions: int64 [V], those of critics' rows.
-        spans: each row's (start, stop) in P, or V.
+        spans: each row's (start, stop) in Q, or V.
         inputs: each row's other loss inputs, in their own shape, on the device.
     """
 
     tokens: Tensor
     positions: Tensor
-    targets: Tensor
+    targets: Targets
     value_positions: Tensor
     spans: list[tuple[int, int]]
     inputs: list[dict[str, Tensor]]
@@ -47,20 +48,22 @@ def collate(rows: Sequence[Row], device: str) -> Collated:
     longest = max(lengths)
     scored = sum(row.length for row in rows if TARGETS in row.loss_inputs)
     tokens = np.zeros((len(rows), longest), dtype=np.int64)
-    targets = np.zeros((scored, max(_columns(row) for row in rows)), dtype=np.int64)
+    targets: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+    runs: list[tuple[int, int]] = []
     positions = np.zeros(scored, dtype=np.int64)
     value_positions = np.zeros(sum(lengths) - scored, dtype=np.int64)
     spans: list[tuple[int, int]] = []
-    start, value_start = 0, 0
+    start, target_start, value_start = 0, 0, 0
     for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         tokens[number, :length] = np.frombuffer(row.tokens, DTYPES["int32"].numpy)
         real = np.arange(length, dtype=np.int64) + number * longest
         if TARGETS in row.loss_inputs:
-            row_targets = row.loss_inputs[TARGETS].values().reshape(length, -1)
-            targets[start : start + length, : row_targets.shape[1]] = row_targets
+            row_targets = row.loss_inputs[TARGETS].values().ravel()
+            targets.append(row_targets)
+            runs.append((length, row_targets.size // length))
             positions[start : start + length] = real
-            spans.append((start, start + length))
-            start += length
+            spans.append((target_start, target_start + row_targets.size))
+            start, target_start = start + length, target_start + row_targets.size
         else:
             value_positions[value_start : value_start + length] = real
             spans.append((value_start, value_start + length))
@@ -68,7 +71,7 @@ def collate(rows: Sequence[Row], device: str) -> Collated:
     return Collated(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
-        targets=torch.from_numpy(targets).to(device),
+        targets=Targets(torch.from_numpy(np.concatenate(targets)).to(device), widths_of(runs)),
         value_positions=torch.from_numpy(value_positions).to(device),
         spans=spans,
         inputs=_loss_inputs(rows, device),
@@ -78,22 +81,21 @@ def collate(rows: Sequence[Row], device: str) -> Collated:
 def idle_batch(device: str) -> Collated:
     """One masked position, for a rank that has to take part in a collective pass without any row."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    return Collated(zero, zero[0], zero, zero[0, :0], [], [])
+    return Collated(zero, zero[0], Targets(zero[0], ((1, 1),)), zero[0, :0], [], [])
 
 
 def row_output(logprobs: Tensor, values: Tensor, batch: Collated, number: int, row: Row) -> Tensor:
     """A row's part of what the model computed: log-probabilities in the shape of its targets, or values.
 
     Args:
-        logprobs: [P, K].
+        logprobs: [Q].
         values: [V].
         number: the row's place in the batch.
     """
     start, stop = batch.spans[number]
     if TARGETS not in row.loss_inputs:
         return values[start:stop]
-    shape = row.loss_inputs[TARGETS].shape
-    return logprobs[start:stop, 0] if len(shape) == 1 else logprobs[start:stop, : shape[1]]
+    return logprobs[start:stop].view(row.loss_inputs[TARGETS].shape)
 
 
 def row_results(
@@ -129,13 +131,6 @@ def with_dtype(tensors: Mapping[str, HostTensor], dtype: str) -> dict[str, HostT
         rounded = torch.from_numpy(array.values().copy()).to(torch.bfloat16)
         result[name] = HostTensor("bfloat16", array.shape, rounded.view(torch.int16).numpy().tobytes())
     return result
-
-
-def _columns(row: Row) -> int:
-    if TARGETS not in row.loss_inputs:
-        return 1
-    shape = row.loss_inputs[TARGETS].shape
-    return shape[1] if len(shape) == 2 else 1
 
 
 def _loss_inputs(rows: Sequence[Row], device: str) -> list[dict[str, Tensor]]:

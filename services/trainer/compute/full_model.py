@@ -33,6 +33,7 @@ from services.trainer.compute.base_model import Scorer, load_model
 from services.trainer.compute.collate import idle_batch
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.exchange import any_rank
+from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora import LoraRouter
 from services.trainer.compute.tenant import check_shapes
 
@@ -114,7 +115,7 @@ class FullModel:
         self._failures: dict[int, Failure] = {}
 
     def score(
-        self, tokens: Tensor, positions: Tensor, targets: Tensor, value_positions: Tensor
+        self, tokens: Tensor, positions: Tensor, targets: Targets, value_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `BaseModel.score`; log-probabilities are differentiable in the weights when gradients are
         enabled. There is no value head, so `value_positions` is empty and so are the values."""

@@ -1,12 +1,14 @@
 """Log-probabilities of target tokens, computed without ever holding all the logits.
 
 Invariant: the logits ([positions, vocabulary]) of at most one chunk, of `CHUNK_ELEMENTS` elements, exist at a
-time, in the forward and in the backward pass; the log-softmax itself is always float32.
+time, in the forward and in the backward pass; the log-softmax itself is always float32. Targets are never
+padded: one position with many costs the others nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,36 +22,98 @@ CHUNK_ELEMENTS = 1 << 26
 """Logits in one chunk: 256 MiB of float32."""
 
 
+Widths = tuple[tuple[int, int], ...]
+"""Runs of positions that have equally many targets: (positions, targets of each)."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The targets of P positions, which may have different numbers of them.
+
+    Attributes:
+        ids: int64 [Q], those of one position after the other.
+        widths: the runs that make up the P positions and Q targets.
+    """
+
+    ids: Tensor
+    widths: Widths
+
+    @property
+    def positions(self) -> int:
+        """P."""
+        return sum(count for count, _ in self.widths)
+
+    def __getitem__(self, positions: slice) -> Targets:
+        """Those of the positions from `positions.start` to `positions.stop`."""
+        widths: list[tuple[int, int]] = []
+        first = passed = start = 0
+        for count, width in self.widths:
+            before = min(max(positions.start - passed, 0), count)
+            taken = min(max(positions.stop - passed, 0), count) - before
+            if taken:
+                start = start if widths else first + before * width
+                widths.append((taken, width))
+            first, passed = first + count * width, passed + count
+        stop = start + sum(count * width for count, width in widths)
+        return Targets(self.ids[start:stop], tuple(widths))
+
+
+def widths_of(runs: Sequence[tuple[int, int]]) -> Widths:
+    """The fewest runs that say the same."""
+    joined: list[tuple[int, int]] = []
+    for count, width in runs:
+        if joined and joined[-1][1] == width:
+            joined[-1] = (joined[-1][0] + count, width)
+        else:
+            joined.append((count, width))
+    return tuple(joined)
+
+
 class _SelectiveLogSoftmax(torch.autograd.Function):
     """log_softmax(logits)[targets]; saves the logits and one normaliser per position, no softmax."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, widths: Widths) -> Tensor:
         full = logits.float()
         normaliser = torch.logsumexp(full, dim=-1, keepdim=True)
-        ctx.save_for_backward(logits, targets, normaliser)
-        return full.gather(-1, targets) - normaliser
+        ctx.save_for_backward(logits, ids, normaliser)
+        ctx.widths = widths
+        found = [
+            (full[rows].gather(-1, ids[flat].view(shape)) - normaliser[rows]).flatten()
+            for rows, flat, shape in _runs(widths)
+        ]
+        return torch.cat(found) if found else full.new_zeros(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
-        logits, targets, normaliser = ctx.saved_tensors
+        logits, ids, normaliser = ctx.saved_tensors
         result = torch.sub(logits, normaliser).exp_()
-        result.mul_(-grad.sum(-1, keepdim=True)).scatter_add_(-1, targets, grad)
-        return result.to(logits.dtype), None
+        for rows, flat, shape in _runs(ctx.widths):
+            above = grad[flat].view(shape)
+            result[rows].mul_(-above.sum(-1, keepdim=True)).scatter_add_(-1, ids[flat].view(shape), above)
+        return result.to(logits.dtype), None, None
 
 
-def selective_log_softmax(logits: Tensor, targets: Tensor) -> Tensor:
+def _runs(widths: Widths) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
+    """Of each run the positions, the targets, and the shape [positions, targets of each]."""
+    row = first = 0
+    for count, width in widths:
+        yield slice(row, row + count), slice(first, first + count * width), (count, width)
+        row, first = row + count, first + count * width
+
+
+def selective_log_softmax(logits: Tensor, targets: Targets) -> Tensor:
     """Log-probability of each target.
 
     Args:
         logits: [P, vocabulary], any floating dtype.
-        targets: int64 [P, K].
+        targets: of the P positions, Q in all.
 
     Returns:
-        float32 [P, K].
+        float32 [Q].
     """
-    return cast(Tensor, _SelectiveLogSoftmax.apply(logits, targets))
+    return cast(Tensor, _SelectiveLogSoftmax.apply(logits, targets.ids, targets.widths))
 
 
 class LogprobHead(nn.Module):
@@ -67,15 +131,15 @@ class LogprobHead(nn.Module):
         self.chunk_positions = max(1, chunk_elements // linear.out_features)
         self._router = router
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Targets) -> Tensor:
         """Log-probabilities.
 
         Args:
             hidden: [P, hidden], the positions of the routed segments one after the other.
-            targets: int64 [P, K].
+            targets: of the P positions, Q in all.
 
         Returns:
-            float32 [P, K].
+            float32 [Q].
         """
         # One chunk alone is kept for the backward pass; of several, each is computed again there.
         recompute = torch.is_grad_enabled() and hidden.shape[0] > self.chunk_positions
@@ -100,6 +164,6 @@ class LogprobHead(nn.Module):
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _chunk(self, hidden: Tensor, targets: Tensor, parts: Sequence[Part]) -> Tensor:
+    def _chunk(self, hidden: Tensor, targets: Targets, parts: Sequence[Part]) -> Tensor:
         logits = add_adapters(parts, hidden, F.linear(hidden, self.weight, self.bias))
         return selective_log_softmax(logits, targets)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.compute.logprobs import LogprobHead, selective_log_softmax
+from services.trainer.compute.logprobs import LogprobHead, Targets, selective_log_softmax, widths_of
 from services.trainer.compute.lora import HEAD, LoraPair, LoraRouter, Segment
 
 HIDDEN, VOCAB, POSITIONS = 16, 50, 23
@@ -15,13 +15,19 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+def rectangular(targets: torch.Tensor) -> Targets:
+    """Equally many at each position: [P, K]."""
+    return Targets(targets.flatten(), (tuple(targets.shape),))
+
+
 def test_selective_log_softmax_equals_log_softmax_with_its_gradient() -> None:
     logits = (torch.randn(7, VOCAB, dtype=torch.float64) * 5).float()
     targets = torch.randint(VOCAB, (7, 3))
-    targets[0] = targets[0, 0]  # the same target twice
+    targets[0] = targets[0, 0]  # the same target thrice
     upstream = torch.randn(7, 3)
     ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    result, expected = selective_log_softmax(ours, targets), theirs.log_softmax(-1).gather(-1, targets)
+    result = selective_log_softmax(ours, rectangular(targets)).view(7, 3)
+    expected = theirs.log_softmax(-1).gather(-1, targets)
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-6)
     result.backward(upstream)
     expected.backward(upstream.double())
@@ -31,9 +37,9 @@ def test_selective_log_softmax_equals_log_softmax_with_its_gradient() -> None:
 def test_logits_of_bfloat16_are_normalised_in_float32() -> None:
     logits = (torch.randn(5, VOCAB) * 10).bfloat16()
     targets = torch.randint(VOCAB, (5, 1))
-    result = selective_log_softmax(logits, targets)
+    result = selective_log_softmax(logits, rectangular(targets))
     assert result.dtype == torch.float32
-    torch.testing.assert_close(result, logits.float().log_softmax(-1).gather(-1, targets))
+    torch.testing.assert_close(result, logits.float().log_softmax(-1).gather(-1, targets)[:, 0])
 
 
 def pair(rank: int) -> LoraPair:
@@ -47,13 +53,15 @@ def test_the_head_equals_a_plain_head_with_each_segments_adapter(chunk_positions
     router = LoraRouter()
     head = LogprobHead(linear, router, chunk_elements=chunk_positions * VOCAB)
     hidden = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
-    targets = torch.randint(VOCAB, (POSITIONS, 2))
+    # Of three rows, one with five targets a position; chunks end inside of each.
+    runs = [(7, 1), (2, 5), (14, 2)]
+    targets = [torch.randint(VOCAB, shape) for shape in runs]
     first, last = pair(3), pair(5)
     segments = [Segment(1, 9, {HEAD: first}), Segment(1, 6, {}), Segment(2, 8, {HEAD: last})]
     leaves = [hidden, first.a, first.b, last.a, last.b]
 
     with router.route(segments):
-        result = head(hidden, targets)
+        result = head(hidden, Targets(torch.cat([part.flatten() for part in targets]), widths_of(runs)))
         gradients = torch.autograd.grad(result.square().sum(), leaves)
 
     logits = linear(hidden)
@@ -62,7 +70,9 @@ def test_the_head_equals_a_plain_head_with_each_segments_adapter(chunk_positions
         torch.zeros(6, VOCAB),
         0.5 * (hidden[15:] @ last.a.T @ last.b.T),
     ]
-    expected = (logits + torch.cat(delta)).log_softmax(-1).gather(-1, targets)
+    distributions = (logits + torch.cat(delta)).log_softmax(-1).split([count for count, _ in runs])
+    found = [part.gather(-1, ids) for part, ids in zip(distributions, targets, strict=True)]
+    expected = torch.cat([part.flatten() for part in found])
     expected_gradients = torch.autograd.grad(expected.square().sum(), leaves)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
@@ -80,7 +90,7 @@ def test_at_most_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.nn.functional, "linear", watched)
     head = LogprobHead(nn.Linear(HIDDEN, VOCAB), LoraRouter(), chunk_elements=4 * VOCAB)
     hidden = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
-    head(hidden, torch.zeros(POSITIONS, 1, dtype=torch.int64)).sum().backward()
+    head(hidden, rectangular(torch.zeros(POSITIONS, 1, dtype=torch.int64))).sum().backward()
     assert max(seen) == 4
     # Every chunk once more in the backward pass: its logits were not kept.
     assert sum(seen) == 2 * POSITIONS

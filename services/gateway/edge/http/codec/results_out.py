@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -86,18 +87,37 @@ def _category(category: types_pb2.ErrorCategory.ValueType) -> str:
 
 
 def forward_backward(result: training_pb2.ForwardBackwardResult) -> tinker_pb2.TinkerForwardBackwardOutput:
-    """One ArrayRecord with every output of the batch."""
+    """An ArrayRecord with every output of the batch; of datums whose outputs differ in shape, one for each
+    run of equal ones."""
     output = tinker_pb2.TinkerForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics.update(result.metrics)
-    record = output.loss_fn_outputs.add(type_tag="ArrayRecord")
-    for name, batched in result.outputs.items():
-        record.num_datums = len(batched.offsets) - 1
-        field = record.fields[name]
-        field.data = batched.data
-        field.offsets = np.asarray(batched.offsets, dtype="<i8").tobytes()
-        field.dtype = _dtype(batched.dtype)
-        field.trailing_shape.extend(batched.trailing_shape)
+    for start, stop in _equally_shaped(result):
+        record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=stop - start)
+        for name, batched in result.outputs.items():
+            offsets = np.asarray(batched.offsets[start : stop + 1], dtype="<i8")
+            field = record.fields[name]
+            field.data = batched.data[offsets[0] : offsets[-1]]
+            field.offsets = (offsets - offsets[0]).tobytes()
+            field.dtype = _dtype(batched.dtype)
+            field.trailing_shape.extend(_trailing(batched, start))
     return output
+
+
+def _equally_shaped(result: training_pb2.ForwardBackwardResult) -> list[tuple[int, int]]:
+    """(first, last + 1) of the runs of datums that have the same shape per position in every output."""
+    shapes = [
+        tuple(_trailing(batched, datum) for batched in result.outputs.values())
+        for datum in range(max((len(batched.offsets) - 1 for batched in result.outputs.values()), default=0))
+    ]
+    runs = [[number for number, _ in run] for _, run in groupby(enumerate(shapes), key=lambda each: each[1])]
+    return [(run[0], run[-1] + 1) for run in runs]
+
+
+def _trailing(batched: training_pb2.BatchedTensor, datum: int) -> tuple[int, ...]:
+    """Shape of one position of a datum."""
+    if not batched.columns:
+        return tuple(batched.trailing_shape)
+    return (batched.columns[datum],) if batched.columns[datum] else ()
 
 
 def sample(result: sampling_pb2.SampleResult) -> tinker_pb2.TinkerSampleResponse:

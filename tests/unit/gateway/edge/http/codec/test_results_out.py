@@ -66,6 +66,19 @@ def test_logprobs_of_several_targets_keep_their_shape() -> None:
     assert output.loss_fn_outputs[0]["logprobs"].shape == [3, 2]
 
 
+def test_datums_with_different_numbers_of_targets_keep_each_its_shape() -> None:
+    result = training_pb2.ForwardBackwardResult()
+    logprobs = result.outputs["logprobs"]
+    logprobs.dtype = types_pb2.DATA_TYPE_FLOAT32
+    logprobs.data = np.arange(13, dtype="<f4").tobytes()
+    logprobs.offsets.extend([0, 8, 12, 36, 44, 52])
+    logprobs.columns.extend([0, 0, 3, 1, 2])
+    output = response_conv.deserialize_forward_backward_output(reply(forward_backward=result).body)
+    found = [datum["logprobs"] for datum in output.loss_fn_outputs]
+    assert [array.shape for array in found] == [[2], [1], [2, 3], [2, 1], [1, 2]]
+    assert [value for array in found for value in array.data] == list(range(13))
+
+
 def test_a_sample_arrives_whole() -> None:
     result = sampling_pb2.SampleResult(
         sequences=[
