@@ -6,10 +6,8 @@ another gateway would need; what is kept is caches of records that no longer cha
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from services.common.contract import ids
 from services.common.contract.errors import Gone, InvalidRequest, NotFound
@@ -31,8 +29,6 @@ from services.gateway.training.accept import Models
 from services.gateway.training.exports import Exports
 from services.gateway.training.runs import Runs
 from services.gateway.training.saves import Saves
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,6 @@ class Application:
     readiness: Readiness
     limits: Limits
     budget: BodyBudget
-    draining: asyncio.Future[None]
 
     async def wait_result(self, owner: str, request_id: str, seconds: float) -> FutureView:
         """The state of a future: as soon as it is resolved, at the latest after `seconds`.
@@ -82,9 +77,7 @@ class Application:
         else:
             await self.models.get(owner, object_id)
         await self.sessions.note_alive(ids.session_of(object_id))
-        view = await self._until_draining(
-            self.futures.wait(request_id, seconds), lambda: self.futures.wait(request_id, 0)
-        )
+        view = await self.futures.wait(request_id, seconds)
         if view.state == "unknown":
             message = f"request {request_id} does not exist, or its result expired"
             if sample:
@@ -116,21 +109,13 @@ class Application:
         await self.sampling.get(owner, target.sampling_session_id)
         await self.sessions.note_alive(ids.session_of(target.sampling_session_id))
         await self.completions.free(target, fetched)
-        return await self._until_draining(
-            self.completions.wait(target, cursor, seconds), lambda: self.completions.wait(target, cursor, 0)
-        )
+        return await self.completions.wait(target, cursor, seconds)
 
-    async def _until_draining(self, wait: Coroutine[Any, Any, T], look: Callable[[], Awaitable[T]]) -> T:
-        """What `wait` comes to, or what `look` sees when this gateway drains meanwhile."""
-        waiting = asyncio.ensure_future(wait)
-        ends: set[asyncio.Future[Any]] = {waiting, self.draining}
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return waiting.result() if waiting.done() else await look()
-        finally:
-            waiting.cancel()
+    @property
+    def draining(self) -> bool:
+        """Nothing is waited for any more."""
+        return self.futures.draining
 
     def drain(self) -> None:
         """Ends all waiting, so that clients turn to another gateway."""
-        if not self.draining.done():
-            self.draining.set_result(None)
+        self.futures.drain()

@@ -6,7 +6,6 @@ needs, is started after them and stopped before them.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Protocol
 
 import redis.asyncio
@@ -155,7 +154,6 @@ class Gateway:
             readiness=Readiness(client, gateway_id),
             limits=limits,
             budget=BodyBudget(limits.request_memory_bytes, limits.small_request_memory_bytes),
-            draining=asyncio.get_running_loop().create_future(),
         )
 
         # What lets go of it.

@@ -2,7 +2,8 @@
 
 Invariant: a waiter first is listed and then looks, so a result published in between wakes it; when
 the subscription was interrupted every waiter looks again. Nothing polls. A result that this process
-resolves a future with goes to its waiters here without another look, once it is resolved with that.
+resolves a future with goes to its waiters here without another look, once it is resolved with that. What
+one waiter costs does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Futures:
         self._wanted: dict[str, asyncio.Future[FutureView]] = {}
         self._loads: set[asyncio.Task[None]] = set()
         self._listeners: list[tuple[Callable[[str], None], Callable[[], None]]] = []
+        self._draining = False
         self._subscription = Subscription(client, keys.DONE_CHANNEL, self._wake, self._wake_all)
 
     def listen(self, on_resolved: Callable[[str], None], on_gap: Callable[[], None]) -> None:
@@ -72,11 +74,21 @@ class Futures:
     async def stop(self) -> None:
         """Stops listening and ends all waits where they are."""
         await self._subscription.stop()
-        self._wake_all()
+        self.drain()
         await cancel_all(self._loads)
 
+    @property
+    def draining(self) -> bool:
+        """Whether waits end at once."""
+        return self._draining
+
+    def drain(self) -> None:
+        """Ends all waits with what was seen last, and from now on every one after its first look."""
+        self._draining = True
+        self._wake_all()
+
     async def wait(self, request_id: str, timeout: float) -> FutureView:  # noqa: ASYNC109
-        """The future when it is resolved, else as it is after `timeout` seconds (0 = now).
+        """The future when it is resolved, else as it is after `timeout` seconds (0 = now) or at `drain`.
 
         Raises:
             InvalidRequest: the text is no request id.
@@ -91,7 +103,7 @@ class Futures:
                 waiter.changed.clear()
                 view = await self._look(request_id)
                 left = deadline - loop.time()
-                if view.state != "pending" or left <= 0:
+                if view.state != "pending" or left <= 0 or self._draining:
                     return view
                 try:
                     async with asyncio.timeout(left):
@@ -100,6 +112,8 @@ class Futures:
                     return await self._look(request_id)
                 if waiter.result is not None:
                     return FutureView("done", waiter.result, owner=view.owner)
+                if self._draining:
+                    return view
         finally:
             waiters = self._waiters[request_id]
             waiters.discard(waiter)

@@ -52,12 +52,14 @@ class Completions:
 
     def __init__(self, journal: SampleJournal, futures: Futures, fetched: FetchedResults) -> None:
         self._journal = journal
+        self._futures = futures
         self._fetched = fetched
         self._waiters: defaultdict[Target, set[asyncio.Event]] = defaultdict(set)
         futures.listen(self._wake, self._wake_all)
 
     async def wait(self, target: Target, cursor: int, seconds: float) -> Page:
-        """The completions after a cursor, as soon as there are any, else none after `seconds` (0 = now)."""
+        """The completions after a cursor, as soon as there are any, else none after `seconds` (0 = now), or
+        when `futures` drains."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         changed = asyncio.Event()
@@ -69,12 +71,14 @@ class Completions:
                     target.sampling_session_id, target.clone, cursor
                 )
                 left = deadline - loop.time()
-                if found or left <= 0:
+                if found or left <= 0 or self._futures.draining:
                     return Page(found, newest)
                 try:
                     async with asyncio.timeout(left):
                         await changed.wait()
                 except TimeoutError:
+                    return Page((), cursor)
+                if self._futures.draining:
                     return Page((), cursor)
         finally:
             waiters = self._waiters[target]

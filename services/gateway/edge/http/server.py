@@ -99,7 +99,7 @@ def create_app(application: Application) -> Starlette:
         return Route(f"{API}/{path}", endpoint, methods=[method])
 
     async def healthz(request: Request) -> Response:
-        if application.draining.done():
+        if application.draining:
             raise Unavailable("this gateway is shutting down")
         return reply({"status": "ok"})
 

@@ -151,6 +151,24 @@ async def test_a_cancelled_waiter_leaves_nothing_behind(
     assert not futures._waiters
 
 
+async def test_draining_ends_all_waits_as_they_are_and_later_ones_at_their_first_look(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    requests = [await sample(redis_client, seq_id) for seq_id in range(20)]
+    waits = [asyncio.create_task(futures.wait(request_id, 30)) for request_id in requests]
+    await asyncio.sleep(0.1)
+    assert not futures.draining
+    futures.drain()
+    async with asyncio.timeout(5):
+        views = await asyncio.gather(*waits)
+        assert {view.state for view in views} == {"pending"}
+        assert (await futures.wait(requests[0], 30)).state == "pending"
+        await SampleJournal(redis_client).publish(requests[1], RESULT)
+        assert (await futures.wait(requests[1], 30)).state == "done"
+    assert futures.draining
+    assert not futures._waiters
+
+
 async def test_a_message_that_cannot_be_read_is_passed_over(
     redis_client: redis.asyncio.Redis, futures: Futures
 ) -> None:

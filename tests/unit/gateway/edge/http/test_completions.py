@@ -37,6 +37,18 @@ async def poll(client: httpx.AsyncClient, session: str, **fields: object) -> htt
     return await client.post("retrieve_futures", json={"target": target, "prev_cursor": 0, **fields})
 
 
+async def test_a_poll_ends_without_completions_when_the_gateway_drains(edges: Edges) -> None:
+    async with edges.http() as client:
+        session = await sampling_session(client)
+        await sample(client, session)
+        waiting = asyncio.create_task(poll(client, session))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        edges.app.drain()
+        response = await asyncio.wait_for(waiting, 5)
+        assert (response.status_code, response.json()) == (200, {"completions": [], "cursor": 0})
+
+
 async def test_a_poll_ends_with_the_first_completion_and_goes_on_from_its_cursor(edges: Edges) -> None:
     async with edges.http() as client:
         session = await sampling_session(client)
