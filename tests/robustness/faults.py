@@ -89,6 +89,13 @@ def _lease_taken(world: World, chance: random.Random) -> None:
     world.wait_fired("gateway.lease_taken")
 
 
+def _every_sampler(world: World, chance: random.Random) -> None:
+    for name in ("sampler-0", "sampler-1"):
+        world.wait_ready(name)
+    for name in ("sampler-0", "sampler-1"):
+        world.send(name, signal.SIGKILL)
+
+
 def _redis_always(world: World, chance: random.Random) -> None:
     world.redis.sync_always(True)
     world.redis.kill(0.2)
@@ -121,6 +128,7 @@ def _all_faults() -> list[Fault]:
             "trainer: stopped at trainer.mid_broadcast", "trainer", _point("trainer.mid_broadcast", "stop:15")
         ),
         Fault("sampler: SIGKILL", "sampler", _signal("sampler", signal.SIGKILL), amid=True),
+        Fault("sampler: SIGKILL of all", "sampler", _every_sampler),
         Fault("sampler: SIGKILL of its engine", "sampler", lambda w, c: w.kill_engine(w.any_of("sampler"))),
         Fault("sampler: SIGTERM", "sampler", _signal("sampler", signal.SIGTERM), amid=True),
         Fault("sampler: SIGSTOP past its record, then SIGCONT", "sampler", _stop("sampler", PAST_RECORD_S)),
@@ -184,6 +192,7 @@ SHORT = (
     "Redis: SIGKILL, everysec",
     "trainer: killed at trainer.before_pointer",
     "between SDK and gateway: half-open",
+    "sampler: SIGKILL of all",
     "gateway: killed at gateway.before_publish",
     "between gateway, trainer and samplers: reset",
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import tinker
@@ -14,12 +17,16 @@ from tests.robustness import checker, oracle
 from tests.robustness.checker import Stored, Verdict
 from tests.robustness.faults import Fault
 from tests.robustness.report import Report
-from tests.robustness.workload import Client, Reader, Trainee
+from tests.robustness.workload import Client, Connect, Newcomer, Reader, Trainee
 from tests.robustness.world import World
 
 RECOVERY_TIMEOUT_S = 180.0
 _POLL_S = 0.02
 _BETWEEN_S = 0.3
+_FIRST_NEWCOMER = 10
+_MOST_NEWCOMERS = 4
+_NEWCOMER_EVERY_S = 4.0
+"""The last one of a fault starts when the record of what was killed has run out."""
 
 
 def run_round(
@@ -40,18 +47,20 @@ def run_round(
     chance = random.Random(seed)
     report = Report()
     world = World(directory, model_dir, trainer_ranks)
+    newcomers = Newcomers(partial(_connect, world))
     try:
         clients = _start_clients(world, trainer_ranks)
         _wait_until_served(clients, 0.0)
         for group in groups:
             if time.monotonic() > until:
                 break
-            _inject(world, clients, group, chance, report)
+            with newcomers.starting():
+                _inject(world, clients, group, chance, report)
         for client in clients:
             client.end()
         for client in clients:
             client.join(300)
-        verdict = _judge(world, clients, directory)
+        verdict = _judge(world, [*clients, *newcomers.all], directory)
     finally:
         left = world.close()
     assert left == [], f"processes left behind: {left}"
@@ -62,15 +71,52 @@ def run_round(
 def _start_clients(world: World, trainer_ranks: int) -> list[Client]:
     # The sum of one rank's gradient and zeros is exact: with one batch a step, ranks cannot be told apart.
     sizes = (2, 2) if trainer_ranks == 1 else (1, 1)
-    services = [tinker.ServiceClient(base_url=world.url, api_key=world.cluster.api_key) for _ in range(3)]
-    clients: list[Client] = [
-        Trainee(services[0], 0, *sizes),
-        Trainee(services[1], 1, *sizes),
-        Reader(services[2], 2),
-    ]
+    connect = partial(_connect, world)
+    clients: list[Client] = [Trainee(connect, 0, *sizes), Trainee(connect, 1, *sizes), Reader(connect, 2)]
     for client in clients:
         client.start()
     return clients
+
+
+def _connect(world: World) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=world.url, api_key=world.cluster.api_key)
+
+
+class Newcomers:
+    """Scripts that start while faults happen, and must work like any other.
+
+    Attributes:
+        all: every one so far.
+    """
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self.all: list[Newcomer] = []
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Has one start at once, and others every few seconds until all old clients are served again; returns
+        when the new ones are too."""
+        before, recovered = len(self.all), threading.Event()
+        starter = threading.Thread(target=self._start, args=(recovered,), name="newcomers", daemon=True)
+        starter.start()
+        try:
+            yield
+        finally:
+            recovered.set()
+            starter.join()
+        deadline = time.monotonic() + RECOVERY_TIMEOUT_S
+        for client in self.all[before:]:
+            client.join(max(0.0, deadline - time.monotonic()))
+        failed = sum(client.failure is not None or client.is_alive() for client in self.all[before:])
+        print(f"           {len(self.all) - before} new clients, {failed} failed", flush=True)
+
+    def _start(self, recovered: threading.Event) -> None:
+        for _ in range(_MOST_NEWCOMERS):
+            self.all.append(Newcomer(self._connect, _FIRST_NEWCOMER + len(self.all)))
+            self.all[-1].start()
+            if recovered.wait(_NEWCOMER_EVERY_S):
+                return
 
 
 def _inject(
@@ -122,9 +168,8 @@ def _judge(world: World, clients: Sequence[Client], directory: Path) -> Verdict:
 
 def _stored(world: World, model_id: str) -> Stored:
     snapshots = world.cluster.data_dir / "snapshots" / model_id
-    weights = {
-        int(path.name): oracle.stored_digest(path) for path in snapshots.iterdir() if path.name.isdigit()
-    }
+    stored = snapshots.iterdir() if snapshots.is_dir() else ()
+    weights = {int(path.name): oracle.stored_digest(path) for path in stored if path.name.isdigit()}
     futures = {}
     prefix = keys.future(model_id, 0)[:-1]
     for name in world.redis.client.scan_iter(f"{prefix}*", count=1000):

@@ -16,6 +16,7 @@ from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL
 from tests.robustness.history import Entry, History
 
+Connect = Callable[[], tinker.ServiceClient]
 RESULT_TIMEOUT_S = 240.0
 LENGTHS = (40, 60)
 """Tokens of a datum. The clusters of this suite have micro-batches of 64: every datum is a micro-batch
@@ -32,11 +33,11 @@ _PAUSE_S = 0.05
 class Client(threading.Thread):
     """One client. `failure` is what ended it before its time."""
 
-    def __init__(self, service: tinker.ServiceClient, number: int) -> None:
+    def __init__(self, connect: Connect, number: int) -> None:
         super().__init__(name=f"client-{number}", daemon=True)
         self.history = History(self.name)
         self.failure: BaseException | None = None
-        self._service = service
+        self._connect = connect
         self._number = number
         self._random = random.Random(number)
         self._ending = threading.Event()
@@ -54,6 +55,15 @@ class Client(threading.Thread):
     def _work(self) -> None:
         raise NotImplementedError
 
+    def _create(self) -> tinker.TrainingClient:
+        """A session of its own, and a model in it."""
+        shape = {"rank": 4 + 4 * (self._number % 2), "seed": self._number}
+        entry = self.history.ask("create", shape)
+        started = _Now(lambda: self._connect().create_lora_training_client(BASE_MODEL, **shape))
+        client: tinker.TrainingClient = self._finish(entry, started, _nothing)
+        self.history.model_id = str(client.model_id)
+        return client
+
     def _finish(self, entry: Entry, future: Any, summarise: Callable[[Any], dict[str, Any]]) -> Any:
         try:
             result = future.result(timeout=RESULT_TIMEOUT_S)
@@ -63,6 +73,18 @@ class Client(threading.Thread):
         entry.result = summarise(result)
         entry.done = time.monotonic()
         return result
+
+    def _differentiate(
+        self, client: tinker.TrainingClient, datums: int
+    ) -> tuple[Entry, Any, Callable[[Any], dict[str, Any]]]:
+        data = [(self._random.randrange(1 << 20), self._random.randint(*LENGTHS)) for _ in range(datums)]
+        entry = self.history.ask("forward_backward", {"data": data})
+        future = client.forward_backward([batches.cross_entropy(*one) for one in data], "cross_entropy")
+        return entry, future, _differentiated
+
+    def _optimise(self, client: tinker.TrainingClient) -> tuple[Entry, Any, Callable[[Any], dict[str, Any]]]:
+        entry = self.history.ask("step", {"learning_rate": LEARNING_RATE})
+        return entry, client.optim_step(types.AdamParams(learning_rate=LEARNING_RATE)), _stepped
 
     def _sample(self, client: tinker.SamplingClient, source: str) -> None:
         """Samples greedily and with a seed, both at once."""
@@ -84,20 +106,15 @@ class Trainee(Client):
         datums: examples of one forward_backward; `accumulate`: forward_backwards of one step.
     """
 
-    def __init__(self, service: tinker.ServiceClient, number: int, datums: int, accumulate: int) -> None:
-        super().__init__(service, number)
+    def __init__(self, connect: Connect, number: int, datums: int, accumulate: int) -> None:
+        super().__init__(connect, number)
         self._datums = datums
         self._accumulate = accumulate
         self._snapshots: list[tuple[tinker.SamplingClient, str]] = []
         self._saved = ""
 
     def _work(self) -> None:
-        shape = {"rank": 4 + 4 * (self._number % 2), "seed": self._number}
-        entry = self.history.ask("create", shape)
-        client = self._finish(
-            entry, _Now(lambda: self._service.create_lora_training_client(BASE_MODEL, **shape)), _nothing
-        )
-        self.history.model_id = client.model_id
+        client = self._create()
         step = 0
         while not self._ending.is_set():
             self._step(client)
@@ -112,18 +129,8 @@ class Trainee(Client):
         self._publish(client)
 
     def _step(self, client: tinker.TrainingClient) -> None:
-        pending: list[tuple[Entry, Any, Callable[[Any], dict[str, Any]]]] = []
-        for _ in range(self._accumulate):
-            data = [
-                (self._random.randrange(1 << 20), self._random.randint(*LENGTHS)) for _ in range(self._datums)
-            ]
-            entry = self.history.ask("forward_backward", {"data": data})
-            future = client.forward_backward([batches.cross_entropy(*one) for one in data], "cross_entropy")
-            pending.append((entry, future, _differentiated))
-        entry = self.history.ask("step", {"learning_rate": LEARNING_RATE})
-        future = client.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
-        pending.append((entry, future, _stepped))
-        for one in pending:
+        pending = [self._differentiate(client, self._datums) for _ in range(self._accumulate)]
+        for one in [*pending, self._optimise(client)]:
             self._finish(*one)
 
     def _publish(self, client: tinker.TrainingClient) -> None:
@@ -148,10 +155,33 @@ class Reader(Client):
     """Samples from the base model without end."""
 
     def _work(self) -> None:
-        client = self._service.create_sampling_client(base_model=BASE_MODEL).result()
+        client = self._connect().create_sampling_client(base_model=BASE_MODEL).result()
         while not self._ending.is_set():
             self._sample(client, BASE_MODEL)
             time.sleep(_PAUSE_S)
+
+
+class Newcomer(Client):
+    """A script that starts now, whatever is away: it trains one step and samples from the base model, in one
+    order or the other, and ends."""
+
+    def _work(self) -> None:
+        works = [self._train, self._read]
+        for work in works if self._number % 2 else reversed(works):
+            work()
+
+    def _train(self) -> None:
+        client = self._create()
+        for one in (self._differentiate(client, 1), self._optimise(client)):
+            self._finish(*one)
+
+    def _read(self) -> None:
+        try:
+            client = self._connect().create_sampling_client(base_model=BASE_MODEL).result()
+        except BaseException as error:
+            self.history.ask("sample", {"source": BASE_MODEL}).error = f"{type(error).__name__}: {error}"
+            raise
+        self._sample(client, BASE_MODEL)
 
 
 class _Now:
