@@ -105,7 +105,7 @@ class _Server:
             [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._parts.servicer, name)],
             f"{self._config.host}:{self._config.port}",
         )
-        announcer = Announcer(self._client, self._record(server.port))
+        announcer = Announcer(self._client, self._record(server.port), self._load)
         await announcer.start()
         log.info("serving %s on port %d", self._config.base_model, server.port)
         executing = asyncio.create_task(self._parts.executor.run(), name="executor")
@@ -142,6 +142,12 @@ class _Server:
         with suppress(Exception):
             await asyncio.wait_for(self._world.call(Shutdown()), _SHUTDOWN_S)
         log.info("stopped")
+
+    def _load(self) -> dict[str, int]:
+        """What gateways place new models by."""
+        models = self._parts.models
+        queued = sum(len(model.sequence.unfinished) for model in models.values())
+        return {"models": len(models), "queued": queued}
 
     def _record(self, port: int) -> ServiceRecord:
         return ServiceRecord(

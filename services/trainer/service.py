@@ -45,15 +45,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer_pb2.RestoreRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.RestoreResponse:
         _check_model_id(request.model_id)
-        return trainer_pb2.RestoreResponse(
-            seq_id=await self._residency.restore(request.model_id, request.epoch, self._executor.evict)
+        seq_id = await self._residency.restore(
+            request.model_id, request.epoch, request.moved_epoch, self._executor.evict
         )
+        return trainer_pb2.RestoreResponse(seq_id=seq_id)
 
     async def Park(
         self, request: trainer_pb2.ParkRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.ParkResponse:
         _check_model_id(request.model_id)
-        await self._residency.park(request.model_id, request.epoch)
+        await self._residency.park(request.model_id, request.epoch, request.moved_epoch, self._executor.evict)
         return trainer_pb2.ParkResponse()
 
     async def DeleteModel(

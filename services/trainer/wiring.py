@@ -31,6 +31,7 @@ class Trainer:
     """Rank 0's parts.
 
     Attributes:
+        models: those in memory.
         executor: runs what the scheduler decides.
         residency: which models are in memory, and their durable snapshots.
         broadcaster: sends weights to samplers.
@@ -44,7 +45,8 @@ class Trainer:
         """Puts everything together over one Redis. Call within the event loop that will run it."""
         data = DataDir(config.data_dir)
         base = Base(config.base_model, config.model_path)
-        models: dict[str, Model] = {}
+        self.models: dict[str, Model] = {}
+        models = self.models
 
         # What is kept: models in memory, their snapshots on disk, the ledger of crashes.
         self.residency = Residency(

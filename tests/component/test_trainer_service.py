@@ -366,6 +366,31 @@ def test_a_parked_model_frees_its_memory_and_comes_back_bit_for_bit(world: Train
     assert caught.value.code() is grpc.StatusCode.ABORTED
 
 
+def test_a_copy_from_before_a_model_moved_is_dropped_and_does_not_become_durable(world: TrainerWorld) -> None:
+    model = TrainedModel(world)
+    model.create()
+    world.wait_durable(model.model_id, 0)
+    model.forward_backward(batch(19))
+    moved = EPOCH + 1
+    world.redis.set(keys.epoch(model.model_id), moved)
+    assert world.restore(model.model_id, moved, moved) == 0
+    known = world.status(model.model_id)
+    assert known is not None and known.applied_seq_id == 0
+    assert world.restore(model.model_id, moved, moved) == 0
+
+    world.send(model_step(model.model_id, 1), epoch=moved).result()
+    world.redis.set(keys.epoch(model.model_id), moved + 1)
+    away = trainer_pb2.ParkRequest(model_id=model.model_id, epoch=moved + 1, moved_epoch=moved + 1)
+    world.stub.Park(away, timeout=30)
+    assert world.status(model.model_id) is None
+    location = world.redis.hget(keys.journal_meta(model.model_id), "location")
+    assert not location.endswith(str(moved + 1).encode())
+
+
+def model_step(model_id: str, seq_id: int) -> operation_pb2.Operation:
+    return operation_pb2.Operation(model_id=model_id, seq_id=seq_id, optim_step=step())
+
+
 def test_only_a_closed_model_is_deleted_and_what_has_a_name_stays(world: TrainerWorld) -> None:
     model = TrainedModel(world)
     model.create()

@@ -185,8 +185,8 @@ class TrainerWorld:
         models = self.stub.GetTrainerStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=10).models
         return next((model for model in models if model.model_id == model_id), None)
 
-    def restore(self, model_id: str, epoch: int = EPOCH) -> int:
-        request = trainer_pb2.RestoreRequest(model_id=model_id, epoch=epoch)
+    def restore(self, model_id: str, epoch: int = EPOCH, moved: int = 0) -> int:
+        request = trainer_pb2.RestoreRequest(model_id=model_id, epoch=epoch, moved_epoch=moved)
         return int(self.stub.Restore(request, timeout=60).seq_id)
 
     def wait_durable(self, model_id: str, seq_id: int) -> None:

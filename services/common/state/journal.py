@@ -82,6 +82,7 @@ class Journal:
         self._close_model = Script(client, "close_model")
         self._erase_journal = Script(client, "erase_journal")
         self._forget_idle = Script(client, "forget_idle")
+        self._place_model = Script(client, "place_model")
 
     async def accept(
         self,
@@ -208,7 +209,7 @@ class Journal:
 
     async def index(self, model_id: str, after_seq: int, entries: int = _READ_ENTRIES) -> JournalIndex:
         """What the journal holds after a seq_id, without payloads; at most so many entries."""
-        durable, floor, closed, base_model, pending, lowest, flat = await self._index(
+        durable, floor, closed, base_model, trainer, moved, pending, lowest, flat = await self._index(
             [
                 keys.journal(model_id),
                 keys.journal_order(model_id),
@@ -219,7 +220,9 @@ class Journal:
             entries,
         )
         found = tuple(Entry(flat[i], flat[i + 1], bool(flat[i + 2])) for i in range(0, len(flat), 3))
-        return JournalIndex(durable, floor, closed, base_model.decode(), pending, lowest, found)
+        return JournalIndex(
+            durable, floor, closed, base_model.decode(), trainer.decode(), moved, pending, lowest, found
+        )
 
     async def operations(self, model_id: str, seq_ids: list[int]) -> list[operation_pb2.Operation | None]:
         """The operations of these seq_ids; None where nothing is to run (any more).
@@ -309,6 +312,11 @@ class Journal:
     async def skip(self, model_id: str, epoch: int, up_to: int) -> bool:
         """Declares every seq_id up to this one that is not journaled as used up; False on a stale epoch."""
         reply = await self._skip([keys.journal_meta(model_id), keys.epoch(model_id)], up_to, epoch)
+        return bool(reply == 1)
+
+    async def place(self, model_id: str, epoch: int, trainer: str) -> bool:
+        """Notes which trainer a model is on; False on a stale epoch."""
+        reply = await self._place_model([keys.journal_meta(model_id), keys.epoch(model_id)], trainer, epoch)
         return bool(reply == 1)
 
     async def close(self, model_id: str, epoch: int, closing: bytes) -> Closing:

@@ -58,6 +58,8 @@ class JournalIndex:
         closed: serialized OperationResult that every operation gets because the model can run none;
             empty = the model is open.
         base_model: name of the base model; empty when the creation is not accepted yet.
+        trainer: id of the trainer that the model is on; empty = none yet.
+        moved: fencing epoch of its last move from one trainer to another; 0 = it never moved.
         pending: operations without a result.
         lowest_pending: lowest seq_id of those; -1 = none.
         entries: after the asked-for seq_id, in order, perhaps not all.
@@ -67,6 +69,8 @@ class JournalIndex:
     floor: int
     closed: bytes
     base_model: str
+    trainer: str
+    moved: int
     pending: int
     lowest_pending: int
     entries: tuple[Entry, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -55,6 +55,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
             not, and when that is more than queued_sequences the sampler refuses more. 0 = not known.
         weights: full snapshot in a sampler's engine ("<model_id>@<version>"); empty = the base model.
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
+        models: models that a trainer has in memory.
+        queued: operations that wait or run on a trainer.
     """
 
     kind: str
@@ -76,6 +78,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int = 0
     weights: str = ""
     gpus: tuple[str, ...] = ()
+    models: int = 0
+    queued: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,9 +155,19 @@ def facts(record: ServiceRecord) -> Facts:
 
 
 class Announcer:
-    """Keeps one service's record alive."""
+    """Keeps one service's record alive.
 
-    def __init__(self, client: redis.asyncio.Redis, record: ServiceRecord) -> None:
+    Args:
+        load: fields of the record that change all the time; each announcement has them as they are then.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        record: ServiceRecord,
+        load: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        self._load = load
         self._registry = Registry(client)
         self.record = record
         self._task: asyncio.Task[None] | None = None
@@ -176,6 +190,7 @@ class Announcer:
     async def _keep_announcing(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
+            self.record = msgspec.structs.replace(self.record, **self._load())
             try:
                 await self._registry.announce(self.record)
             except RedisError as error:

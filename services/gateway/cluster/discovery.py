@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 import grpc.aio
+import msgspec
 import redis.asyncio
 
 from services.common.contract.errors import TinsmithError, TooLarge, Unavailable
@@ -42,6 +43,10 @@ def call_error(error: grpc.aio.AioRpcError) -> TinsmithError:
     return rpc.from_rpc_error(error)
 
 
+def _without_load(records: Sequence[ServiceRecord]) -> list[ServiceRecord]:
+    return [msgspec.structs.replace(record, models=0, queued=0) for record in records]
+
+
 class Services:
     """The live services of one kind, as Discovery found them last."""
 
@@ -53,7 +58,8 @@ class Services:
         self._listeners: list[Callable[[], None]] = []
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Has a function called whenever a record came, went or changed, or a base model was retired."""
+        """Has a function called whenever a record came, went or changed, or a base model was retired; not for
+        a change of load."""
         self._listeners.append(on_change)
 
     def all(self) -> Sequence[ServiceRecord]:
@@ -78,9 +84,10 @@ class Services:
 
     def update(self, records: Sequence[ServiceRecord], base_models: Mapping[str, KnownModel]) -> None:
         """Takes over what is announced now."""
-        if records == self._records and base_models == self._base_models:
-            return
+        changed = _without_load(records) != _without_load(self._records) or base_models != self._base_models
         self._records, self._base_models = records, base_models
+        if not changed:
+            return
         live = {record.incarnation for record in records}
         gone = [name for name in self._channels if name not in live]
         for listener in self._listeners:

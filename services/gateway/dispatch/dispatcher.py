@@ -23,6 +23,7 @@ from services.common.state.poison import Unreadable
 from services.gateway.cluster.discovery import Services
 from services.gateway.dispatch.leases import TTL_S, Lease, Leases
 from services.gateway.dispatch.model_runner import ModelRunner
+from services.gateway.dispatch.placement import Loads
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.publish_results import OnResult, ResultPublisher
 from services.gateway.records.stores import Stores
@@ -70,6 +71,7 @@ class Dispatcher:
         self._poison = stores.poison
         self._leases = Leases(client, gateway_id, lease_ttl)
         self._trainers = trainers
+        self._loads = Loads()
         trainers.listen(self._wake_all)
         self._subscription = Subscription(client, keys.WORK_CHANNEL, self._wake_led, self._wake_all)
         self._runners: dict[str, ModelRunner] = {}
@@ -188,6 +190,7 @@ class Dispatcher:
             self._leases.fence,
             self._journal,
             self._trainers,
+            self._loads,
             ResultPublisher(lease, self._journal, self._on_result, self._futures, self._poison),
             self._session_finished,
             self._settings,

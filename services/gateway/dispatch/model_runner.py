@@ -24,15 +24,16 @@ from services.common.contract.errors import (
     SnapshotNotFound,
     TinsmithError,
 )
-from services.common.process.tasks import cancel_all
 from services.common.state.journal import Journal, UnreadableOperation
 from services.common.state.journal_records import Entry, JournalIndex, error_result
 from services.common.state.registry import ServiceRecord
 from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.dispatch import plan
+from services.gateway.dispatch.calls import Calls
 from services.gateway.dispatch.gaps import GapWatch
 from services.gateway.dispatch.leases import Lease
+from services.gateway.dispatch.placement import Loads, Placement
 from services.gateway.dispatch.plan import Action, DispatchSettings, Plan, Position, Send
 from services.gateway.dispatch.publish_results import ResultPublisher
 from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
@@ -55,6 +56,7 @@ class ModelRunner:
         fence: Callable[[Lease], Awaitable[None]],
         journal: Journal,
         trainers: Services,
+        loads: Loads,
         publisher: ResultPublisher,
         session_finished: Callable[[str], Awaitable[bool]],
         settings: DispatchSettings,
@@ -64,6 +66,7 @@ class ModelRunner:
         self._fence = fence
         self._journal = journal
         self._trainers = trainers
+        self._placement = Placement(lease, fence, journal, trainers, loads, settings.trainer_patience)
         self._publisher = publisher
         self._session_finished = session_finished
         self._settings = settings
@@ -75,8 +78,7 @@ class ModelRunner:
         self._synchronised = False
         self._looking = False
         self._position = Position()
-        self._calls: dict[int, tuple[asyncio.Task[None], int]] = {}
-        self._failure: BaseException | None = None
+        self._calls = Calls(settings.execute_timeout, self._answered, self._call_failed, self._changed.set)
         self._failed_calls: Counter[tuple[int, str]] = Counter()
         self._attempt = 0
         self._not_before = 0.0
@@ -95,8 +97,8 @@ class ModelRunner:
         Between two looks at the journal the position says all that is to be known: everything up to the
         cursor is sent, so what follows it directly is what a look would find.
         """
-        trainer = self._trainer()
-        ready = trainer is not None and trainer.incarnation == self._incarnation and self._synchronised
+        trainer = self._placement.ready(self._incarnation)
+        ready = trainer is not None and self._synchronised
         in_doubt = self._lease.lost or self._looking or self._changed.is_set() or bool(self._paused)
         if trainer is None or not ready or in_doubt or operation.seq_id != self._position.cursor + 1:
             return False
@@ -125,8 +127,8 @@ class ModelRunner:
                 self._looking = True
                 delay = await self._advance()
                 self._looking = False
-                if self._failure is not None:
-                    raise self._failure
+                if self._calls.failure is not None:
+                    raise self._calls.failure
                 if delay is None:
                     return
                 with contextlib.suppress(TimeoutError):
@@ -146,7 +148,7 @@ class ModelRunner:
             await self._fail_pending(index.closed)
             return 0.0
         self._base_model = index.base_model
-        trainer = self._trainer()
+        trainer = self._placement.choose(index)
         if trainer is None and self._trainers.retired(index.base_model):
             await self._fail_pending(error_result(errors.to_pb(retired(index.base_model))))
             return 0.0
@@ -162,6 +164,7 @@ class ModelRunner:
             if restarted and self._incarnation is not None:
                 # The last one may live on, cut off, and must not move the pointer under the replay.
                 await self._fence(self._lease)
+            await self._placement.settle(index, trainer)
             self._incarnation = trainer.incarnation
             self._synchronised = not self._lease.lost and await self._synchronise(trainer)
             return 0.0
@@ -180,12 +183,6 @@ class ModelRunner:
             return None
         return min(left, _IDLE_CHECK_S)
 
-    def _trainer(self) -> ServiceRecord | None:
-        """The trainer to use: the one used so far while it is ready, else the first."""
-        ready = [record for record in self._trainers.serving(self._base_model) if record.state == "ready"]
-        used = [record for record in ready if record.incarnation == self._incarnation]
-        return next(iter(used or ready), None)
-
     def _missing_reason(self) -> str:
         seen = self._incarnation is not None or bool(self._trainers.serving(self._base_model))
         return plan.missing_reason(self._base_model, seen)
@@ -193,11 +190,13 @@ class ModelRunner:
     async def _synchronise(self, trainer: ServiceRecord) -> bool:
         """Finds out where the trainer is with this model, after bringing it back if need be."""
         index = await self._journal.index(self.model_id, -1)
-        if plan.starts_at_creation(index):
+        if plan.starts_at_creation(index) and not index.moved:
             self._position = Position()
             return True
         stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
-        request = trainer_pb2.RestoreRequest(model_id=self.model_id, epoch=self._lease.epoch)
+        request = trainer_pb2.RestoreRequest(
+            model_id=self.model_id, epoch=self._lease.epoch, moved_epoch=index.moved
+        )
         try:
             reply = await stub.Restore(request, timeout=self._settings.restore_timeout)
             applied = int(reply.seq_id)
@@ -265,8 +264,8 @@ class ModelRunner:
         return 0.0
 
     def _plan(self, entries: Sequence[Entry], floor: int) -> Plan:
-        under_way = sum(size for _, size in self._calls.values())
-        return plan.plan(self._position, entries, floor, len(self._calls), under_way, self._settings.window)
+        calls, window = self._calls, self._settings.window
+        return plan.plan(self._position, entries, floor, len(calls), calls.bytes, window)
 
     def _take(
         self, step: Plan, operations: Sequence[operation_pb2.Operation], trainer: ServiceRecord
@@ -274,59 +273,28 @@ class ModelRunner:
         """Sends what was planned: one operation per send."""
         stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
         for send, operation in zip(step.sends, operations, strict=True):
-            self._start_call(stub, send, operation)
+            self._calls.start(stub, send, operation, self._lease.epoch)
         self._position = step.position
 
-    def _start_call(
-        self,
-        stub: trainer_pb2_grpc.TrainerServiceStub,
-        send: Send,
-        operation: operation_pb2.Operation,
+    async def _answered(
+        self, send: Send, operation: operation_pb2.Operation, result: results_pb2.OperationResult
     ) -> None:
-        call = asyncio.create_task(
-            self._call(stub, send, operation), name=f"execute {self.model_id}:{send.seq_id}"
-        )
-        self._calls[send.seq_id] = (call, send.size)
-        call.add_done_callback(lambda done: self._call_ended(send.seq_id, done))
+        self._attempt = 0
+        if result.WhichOneof("kind") is None:
+            raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
+        if not send.replayed:
+            await self._publisher.publish(operation, result)
+        elif result.HasField("error") and result.error.code != plan.DROPPED_GRADIENT:
+            await self._replay_failed(send.seq_id, errors.from_pb(result.error))
 
-    def _call_ended(self, seq_id: int, call: asyncio.Task[None]) -> None:
-        current = self._calls.get(seq_id)
-        if current is not None and current[0] is call:
-            del self._calls[seq_id]
-        if not call.cancelled() and call.exception() is not None:
-            self._failure = call.exception()
-        self._changed.set()
-
-    async def _call(
-        self,
-        stub: trainer_pb2_grpc.TrainerServiceStub,
-        send: Send,
-        operation: operation_pb2.Operation,
-    ) -> None:
-        request = trainer_pb2.ExecuteRequest(
-            operation=operation, epoch=self._lease.epoch, after_seq_id=send.after_seq_id
-        )
-        resent = 0
-        while True:
-            try:
-                reply = await stub.Execute(request, timeout=self._settings.execute_timeout)
-            except grpc.aio.AioRpcError as raw:
-                error = call_error(raw)
-                action = self._judge(send, error)
-                if action is not Action.RESEND:
-                    await self._act(action, send, operation, error)
-                    return
-                resent += 1
-                await asyncio.sleep(plan.backoff(resent))
-                continue
-            self._attempt = 0
-            if reply.result.WhichOneof("kind") is None:
-                raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
-            if not send.replayed:
-                await self._publisher.publish(operation, reply.result)
-            elif reply.result.HasField("error") and reply.result.error.code != plan.DROPPED_GRADIENT:
-                await self._replay_failed(send.seq_id, errors.from_pb(reply.result.error))
-            return
+    async def _call_failed(
+        self, send: Send, operation: operation_pb2.Operation, error: TinsmithError
+    ) -> bool:
+        """Whether the same call is to be made again."""
+        action = self._judge(send, error)
+        if action is not Action.RESEND:
+            await self._act(action, send, operation, error)
+        return action is Action.RESEND
 
     def _judge(self, send: Send, error: TinsmithError) -> Action:
         times = 1
@@ -390,11 +358,4 @@ class ModelRunner:
 
     async def _cancel_calls(self) -> None:
         """Ends all calls. What is already known of an operation is still written down."""
-        calls = {seq_id: call for seq_id, (call, _) in self._calls.items()}
-        self._calls.clear()
-        known = [call for seq_id, call in calls.items() if seq_id in self._publisher.writing]
-        try:
-            if known and not self._lease.lost:
-                await asyncio.wait(known)
-        finally:
-            await cancel_all(calls.values())
+        await self._calls.end(() if self._lease.lost else self._publisher.writing)

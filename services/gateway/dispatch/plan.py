@@ -59,6 +59,8 @@ class DispatchSettings:
         gap_timeout: how long later operations wait for a missing seq_id.
         idle_release: how long a lease is kept without work.
         trainer_poll: longest wait before looking for a missing trainer again.
+        trainer_patience: how long a model's trainer is waited for when another one is there. Longer than most
+            restarts take: a model that moves is loaded from its snapshot and replayed.
     """
 
     window: Window = field(default_factory=Window)
@@ -67,6 +69,7 @@ class DispatchSettings:
     gap_timeout: float = 600.0
     idle_release: float = 30.0
     trainer_poll: float = 5.0
+    trainer_patience: float = 120.0
 
 
 @dataclass(frozen=True)

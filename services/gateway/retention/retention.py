@@ -200,9 +200,10 @@ class Retention:
             return False
 
         async def park(lease: Lease) -> bool:
-            if (await self._journal.index(model_id, -1, entries=0)).pending:
+            now = await self._journal.index(model_id, -1, entries=0)
+            if now.pending:
                 return False
-            request = trainer_pb2.ParkRequest(model_id=model_id, epoch=lease.epoch)
+            request = trainer_pb2.ParkRequest(model_id=model_id, epoch=lease.epoch, moved_epoch=now.moved)
             return await self._on_trainers(index.base_model, lambda stub: stub.Park(request, timeout=_CALL_S))
 
         return await self._dispatcher.lead_idle(model_id, park)

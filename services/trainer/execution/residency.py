@@ -67,10 +67,11 @@ class Residency:
                 self.durable.changed(model.model_id)
         await self.durable.drain()
 
-    async def restore(self, model_id: str, epoch: int, evict: Evict) -> int:
+    async def restore(self, model_id: str, epoch: int, moved: int, evict: Evict) -> int:
         """Brings a model back unless it is here. Returns the operation of its durable snapshot.
 
         Args:
+            moved: epoch of the model's last move between trainers; a copy from before is dropped.
             evict: forgets a model that is here and that another trainer has taken further.
 
         Raises:
@@ -80,7 +81,9 @@ class Residency:
         """
         task = self._restoring.get(model_id)
         if task is None:
-            task = asyncio.create_task(self._restore(model_id, evict), name=f"restore {model_id}")
+            task = asyncio.create_task(
+                self._restore(model_id, epoch, moved, evict), name=f"restore {model_id}"
+            )
             self._restoring[model_id] = task
             task.add_done_callback(lambda _: self._restoring.pop(model_id, None))
         seq_id = await asyncio.shield(task)
@@ -88,22 +91,19 @@ class Residency:
             self._models[model_id].sequence.fence(epoch)
         return seq_id
 
-    async def _restore(self, model_id: str, evict: Evict) -> int:
+    async def _restore(self, model_id: str, epoch: int, moved: int, evict: Evict) -> int:
         # A snapshot still being written would move the pointer under the replay.
         await self.durable.settle(model_id)
         model = self._models.get(model_id)
-        if model is not None:
+        if model is not None and model.sequence.epoch < moved:
+            await self._discard(model, evict)
+        elif model is not None:
             pointer = await self.durable.pointer(model_id)
             if pointer is None:
                 raise SnapshotNotFound(f"model {model_id} has no durable snapshot yet")
             if not model.sequence.is_behind(pointer):
                 return pointer
-            evict(model, ModelNotResident(f"another trainer went on with model {model_id}"))
-            # What is under way must not meet the model that comes in its place.
-            while model.held:  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_AGAIN_S)
-            await self._world.call(DropModel(model_id))
-            log.info("dropped %s: it was behind its durable snapshot at %d", model_id, pointer)
+            await self._discard(model, evict)
         snapshot = await self.durable.read(model_id)
         if snapshot is None:
             raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
@@ -111,6 +111,8 @@ class Residency:
         create = CreateModel(model_id, seq_id, lora, snapshot.saved.state, optimizer=True)
         model = Model(model_id, new_sequence(seq_id), created=True, lora=lora, durable_seq=seq_id)
         model.sequence.restore_results(snapshot.results)
+        # At once, whether the caller waits for it or not: it is of after the model's last move.
+        model.sequence.fence(epoch)
         async with self.full.room() if lora is None else nullcontext():
             await self._world.call(create)
             model.last_used = time.monotonic()
@@ -118,8 +120,11 @@ class Residency:
         log.info("restored %s at operation %d", model_id, seq_id)
         return seq_id
 
-    async def park(self, model_id: str, epoch: int) -> None:
+    async def park(self, model_id: str, epoch: int, moved: int, evict: Evict) -> None:
         """Frees a model's memory, if it is here; `restore` and the journal bring it back.
+
+        Args:
+            moved, evict: as in `restore`.
 
         Raises:
             ModelBusy: operations of it are not done.
@@ -127,6 +132,9 @@ class Residency:
         """
         model = self._models.get(model_id)
         if model is None:
+            return
+        if model.sequence.epoch < moved:
+            await self._discard(model, evict)
             return
         model.sequence.fence(epoch)
         # The newer the snapshot, the less there is to replay.
@@ -158,6 +166,15 @@ class Residency:
     async def delete_snapshots(self, model_id: str, kept: Collection[int]) -> None:
         """Deletes a model's sampler snapshots but these versions. Raises OSError."""
         await asyncio.to_thread(delete_snapshots, self._data, model_id, kept)
+
+    async def _discard(self, model: Model, evict: Evict) -> None:
+        """Drops a copy that another trainer has taken further."""
+        evict(model, ModelNotResident(f"another trainer went on with model {model.model_id}"))
+        # What is under way must not meet the model that comes in its place.
+        while model.held:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        await self._world.call(DropModel(model.model_id))
+        log.info("dropped %s: another trainer went on with it", model.model_id)
 
     async def _drop(self, model: Model) -> None:
         # Gone at once: an operation that arrives now is answered that the model is to be restored.

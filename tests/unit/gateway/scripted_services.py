@@ -49,6 +49,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         executed: (model id, seq_id) of everything executed by this start, in order.
         before: called (and awaited) before an operation takes effect; may raise.
         fail: seq_id -> error that the operation comes to.
+        dropped: models of which it had a copy from before they moved to another trainer.
         durable_steps: whether an optim_step makes the state durable.
     """
 
@@ -60,6 +61,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.executed: list[tuple[str, int]] = []
         self.restored: list[str] = []
         self.parked: list[str] = []
+        self.dropped: list[str] = []
         self.deleted: list[trainer_pb2.DeleteModelRequest] = []
         self.calls = 0
         self.gate = asyncio.Event()
@@ -128,6 +130,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Restore(
         self, request: trainer_pb2.RestoreRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.RestoreResponse:
+        self._drop_former(request.model_id, request.moved_epoch)
         self._fence(request.model_id, request.epoch)
         if request.model_id not in self.disk:
             raise SnapshotNotFound("none")
@@ -140,6 +143,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Park(
         self, request: trainer_pb2.ParkRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.ParkResponse:
+        self._drop_former(request.model_id, request.moved_epoch)
         self._fence(request.model_id, request.epoch)
         if self.models.pop(request.model_id, None) is not None:
             self.parked.append(request.model_id)
@@ -154,6 +158,10 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.disk.pop(request.model_id, None)
         self.deleted.append(request)
         return trainer_pb2.DeleteModelResponse()
+
+    def _drop_former(self, model_id: str, moved: int) -> None:
+        if self.epochs.get(model_id, 0) < moved and self.models.pop(model_id, None) is not None:
+            self.dropped.append(model_id)
 
     def _fence(self, model_id: str, epoch: int) -> None:
         if epoch < self.epochs.get(model_id, 0):
@@ -214,6 +222,14 @@ class Running:
         self._server = server
         self._announcer = announcer
         self._killed = False
+
+    async def unannounce(self) -> None:
+        """Takes the record away; the service lives on."""
+        await self._announcer.stop()
+
+    async def announce(self) -> None:
+        """The same start of the service is there again."""
+        await self._announcer.start()
 
     async def kill(self) -> None:
         """Ends every call at once and takes the record away."""

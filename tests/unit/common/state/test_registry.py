@@ -50,6 +50,25 @@ async def test_an_update_is_seen_at_once(redis_client: redis.asyncio.Redis) -> N
     await announcer.stop()
 
 
+async def test_each_announcement_tells_the_load_of_its_time(
+    redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "REFRESH_S", 0.02)
+    load = {"models": 0, "queued": 0}
+    announcer = registry.Announcer(redis_client, record(), lambda: load)
+    await announcer.start()
+    try:
+        for load in ({"models": 3, "queued": 0}, {"models": 3, "queued": 7}):
+            async with asyncio.timeout(10):
+                while True:
+                    (found,) = await registry.live(redis_client, "trainer")
+                    if (found.models, found.queued) == (load["models"], load["queued"]):
+                        break
+                    await asyncio.sleep(0.01)
+    finally:
+        await announcer.stop()
+
+
 async def test_one_look_finds_all_kinds_by_id_in_one_round_trip(redis_client: redis.asyncio.Redis) -> None:
     services = Registry(redis_client)
     for kind, name in (("sampler", "b"), ("sampler", "a"), ("trainer", "c")):

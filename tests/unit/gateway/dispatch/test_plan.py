@@ -172,7 +172,7 @@ def test_a_model_closes_when_its_creation_fails_or_it_is_unloaded() -> None:
 
 def test_a_model_without_a_snapshot_can_be_replayed_only_from_its_creation() -> None:
     def index(durable: int, *entries: Entry) -> JournalIndex:
-        return JournalIndex(durable, -1, b"", "org/base", 1, 0, entries)
+        return JournalIndex(durable, -1, b"", "org/base", "", 0, 1, 0, entries)
 
     assert starts_at_creation(index(-1, pending(0), pending(1)))
     assert not starts_at_creation(index(-1, published(0), pending(1)))
