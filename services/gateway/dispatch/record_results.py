@@ -68,7 +68,9 @@ class ResultRecorder:
             await self._put_checkpoint(model, operation.seq_id, external, result.save_external.size_bytes)
         elif operation.save_for_sampler.checkpoint_id:
             sampler = operation.save_for_sampler
-            await self._put_checkpoint(model, operation.seq_id, sampler, result.save_for_sampler.size_bytes)
+            size = result.save_for_sampler.size_bytes
+            if not await self._put_checkpoint(model, operation.seq_id, sampler, size):
+                return _name_taken(ids.tinker_path(model.model_id, sampler.checkpoint_id))
         else:
             size = result.save_for_sampler.size_bytes
             await self._snapshots.add(model.model_id, operation.seq_id, model.owner, size)
@@ -84,9 +86,10 @@ class ResultRecorder:
         seq_id: int,
         save: Save,
         size_bytes: int,
-    ) -> None:
+    ) -> bool:
+        """Whether the name was free, or what it named may be replaced."""
         now = time.time()
-        await self._checkpoints.put(
+        return await self._checkpoints.put(
             CheckpointRecord(
                 model_id=model.model_id,
                 checkpoint_id=save.checkpoint_id,
@@ -132,6 +135,13 @@ class ResultRecorder:
                 await self._snapshots.supersede(model.model_id, before, at)
             await self._inflight.move(model.model_id, version)
         return True
+
+
+def _name_taken(path: str) -> results_pb2.OperationResult:
+    error = InvalidRequest(
+        f"{path} exists; choose another name: another request saved under it meanwhile", "checkpoint_exists"
+    )
+    return results_pb2.OperationResult(error=errors.to_pb(error))
 
 
 def _taken(sampling_session_id: str) -> results_pb2.OperationResult:

@@ -72,23 +72,34 @@ class CheckpointStore:
         self._swap = Script(client, "swap_checkpoint")
         self._page = Script(client, "page_checkpoints")
 
-    async def put(self, record: CheckpointRecord) -> None:
+    async def put(self, record: CheckpointRecord) -> bool:
         """Stores a checkpoint in place of an earlier one of the same name. A later one stays, and so does
-        this one when it is there already, with what was changed about it since."""
+        this one when it is there already, with what was changed about it since.
+
+        What samplers answer from is never replaced: False when another one of its name is there, and the
+        files of this one are due.
+        """
         name, field = keys.checkpoints(record.model_id), record.checkpoint_id
-        earlier = await self._raw(record.model_id, record.checkpoint_id)
-        if earlier is not None and earlier[1].version < record.version:
-            await self._note_due(key_of(earlier[1]), time.time() + _SETTLE_S)
+        replaces = record.kind != "sampler"
+        found = await self._raw(record.model_id, record.checkpoint_id)
+        earlier = None if found is None or found[1].version >= record.version else found[1]
+        if earlier is not None:
+            # Looked at without need when it stays.
+            await self._note_due(key_of(earlier), time.time() + _SETTLE_S)
         if record.expires_at is not None:
             await self._note_due(key_of(record), record.expires_at)
-        stored = await self._put([name], field, msgspec.json.encode(record), record.version)
+        raw, now = msgspec.json.encode(record), time.time()
+        stored = await self._put([name], field, raw, record.version, int(replaces), repr(now))
         if stored < 0:
-            return
-        if earlier is not None and earlier[1].version < record.version:
-            await self._unlist(earlier[1])
+            if not replaces:
+                await self._note_due(key_of(record), now)
+            return replaces
+        if earlier is not None:
+            await self._unlist(earlier)
         known = await self._raw(record.model_id, record.checkpoint_id)
         if known is not None:
             await self._list(known[1])
+        return True
 
     async def get(self, model_id: str, checkpoint_id: str) -> CheckpointRecord | None:
         """The checkpoint, unless it expired."""

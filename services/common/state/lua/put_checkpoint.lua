@@ -1,12 +1,14 @@
--- Stores the record of a checkpoint unless one of this or a later version is there.
+-- Stores the record of a checkpoint unless one of this or a later version is there, or an earlier one that stays.
 -- KEYS checkpoints of a model
--- ARGV checkpoint id, record, version
--- Returns 1 stored, 0 one of this version is there, -1 a later one is
-local known = redis.call('HGET', KEYS[1], ARGV[1])
-if known then
-  local version = cjson.decode(known)['version']
+-- ARGV checkpoint id, record, version, '1' = an earlier one makes way whether it has expired or not, now (s)
+-- Returns 1 stored, 0 one of this version is there, -1 another one is
+local raw = redis.call('HGET', KEYS[1], ARGV[1])
+if raw then
+  local known = cjson.decode(raw)
+  local version, expires = known['version'], known['expires_at']
   if version == tonumber(ARGV[3]) then return 0 end
-  if version > tonumber(ARGV[3]) then return -1 end
+  local expired = type(expires) == 'number' and expires <= tonumber(ARGV[5])
+  if version > tonumber(ARGV[3]) or not (ARGV[4] == '1' or expired) then return -1 end
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return 1

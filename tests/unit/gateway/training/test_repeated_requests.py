@@ -9,6 +9,7 @@ import pytest
 
 from services.common.contract import ids
 from services.common.state.journal import Journal
+from services.common.storage.directory import publish_directory
 from services.gateway.training.request_digest import digest
 from tests.unit.gateway import saved
 from tests.unit.gateway.edges import BASE, Edges, new_model, new_session
@@ -172,3 +173,39 @@ async def test_the_journal_knows_which_request_it_accepted(edges: Edges) -> None
     await journal.accept(operation, "ann", digest=b"one")
     assert await journal.is_accepted("s:train:0", 0, b"one")
     assert not await journal.is_accepted("s:train:0", 0, b"two")
+
+
+async def test_of_two_saves_of_one_name_under_way_together_the_second_fails(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        for seq_id in (1, 2):
+            await send(client, "save_weights_for_sampler", model_id=model, seq_id=seq_id, path="best")
+            publish_directory(edges.data.snapshot(model, seq_id), saved.files(), replace=False)
+        path = ids.tinker_path(model, "sampler_weights/best")
+        for seq_id in (1, 2):
+            result = checkpoints_pb2.SaveForSamplerResult(path=path, version=seq_id, size_bytes=10)
+            await edges.answer(model, seq_id, save_for_sampler=result)
+        assert (await saved.failure(client, model, 1))["path"] == path
+        told = await saved.failure(client, model, 2)
+        record = await edges.records.get(model, "sampler_weights/best")
+        await edges.sweep.sweep()
+    assert told["category"] == "user"
+    assert "exists; choose another name" in told["error"]
+    assert record is not None and record.version == 1
+    assert edges.data.snapshot(model, 1).is_dir()
+    assert not edges.data.snapshot(model, 2).exists(), "nobody will ask for it"
+
+
+async def test_of_two_saves_of_one_name_the_one_recorded_last_fails_also_when_it_was_the_first(
+    edges: Edges,
+) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        for seq_id in (1, 2):
+            await send(client, "save_weights_for_sampler", model_id=model, seq_id=seq_id, path="best")
+        for seq_id in (2, 1):
+            result = checkpoints_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=10)
+            await edges.answer(model, seq_id, save_for_sampler=result)
+        assert (await saved.failure(client, model, 1))["category"] == "user"
+        record = await edges.records.get(model, "sampler_weights/best")
+    assert record is not None and record.version == 2
