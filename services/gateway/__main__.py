@@ -18,8 +18,9 @@ from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
 from services.gateway.access.auth import KeyRing
-from services.gateway.access.limits import MIB, Limits
-from services.gateway.config import GatewayConfig, parse
+from services.gateway.access.limits import MIB
+from services.gateway.access.memory import Memory
+from services.gateway.config import GatewayConfig, parse, stated
 from services.gateway.edge.grpc import service
 from services.gateway.edge.http.server import HttpServer
 from services.gateway.retention.snapshot_sweep import budget_on
@@ -52,19 +53,25 @@ async def run(config: GatewayConfig) -> None:
             data,
             config.retention,
             config.journal,
-            limits=Limits(request_memory_bytes=config.memory_mib * MIB),
-            room_limits=config.room,
-            snapshots=budget_on(data, config.snapshot_bytes, config.snapshot_owner_bytes),
+            config.limits,
+            config.room,
+            budget_on(data, config.snapshot_bytes, config.snapshot_owner_bytes),
+            Memory.of(config.memory_mib * MIB),
+            config.dispatch,
+            config.samples,
         )
-        http = HttpServer(gateway.application, config.host, config.port)
+        http = HttpServer(gateway.application, config.host, config.port, config.connections)
         cleanup.push_async_callback(gateway.stop)
         await gateway.start()
-        rpc_server = await service.serve(gateway.application, f"{config.host}:{config.grpc_port}")
+        rpc_server = await service.serve(
+            gateway.application, f"{config.host}:{config.grpc_port}", config.grpc_connections
+        )
         cleanup.push_async_callback(rpc_server.drain, _GRPC_GRACE_S)
         serving = http.start()
         cleanup.push_async_callback(http.drain)
-        record = ServiceRecord(kind="gateway", id=config.id, address=f"{config.host}:{rpc_server.port}")
-        announcer = Announcer(client, record)
+        address = f"{config.host}:{rpc_server.port}"
+        record = ServiceRecord(kind="gateway", id=config.id, address=address, limits=stated(config))
+        announcer = Announcer(client, record, gateway.load)
         cleanup.push_async_callback(announcer.stop)
         await announcer.start()
         log.info("serving HTTP on %s:%d and gRPC on port %d", config.host, http.port, rpc_server.port)

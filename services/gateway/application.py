@@ -13,6 +13,7 @@ from services.common.contract import ids
 from services.common.contract.errors import Gone, InvalidRequest, NotFound
 from services.gateway.access.auth import KeyRing
 from services.gateway.access.body_budget import BodyBudget
+from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
@@ -52,6 +53,7 @@ class Application:
     redo_log: RedoLog
     readiness: Readiness
     limits: Limits
+    gate: Gate
     budget: BodyBudget
 
     async def wait_result(self, owner: str, request_id: str, seconds: float) -> FutureView:

@@ -6,19 +6,24 @@ password, so it comes only from TINSMITH_REDIS_URL and never shows in a process 
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.sample_schema import MAX_SAMPLES
+from services.common.process import flags
+from services.common.process.flags import BYTES, BYTES_OR_0, PORT, SECONDS, TEXT, Flag, Kind, number
 from services.common.state.journal_records import JournalLimits
 from services.common.state.known_models import EXAMPLE, Configured, parse_configured
 from services.common.state.room import RoomLimits
 from services.common.storage.location import check_location
-from services.gateway.access.limits import MIB, Limits
+from services.gateway.access.limits import MIB, Limits, OwnerLimits
+from services.gateway.access.memory import DEFAULT_MIB, LEAST_MIB, Memory
+from services.gateway.dispatch.plan import DispatchSettings, Window
+from services.gateway.edge.http.connection import ConnectionLimits
 from services.gateway.retention.plan import RetentionSettings
+from services.gateway.sampling.dispatcher import SampleSettings
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
 
@@ -32,148 +37,207 @@ class GatewayConfig:
         host: address that both ports listen on.
         port: HTTP port; 0 takes a free one.
         grpc_port: gRPC port; 0 takes a free one.
+        grpc_connections: gRPC connections at once.
         data_dir: directory for the pid file and the default keys file.
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
             s3://bucket/prefix; empty = in the data directory.
         api_keys_file: one key per line, optionally followed by a space and the owner's name.
+        base_models: those that are to be waited for, also before anything of them was ever there.
         redis_url: where all state is.
+        memory_mib: what requests, samples and operations in flight may take.
+        snapshot_bytes: most bytes of unnamed sampler snapshots; 0 = a share of their volume.
+        snapshot_owner_bytes: the same of one owner.
+        limits: bounds of one request, and of what one API key may have.
+        connections: bounds of HTTP connections.
         retention: when silent sessions let go of what they hold.
         journal: bounds of each model's journal in Redis.
         room: bounds of what all of them and all results take there, and how long results stay.
-        base_models: those that are to be waited for, also before anything of them was ever there.
-        memory_mib: most memory that requests take while they are received, checked and journaled.
-        snapshot_bytes: most bytes of unnamed sampler snapshots; 0 = a share of their volume.
-        snapshot_owner_bytes: the same of one owner.
+        dispatch: how operations are sent to trainers.
+        samples: how samples are sent to samplers.
     """
 
-    id: str
-    host: str
-    port: int
-    grpc_port: int
-    data_dir: Path
-    checkpoint_store: str
-    api_keys_file: Path
-    redis_url: str
-    retention: RetentionSettings
-    journal: JournalLimits
-    room: RoomLimits
-    memory_mib: int
+    id: str = "gateway-0"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int = 8001
+    grpc_connections: int = 2048
+    data_dir: Path = Path()
+    checkpoint_store: str = ""
+    api_keys_file: Path = Path()
+    base_models: tuple[Configured, ...] = ()
+    redis_url: str = ""
+    memory_mib: int = DEFAULT_MIB
     snapshot_bytes: int = 0
     snapshot_owner_bytes: int = 0
-    base_models: tuple[Configured, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    retention: RetentionSettings = field(default_factory=RetentionSettings)
+    journal: JournalLimits = field(default_factory=JournalLimits)
+    room: RoomLimits = field(default_factory=RoomLimits)
+    dispatch: DispatchSettings = field(default_factory=DispatchSettings)
+    samples: SampleSettings = field(default_factory=SampleSettings)
+
+
+def _checked_location(text: str) -> str:
+    check_location(text)
+    return text
+
+
+_LOCATION = Kind("a directory or a URL", "URL", _checked_location)
+_MODELS = Kind(f"JSON like {EXAMPLE}", "JSON", parse_configured)
+_PATH = Kind("a path", "PATH", lambda text: Path(text) if text else Path())
+_MEMORY = number(LEAST_MIB, 1 << 20, "MiB")
+_MESSAGE = number(1, 192 * MIB, "bytes")
+_COUNT = number(1, 10**9)
+
+# One row a flag, so that what goes together is read together.
+# fmt: off
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "this process": (
+        Flag("--id", TEXT, GatewayConfig, "id", "name of this process"),
+        Flag("--host", TEXT, GatewayConfig, "host", "address to listen on"),
+        Flag("--port", PORT, GatewayConfig, "port", "HTTP port, shared with other gateways of this machine"),
+        Flag("--grpc-port", PORT, GatewayConfig, "grpc_port", "gRPC port, shared in the same way"),
+        Flag("--data-dir", _PATH, GatewayConfig, "data_dir", "data directory of the cluster; must be given"),
+        Flag("--api-keys-file", _PATH, GatewayConfig, "api_keys_file", "API keys; empty: DATA_DIR/api_key"),
+        Flag("--memory-mib", _MEMORY, GatewayConfig, "memory_mib",
+             "memory for all requests, samples and operations in flight; the process takes about 200 MiB "
+             "besides"),
+    ),
+    "models and files": (
+        Flag("--base-models", _MODELS, GatewayConfig, "base_models",
+             f"base models to wait for, also before they loaded for the first time: {EXAMPLE}"),
+        Flag("--checkpoint-store", _LOCATION, GatewayConfig, "checkpoint_store",
+             "directory or URL of checkpoints and exports; empty: in DATA_DIR"),
+        Flag("--snapshot-bytes", BYTES_OR_0, GatewayConfig, "snapshot_bytes",
+             "most bytes of unnamed sampler snapshots; 0: half of their volume"),
+        Flag("--snapshot-owner-bytes", BYTES_OR_0, GatewayConfig, "snapshot_owner_bytes",
+             "the same of one owner; 0: half of that"),
+    ),
+    "sessions": (
+        Flag("--session-park-after", SECONDS, RetentionSettings, "park_after",
+             "silence after which a session's models are parked"),
+        Flag("--session-end-after", SECONDS, RetentionSettings, "end_after",
+             "silence after which a session is over"),
+        Flag("--snapshot-grace", SECONDS, RetentionSettings, "snapshot_grace",
+             "time for which unnamed snapshots outlive their session"),
+        Flag("--forget-after", SECONDS, RetentionSettings, "forget_after",
+             "time after its end for which a session's records stay"),
+    ),
+    "requests and results in Redis": (
+        Flag("--pending-operations", number(16, 10**6), JournalLimits, "entries",
+             "operations of a model that wait, and operations kept for a replay"),
+        Flag("--pending-bytes", BYTES, JournalLimits, "pending_bytes",
+             "most bytes of a model's requests that wait to run"),
+        Flag("--journal-bytes", BYTES, JournalLimits, "journal_bytes",
+             "most bytes of a model's requests kept for a replay"),
+        Flag("--state-bytes", BYTES_OR_0, RoomLimits, "total_bytes",
+             "most bytes of requests and results in Redis; 0: half of its maxmemory"),
+        Flag("--owner-bytes", BYTES_OR_0, RoomLimits, "owner_bytes",
+             "most of those of one API key; 0: as many as are left for others"),
+        Flag("--result-life", SECONDS, RoomLimits, "result_life",
+             "time that a result stays which nobody fetches"),
+        Flag("--fetched-result-life", SECONDS, RoomLimits, "fetched_life",
+             "time that a result stays after it was fetched"),
+    ),
+    "what one API key may have": (
+        Flag("--max-sessions", _COUNT, OwnerLimits, "sessions", "sessions whose records are kept"),
+        Flag("--max-models", _COUNT, OwnerLimits, "models", "models whose records are kept"),
+        Flag("--max-samplers", _COUNT, OwnerLimits, "samplers", "sampling clients of one session"),
+        Flag("--max-checkpoints", _COUNT, OwnerLimits, "checkpoints", "named checkpoints and exports"),
+        Flag("--max-checkpoint-bytes", BYTES_OR_0, OwnerLimits, "checkpoint_bytes",
+             "bytes of their files; 0: as many as there is room for"),
+        Flag("--requests-per-second", number(1, 10**6), OwnerLimits, "requests_per_second",
+             "requests to this gateway, over a while"),
+        Flag("--burst-seconds", number(1, 3600, "seconds"), OwnerLimits, "burst_seconds",
+             "for so long a key may send what it has not sent before"),
+        Flag("--max-calls", number(8, 10**6), OwnerLimits, "calls",
+             "calls at once of all keys; one never holds more than is left for others"),
+        Flag("--max-downloads", number(2, 10**4), OwnerLimits, "downloads", "the same of downloads"),
+        Flag("--waiting-sequences", number(2, 10**8), Limits, "waiting_sequences",
+             "sequences of all unfinished samples of this gateway; one key never holds more than is left for "
+             "others"),
+    ),
+    "one request": (
+        Flag("--max-json-bytes", BYTES, Limits, "json_body_bytes", "JSON body"),
+        Flag("--max-batch-bytes", BYTES, Limits, "training_body_bytes",
+             "body of a forward_backward over HTTP as it is sent"),
+        Flag("--max-inflated-bytes", _MESSAGE, Limits, "inflated_body_bytes",
+             "the same after decompression, with sparse tensors made dense"),
+        Flag("--max-message-bytes", _MESSAGE, Limits, "grpc_message_bytes", "gRPC message"),
+        Flag("--max-datums", _COUNT, Limits, "datums", "training examples"),
+        Flag("--max-samples", number(1, MAX_SAMPLES), Limits, "samples", "sequences of one sample request"),
+        Flag("--max-lora-rank", number(1, 4096), Limits, "lora_rank", "rank of an adapter"),
+        Flag("--max-metadata-bytes", BYTES, Limits, "metadata_bytes", "user_metadata of one object as JSON"),
+    ),
+    "connections": (
+        Flag("--max-http-connections", number(1, 10**6), ConnectionLimits, "connections",
+             "HTTP connections; beyond it one that only waits gives way"),
+        Flag("--max-grpc-connections", number(1, 10**6), GatewayConfig, "grpc_connections",
+             "gRPC connections; further ones are closed"),
+    ),
+    "sending work on": (
+        Flag("--window-operations", number(1, 64), Window, "operations",
+             "operations of one model that are sent to its trainer ahead of their results"),
+        Flag("--window-bytes", BYTES, Window, "bytes", "bytes of those"),
+        Flag("--execute-timeout", SECONDS, DispatchSettings, "execute_timeout",
+             "time after which an operation's call to its trainer is made again"),
+        Flag("--trainer-patience", SECONDS, DispatchSettings, "trainer_patience",
+             "time that a model's trainer is waited for while another one of its base model is there"),
+        Flag("--gap-timeout", SECONDS, DispatchSettings, "gap_timeout",
+             "time that later operations wait for one that was numbered and not sent"),
+        Flag("--replica-sequences", number(1, 10**6), SampleSettings, "replica_sequences",
+             "sequences that this gateway has one sampler generate at once"),
+    ),
+}
+# fmt: on
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> GatewayConfig:
-    """The configuration; exits with a message when it is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m services.gateway", description=__doc__)
+    """The configuration; exits with a message that tells all that is wrong."""
+    parser = flags.parser("python -m services.gateway", __doc__, FLAGS, environment)
+    given = flags.given(parser, FLAGS, argv)
+    config = given.of(
+        GatewayConfig,
+        redis_url=environment.get(REDIS_URL_VARIABLE, ""),
+        limits=given.of(Limits, owners=given.of(OwnerLimits)),
+        connections=given.of(ConnectionLimits),
+        retention=given.of(RetentionSettings),
+        journal=given.of(JournalLimits),
+        room=given.of(RoomLimits),
+        dispatch=given.of(DispatchSettings, window=given.of(Window)),
+        samples=given.of(SampleSettings),
+    )
+    flags.refuse(parser, [*given.mistakes, *_mistakes(config)])
+    if config.api_keys_file == Path():
+        return replace(config, api_keys_file=config.data_dir / "api_key")
+    return config
 
-    def add(flag: str, default: str | None, text: str) -> None:
-        variable = "TINSMITH_" + flag.removeprefix("--").replace("-", "_").upper()
-        value = environment.get(variable, default)
-        parser.add_argument(
-            flag, default=value, required=value is None, help=f"{text} (default: {default}; {variable})"
+
+def _mistakes(config: GatewayConfig) -> list[str]:
+    """What is wrong although each flag is right."""
+    found = []
+    if not config.redis_url:
+        found.append(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")
+    if config.data_dir == Path():
+        found.append("--data-dir must be given (or TINSMITH_DATA_DIR)")
+    memory = Memory.of(config.memory_mib * MIB)
+    if config.limits.grpc_message_bytes > memory.largest_message:
+        found.append(
+            f"--max-message-bytes must be at most {memory.largest_message} with a --memory-mib of "
+            f"{config.memory_mib}"
         )
+    if config.retention.end_after < config.retention.park_after:
+        found.append("--session-end-after must be at least --session-park-after")
+    return found
 
-    add("--id", "gateway-0", "name of this process")
-    add("--host", "127.0.0.1", "address to listen on")
-    add("--port", "8000", "HTTP port, shared with other gateways of this machine")
-    add("--grpc-port", "8001", "gRPC port, shared with other gateways of this machine")
-    add("--data-dir", None, "data directory of the cluster")
-    add("--checkpoint-store", "", "directory or URL of checkpoints and exports; empty: in DATA_DIR")
-    add("--api-keys-file", "", "file of API keys; empty: DATA_DIR/api_key")
-    add("--session-park-after", "1800", "seconds of silence after which a session's models are parked")
-    add("--session-end-after", "604800", "seconds of silence after which a session is over")
-    add("--snapshot-grace", "600", "seconds for which unnamed snapshots outlive their session")
-    add("--forget-after", "2592000", "seconds after its end for which a session's records stay")
-    limits = JournalLimits()
-    add("--pending-bytes", str(limits.pending_bytes), "most bytes of a model's requests that wait to run")
-    add("--journal-bytes", str(limits.journal_bytes), "most bytes of a model's requests kept for a replay")
-    add(
-        "--base-models", "", f"base models to wait for, also before they loaded for the first time: {EXAMPLE}"
-    )
-    room = RoomLimits()
-    memory_mib = Limits().request_memory_bytes // MIB
-    add("--memory-mib", str(memory_mib), "most memory that requests take until they are journaled, in MiB")
-    add("--state-bytes", "0", "most bytes of requests and results in Redis; 0: half of its maxmemory")
-    add("--owner-bytes", "0", "most of those of one API key; 0: as many as are left for others")
-    add("--result-life", str(room.result_life), "seconds that a result stays which nobody fetches")
-    add("--fetched-result-life", str(room.fetched_life), "seconds that a result stays after it was fetched")
-    add("--snapshot-bytes", "0", "most bytes of unnamed sampler snapshots; 0: half of their volume")
-    add("--snapshot-owner-bytes", "0", "the same of one owner; 0: half of that")
-    options = parser.parse_args(argv)
-    redis_url = environment.get(REDIS_URL_VARIABLE, "")
-    if not redis_url:
-        parser.error(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")
-    ports = {}
-    for name in ("port", "grpc_port"):
-        text = getattr(options, name)
-        if not text.isdigit() or int(text) > 65535:
-            parser.error(f"--{name.replace('_', '-')} must be a port number, not {text!r}")
-        ports[name] = int(text)
-    times = {}
-    for name in (
-        "session_park_after",
-        "session_end_after",
-        "snapshot_grace",
-        "forget_after",
-        "result_life",
-        "fetched_result_life",
-    ):
-        text = getattr(options, name)
-        if not text.isdigit() or int(text) < 1:
-            parser.error(
-                f"--{name.replace('_', '-')} must be a whole number of seconds, at least 1, not {text!r}"
-            )
-        times[name] = int(text)
-    try:
-        check_location(options.checkpoint_store)
-    except InvalidRequest as error:
-        parser.error(f"--checkpoint-store: {error.message}")
-    sizes = {}
-    for name in ("pending_bytes", "journal_bytes"):
-        text = getattr(options, name)
-        if not text.isdigit() or int(text) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be a number of bytes, at least 1, not {text!r}")
-        sizes[name] = int(text)
-    try:
-        base_models = parse_configured(options.base_models)
-    except InvalidRequest as error:
-        parser.error(f"--base-models: {error.message}")
-    if not options.memory_mib.isdigit() or int(options.memory_mib) < 1:
-        parser.error(f"--memory-mib must be a whole number, at least 1, not {options.memory_mib!r}")
-    shares = {}
-    for name in ("state_bytes", "owner_bytes"):
-        text = getattr(options, name)
-        if not text.isdigit():
-            parser.error(f"--{name.replace('_', '-')} must be a number of bytes, or 0, not {text!r}")
-        shares[name] = int(text)
-    for name in ("snapshot_bytes", "snapshot_owner_bytes"):
-        if not getattr(options, name).isdigit():
-            parser.error(f"--{name.replace('_', '-')} must be a number of bytes, 0 for a share of the volume")
-    data_dir = Path(options.data_dir)
-    return GatewayConfig(
-        id=options.id,
-        host=options.host,
-        data_dir=data_dir,
-        checkpoint_store=options.checkpoint_store,
-        api_keys_file=Path(options.api_keys_file) if options.api_keys_file else data_dir / "api_key",
-        redis_url=redis_url,
-        retention=RetentionSettings(
-            park_after=times["session_park_after"],
-            end_after=times["session_end_after"],
-            snapshot_grace=times["snapshot_grace"],
-            forget_after=times["forget_after"],
-        ),
-        journal=JournalLimits(**sizes),
-        base_models=base_models,
-        room=RoomLimits(
-            total_bytes=shares["state_bytes"],
-            owner_bytes=shares["owner_bytes"],
-            result_life=times["result_life"],
-            fetched_life=times["fetched_result_life"],
-        ),
-        memory_mib=int(options.memory_mib),
-        snapshot_bytes=int(options.snapshot_bytes),
-        snapshot_owner_bytes=int(options.snapshot_owner_bytes),
-        **ports,
-    )
+
+def stated(config: GatewayConfig) -> dict[str, int]:
+    """The limits that an operator looks for, by their flags."""
+    settings = {OwnerLimits: config.limits.owners, RoomLimits: config.room, JournalLimits: config.journal}
+    found = {
+        flag.name: int(getattr(settings[flag.settings], flag.field))
+        for flag in flags.rows_of(FLAGS)
+        if flag.settings in settings
+    }
+    return {"--memory-mib": config.memory_mib, **found}

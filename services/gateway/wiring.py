@@ -10,6 +10,7 @@ from typing import Protocol
 
 import redis.asyncio
 
+from services.common.process.loop_lag import LoopLag
 from services.common.state.journal import Journal
 from services.common.state.journal_records import JournalLimits
 from services.common.state.room import Room, RoomLimits
@@ -17,7 +18,9 @@ from services.common.storage.base import Storage
 from services.common.storage.data_dir import DataDir
 from services.gateway.access.auth import KeyRing
 from services.gateway.access.body_budget import BodyBudget
+from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
+from services.gateway.access.memory import Memory
 from services.gateway.application import Application
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
@@ -28,6 +31,7 @@ from services.gateway.cluster.readiness import Readiness
 from services.gateway.cluster.redis_memory import RedisMemory
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.dispatcher import Dispatcher
+from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.stores import Stores
 from services.gateway.results.fetched import FetchedResults
@@ -41,7 +45,7 @@ from services.gateway.retention.snapshot_sweep import SnapshotSweep, budget_on
 from services.gateway.sampling.accept import Sampling
 from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.completions import Completions
-from services.gateway.sampling.dispatcher import SampleDispatcher
+from services.gateway.sampling.dispatcher import SampleDispatcher, SampleSettings
 from services.gateway.sampling.replicas import Replicas
 from services.gateway.sessions.search import SessionSearch
 from services.gateway.sessions.sessions import Sessions
@@ -70,6 +74,7 @@ class Gateway:
         discovery: who is there.
         recorder: records what operations come to.
         checkpoint_sweep: takes away what expired.
+        lag: how long the event loop stood still.
     """
 
     def __init__(
@@ -84,6 +89,9 @@ class Gateway:
         limits: Limits | None = None,
         room_limits: RoomLimits | None = None,
         snapshots: SnapshotBudget | None = None,
+        memory: Memory | None = None,
+        dispatch: DispatchSettings | None = None,
+        sampling: SampleSettings | None = None,
     ) -> None:
         """Puts everything together over one Redis. Call within the event loop that will run it.
 
@@ -92,29 +100,40 @@ class Gateway:
             storage: of named checkpoints and exports.
             data: where sampler snapshots are.
             snapshots: what those without a name may take; None: a share of their volume.
+            dispatch: how operations are sent to trainers.
+            sampling: how samples are sent to samplers.
         """
-        limits = limits or Limits()
+        limits, memory = limits or Limits(), memory or Memory.of()
 
         # What is kept: records and operations in Redis, files beside it.
         room = Room(room_limits)
         self.stores = stores = Stores.over(client, room)
         self.journal = journal = Journal(client, journal_limits or JournalLimits(), gateway_id, room)
         self.files = CheckpointFiles(storage, data, stores.sampling_sessions, stores.sessions)
-        redo_log = RedoLog(client, journal.announce_again)
+        redo_log = RedoLog(client, journal.announce_again, memory.redo)
 
         # Who is there, and who waits.
         self.discovery = discovery = Discovery(client, stores.poison)
         base_models = BaseModels(discovery)
+        gate, self.lag = Gate(limits.owners), LoopLag()
         futures, fetched = Futures(client), FetchedResults(client, room)
 
         # What carries out what was accepted.
         self.recorder = ResultRecorder(stores)
         dispatcher = Dispatcher(
-            client, journal, stores, discovery.trainers, futures, gateway_id, self.recorder.record
+            client,
+            journal,
+            stores,
+            discovery.trainers,
+            futures,
+            gateway_id,
+            self.recorder.record,
+            dispatch,
+            memory=memory.dispatch,
         )
-        admission = Admission(limits.waiting_sequences, limits.waiting_sample_bytes)
+        admission = Admission(limits.waiting_sequences, memory.samples)
         samples = SampleDispatcher(
-            client, stores, Replicas(discovery.samplers), discovery.gateways, gateway_id, admission
+            client, stores, Replicas(discovery.samplers), discovery.gateways, gateway_id, admission, sampling
         )
 
         # What accepts it.
@@ -123,7 +142,7 @@ class Gateway:
         models = Models(
             journal, sessions, stores.models, checkpoints, base_models, dispatcher.wake, limits, redo_log
         )
-        sampling = Sampling(
+        accepted_samples = Sampling(
             stores.samples,
             sessions,
             checkpoints,
@@ -144,16 +163,17 @@ class Gateway:
             saves=Saves(models, checkpoints, stores.sampling_sessions, limits),
             exports=Exports(models, checkpoints, journal, stores.models, limits),
             checkpoints=checkpoints,
-            downloads=Downloads(client, checkpoints, stores.checkpoints, storage),
+            downloads=Downloads(client, checkpoints, stores.checkpoints, storage, gate),
             runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),
-            sampling=sampling,
+            sampling=accepted_samples,
             futures=futures,
             fetched=fetched,
             completions=Completions(stores.samples, futures, fetched),
             redo_log=redo_log,
             readiness=Readiness(client, gateway_id),
             limits=limits,
-            budget=BodyBudget(limits.request_memory_bytes, limits.small_request_memory_bytes),
+            gate=gate,
+            budget=BodyBudget(memory),
         )
 
         # What lets go of it.
@@ -166,12 +186,14 @@ class Gateway:
             stores,
             dispatcher,
             discovery.trainers,
-            sampling.cancel_samples_of_session,
+            accepted_samples.cancel_samples_of_session,
             data,
             gateway_id,
             retention,
         )
         self._parts: tuple[Part, ...] = (
+            self.lag,
+            keys,
             RedisMemory(client, room),
             stores.poison,
             redo_log,
@@ -185,6 +207,11 @@ class Gateway:
             snapshot_sweep,
             self.checkpoint_sweep,
         )
+
+    def load(self) -> dict[str, int]:
+        """What this gateway announces of itself as it is now: fields of ServiceRecord."""
+        seen = self.lag.seen
+        return {"stalls": seen.times, "longest_stall_ms": round(seen.longest * 1000)}
 
     async def start(self) -> None:
         """Starts listening for results and carrying out what was accepted."""

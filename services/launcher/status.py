@@ -22,7 +22,7 @@ from services.common.process import rpc
 from services.common.state import keys, redis_client, registry
 from services.common.state.poison import Poison
 from services.common.storage.data_dir import DataDir
-from services.launcher import machine
+from services.launcher import machine, usage
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 _RPC_TIMEOUT_S = 3.0
@@ -40,6 +40,7 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
     try:
         records = [record for kind in registry.KINDS for record in await registry.live(client, kind)]
         report["storage"] = await _storage(client, data)
+        report["limits"], report["owners"] = usage.limits(records), await usage.collect(client)
         report["set_aside"] = [asdict(met) for met in await Poison(client).listed()]
     except RedisError as error:
         report["error"] = f"Redis does not answer: {error}"
@@ -78,6 +79,8 @@ def _processes(data: DataDir) -> list[dict[str, Any]]:
 async def _service(record: registry.ServiceRecord) -> dict[str, Any]:
     entry = {key: value for key, value in msgspec.to_builtins(record).items() if value}
     if record.kind == "gateway":
+        # They are told apart from the services.
+        entry.pop("limits", None)
         return entry
     async with rpc.channel(record.address) as channel:
         try:
@@ -111,6 +114,8 @@ def show(report: dict[str, Any]) -> str:
         lines += ["", _headline(entry), *_details(entry)]
     if "storage" in report:
         lines += ["", *_space(report["storage"])]
+    if report.get("limits") or report.get("owners"):
+        lines += ["", *usage.show(report.get("limits", {}), report.get("owners", {}))]
     for met in report.get("set_aside", ()):
         ago = max(0, round(time.time() - met["last"]))
         lines += ["", f"cannot be read: {met['name']}: {met['reason']} ({met['count']} times, {ago} s ago)"]
@@ -143,6 +148,9 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
         return [f"  does not answer: {entry['error']}"]
     status = entry.get("status", {})
     lines = []
+    if entry.get("stalls"):
+        longest = entry["longest_stall_ms"]
+        lines.append(f"  its event loop stood still {entry['stalls']} times, for {longest} ms at most")
     if "world_size" in status:
         lines.append(f"  {status['world_size']} ranks, ZeRO stage {status['zero_stage']}")
     for model in status.get("models", []):

@@ -108,6 +108,12 @@ class Overloaded(TinsmithError):
     retry_after = 1
 
 
+class LimitReached(Overloaded):
+    """The API key has all that it may have of something; the message says of what, and names the flag."""
+
+    default_code = "limit_reached"
+
+
 class Cancelled(TinsmithError):
     """The client gave the request up, or went away itself."""
 
@@ -222,6 +228,7 @@ _CLASSES: tuple[type[TinsmithError], ...] = (
     TooLarge,
     HeadTooLarge,
     Overloaded,
+    LimitReached,
     Cancelled,
     Unavailable,
     Draining,

@@ -59,9 +59,9 @@ class ServerLimits:
     ping_strikes: int = 0
 
     @classmethod
-    def public(cls, message_bytes: int) -> ServerLimits:
+    def public(cls, message_bytes: int, connections: int) -> ServerLimits:
         """For a port that anybody may reach. A client waits for many results at once, each in a call."""
-        return cls(message_bytes, 8 * 1024, 1024, 2048, 120, 3)
+        return cls(message_bytes, 8 * 1024, 1024, connections, idle_s=120, ping_strikes=3)
 
     def options(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = [

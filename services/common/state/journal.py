@@ -10,16 +10,17 @@ end of the model is never refused because of them.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
+from functools import partial
 from typing import Any
 
 import redis.asyncio
 from google.protobuf.message import DecodeError
 
 from services.common.contract import errors, ids
-from services.common.contract.errors import Conflict, InvalidRequest, Overloaded
+from services.common.contract.errors import Conflict, InvalidRequest, LimitReached
+from services.common.process.pools import COMPUTE
 from services.common.state import keys
 from services.common.state.journal_records import (
     Accepted,
@@ -110,7 +111,7 @@ class Journal:
         if not 0 <= seq_id <= _MAX_SEQ_ID:
             raise InvalidRequest(f"seq_id must be 0 to {_MAX_SEQ_ID}, not {seq_id}")
         if operation.ByteSize() > _THREAD_ABOVE_BYTES:
-            payload = await asyncio.to_thread(operation.SerializeToString, deterministic=True)
+            payload = await COMPUTE.run(partial(operation.SerializeToString, deterministic=True))
         else:
             payload = operation.SerializeToString(deterministic=True)
         request_id = ids.request_id(model_id, seq_id)
@@ -173,15 +174,17 @@ class Journal:
                 "number requests 1, 2, 3 ... without gaps"
             )
         if outcome == b"busy":
-            raise Overloaded(
-                f"more than {self._limits.pending_bytes} bytes or {self._limits.entries} operations of model "
-                f"{model_id} wait to run; send this again later"
+            raise LimitReached(
+                f"more than {self._limits.pending_bytes} bytes (--pending-bytes) or {self._limits.entries} "
+                f"operations (--pending-operations) of model {model_id} wait to run; send this again later"
             )
         if outcome == b"held":
             raise self.room.refusal()
         if outcome == b"full":
-            raise Overloaded(
-                f"model {model_id} has too many batches since its last step; send an optim_step, then this"
+            raise LimitReached(
+                f"model {model_id} has more than {self._limits.journal_bytes} bytes (--journal-bytes) or "
+                f"{self._limits.entries} batches (--pending-operations) since its last step; send an "
+                "optim_step, then this"
             )
 
     async def _announce(self, model_id: str) -> None:

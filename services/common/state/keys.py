@@ -60,6 +60,8 @@ EXPIRING_BYTES = f"{PREFIX}:{{held}}:expiring"
 """Sorted set of those fields that end by themselves, by when (s)."""
 POISON = f"{PREFIX}:poison"
 """Hash of what was met and cannot be read: name -> "<count> <last time, s> <reason>"."""
+OWNERS = f"{PREFIX}:owners"
+"""Set of the owners that have sessions."""
 SAMPLE_GATEWAYS = f"{PREFIX}:sample-gateways"
 """Set of gateway ids that may have unfinished samples."""
 
@@ -102,6 +104,11 @@ def owner_checkpoints(owner: str) -> str:
 def owner_expiring(owner: str) -> str:
     """Sorted set of those that expire, by when."""
     return f"{PREFIX}:owner:{{{owner}}}:expiring"
+
+
+def owner_checkpoint_bytes(owner: str) -> str:
+    """Hash version -> bytes of an owner's checkpoints; "total" is their sum."""
+    return f"{PREFIX}:owner:{{{owner}}}:checkpoint-bytes"
 
 
 def model(model_id: str) -> str:

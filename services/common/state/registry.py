@@ -57,6 +57,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
         models: models that a trainer has in memory.
         queued: operations that wait or run on a trainer.
+        limits: what one API key, one model and all requests in flight may take of a gateway, by its flags.
+        stalls: times that a gateway's event loop stood still, and `longest_stall_ms`: for how long at most.
     """
 
     kind: str
@@ -80,6 +82,9 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()
     models: int = 0
     queued: int = 0
+    limits: dict[str, int] = msgspec.field(default_factory=dict)
+    stalls: int = 0
+    longest_stall_ms: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.contract.errors import Overloaded, TooLarge
+from services.common.contract.errors import LimitReached, Overloaded, TooLarge
 from services.common.state import keys
 
 ACCOUNT = (keys.HELD_BYTES, keys.EXPIRING_BYTES)
@@ -89,10 +89,10 @@ class Room:
                 f"the memory of the state store is nearly used up ({self._used} of {self._most} bytes); send "
                 "this again later, or have the operator raise maxmemory of Redis"
             )
-        return Overloaded(
+        return LimitReached(
             f"the requests and results of this API key would take too much of the {self.total} bytes that "
-            "the state store has for all: never more than is left for others"
-            + (f", and at most {self.limits.owner_bytes}" if self.limits.owner_bytes else "")
+            "the state store has for all (--state-bytes): never more than is left for others"
+            + (f", and at most {self.limits.owner_bytes} (--owner-bytes)" if self.limits.owner_bytes else "")
             + f". Results go {self.limits.fetched_life} s after they are fetched, batches with the next "
             "optim_step; send this again later"
         )

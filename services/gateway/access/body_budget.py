@@ -9,29 +9,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.common.contract.errors import Overloaded, TooLarge
+from services.common.contract.errors import LimitReached, TooLarge
 from services.gateway.access.limits import MIB, SMALL_BODY_BYTES
+from services.gateway.access.memory import RECEIVING_COPIES, Memory
 from services.gateway.access.shares import Shares
 
 COPIES = 6
 """Memory that a large request takes at its peak, in times of its bytes: as it was received, parsed, as an
 operation, serialized for the journal, as a command to Redis, and what the allocator keeps in between."""
 
-RECEIVING_COPIES = 2
-"""The same while it is only being received."""
-
 
 class BodyBudget:
     """Bytes of memory for large and for small requests."""
 
-    def __init__(self, room: int, small_room: int) -> None:
-        self._large = Shares(room)
-        self._small = Shares(small_room)
+    def __init__(self, memory: Memory) -> None:
+        self._receiving = memory.receiving
+        self._large = Shares(memory.requests)
+        self._small = Shares(memory.small_requests)
 
     @property
     def largest(self) -> int:
         """Bytes of the largest request that is ever taken."""
         return self._large.room // 2 // COPIES
+
+    def messages_at_once(self, largest: int) -> int:
+        """How many messages of unknown size may be received at once, when one may have so many bytes."""
+        return max(1, self._receiving // (RECEIVING_COPIES * largest))
 
     @contextmanager
     def account(self, owner: str) -> Iterator[Account]:
@@ -57,7 +60,7 @@ class Account:
         """The request has so many bytes, all forms that it has at once taken together.
 
         Raises:
-            Overloaded: they are more than this key's share now.
+            LimitReached: they are more than this key's share now.
             TooLarge: they are more than any key's share ever.
         """
         self._set(*_needs(nbytes))
@@ -99,7 +102,7 @@ def _change(room: Shares, owner: str, before: int, after: int) -> None:
             "smaller one, or start the gateway with a larger --memory-mib"
         )
     elif not room.take(owner, more):
-        raise Overloaded(
+        raise LimitReached(
             f"requests of this API key take {room.held_by(owner) // MIB} MiB of this gateway, which has "
             f"{max(room.free, 0) // MIB} MiB left for all keys (--memory-mib); try again in a second"
         )

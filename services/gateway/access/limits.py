@@ -7,14 +7,71 @@ proportion to a number that the client chose.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, LimitReached
 from services.common.contract.sample_schema import MAX_SAMPLES
 
 MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class OwnerLimits:
+    """What one API key may have. Above it requests are refused until some of it is gone.
+
+    What is kept is counted before it is made, and not with it: those that arrive at the same moment may come
+    to a few more.
+
+    Attributes:
+        sessions: whose records are kept, those included that are over.
+        models: the same of models.
+        samplers: sampling clients of one session.
+        checkpoints: named checkpoints and exports.
+        checkpoint_bytes: what their files take; 0: as many as there is room for.
+        requests_per_second: to one gateway, over a while.
+        burst_seconds: for so long one may send what it has not sent before.
+        calls: at once, long polls included, of all keys together at one gateway; a key never holds more than
+            is left for others.
+        downloads: the same of downloads.
+    """
+
+    sessions: int = 50_000
+    models: int = 20_000
+    samplers: int = 100_000
+    checkpoints: int = 10_000
+    checkpoint_bytes: int = 0
+    requests_per_second: int = 1000
+    burst_seconds: int = 10
+    calls: int = 8192
+    downloads: int = 64
+
+    def check_sessions(self, have: int) -> None:
+        """Refuses one more session."""
+        _check(have, self.sessions, "sessions", "--max-sessions", "those that are over are forgotten in time")
+
+    def check_models(self, have: int) -> None:
+        """Refuses one more model."""
+        advice = "those of sessions that are over are forgotten in time"
+        _check(have, self.models, "models", "--max-models", advice)
+
+    def check_samplers(self, have: int) -> None:
+        """Refuses one more sampling client of a session."""
+        what = "sampling clients in this session"
+        _check(have, self.samplers, what, "--max-samplers", "create a new session")
+
+    def check_checkpoints(self, have: int, nbytes: int) -> None:
+        """Refuses one more checkpoint."""
+        advice = "delete some, or save with a ttl"
+        _check(have, self.checkpoints, "checkpoints", "--max-checkpoints", advice)
+        if self.checkpoint_bytes:
+            _check(nbytes, self.checkpoint_bytes, "bytes of checkpoints", "--max-checkpoint-bytes", advice)
+
+
+def _check(have: int, most: int, what: str, flag: str, advice: str) -> None:
+    if have >= most:
+        raise LimitReached(f"this API key has {have} {what}, and may have {most} ({flag}); {advice}")
 
 
 @dataclass(frozen=True)
@@ -29,14 +86,11 @@ class Limits:
             tensors are made dense.
         operation_bytes: largest operation; with a margin below the 256 MiB that a gRPC message may have.
         grpc_message_bytes: largest message of a gRPC client.
-        request_memory_bytes: what requests take while they are received, parsed, checked and journaled.
-        small_request_memory_bytes: the same of those below SMALL_BODY_BYTES.
         message_entries: entries of one repeated field of a protobuf message, before it is parsed.
         message_fields: fields of a protobuf message and all that it holds.
         datums: training examples in one request.
         samples: sequences of one sample request.
         waiting_sequences: sequences of all unfinished samples of this gateway; see `admission`.
-        waiting_sample_bytes: bytes of their requests.
         stop_items: stop strings or stop tokens of one request.
         stop_string_chars: length of one stop string.
         lora_rank: largest adapter rank.
@@ -46,6 +100,7 @@ class Limits:
         page_entries: entries of one page of a list.
         min_ttl_seconds: shortest life of a checkpoint that has a ttl.
         max_ttl_seconds: longest.
+        owners: what one API key may have.
     """
 
     json_body_bytes: int = 16 * MIB
@@ -53,14 +108,11 @@ class Limits:
     inflated_body_bytes: int = 192 * MIB
     operation_bytes: int = 224 * MIB
     grpc_message_bytes: int = 32 * MIB
-    request_memory_bytes: int = 768 * MIB
-    small_request_memory_bytes: int = 64 * MIB
     message_entries: int = 4096
     message_fields: int = 2**18
     datums: int = 4096
     samples: int = MAX_SAMPLES
     waiting_sequences: int = 32_768
-    waiting_sample_bytes: int = 256 * MIB
     stop_items: int = 64
     stop_string_chars: int = 256
     lora_rank: int = 256
@@ -70,6 +122,7 @@ class Limits:
     page_entries: int = 1000
     min_ttl_seconds: int = 3600
     max_ttl_seconds: int = 10 * 365 * 24 * 3600
+    owners: OwnerLimits = field(default_factory=OwnerLimits)
 
     def check_ttl(self, ttl_seconds: int | None) -> None:
         """Refuses a lifetime that checkpoints cannot have. None = for ever."""

@@ -52,6 +52,14 @@ class Checkpoints:
             raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist, or it expired")
         return record
 
+    async def check_room(self, owner: str) -> None:
+        """To be called before a checkpoint is accepted.
+
+        Raises:
+            LimitReached: the owner has as many as it may, or as many bytes of them.
+        """
+        self._limits.owners.check_checkpoints(*await self._store.totals(owner))
+
     async def training(self, owner: str, path: str) -> tuple[str, CheckpointRecord]:
         """The model that wrote the training state at a path, and its checkpoint. Raises as `readable`.
 

@@ -12,6 +12,7 @@ import hmac
 import secrets
 import time
 from collections.abc import AsyncGenerator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlencode
@@ -20,8 +21,10 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
+from services.common.process.pools import READS
 from services.common.state import keys
 from services.common.storage.base import Key, Storage
+from services.gateway.access.gate import Gate
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.records.checkpoint import CheckpointStore, key_of
 
@@ -40,26 +43,35 @@ class SignedPaths:
 
 @dataclass(frozen=True)
 class Download:
-    """An open file and its bytes."""
+    """An open file and its bytes. To be closed."""
 
     size: int
     file: BinaryIO
+    counted: ExitStack
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The content. Closes the file at the end, or when the reader goes away."""
-        try:
-            while piece := await asyncio.to_thread(self.file.read, _PIECE):
-                yield piece
-        finally:
-            await asyncio.shield(asyncio.to_thread(self.file.close))
+        """The content."""
+        while piece := await READS.run(self.file.read, _PIECE):
+            yield piece
+
+    async def close(self) -> None:
+        """Closes the file, also when the reader went away."""
+        self.counted.close()
+        await asyncio.shield(READS.run(self.file.close))
 
 
 class Downloads:
     """Signs and serves."""
 
     def __init__(
-        self, client: redis.asyncio.Redis, checkpoints: Checkpoints, store: CheckpointStore, storage: Storage
+        self,
+        client: redis.asyncio.Redis,
+        checkpoints: Checkpoints,
+        store: CheckpointStore,
+        storage: Storage,
+        gate: Gate,
     ) -> None:
+        self._gate = gate
         self._redis = client
         self._checkpoints = checkpoints
         self._store = store
@@ -79,7 +91,7 @@ class Downloads:
     async def read(
         self, owner: str, model_id: str, checkpoint_id: str
     ) -> AsyncGenerator[tuple[str, Download], None]:
-        """Every file of an export, by name. Each is to be read to its end.
+        """Every file of an export, by name. Each is to be read to its end, and is closed then.
 
         Raises:
             InvalidRequest: the checkpoint is no export.
@@ -88,7 +100,11 @@ class Downloads:
         """
         key, files = await self._files(owner, model_id, checkpoint_id)
         for name in files:
-            yield name, await self._opened(key, name)
+            found = await self._opened(owner, key, name)
+            try:
+                yield name, found
+            finally:
+                await found.close()
 
     async def _files(self, owner: str, model_id: str, checkpoint_id: str) -> tuple[Key, list[str]]:
         """Where an export is kept, and its files."""
@@ -99,7 +115,7 @@ class Downloads:
         record = await self._checkpoints.readable(owner, model_id, checkpoint_id)
         key = key_of(record)
         try:
-            files = await asyncio.to_thread(self._storage.files, key)
+            files = await READS.run(self._storage.files, key)
         except OSError as error:
             raise Unavailable(f"the checkpoint storage cannot be reached: {error}") from error
         if files is None:
@@ -111,6 +127,7 @@ class Downloads:
 
         Raises:
             PermissionDenied: it is not one of this cluster's, or its time is over.
+            LimitReached: too many of the owner's files are read at present.
             NotFound: the checkpoint was deleted or expired.
         """
         if not (expires.isdecimal() and len(expires) < 16):
@@ -123,19 +140,22 @@ class Downloads:
         record = await self._store.get(key.model_id, key.checkpoint_id)
         if record is None or record.version != key.version:
             raise NotFound(f"{ids.tinker_path(key.model_id, key.checkpoint_id)} does not exist any more")
-        return await self._opened(key, name)
+        return await self._opened(record.owner, key, name)
 
-    async def _opened(self, key: Key, name: str) -> Download:
+    async def _opened(self, owner: str, key: Key, name: str) -> Download:
         try:
-            return await asyncio.to_thread(self._open, key, name)
+            with ExitStack() as counted:
+                counted.enter_context(self._gate.download(owner))
+                size, file = await READS.run(self._open, key, name)
+                return Download(size, file, counted.pop_all())
         except FileNotFoundError as error:
             raise NotFound(f"{name!r} does not exist any more") from error
         except OSError as error:
             raise Unavailable(f"the checkpoint storage cannot be reached: {error}") from error
 
-    def _open(self, key: Key, name: str) -> Download:
+    def _open(self, key: Key, name: str) -> tuple[int, BinaryIO]:
         size = (self._storage.files(key) or {}).get(name, 0)
-        return Download(size, self._storage.open(key, name))
+        return size, self._storage.open(key, name)
 
     async def _secret(self) -> bytes:
         found: Any = await self._redis.get(keys.DOWNLOAD_SECRET)

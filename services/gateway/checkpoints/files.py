@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from services.common.contract import ids
+from services.common.process.pools import DELETIONS
 from services.common.storage.base import Key, Storage
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import delete_directory
@@ -43,10 +44,10 @@ class CheckpointFiles:
             OSError: they could not be removed now.
         """
         if not key.checkpoint_id.startswith("sampler_weights/"):
-            return await asyncio.to_thread(self.storage.delete, key)
+            return await DELETIONS.run(self.storage.delete, key)
         if await sampled_versions(key.model_id, self._sampling_sessions, self._sessions, key.version):
             return _SAMPLED_S
-        await asyncio.to_thread(delete_directory, self._data.snapshot(key.model_id, key.version))
+        await DELETIONS.run(delete_directory, self._data.snapshot(key.model_id, key.version))
         return None
 
 

@@ -44,7 +44,8 @@ def call_error(error: grpc.aio.AioRpcError) -> TinsmithError:
 
 
 def _without_load(records: Sequence[ServiceRecord]) -> list[ServiceRecord]:
-    return [msgspec.structs.replace(record, models=0, queued=0) for record in records]
+    none = {"models": 0, "queued": 0, "stalls": 0, "longest_stall_ms": 0}
+    return [msgspec.structs.replace(record, **none) for record in records]
 
 
 class Services:

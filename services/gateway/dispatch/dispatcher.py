@@ -20,12 +20,14 @@ from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.poison import Unreadable
+from services.gateway.access.memory import Memory
 from services.gateway.cluster.discovery import Services
 from services.gateway.dispatch.leases import TTL_S, Lease, Leases
 from services.gateway.dispatch.model_runner import ModelRunner
 from services.gateway.dispatch.placement import Loads
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.publish_results import OnResult, ResultPublisher
+from services.gateway.dispatch.send_room import SendRoom
 from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from services.gateway.results.subscription import Subscription
@@ -49,6 +51,7 @@ class Dispatcher:
         gateway_id: stable over restarts of the gateway.
         on_result: called with every operation and its result before the future is resolved with what it
             returns; may be called again for the same operation.
+        memory: bytes for operations that are under way.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class Dispatcher:
         on_result: OnResult,
         settings: DispatchSettings | None = None,
         lease_ttl: float = TTL_S,
+        memory: int = Memory.of().dispatch,
     ) -> None:
         self._futures = futures
         self._journal = journal
         self._on_result = on_result
         self._settings = settings or DispatchSettings()
+        self._room = SendRoom(memory)
         self._sessions = stores.sessions
         self._poison = stores.poison
         self._leases = Leases(client, gateway_id, lease_ttl)
@@ -194,6 +199,7 @@ class Dispatcher:
             ResultPublisher(lease, self._journal, self._on_result, self._futures, self._poison),
             self._session_finished,
             self._settings,
+            self._room,
         )
         self._runners[lease.model_id] = runner
         try:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 
 import grpc.aio
 
@@ -36,6 +37,7 @@ from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.placement import Loads, Placement
 from services.gateway.dispatch.plan import Action, DispatchSettings, Plan, Position, Send
 from services.gateway.dispatch.publish_results import ResultPublisher
+from services.gateway.dispatch.send_room import SendRoom
 from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 from tinsmith.v1 import results_pb2
 
@@ -48,7 +50,11 @@ _MOST_FAILED_REPLAYS = 3
 
 
 class ModelRunner:
-    """One model under one lease. `run` returns when the model is idle or the lease is gone."""
+    """One model under one lease. `run` returns when the model is idle or the lease is gone.
+
+    Args:
+        room: for what is under way, of all models.
+    """
 
     def __init__(
         self,
@@ -60,6 +66,7 @@ class ModelRunner:
         publisher: ResultPublisher,
         session_finished: Callable[[str], Awaitable[bool]],
         settings: DispatchSettings,
+        room: SendRoom,
     ) -> None:
         self.model_id = lease.model_id
         self._lease = lease
@@ -78,7 +85,10 @@ class ModelRunner:
         self._synchronised = False
         self._looking = False
         self._position = Position()
-        self._calls = Calls(settings.execute_timeout, self._answered, self._call_failed, self._changed.set)
+        self._room = room
+        self._awaited = ""
+        wake = self._changed.set
+        self._calls = Calls(settings.execute_timeout, self._answered, self._call_failed, wake, room)
         self._failed_calls: Counter[tuple[int, str]] = Counter()
         self._attempt = 0
         self._not_before = 0.0
@@ -103,10 +113,11 @@ class ModelRunner:
         if trainer is None or not ready or in_doubt or operation.seq_id != self._position.cursor + 1:
             return False
         entry = Entry(operation.seq_id, operation.ByteSize(), pending=True)
-        step = self._plan([entry], floor=-1)
+        step = self._plan([entry], trainer, floor=-1)
         if not step.sends:
             return False
         self._idle_since = None
+        self._room.take(trainer.id, step.nbytes)
         self._take(step, [operation], trainer)
         return True
 
@@ -121,12 +132,15 @@ class ModelRunner:
         Raises:
             Exception: an operation's handling failed unexpectedly; it is still in the journal.
         """
+        awaited = ""
         try:
             while not self._lease.lost:
                 self._changed.clear()
-                self._looking = True
+                self._looking, awaited, self._awaited = True, self._awaited, ""
                 delay = await self._advance()
                 self._looking = False
+                if awaited != self._awaited:
+                    self._room.leave(awaited, self.model_id)
                 if self._calls.failure is not None:
                     raise self._calls.failure
                 if delay is None:
@@ -135,6 +149,8 @@ class ModelRunner:
                     async with asyncio.timeout(delay):
                         await self._changed.wait()
         finally:
+            for trainer_id in {awaited, self._awaited}:
+                self._room.leave(trainer_id, self.model_id)
             await self._cancel_calls()
 
     async def _advance(self) -> float | None:
@@ -235,23 +251,33 @@ class ModelRunner:
         await self._pause(self._missing_reason())
 
     async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
-        step = self._plan(index.entries, max(index.floor, index.durable))
-        try:
-            operations = await self._journal.operations(self.model_id, [send.seq_id for send in step.sends])
-        except UnreadableOperation as error:
-            replayed = error.seq_id in {send.seq_id for send in step.sends if send.replayed}
-            await (self._replay_failed if replayed else self._publisher.fail_unreadable)(error.seq_id, error)
-            return 0.0
-        if any(operation is None for operation in operations):
-            # A durable snapshot came to cover one of them just now: look again.
-            return 0.0
+        step = self._plan(index.entries, trainer, max(index.floor, index.durable))
+        if step.held_back:
+            self._awaited = trainer.id
+            self._room.await_turn(trainer.id, self.model_id, self._changed.set)
+        with ExitStack() as taken:
+            # Before the payloads are read, which is when they take memory.
+            self._room.take(trainer.id, step.nbytes)
+            taken.callback(self._room.give, trainer.id, step.nbytes)
+            try:
+                wanted = [send.seq_id for send in step.sends]
+                operations = await self._journal.operations(self.model_id, wanted)
+            except UnreadableOperation as error:
+                replayed = error.seq_id in {send.seq_id for send in step.sends if send.replayed}
+                fail = self._replay_failed if replayed else self._publisher.fail_unreadable
+                await fail(error.seq_id, error)
+                return 0.0
+            if any(operation is None for operation in operations):
+                # A durable snapshot came to cover one of them just now: look again.
+                return 0.0
+            taken.pop_all()
         moved = step.position != self._position
         self._take(step, [operation for operation in operations if operation is not None], trainer)
         if step.sends:
             await self._resume()
         if step.gap is None:
             self._gap.closed()
-        if self._calls:
+        if self._calls or step.held_back:
             return _RECHECK_S
         if moved or not quiet:
             # A call that ended since the index was read may have changed what it says.
@@ -263,9 +289,10 @@ class ModelRunner:
         self._delay()
         return 0.0
 
-    def _plan(self, entries: Sequence[Entry], floor: int) -> Plan:
+    def _plan(self, entries: Sequence[Entry], trainer: ServiceRecord, floor: int) -> Plan:
         calls, window = self._calls, self._settings.window
-        return plan.plan(self._position, entries, floor, len(calls), calls.bytes, window)
+        allowance = self._room.allowance(trainer.id, self.model_id)
+        return plan.plan(self._position, entries, floor, len(calls), calls.bytes, window, allowance)
 
     def _take(
         self, step: Plan, operations: Sequence[operation_pb2.Operation], trainer: ServiceRecord
@@ -273,7 +300,7 @@ class ModelRunner:
         """Sends what was planned: one operation per send."""
         stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
         for send, operation in zip(step.sends, operations, strict=True):
-            self._calls.start(stub, send, operation, self._lease.epoch)
+            self._calls.start(trainer.id, stub, send, operation, self._lease.epoch)
         self._position = step.position
 
     async def _answered(

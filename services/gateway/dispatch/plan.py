@@ -50,6 +50,22 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Allowance:
+    """What a model may send now, for the memory that it takes.
+
+    Attributes:
+        nbytes: payload in all.
+        one: one operation whatever its size.
+    """
+
+    nbytes: int
+    one: bool
+
+
+UNBOUNDED = Allowance(1 << 62, True)
+
+
+@dataclass(frozen=True)
 class DispatchSettings:
     """Times in seconds.
 
@@ -92,11 +108,17 @@ class Gap:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to send now, and where that leaves the dispatcher."""
+    """What to send now, and where that leaves the dispatcher. `held_back`: there is no room for the next."""
 
     sends: tuple[Send, ...]
     position: Position
     gap: Gap | None
+    held_back: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Payload of what is to be sent."""
+        return sum(send.size for send in self.sends)
 
 
 def position_after_restore(applied: int, lowest_pending: int) -> Position:
@@ -115,6 +137,7 @@ def plan(
     under_way: int,
     bytes_under_way: int,
     window: Window,
+    allowance: Allowance = UNBOUNDED,
 ) -> Plan:
     """Chooses what to send.
 
@@ -125,6 +148,7 @@ def plan(
     """
     sends: list[Send] = []
     gap: Gap | None = None
+    held_back, room = False, allowance.nbytes
     for entry in entries:
         settled = max(position.cursor, floor, position.applied)
         if entry.seq_id > settled + 1:
@@ -136,12 +160,16 @@ def plan(
             continue
         if under_way >= window.operations or (under_way and bytes_under_way + entry.size > window.bytes):
             break
+        if entry.size > room and not (allowance.one and not sends):
+            held_back = True
+            break
+        room -= entry.size
         after = entry.seq_id - 1 if executed else position.tail
         sends.append(Send(entry.seq_id, after, entry.size, replayed=not entry.pending))
         under_way += 1
         bytes_under_way += entry.size
         position = replace(position, cursor=entry.seq_id, tail=position.tail if executed else entry.seq_id)
-    return Plan(tuple(sends), position, gap)
+    return Plan(tuple(sends), position, gap, held_back)
 
 
 def starts_at_creation(index: JournalIndex) -> bool:

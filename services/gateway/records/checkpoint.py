@@ -71,6 +71,8 @@ class CheckpointStore:
         self._put = Script(client, "put_checkpoint")
         self._swap = Script(client, "swap_checkpoint")
         self._page = Script(client, "page_checkpoints")
+        self._list_one = Script(client, "list_checkpoint")
+        self._unlist_one = Script(client, "unlist_checkpoint")
 
     async def put(self, record: CheckpointRecord) -> bool:
         """Stores a checkpoint in place of an earlier one of the same name. A later one stays, and so does
@@ -115,8 +117,7 @@ class CheckpointStore:
 
     async def page(self, owner: str, offset: int, limit: int) -> CheckpointPage:
         """Some of an owner's checkpoints, newest first."""
-        names = [keys.owner_checkpoints(owner), keys.owner_expiring(owner)]
-        total, members = await self._page(names, repr(time.time()), offset, limit)
+        total, members = await self._page(_lists(owner), repr(time.time()), offset, limit)
         found = [parse_member(member.decode()) for member in members]
         pipeline = self._redis.pipeline(transaction=False)
         for key in found:
@@ -131,6 +132,13 @@ class CheckpointStore:
                 elif not has_expired(record):
                     records.append(record)
         return CheckpointPage(records, total)
+
+    async def totals(self, owner: str) -> tuple[int, int]:
+        """How many checkpoints an owner has, and their bytes. Those that have just expired may be among
+        them."""
+        found: Any = await self._redis.zcard(keys.owner_checkpoints(owner))
+        total: Any = await self._redis.hget(keys.owner_checkpoint_bytes(owner), "total")
+        return int(found), int(total or 0)
 
     async def change(self, before: CheckpointRecord, after: CheckpointRecord) -> bool:
         """Replaces a record by another of the same version; False when it was changed meanwhile."""
@@ -193,20 +201,19 @@ class CheckpointStore:
         await self._redis.zadd(keys.CHECKPOINTS_DUE, {member_of(key): at})
 
     async def _list(self, record: CheckpointRecord) -> None:
-        member = member_of(key_of(record))
-        expiring = keys.owner_expiring(record.owner)
-        if record.expires_at is None:
-            await self._redis.zrem(expiring, member)
-        else:
-            await self._redis.zadd(expiring, {member: record.expires_at})
-        await self._redis.zadd(keys.owner_checkpoints(record.owner), {member: record.created_at})
+        expires = "" if record.expires_at is None else repr(record.expires_at)
+        member, created = member_of(key_of(record)), repr(record.created_at)
+        await self._list_one(_lists(record.owner), member, created, expires, record.size_bytes)
 
     async def _unlist(self, record: CheckpointRecord) -> None:
         await self._unlist_key(record.owner, key_of(record))
 
     async def _unlist_key(self, owner: str, key: Key) -> None:
-        await self._redis.zrem(keys.owner_checkpoints(owner), member_of(key))
-        await self._redis.zrem(keys.owner_expiring(owner), member_of(key))
+        await self._unlist_one(_lists(owner), member_of(key))
+
+
+def _lists(owner: str) -> list[str]:
+    return [keys.owner_checkpoints(owner), keys.owner_expiring(owner), keys.owner_checkpoint_bytes(owner)]
 
 
 def has_expired(record: CheckpointRecord) -> bool:

@@ -77,6 +77,11 @@ class ModelStore:
                 return record
             return msgspec.structs.replace(record, status=msgspec.convert(status.decode(), ModelStatus))
 
+    async def count(self, owner: str) -> int:
+        """How many models an owner has, gone or not."""
+        found: int = await self._redis.zcard(keys.owner_models(owner))
+        return found
+
     async def page(self, owner: str, offset: int, limit: int) -> tuple[int, list[str]]:
         """How many models an owner has, and the ids of some of them, newest first."""
         name = keys.owner_models(owner)

@@ -77,6 +77,11 @@ class SamplingSessionStore:
         with self._poison.reading(keys.sampling_session(sampling_session_id)):
             return msgspec.json.decode(raw, type=SamplingSessionRecord)
 
+    async def count(self, session_id: str) -> int:
+        """How many sampling sessions a session has, some perhaps never made."""
+        found: Any = await self._redis.scard(keys.session_samplers(session_id))
+        return int(found)
+
     async def of_session(self, session_id: str) -> list[str]:
         """Ids of a session's sampling sessions, some perhaps never made."""
         found: Any = await self._redis.smembers(keys.session_samplers(session_id))

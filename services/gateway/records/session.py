@@ -72,10 +72,20 @@ class SessionStore:
                 return found
         await self._redis.zadd(keys.SESSION_LIFE, {record.session_id: record.last_heartbeat}, nx=True)
         created = {record.session_id: record.created_at}
+        await self._redis.sadd(keys.OWNERS, record.owner)
         await self._redis.zadd(keys.owner_sessions(record.owner), created)
         if record.project_id:
             await self._redis.zadd(keys.project_sessions(record.owner, record.project_id), created)
         return record
+
+    async def count(self, owner: str) -> int:
+        """How many sessions of an owner are known, over or not."""
+        found: int = await self._redis.zcard(keys.owner_sessions(owner))
+        return found
+
+    async def made_with(self, owner: str, idempotency_key: str) -> bool:
+        """Whether a session was made with this key in the last day."""
+        return bool(await self._redis.exists(keys.session_idempotency(owner, idempotency_key)))
 
     async def get(self, session_id: str) -> SessionRecord | None:
         """The session as it is now. Raises Unreadable."""
@@ -135,6 +145,7 @@ class SessionStore:
     async def set_project(self, record: SessionRecord, project_id: str) -> None:
         """Moves an existing session into a project."""
         created = {record.session_id: record.created_at}
+        await self._redis.sadd(keys.OWNERS, record.owner)
         await self._redis.zadd(keys.project_sessions(record.owner, project_id), created)
         await self._redis.hset(keys.session(record.session_id), "project_id", project_id)
         if record.project_id not in ("", project_id):

@@ -7,7 +7,6 @@ work.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 
@@ -15,6 +14,7 @@ import redis.asyncio
 
 from services.common.contract.errors import TinsmithError
 from services.common.process.periodic import Periodic
+from services.common.process.pools import DELETIONS
 from services.common.state import keys
 from services.common.storage.base import Key
 from services.gateway.checkpoints.files import CheckpointFiles
@@ -97,5 +97,5 @@ class CheckpointSweep:
         mark = keys.CHECKPOINT_CLEANING
         if not await self._redis.set(mark, "", nx=True, px=round(_CLEAN_DEADLINE_S * 1000)):
             return
-        await asyncio.to_thread(self._files.storage.clean)
+        await DELETIONS.run(self._files.storage.clean)
         await self._redis.pexpire(mark, round(_CLEAN_S * 1000))

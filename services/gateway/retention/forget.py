@@ -95,6 +95,9 @@ class Forgetting:
             for name in (keys.session_models, keys.session_samplers, keys.session):
                 pipeline.delete(name(session_id))
             await pipeline.execute()
+        if session is not None and not await self._stores.sessions.count(session.owner):
+            # One that opens a session at this moment is listed again with its next one.
+            await self._redis.srem(keys.OWNERS, session.owner)
         return True
 
     async def _forget_samplers(self, session_id: str) -> None:

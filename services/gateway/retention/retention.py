@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from services.common.contract import errors, ids
 from services.common.contract.errors import Gone, ModelBusy, TinsmithError
 from services.common.process.periodic import Periodic
+from services.common.process.pools import DELETIONS
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.journal_records import Closing, error_result
@@ -298,10 +299,10 @@ class Retention:
             return await self._on_trainers(
                 base_model, lambda stub: stub.DeleteModel(request, timeout=_CALL_S)
             )
-        await asyncio.to_thread(model_files.delete_state, self._data, request.model_id)
+        await DELETIONS.run(model_files.delete_state, self._data, request.model_id)
         if request.snapshots:
             kept = set(request.kept_versions)
-            await asyncio.to_thread(model_files.delete_snapshots, self._data, request.model_id, kept)
+            await DELETIONS.run(model_files.delete_snapshots, self._data, request.model_id, kept)
         return True
 
     async def _close(self, lease: Lease) -> bool:

@@ -6,7 +6,6 @@ is remembered before its files go, so its clients are told. The lease between ga
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import shutil
 import time
@@ -14,6 +13,7 @@ import time
 import redis.asyncio
 
 from services.common.process.periodic import Periodic
+from services.common.process.pools import DELETIONS
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import delete_directory
@@ -101,5 +101,5 @@ class SnapshotSweep:
 
     async def _remove(self, snapshot: StoredSnapshot) -> None:
         path = self._data.snapshot(snapshot.model_id, snapshot.version)
-        await asyncio.to_thread(delete_directory, path)
+        await DELETIONS.run(delete_directory, path)
         await self._stores.snapshots.forget(snapshot.model_id, snapshot.version, snapshot.owner)

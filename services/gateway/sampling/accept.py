@@ -6,7 +6,6 @@ never changes; an inflight session follows its model, but only when the dispatch
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from cachetools import TTLCache
@@ -14,6 +13,7 @@ from cachetools import TTLCache
 from services.common.contract import ids
 from services.common.contract.errors import Conflict, Gone, InvalidRequest, NotFound, PermissionDenied
 from services.common.process import failpoints
+from services.common.process.pools import COMPUTE
 from services.common.state.journal_records import Accepted
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
@@ -99,6 +99,9 @@ class Sampling:
             model_path=model_path or "",
             full=full,
         )
+        have = await self._store.count(session_id)
+        if have >= self._limits.owners.samplers and await self._store.get(record.sampling_session_id) is None:
+            self._limits.owners.check_samplers(have)
         stored = await self._redo_log.perform(lambda: self._store.create_if_absent(record))
         if stored != record:
             raise Conflict(
@@ -141,7 +144,7 @@ class Sampling:
         await self._sessions.open(owner, record.session_id)
         base = await self._base_models.in_sampling(record.base_model)
         if request.ByteSize() > THREAD_ABOVE_BYTES:
-            answer = await asyncio.to_thread(validate.check_sample, request, base, self._limits)
+            answer = await COMPUTE.run(validate.check_sample, request, base, self._limits)
         else:
             answer = validate.check_sample(request, base, self._limits)
         sample = sampler_pb2.SampleRequest(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.contract.errors import Overloaded
+from services.common.contract.errors import LimitReached
 from services.gateway.access.shares import Shares
 
 
@@ -36,7 +36,7 @@ class Admission:
         """Refuses what could not be admitted whatever its size.
 
         Raises:
-            Overloaded: too much of this key waits.
+            LimitReached: too much of this key waits.
         """
         self._check(owner, 1, 1)
 
@@ -44,7 +44,7 @@ class Admission:
         """Counts a sample until `release`; False when it is counted already.
 
         Raises:
-            Overloaded: too much of this key waits. Nothing is counted.
+            LimitReached: too much of this key waits. Nothing is counted.
         """
         if request_id in self._held:
             return False
@@ -65,11 +65,15 @@ class Admission:
             self._count(held, -1)
 
     def _check(self, owner: str, sequences: int, nbytes: int) -> None:
-        for what, room, wanted in (("sequences", self._sequences, sequences), ("bytes", self._bytes, nbytes)):
+        rooms = (
+            ("sequences", "--waiting-sequences", self._sequences, sequences),
+            ("bytes", "--memory-mib", self._bytes, nbytes),
+        )
+        for what, flag, room, wanted in rooms:
             if not room.fits(owner, wanted):
-                raise Overloaded(
+                raise LimitReached(
                     f"{room.held_by(owner)} {what} of this API key's samples wait on this gateway, which has "
-                    f"{room.free} left for all keys; send this again later"
+                    f"{room.free} left for all keys ({flag}); send this again later"
                 )
 
     def _count(self, held: _Held, sign: int) -> None:

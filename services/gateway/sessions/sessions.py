@@ -57,6 +57,7 @@ class Sessions:
         Raises:
             InvalidRequest: a label or the metadata is too large.
             Overloaded: Redis is nearly full.
+            LimitReached: the owner has as many sessions as it may.
         """
         self._room.check()
         self._limits.check_tags(new.tags)
@@ -67,6 +68,8 @@ class Sessions:
             idempotency_key=idempotency_key or "",
         )
         self._limits.check_metadata(new.user_metadata or {})
+        if not (idempotency_key and await self._store.made_with(owner, idempotency_key)):
+            self._limits.owners.check_sessions(await self._store.count(owner))
         now = time.time()
         record = SessionRecord(
             session_id=ids.new_session_id(),

@@ -7,7 +7,6 @@ waits for a seq_id that nobody can send again.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from services.common.contract.errors import (
 )
 from services.common.contract.roles import Role
 from services.common.process import failpoints
+from services.common.process.pools import COMPUTE
 from services.common.state.journal import Journal
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
@@ -215,6 +215,9 @@ class Models:
             created_at=time.time(),
             status="creating",
         )
+        have = await self._models.count(owner)
+        if have >= self._limits.owners.models and await self._models.get(model_id) is None:
+            self._limits.owners.check_models(have)
         stored = await self._redo_log.perform(lambda: self._models.create_if_absent(record))
         if stored != msgspec.structs.replace(record, created_at=stored.created_at, status=stored.status):
             raise Conflict(f"model {model_id} exists with other settings; use the next model_seq_id")
@@ -334,4 +337,4 @@ class Models:
 
 async def _run(work: Callable[[], T], size: int) -> T:
     """The outcome of work that is proportional to a request of so many bytes."""
-    return await asyncio.to_thread(work) if size > THREAD_ABOVE_BYTES else work()
+    return await COMPUTE.run(work) if size > THREAD_ABOVE_BYTES else work()

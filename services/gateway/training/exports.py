@@ -59,6 +59,7 @@ class Exports:
             save.ttl_seconds = ttl_seconds or 0
             save.age_recipients.extend(age_recipients)
             await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
+            await self._checkpoints.check_room(owner)
             operation.save_external.CopyFrom(save)
 
         asked = digest("save_external", name, ttl_seconds, list(age_recipients))

@@ -61,6 +61,7 @@ class Saves:
             self._set_options(save, options)
             if not overwrite:
                 await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
+            await self._checkpoints.check_room(owner)
             operation.save_state.CopyFrom(save)
 
         asked = digest("save_state", name, overwrite, *_plain(options))
@@ -97,6 +98,7 @@ class Saves:
             save = operation_pb2.SaveForSampler(checkpoint_id=ids.checkpoint_id("sampler_weights", name))
             self._set_options(save, options)
             await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
+            await self._checkpoints.check_room(owner)
             operation.save_for_sampler.CopyFrom(save)
 
         asked = digest("save_for_sampler", name, *_plain(options))
@@ -128,6 +130,9 @@ class Saves:
                 raise InvalidRequest(
                     f"sampling session {session} exists; use the next sampling_session_seq_id"
                 )
+            if taken is None:
+                have = await self._sampling_sessions.count(record.session_id)
+                self._limits.owners.check_samplers(have)
             operation.save_for_sampler.sampling_session_id = session
             operation.save_for_sampler.inflight = inflight
 

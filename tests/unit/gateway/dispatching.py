@@ -10,6 +10,7 @@ import redis.asyncio
 from services.common.contract import errors, ids
 from services.common.contract.errors import InvalidRequest
 from services.common.state.journal import Journal
+from services.gateway.access.memory import Memory
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.plan import DispatchSettings
@@ -47,7 +48,12 @@ class Gateway:
     """The dispatching half of a gateway."""
 
     def __init__(
-        self, client: redis.asyncio.Redis, name: str, settings: DispatchSettings, ttl: float
+        self,
+        client: redis.asyncio.Redis,
+        name: str,
+        settings: DispatchSettings,
+        ttl: float,
+        memory: int = Memory.of().dispatch,
     ) -> None:
         self.journal = Journal(client, gateway_id=name)
         self.stores = Stores.over(client)
@@ -64,6 +70,7 @@ class Gateway:
             self._record,
             settings,
             ttl,
+            memory,
         )
 
     async def _record(
@@ -90,9 +97,13 @@ GatewayFactory = Callable[..., Awaitable[Gateway]]
 
 @asynccontextmanager
 async def started(
-    client: redis.asyncio.Redis, name: str, settings: DispatchSettings, ttl: float
+    client: redis.asyncio.Redis,
+    name: str,
+    settings: DispatchSettings,
+    ttl: float,
+    memory: int = Memory.of().dispatch,
 ) -> AsyncIterator[Gateway]:
-    gateway = Gateway(client, name, settings, ttl)
+    gateway = Gateway(client, name, settings, ttl, memory)
     await gateway.futures.start()
     await gateway.discovery.start()
     await gateway.dispatcher.start()

@@ -23,6 +23,7 @@ from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
 from services.gateway.access.auth import KeyRing
 from services.gateway.access.limits import Limits
+from services.gateway.access.memory import Memory
 from services.gateway.application import Application
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.cluster.discovery import Discovery
@@ -94,7 +95,12 @@ class Edges:
 
 
 @asynccontextmanager
-async def running(redis_url: str, directory: Path, limits: Limits | None = None) -> AsyncIterator[Edges]:
+async def running(
+    redis_url: str,
+    directory: Path,
+    limits: Limits | None = None,
+    memory: Memory | None = None,
+) -> AsyncIterator[Edges]:
     """Both edges on free ports, with one base model announced."""
     (directory / "keys").write_text(f"{ALICE} alice\n{BOB} bob\n")
     client = redis_client.connect(redis_url)
@@ -119,7 +125,13 @@ async def running(redis_url: str, directory: Path, limits: Limits | None = None)
     data = DataDir(directory)
     # Nothing but futures is started: operations and samples stay where the test finds them.
     gateway = Gateway(
-        "gateway-0", client, KeyRing(directory / "keys"), connect("", data), data, limits=limits or Limits()
+        "gateway-0",
+        client,
+        KeyRing(directory / "keys"),
+        connect("", data),
+        data,
+        limits=limits,
+        memory=memory,
     )
     app, stores = gateway.application, gateway.stores
     await app.futures.start()

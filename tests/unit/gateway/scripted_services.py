@@ -252,7 +252,8 @@ async def serving(
         service = "tinsmith.internal.v1.SamplerService"
     server = await rpc.serve([(add, servicer, service)], "127.0.0.1:0")
     address = f"127.0.0.1:{server.port}"
-    record = ServiceRecord(kind=kind, id=name, address=address, base_model=BASE, **announced)
+    announced.setdefault("base_model", BASE)
+    record = ServiceRecord(kind=kind, id=name, address=address, **announced)
     running = Running(server, registry.Announcer(client, record))
     await running._announcer.start()
     try:

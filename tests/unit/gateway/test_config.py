@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from services.common.process.flags import rows_of
 from services.common.state.room import RoomLimits
-from services.gateway.config import parse
+from services.gateway.access.limits import Limits, OwnerLimits
+from services.gateway.config import FLAGS, GatewayConfig, parse, stated
+from services.gateway.dispatch.plan import Window
 
 ENVIRONMENT = {"TINSMITH_REDIS_URL": "redis://127.0.0.1:1/0", "TINSMITH_DATA_DIR": "data"}
+
+
+def refused(flags: list[str], capsys: pytest.CaptureFixture[str], environment: dict[str, str]) -> str:
+    with pytest.raises(SystemExit):
+        parse(flags, environment)
+    return capsys.readouterr().err
 
 
 def test_what_requests_and_results_may_take_is_set_by_flags_or_variables() -> None:
@@ -17,17 +26,70 @@ def test_what_requests_and_results_may_take_is_set_by_flags_or_variables() -> No
     assert parse(flags, ENVIRONMENT | {"TINSMITH_FETCHED_RESULT_LIFE": "5"}).room == wanted
 
 
+def test_without_flags_every_setting_has_its_default() -> None:
+    config = parse([], ENVIRONMENT)
+    given = {"redis_url", "data_dir", "api_keys_file"}
+    defaults = GatewayConfig()
+    for name in GatewayConfig.__dataclass_fields__.keys() - given:
+        assert getattr(config, name) == getattr(defaults, name), name
+    assert str(config.api_keys_file) == "data/api_key"
+
+
+def test_limits_of_a_key_a_request_and_what_is_sent_on_are_flags() -> None:
+    flags = ["--max-models", "3", "--max-datums", "7", "--window-operations", "2", "--memory-mib", "600"]
+    config = parse(flags, ENVIRONMENT)
+    assert config.limits == Limits(datums=7, owners=OwnerLimits(models=3))
+    assert config.dispatch.window == Window(operations=2)
+    assert config.memory_mib == 600
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--state-bytes", "-1"], "--state-bytes must be a number of bytes, or 0"),
-        (["--owner-bytes", "1g"], "--owner-bytes must be a number of bytes, or 0"),
-        (["--result-life", "0"], "--result-life must be a whole number of seconds, at least 1"),
+        (["--state-bytes", "-1"], "--state-bytes must be a whole number of bytes, 0 to"),
+        (["--owner-bytes", "1g"], "--owner-bytes must be a whole number of bytes, 0 to"),
+        (["--result-life", "0"], "--result-life must be a whole number of seconds, 1 to"),
+        (["--port", "65536"], "--port must be a port number, 0 to 65535, not '65536'"),
+        (["--window-operations", "65"], "--window-operations must be a whole number, 1 to 64"),
+        (["--memory-mib", "20"], "--memory-mib must be a whole number of MiB, 512 to"),
+        (["--base-models", "[1]"], "--base-models: "),
+        (["--checkpoint-store", "s3://key:secret@bucket/x"], "--checkpoint-store: "),
+        (["--max-message-bytes", "100000000", "--memory-mib", "512"], "--max-message-bytes must be at most"),
+        (["--session-end-after", "5"], "--session-end-after must be at least --session-park-after"),
+        (["--nonsense"], "'--nonsense' is no flag"),
     ],
 )
 def test_a_flag_that_has_no_meaning_is_refused_with_what_it_takes(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert says in refused(flags, capsys, ENVIRONMENT)
+
+
+def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--max-models", "none", "--result-life", "0", "--bogus", "--port=-2"]
+    told = refused(flags, capsys, {"TINSMITH_BURST_SECONDS": "long"})
+    for flag in ("--max-models", "--result-life", "'--bogus'", "--port", "--burst-seconds", "--data-dir"):
+        assert f"\n  {flag} " in told, flag
+    assert "TINSMITH_REDIS_URL" in told
+
+
+def test_every_flag_is_in_the_help_with_its_unit_range_default_and_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
-        parse(flags, ENVIRONMENT)
-    assert says in capsys.readouterr().err
+        parse(["--help"], {})
+    told = capsys.readouterr().out
+    for heading in FLAGS:
+        assert f"\n{heading}:" in told
+    for flag in rows_of(FLAGS):
+        assert f"{flag.name} {flag.kind.unit}" in told, flag.name
+        assert f"default: {flag.default or 'empty'}; {flag.variable})" in told, flag.name
+    assert "--forget-after SECONDS" in told
+    assert "(1 to 64; default: 32; TINSMITH_WINDOW_OPERATIONS)" in told
+
+
+def test_what_is_stated_are_the_limits_of_a_key_by_their_flags() -> None:
+    told = stated(parse(["--max-models", "3"], ENVIRONMENT))
+    assert told["--max-models"] == 3
+    assert {"--memory-mib", "--owner-bytes", "--pending-operations", "--requests-per-second"} <= told.keys()

@@ -26,16 +26,17 @@ from services.common.contract.errors import (
     Unauthenticated,
     Unavailable,
 )
+from services.common.process.pools import COMPUTE
 from services.common.process.tasks import cancel_all
-from services.gateway.access.auth import KeyRing
-from services.gateway.access.body_budget import Account, BodyBudget
+from services.gateway.access.body_budget import Account
 from services.gateway.access.fair_slots import FairSlots
-from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
+from services.gateway.access.limits import THREAD_ABOVE_BYTES
+from services.gateway.application import Application
 from services.gateway.edge import wire_check
 
 KEY_METADATA = "x-api-key"
 
-_PLACES = 4
+
 _AT_ONCE_S = 0.1
 """Most messages arrive with their call. For so long one may be read without a reservation; the few that do
 at the same time are what bounds the memory they take."""
@@ -58,14 +59,13 @@ class Reception(grpc.aio.ServerInterceptor):
         open_services: full names of services that need no key. Few such calls run at once.
     """
 
-    def __init__(
-        self, keys: KeyRing, budget: BodyBudget, limits: Limits, open_services: Collection[str]
-    ) -> None:
-        self._keys = keys
-        self._budget = budget
-        self._limits = limits
+    def __init__(self, application: Application, open_services: Collection[str]) -> None:
+        self._keys = application.keys
+        self._gate = application.gate
+        self._budget = application.budget
+        self._limits = application.limits
         self._open_services = open_services
-        self._places = FairSlots(_PLACES)
+        self._places = FairSlots(self._budget.messages_at_once(self._limits.grpc_message_bytes))
         self._open_calls = 0
 
     async def intercept_service(
@@ -90,18 +90,18 @@ class Reception(grpc.aio.ServerInterceptor):
         kind = _request_class(handler)
 
         async def answer(_: object, context: grpc.aio.ServicerContext) -> Any:
-            with self._budget.account(owner) as account:
+            with self._gate.call(owner), self._budget.account(owner) as account:
                 request = await self._message(context, owner, account, kind)
                 return await handler.unary_unary(request, context)
 
         async def answers(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            with self._budget.account(owner) as account:
+            with self._gate.call(owner), self._budget.account(owner) as account:
                 request = await self._message(context, owner, account, kind)
                 async for reply in handler.unary_stream(request, context):
                     yield reply
 
         async def converse(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            with self._budget.account(owner) as account:
+            with self._gate.call(owner), self._budget.account(owner) as account:
 
                 async def requests() -> AsyncIterator[Any]:
                     with suppress(_NoMessage):
@@ -142,7 +142,7 @@ class Reception(grpc.aio.ServerInterceptor):
         raw = await self._raw(context, owner, account)
         account.hold(len(raw))
         if len(raw) > THREAD_ABOVE_BYTES:
-            return await asyncio.to_thread(wire_check.parsed, kind, raw, self._limits)
+            return await COMPUTE.run(wire_check.parsed, kind, raw, self._limits)
         return wire_check.parsed(kind, raw, self._limits)
 
     async def _raw(self, context: grpc.aio.ServicerContext, owner: str, account: Account | None) -> bytes:

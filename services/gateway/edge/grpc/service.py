@@ -28,8 +28,11 @@ class TinsmithService(
     """Methods as service.proto describes them."""
 
 
-async def serve(application: Application, bind: str) -> rpc.RpcServer:
+async def serve(application: Application, bind: str, connections: int = 2048) -> rpc.RpcServer:
     """Serves the public service on "host:port", which other gateways of this machine may share.
+
+    Args:
+        connections: at once; further ones are closed.
 
     Raises:
         Unavailable: the address cannot be bound.
@@ -37,7 +40,6 @@ async def serve(application: Application, bind: str) -> rpc.RpcServer:
     name = service_pb2.DESCRIPTOR.services_by_name["TinsmithService"].full_name
     add = service_pb2_grpc.add_TinsmithServiceServicer_to_server
     most = application.limits.grpc_message_bytes
-    reception = Reception(application.keys, application.budget, application.limits, [rpc.HEALTH_SERVICE])
-    return await rpc.serve(
-        [(add, TinsmithService(application), name)], bind, True, [reception], rpc.ServerLimits.public(most)
-    )
+    reception = Reception(application, [rpc.HEALTH_SERVICE])
+    limits = rpc.ServerLimits.public(most, connections)
+    return await rpc.serve([(add, TinsmithService(application), name)], bind, True, [reception], limits)

@@ -14,6 +14,7 @@ import zstandard
 from starlette.requests import Request
 
 from services.common.contract.errors import DeadlineExceeded, InvalidRequest, TinsmithError, TooLarge
+from services.common.process.pools import COMPUTE
 from services.gateway.access.body_budget import Account
 from services.gateway.access.limits import THREAD_ABOVE_BYTES
 
@@ -58,7 +59,7 @@ async def received(
     check_beginning(inflated_beginning(body, _BEGINNING_BYTES))
     account.hold(len(body) + size)
     if size > THREAD_ABOVE_BYTES:
-        return await asyncio.to_thread(inflate, body, size)
+        return await COMPUTE.run(inflate, body, size)
     return inflate(body, size)
 
 

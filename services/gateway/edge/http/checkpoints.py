@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
@@ -122,12 +121,21 @@ async def download(application: Application, request: Request) -> Response:
         "cache-control": "private, no-store",
         "x-content-type-options": "nosniff",
     }
-    return StreamingResponse(_sent(found), headers=headers, media_type="application/octet-stream")
+    return _Sending(found, headers)
 
 
-async def _sent(found: Download) -> AsyncIterator[bytes]:
-    async for piece in found.pieces():
-        yield piece
+class _Sending(StreamingResponse):
+    """The answer with a file, which it closes, also when it was never begun."""
+
+    def __init__(self, found: Download, headers: dict[str, str]) -> None:
+        super().__init__(found.pieces(), headers=headers, media_type="application/octet-stream")
+        self._found = found
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._found.close()
 
 
 def _name(call: Call) -> tuple[str, str]:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from services.common.contract.errors import Overloaded, TinsmithError
+from services.common.contract.errors import Cancelled, Overloaded, TinsmithError
 from services.common.contract.ids import parse_request_id
 from services.common.process import redis_errors
+from services.common.process.pools import COMPUTE
+from services.common.process.tasks import cancel_all
 from services.gateway.access.limits import COMPLETIONS_POLL_SECONDS, LONG_POLL_SECONDS, THREAD_ABOVE_BYTES
 from services.gateway.edge.http.codec import messages, results_out
 from services.gateway.edge.http.routes import Call, reply
@@ -27,11 +30,13 @@ from services.gateway.sampling.completions import Target
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 async def retrieve_future(call: Call) -> Response:
     body = await call.json(messages.RetrieveFuture)
     with _trouble_is_429():
-        view = await call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS)
+        view = await _while_there(call, call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS))
         if view.result is None:
             return pending(view)
         return await finished(body.request_id, view.result)
@@ -44,8 +49,11 @@ async def retrieve_futures(call: Call) -> Response:
     most = COMPLETIONS_POLL_SECONDS
     seconds = most if body.timeout is None else min(body.timeout, most)
     with _trouble_is_429():
-        page = await call.app.wait_completions(
-            call.owner, target, body.prev_cursor, seconds, body.retrieved_request_ids
+        page = await _while_there(
+            call,
+            call.app.wait_completions(
+                call.owner, target, body.prev_cursor, seconds, body.retrieved_request_ids
+            ),
         )
     return reply({"completions": [_completion(found) for found in page.completions], "cursor": page.cursor})
 
@@ -61,6 +69,24 @@ async def cancel_future(call: Call) -> Response:
     body = await call.json(messages.CancelFuture)
     await call.app.sampling.cancel(call.owner, body.request_id)
     return reply({})
+
+
+async def _while_there(call: Call, wait: Coroutine[Any, Any, T]) -> T:
+    """What a wait comes to. It ends with its client: nobody else hears of it, and it counts as a call.
+
+    Raises:
+        Cancelled: the client went away.
+    """
+    waiting = asyncio.ensure_future(wait)
+    # The body is read, so the next thing to come from this client is that it went.
+    leaving = asyncio.ensure_future(call.request.receive())
+    try:
+        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise Cancelled("the client went away")
+        return waiting.result()
+    finally:
+        await cancel_all([waiting, leaving])
 
 
 @contextmanager
@@ -90,7 +116,7 @@ async def finished(request_id: str, result: bytes) -> Response:
     """The result in the SDK's form."""
     object_id, _ = parse_request_id(request_id)
     if len(result) > THREAD_ABOVE_BYTES:
-        answer = await asyncio.to_thread(results_out.result, object_id, result)
+        answer = await COMPUTE.run(results_out.result, object_id, result)
     else:
         answer = results_out.result(object_id, result)
     return Response(answer.body, media_type=answer.content_type)

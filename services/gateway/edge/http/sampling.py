@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 
 from starlette.responses import Response
 
 from services.common.contract.errors import InvalidRequest
+from services.common.process.pools import COMPUTE
 from services.gateway.access.limits import THREAD_ABOVE_BYTES
 from services.gateway.edge.http.codec import messages
 from services.gateway.edge.http.routes import Call, reply
@@ -48,7 +48,7 @@ async def asample(call: Call) -> Response:
     call.app.sampling.check_room(call.owner)
     async with call.body() as data:
         if len(data) > THREAD_ABOVE_BYTES:
-            request = await asyncio.to_thread(sample_request, data)
+            request = await COMPUTE.run(sample_request, data)
         else:
             request = sample_request(data)
         request_id = await call.app.sampling.sample(call.owner, request)

@@ -94,7 +94,8 @@ def create_app(application: Application) -> Starlette:
     def route(method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
             owner = application.keys.owner_of(request.headers.get("x-api-key"))
-            return await handler(Call(request, owner, application, application.budget))
+            with application.gate.call(owner):
+                return await handler(Call(request, owner, application, application.budget))
 
         return Route(f"{API}/{path}", endpoint, methods=[method])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from starlette.responses import Response
 
 from services.common.contract.errors import InvalidRequest, TinsmithError
+from services.common.process.pools import COMPUTE
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.edge.http.body import received
@@ -140,7 +140,7 @@ async def _read(data: bytes, limits: Limits) -> tuple[tinker_pb2.TinkerForwardBa
         message = forward_backward_in.parse_request(data, limits)
         return message, forward_backward_in.sparse_bytes(message, limits)
 
-    return await asyncio.to_thread(read) if len(data) > THREAD_ABOVE_BYTES else read()
+    return await COMPUTE.run(read) if len(data) > THREAD_ABOVE_BYTES else read()
 
 
 async def optim_step(call: Call) -> Response:

@@ -1,5 +1,7 @@
 """API keys: who is let in, and as whom."""
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -55,23 +57,54 @@ def test_a_line_with_three_words_is_an_error(tmp_path: Path) -> None:
 
 
 def test_keys_added_and_removed_take_effect_without_a_restart(tmp_path: Path) -> None:
-    clock = Clock()
     path = write(tmp_path, "tml-one alice\n")
-    ring = KeyRing(path, clock)
+    ring = KeyRing(path)
     path.write_text("tml-three carol\n")
-    clock.now += 5
+    ring.look()
     assert ring.owner_of("tml-three") == "carol"
     with pytest.raises(Unauthenticated):
         ring.owner_of("tml-one")
 
 
-def test_a_mistyped_or_missing_file_keeps_the_keys_read_before(tmp_path: Path) -> None:
+async def test_a_ring_that_is_started_sees_changes_by_itself(tmp_path: Path) -> None:
+    path = write(tmp_path, "tml-one alice\n")
+    ring = KeyRing(path)
+    await ring.start()
+    path.write_text("tml-three carol\n")
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(Unauthenticated):
+                assert ring.owner_of("tml-three") == "carol"
+                break
+            await asyncio.sleep(0.05)
+    await ring.stop()
+
+
+def test_a_key_that_is_taken_out_is_out_although_another_line_is_mistyped(tmp_path: Path) -> None:
+    path = write(tmp_path, "tml-one alice\ntml-two bob\n")
+    ring = KeyRing(path)
+    path.write_text("tml-one alice\ntml-new too many words\n")
+    ring.look()
+    assert ring.owner_of("tml-one") == "alice"
+    for key in ("tml-two", "tml-new"):
+        with pytest.raises(Unauthenticated):
+            ring.owner_of(key)
+
+
+def test_a_file_that_is_gone_lets_nobody_in_after_a_minute_and_comes_back(tmp_path: Path) -> None:
     clock = Clock()
     path = write(tmp_path, "tml-one alice\n")
     ring = KeyRing(path, clock)
-    path.write_text("tml-one too many words here\n")
-    clock.now += 5
-    assert ring.owner_of("tml-one") == "alice"
     path.unlink()
-    clock.now += 5
+    clock.now += 59
+    with pytest.raises(OSError):
+        ring.look()
+    assert ring.owner_of("tml-one") == "alice"
+    clock.now += 2
+    with pytest.raises(OSError):
+        ring.look()
+    with pytest.raises(Unauthenticated):
+        ring.owner_of("tml-one")
+    path.write_text("tml-one alice\n")
+    ring.look()
     assert ring.owner_of("tml-one") == "alice"

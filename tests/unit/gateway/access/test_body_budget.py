@@ -1,9 +1,12 @@
 """Memory of requests: of large ones by shares of their keys, of small ones apart."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.common.contract.errors import Overloaded, TooLarge
 from services.gateway.access.body_budget import COPIES, BodyBudget
+from services.gateway.access.memory import Memory
 
 KIB = 1024
 LARGE = 100 * KIB
@@ -11,7 +14,11 @@ LARGE = 100 * KIB
 
 def budget(large_requests: int) -> BodyBudget:
     """Room for so many requests of LARGE bytes."""
-    return BodyBudget(large_requests * COPIES * LARGE, 1024 * KIB)
+    return rooms(large_requests * COPIES * LARGE, 1024 * KIB)
+
+
+def rooms(large: int, small: int) -> BodyBudget:
+    return BodyBudget(replace(Memory.of(), requests=large, small_requests=small))
 
 
 def test_one_keys_large_bodies_leave_room_for_anothers() -> None:
@@ -36,7 +43,7 @@ def test_small_bodies_need_nothing_of_the_room_for_large_ones() -> None:
 
 
 def test_small_bodies_are_bounded_by_shares_too() -> None:
-    room = BodyBudget(COPIES * LARGE, 10 * 64 * KIB)
+    room = rooms(COPIES * LARGE, 10 * 64 * KIB)
     accounts = [room.account("ann") for _ in range(6)]
     for account in accounts[:5]:
         account.__enter__().hold(64 * KIB)

@@ -19,6 +19,7 @@ from services.common.state.journal_records import Entry, JournalIndex
 from services.gateway.dispatch.plan import (
     DROPPED_GRADIENT,
     Action,
+    Allowance,
     Gap,
     Position,
     Send,
@@ -187,3 +188,21 @@ def test_waits_grow_up_to_a_bound() -> None:
     assert waits[:3] == [0.1, 0.2, 0.4]
     assert waits == sorted(waits)
     assert waits[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("allowance", "sent", "held_back"),
+    [
+        (Allowance(25, False), [0, 1], True),
+        (Allowance(30, False), [0, 1, 2], False),
+        (Allowance(0, True), [0], True),
+        (Allowance(0, False), [], True),
+    ],
+)
+def test_no_more_is_sent_than_there_is_memory_for(
+    allowance: Allowance, sent: list[int], held_back: bool
+) -> None:
+    step = plan(Position(), [pending(n) for n in range(3)], -1, 0, 0, WINDOW, allowance)
+    assert [send.seq_id for send in step.sends] == sent
+    assert (step.held_back, step.nbytes) == (held_back, 10 * len(sent))
+    assert step.position.cursor == len(sent) - 1

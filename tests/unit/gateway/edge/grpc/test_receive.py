@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -10,8 +12,9 @@ from grpc_health.v1 import health_pb2
 
 from services.common.process import rpc
 from services.gateway.access.limits import MIB, Limits
+from services.gateway.access.memory import Memory
 from services.gateway.edge.grpc import receive
-from tests.unit.gateway.edges import ALICE, BOB, Edges
+from tests.unit.gateway.edges import ALICE, BOB, Edges, running
 from tinsmith.v1 import sessions_pb2
 
 SERVICE = "/tinsmith.v1.TinsmithService"
@@ -19,8 +22,10 @@ MESSAGE = 4 * MIB
 
 
 @pytest.fixture
-def limits() -> Limits:
-    return Limits(grpc_message_bytes=MESSAGE, request_memory_bytes=8 * MESSAGE)
+async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
+    limits, memory = Limits(grpc_message_bytes=MESSAGE), replace(Memory.of(), requests=8 * MESSAGE)
+    async with running(redis_url, tmp_path, limits, memory) as found:
+        yield found
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -10,6 +11,7 @@ import tinker
 
 from services.gateway.access.body_budget import COPIES
 from services.gateway.access.limits import Limits
+from services.gateway.access.memory import Memory
 from services.gateway.edge.http import body as body_module
 from tests.unit.gateway.edges import ALICE, BASE, BOB, CONTEXT, Edges, new_model, new_session, running
 
@@ -93,8 +95,8 @@ async def test_a_body_that_trickles_is_given_up_and_its_budget_comes_back(
             yield b"x" * 700
             await asyncio.sleep(0.05)
 
-    limits = Limits(request_memory_bytes=2 * COPIES * len(large))
-    async with running(redis_url, tmp_path, limits) as edges, edges.http() as client:
+    memory = replace(Memory.of(), requests=2 * COPIES * len(large))
+    async with running(redis_url, tmp_path, memory=memory) as edges, edges.http() as client:
         assert (await client.post("telemetry", content=trickle())).status_code == 504
         assert (await client.post("telemetry", content=large)).status_code == 200
 
@@ -103,9 +105,9 @@ async def test_a_body_beyond_the_share_of_its_key_is_429_and_the_share_comes_bac
     redis_url: str, tmp_path: Path
 ) -> None:
     large = b"x" * 100_000
-    limits = Limits(request_memory_bytes=2 * COPIES * len(large))
+    memory = replace(Memory.of(), requests=2 * COPIES * len(large))
     async with (
-        running(redis_url, tmp_path, limits) as edges,
+        running(redis_url, tmp_path, memory=memory) as edges,
         edges.http() as client,
         edges.http(BOB) as other,
     ):

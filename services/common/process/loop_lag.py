@@ -1,0 +1,73 @@
+"""How long the event loop of a process stood still.
+
+Invariant: every time that the loop ran nothing for longer than the threshold is counted, whoever is to blame:
+code that does not wait, a thread that keeps the interpreter's lock, or a machine that gives the process no
+CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from asyncio.events import TimerHandle
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+THRESHOLD_S = 0.05
+_EVERY_S = 0.02
+_LOG_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Lag:
+    """Times that the loop stood still since the process began.
+
+    Attributes:
+        times: how often.
+        seconds: for how long in all.
+        longest: the longest of them, in seconds.
+    """
+
+    times: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+
+
+class LoopLag:
+    """Looks at the loop from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self.seen = Lag()
+        self._timer: TimerHandle | None = None
+        self._log_after = 0.0
+
+    async def start(self) -> None:
+        self._look_at(asyncio.get_running_loop().time() + _EVERY_S)
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_at(self, due: float) -> None:
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            now = loop.time()
+            if now - due > THRESHOLD_S:
+                self._count(now - due, now)
+            self._look_at(now + _EVERY_S)
+
+        self._timer = loop.call_at(due, look)
+
+    def _count(self, late: float, now: float) -> None:
+        seen = self.seen
+        self.seen = Lag(seen.times + 1, seen.seconds + late, max(seen.longest, late))
+        if now >= self._log_after:
+            log.warning(
+                "the event loop stood still for %.0f ms (%d times, %.1f s in all)",
+                late * 1e3,
+                self.seen.times,
+                self.seen.seconds,
+            )
+            self._log_after = now + _LOG_EVERY_S

@@ -1,0 +1,58 @@
+"""Threads for what would hold up the event loop, in pools by what it waits for.
+
+Invariant: work that waits for a disk or an object store never takes a thread from work that computes, nor a
+deletion of many files one from a read. Each pool has few threads; who waits for one holds a place among the
+bounded calls of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from services.common.contract.errors import Unavailable
+
+T = TypeVar("T")
+
+
+class Pool:
+    """Threads for one kind of work.
+
+    Args:
+        name: of the threads.
+        threads: how many there are at most.
+        deadline: seconds that one piece of work may take, its wait for a thread included; None: it only
+            computes, and comes to an end by itself.
+    """
+
+    def __init__(self, name: str, threads: int, deadline: float | None) -> None:
+        self._name = name
+        self._deadline = deadline
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+    async def run(self, work: Callable[..., T], *args: object) -> T:
+        """What the work comes to in a thread.
+
+        Raises:
+            Unavailable: it took too long. It may still run.
+        """
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        try:
+            async with asyncio.timeout(self._deadline):
+                return await running
+        except TimeoutError as error:
+            if not running.cancelled():
+                raise
+            raise Unavailable(f"no {self._name} within {self._deadline:g} s; try again later") from error
+
+
+COMPUTE = Pool("compute", 2, None)
+"""Parsing, checking and encoding of large messages."""
+
+READS = Pool("storage read", 16, 60.0)
+"""Reads of files and of the object store."""
+
+DELETIONS = Pool("deletion", 4, 600.0)
+"""What sweeps take away."""

@@ -1,0 +1,39 @@
+"""`tinsmith status` says what API keys may have, and what they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import redis.asyncio
+
+from services.common.state import keys
+from services.common.state.registry import Announcer, ServiceRecord
+from services.common.storage.data_dir import DataDir
+from services.launcher import status
+
+
+async def test_status_tells_the_limits_of_gateways_and_what_each_owner_has(
+    redis_client: redis.asyncio.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    for name in ("gateway-0", "gateway-1"):
+        record = ServiceRecord(
+            kind="gateway", id=name, address="h:1", limits={"--max-models": 7}, stalls=3, longest_stall_ms=80
+        )
+        await Announcer(redis_client, record).start()
+    await redis_client.sadd(keys.OWNERS, "ann", "bob")
+    await redis_client.zadd(keys.owner_sessions("ann"), {"s1": 1, "s2": 2})
+    await redis_client.zadd(keys.owner_models("ann"), {"s1:train:0": 1})
+    await redis_client.zadd(keys.owner_checkpoints("ann"), {"v": 1})
+    await redis_client.hset(keys.owner_checkpoint_bytes("ann"), mapping={"v": 2**29, "total": 2**29})
+    await redis_client.hset(keys.HELD_BYTES, "ann", 2**30)
+
+    report = await status.collect(DataDir(tmp_path), redis_url)
+    assert report["limits"] == {"gateway-0": {"--max-models": 7}, "gateway-1": {"--max-models": 7}}
+    none = dict.fromkeys(("sessions", "models", "checkpoints", "checkpoint_bytes", "state_bytes"), 0)
+    ann = {"sessions": 2, "models": 1, "checkpoints": 1, "checkpoint_bytes": 2**29, "state_bytes": 2**30}
+    assert report["owners"] == {"ann": ann, "bob": none}
+
+    shown = status.show(report)
+    assert "limits of gateway-0, gateway-1: --max-models 7" in shown
+    assert "ann  2 sessions, 1 models, 1 checkpoints (0.50 GiB), 1.00 GiB of requests and results" in shown
+    assert shown.count("its event loop stood still 3 times, for 80 ms at most") == 2
