@@ -79,7 +79,8 @@ class Limits:
     """Bounds checked at the edges, before anything is accepted.
 
     Attributes:
-        json_body_bytes: largest JSON body. A prompt of 1M tokens is about 7 MB of JSON.
+        json_body_bytes: largest JSON body but a sample's. It is parsed while everything else waits.
+        sample_body_bytes: largest JSON body of a sample. A prompt of 1M tokens is about 7 MB of JSON.
         training_body_bytes: largest forward_backward body as it arrives. The SDK cuts batches into
             chunks of about 5 MB; one single larger datum is sent alone.
         inflated_body_bytes: largest forward_backward body after decompression and after sparse
@@ -103,7 +104,8 @@ class Limits:
         owners: what one API key may have.
     """
 
-    json_body_bytes: int = 16 * MIB
+    json_body_bytes: int = MIB
+    sample_body_bytes: int = 16 * MIB
     training_body_bytes: int = 64 * MIB
     inflated_body_bytes: int = 192 * MIB
     operation_bytes: int = 224 * MIB

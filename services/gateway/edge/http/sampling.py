@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from starlette.responses import Response
 
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.sample_schema import MAX_CELLS
 from services.common.process.pools import COMPUTE
 from services.gateway.access.limits import THREAD_ABOVE_BYTES
+from services.gateway.edge.http.body import received
 from services.gateway.edge.http.codec import messages
+from services.gateway.edge.http.codec.long_lists import LongLists
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.sampling.accept import sequence_ids
 from tinsmith.v1 import sampling_pb2, types_pb2
@@ -46,9 +50,13 @@ async def get_sampler(call: Call) -> Response:
 
 async def asample(call: Call) -> Response:
     call.app.sampling.check_room(call.owner)
-    async with call.body() as data:
+    with call.budget.account(call.owner) as account:
+        data = await received(call.request, account, call.app.limits.sample_body_bytes)
         if len(data) > THREAD_ABOVE_BYTES:
+            # Before it is known what becomes of it: of "1," a number of 4 bytes.
+            account.hold(3 * len(data))
             request = await COMPUTE.run(sample_request, data)
+            account.hold(len(data) + request.ByteSize())
         else:
             request = sample_request(data)
         request_id = await call.app.sampling.sample(call.owner, request)
@@ -63,25 +71,28 @@ def sample_request(data: bytes) -> sampling_pb2.SampleRequest:
     Raises:
         InvalidRequest: the body is malformed, or asks for something that is not served.
     """
-    body = messages.parse(messages.Sample, data)
+    lists = LongLists(data)
+    body = messages.parse(messages.Sample, lists.rest)
     _refuse_unserved(body)
     if body.sampling_session_id is None or body.seq_id is None:
         raise InvalidRequest("sampling_session_id and seq_id are missing; open a sampling session first")
-    tokens = _tokens(body.prompt)
+    tokens = _tokens(body.prompt, lists)
     targets = body.target_prompt_logprobs
-    return sampling_pb2.SampleRequest(
+    request = sampling_pb2.SampleRequest(
         sampling_session_id=body.sampling_session_id,
         seq_id=body.seq_id,
         prompt=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[len(tokens)], data=tokens.tobytes()),
         num_samples=body.num_samples,
-        params=_params(body.sampling_params),
+        params=_params(body.sampling_params, lists),
         prompt_logprobs=bool(body.prompt_logprobs),
         topk_prompt_logprobs=body.topk_prompt_logprobs,
         topk_sample_logprobs=body.topk_sample_logprobs,
-        target_prompt_logprobs=None if targets is None else _matrix(targets),
+        target_prompt_logprobs=None if targets is None else _matrix(targets, lists),
         prompt_alt_tokens_k=body.prompt_alt_tokens_k,
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
     )
+    lists.check_all_taken()
+    return request
 
 
 def _refuse_unserved(body: messages.Sample) -> None:
@@ -90,52 +101,57 @@ def _refuse_unserved(body: messages.Sample) -> None:
             raise InvalidRequest(f"{name} is not served: {advice}")
 
 
-def _tokens(prompt: messages.ModelInput) -> array[int]:
+def _tokens(prompt: messages.ModelInput, lists: LongLists) -> array[int]:
     """All text chunks of a prompt as 32-bit ids."""
     tokens = array("i")
     for chunk in prompt.chunks:
         if not isinstance(chunk, messages.EncodedTextChunk):
             raise InvalidRequest("only text tokens are served; remove images and audio from the prompt")
-        try:
-            tokens.extend(chunk.tokens)
-        except OverflowError as error:
-            raise InvalidRequest(
-                "a prompt token is outside of any vocabulary", "token_out_of_range"
-            ) from error
+        more = lists.take(chunk.tokens)
+        if more.typecode != tokens.typecode:
+            raise InvalidRequest("a prompt token is outside of any vocabulary", "token_out_of_range")
+        if tokens:
+            tokens.extend(more)
+        else:
+            tokens = more
     return tokens
 
 
-def _matrix(given: messages.TensorData) -> types_pb2.Matrix:
-    matrix = types_pb2.Matrix(values=_int64(given.data), shape=given.shape)
+def _matrix(given: messages.TensorData, lists: LongLists) -> types_pb2.Matrix:
+    matrix = types_pb2.Matrix(values=_int64(lists.take(given.data)), shape=given.shape)
     if given.sparse_crow_indices is not None:
-        matrix.crow_indices.CopyFrom(_int64(given.sparse_crow_indices))
+        matrix.crow_indices.CopyFrom(_int64(lists.take(given.sparse_crow_indices)))
     if given.sparse_col_indices is not None:
-        matrix.col_indices.CopyFrom(_int64(given.sparse_col_indices))
+        matrix.col_indices.CopyFrom(_int64(lists.take(given.sparse_col_indices)))
     return matrix
 
 
-def _int64(values: list[int]) -> types_pb2.Tensor:
+def _int64(values: array[int]) -> types_pb2.Tensor:
+    if len(values) > MAX_CELLS + 1:
+        raise InvalidRequest(f"target_prompt_logprobs has {len(values)} cells; send at most {MAX_CELLS}")
     data = array("q", values).tobytes()
     return types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT64, shape=[len(values)], data=data)
 
 
-def _params(given: messages.SamplingParams) -> sampling_pb2.SamplingParams:
+def _params(given: messages.SamplingParams, lists: LongLists) -> sampling_pb2.SamplingParams:
     if given.seed is not None and not 0 <= given.seed < 2**64:
         raise InvalidRequest(f"seed must be 0 to {2**64 - 1}")
     return sampling_pb2.SamplingParams(
         max_tokens=given.max_tokens,
         seed=given.seed,
-        stop=_stop(given.stop),
+        stop=_stop(given.stop, lists),
         temperature=given.temperature,
         top_k=given.top_k,
         top_p=given.top_p,
     )
 
 
-def _stop(stop: str | list[str | int] | None) -> sampling_pb2.StopCondition:
+def _stop(stop: str | list[str | int] | None, lists: LongLists) -> sampling_pb2.StopCondition:
     """None stops at the model's end-of-sequence tokens, an empty list never."""
     condition = sampling_pb2.StopCondition()
-    values = [stop] if isinstance(stop, str) else stop
+    values: Sequence[str | int] | None = [stop] if isinstance(stop, str) else stop
+    if isinstance(stop, str) and lists.is_mark(stop):
+        values = lists.take(stop)
     if values is None:
         condition.model_eos.SetInParent()
     elif not values:

@@ -20,6 +20,8 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Ordinal = Annotated[int, Meta(ge=0, le=999_999_999)]
 """Number of an object within its session: it is part of the object's id."""
+Integers = list[int] | str
+"""A list of integers, or the string that stands for a long one (`long_lists`)."""
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -209,7 +211,7 @@ class CreateSamplingSession(Body):
 
 
 class EncodedTextChunk(Body, tag_field="type", tag="encoded_text"):
-    tokens: list[int]
+    tokens: Integers
 
 
 class ImageChunk(Body, tag_field="type", tag="image"):
@@ -236,6 +238,7 @@ class SamplingParams(Body):
     max_tokens: Int32 | None = None
     # Any unsigned 64-bit value; msgspec cannot express that bound.
     seed: int | None = None
+    # Or the string that stands for a long list of integers (`long_lists`).
     stop: str | list[str | int] | None = None
     temperature: float = 1.0
     top_k: Int32 = -1
@@ -245,11 +248,11 @@ class SamplingParams(Body):
 class TensorData(Body):
     """Integers, dense or (with both index lists) in compressed sparse rows."""
 
-    data: list[Int64]
+    data: Integers
     dtype: Literal["int64"]
     shape: list[Int64] | None = None
-    sparse_crow_indices: list[Int64] | None = None
-    sparse_col_indices: list[Int64] | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
 
 
 class Sample(Body):
