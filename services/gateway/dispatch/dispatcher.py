@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _SWEEP_S = 2.0
 _SWEEP_DEADLINE_S = 60.0
 _SWEEP_CONCURRENCY = 32
+_ACQUIRING = 32
 
 
 class Dispatcher:
@@ -83,6 +84,7 @@ class Dispatcher:
         self._leading: dict[str, asyncio.Task[None]] = {}
         self._held_elsewhere: dict[str, float] = {}
         self._sweeps = Periodic("dispatch sweep", _SWEEP_S, self._sweep, _SWEEP_DEADLINE_S)
+        self._acquiring = asyncio.Semaphore(_ACQUIRING)
         self._running = False
 
     async def start(self) -> None:
@@ -176,7 +178,9 @@ class Dispatcher:
         woken = True
         while woken:
             try:
-                lease = await self._leases.acquire(model_id, only_with_work)
+                # A gateway that dies leaves work of many models to all others at once.
+                async with self._acquiring:
+                    lease = await self._leases.acquire(model_id, only_with_work)
             except (RedisError, OSError) as error:
                 log.warning("could not ask for the lease on %s, the next sweep goes on: %s", model_id, error)
                 return

@@ -18,10 +18,9 @@ from typing import Any
 
 import grpc.aio
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from services.common.contract import errors, ids
-from services.common.contract.errors import Gone, ModelBusy, TinsmithError
+from services.common.contract.errors import Gone, ModelBusy
 from services.common.process.periodic import Periodic
 from services.common.process.pools import DELETIONS
 from services.common.state import keys
@@ -38,26 +37,27 @@ from services.gateway.records.stores import Stores
 from services.gateway.retention.plan import (
     EndedModel,
     ModelStep,
-    Rest,
     RetentionSettings,
     SessionStep,
-    longer,
     model_step,
     session_step,
 )
 from services.gateway.retention.sweep_lease import SweepLease
+from services.gateway.retention.works import Works
 from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 _CONCURRENCY = 32
+_PATIENCE_S = 5.0
+"""So long each part of a sweep waits for what it began; trainers and storages may take longer."""
 _CALLS = 4
 """To the trainers of one base model at once: one that hangs keeps no more than these waiting."""
 _MOST_REST_S = 300.0
 _MOST_SESSIONS = 1000
 _CALL_S = 120.0
 _DEADLINE_S = 600.0
-"""Of a sweep; the next one makes up for what it did not come to."""
+"""Of a sweep, should Redis be slow; the next one makes up for what it did not come to."""
 _SETTLED_S = 2.0
 """By then every gateway has seen that a session is over, and accepts nothing more for it."""
 
@@ -99,9 +99,8 @@ class Retention:
         self._snapshots = stores.snapshots
         self._sampling_sessions = stores.sampling_sessions
         self._lease = SweepLease(client, keys.RETENTION_LEASE, gateway_id)
-        self._slots = asyncio.Semaphore(_CONCURRENCY)
+        self._works = Works(_CONCURRENCY, _PATIENCE_S, settings.sweep, _MOST_REST_S)
         self._calls: Counter[str] = Counter()
-        self._rests: dict[str, Rest] = {}
         self._sweeps = Periodic("retention sweep", settings.sweep, self._sweep_if_due, _DEADLINE_S)
 
     async def start(self) -> None:
@@ -110,45 +109,23 @@ class Retention:
 
     async def stop(self) -> None:
         await self._sweeps.stop()
+        await self._works.stop()
 
     async def _sweep_if_due(self) -> None:
         if await self._lease.take():
             await self.sweep(time.time())
 
     async def sweep(self, now: float) -> None:
-        """Looks once at every session and model that may hold something without need."""
-        self._rests = {name: rest for name, rest in self._rests.items() if now < rest.until + _MOST_REST_S}
+        """Looks once at every session and model that may hold something without need. What takes long goes
+        on beside the sweeps that follow."""
+        self._works.forget(now)
         steps = await self._session_steps(now)
-        await self._each(now, {found[0]: partial(self._session, *found) for found in steps})
+        await self._works.do(now, {found[0]: partial(self._session, *found) for found in steps})
         ended = await self._listed(keys.ENDED_SESSIONS)
         settled = [name for name, at in ended if now - at >= _SETTLED_S]
-        await self._each(now, {name: partial(self._end_session, name, now) for name in settled})
+        await self._works.do(now, {name: partial(self._end_session, name, now) for name in settled})
         models = await self._listed(keys.ENDED_MODELS)
-        await self._each(now, {name: partial(self._take_down, name, at, now) for name, at in models})
-
-    async def _each(self, now: float, works: dict[str, Callable[[], Awaitable[bool]]]) -> None:
-        """Does all that does not rest, several at once. What fails, or has to wait, rests for a while the
-        second time, and longer each time, so that it does not stand in the way of others."""
-
-        async def one(name: str, work: Callable[[], Awaitable[bool]]) -> None:
-            async with self._slots:
-                try:
-                    done = await work()
-                except (TinsmithError, RedisError, OSError) as error:
-                    log.warning("retention of %s: %s; a later sweep goes on", name, error)
-                    done = False
-            if done:
-                self._rests.pop(name, None)
-            else:
-                self._rests[name] = longer(self._rests.get(name), now, self._settings.sweep, _MOST_REST_S)
-
-        await asyncio.gather(
-            *(one(name, work) for name, work in works.items() if not self._rests_at(name, now))
-        )
-
-    def _rests_at(self, name: str, now: float) -> bool:
-        rest = self._rests.get(name)
-        return rest is not None and now < rest.until
+        await self._works.do(now, {name: partial(self._take_down, name, at, now) for name, at in models})
 
     async def _listed(self, name: str) -> list[tuple[str, float]]:
         found: Any = await self._redis.zrange(name, 0, -1, withscores=True)
@@ -163,7 +140,7 @@ class Retention:
         for member, last_seen in silent:
             session_id = member.decode()
             step = session_step(last_seen, parked_at.get(session_id), now, self._settings)
-            if step is not SessionStep.KEEP and not self._rests_at(session_id, now):
+            if step is not SessionStep.KEEP and not self._works.rests(session_id, now):
                 steps.append((session_id, last_seen, step))
         return steps[:_MOST_SESSIONS]
 
@@ -219,7 +196,8 @@ class Retention:
             return False
         self._calls[base_model] += 1
         try:
-            return await self._call_all(base_model, call)
+            async with self._works.aside():
+                return await self._call_all(base_model, call)
         finally:
             self._calls[base_model] -= 1
 

@@ -32,6 +32,11 @@ class Admission:
         self._bytes = Shares(nbytes)
         self._held: dict[str, _Held] = {}
 
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more should be taken over from others."""
+        return self._sequences.free <= 0 or self._bytes.free <= 0
+
     def check(self, owner: str) -> None:
         """Refuses what could not be admitted whatever its size.
 
@@ -53,10 +58,10 @@ class Admission:
         return True
 
     def hold(self, request_id: str, owner: str, sequences: int, nbytes: int) -> None:
-        """Counts a sample that was accepted elsewhere or earlier, however much there is."""
-        if request_id not in self._held:
-            self._held[request_id] = _Held(owner, sequences, nbytes)
-            self._count(self._held[request_id], 1)
+        """Counts a sample that was accepted elsewhere or earlier, however much there is, once."""
+        self.release(request_id)
+        self._held[request_id] = _Held(owner, sequences, nbytes)
+        self._count(self._held[request_id], 1)
 
     def release(self, request_id: str) -> None:
         """The sample is done, or with another gateway. Repeating changes nothing."""

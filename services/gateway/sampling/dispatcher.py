@@ -16,14 +16,12 @@ from dataclasses import dataclass
 
 import redis.asyncio
 from cachetools import TTLCache
-from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import (
     Draining,
     Internal,
-    InvalidRequest,
     NotFound,
     Overloaded,
     SnapshotNotFound,
@@ -35,18 +33,17 @@ from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all
 from services.common.state import keys
 from services.common.state.journal_records import Accepted
-from services.common.state.poison import Unreadable
 from services.common.state.registry import TTL_S
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services
 from services.gateway.dispatch.plan import backoff
-from services.gateway.records.sample_journal import ACCEPTANCE_S, Unclaimed
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.stores import Stores
 from services.gateway.results.subscription import Subscription
 from services.gateway.sampling import choose_replica
 from services.gateway.sampling.admission import Admission
+from services.gateway.sampling.claims import Claims
 from services.gateway.sampling.replicas import Replicas, Stalled
 from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import results_pb2
@@ -101,7 +98,6 @@ class SampleDispatcher:
         settings: SampleSettings | None = None,
     ) -> None:
         self._journal = stores.samples
-        self._poison = stores.poison
         self._gateway_id = gateway_id
         self._settings = settings or SampleSettings()
         self._sessions = stores.sampling_sessions
@@ -115,9 +111,9 @@ class SampleDispatcher:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._claimed: set[str] = set()
         self._admission = admission
+        self._claims = Claims(stores.samples, stores.poison, gateway_id, admission, self._on_claimed)
         self._slots_of: dict[str, FairSlots] = {}
         self._missing_since: dict[str, float] = {}
-        self._unknown_since: dict[str, float] = {}
         self._dispatching = False
         self._audits = Periodic("sample audit", _AUDIT_S, self._audit, _AUDIT_DEADLINE_S)
 
@@ -142,18 +138,29 @@ class SampleDispatcher:
 
         A sample that is done, or with another gateway, is left alone.
         """
-        self._start(accepted.request_id, self._gateway_id, request if accepted.to_run else None)
+        if accepted.to_run:
+            self._start(accepted.request_id, request, taken_over=False)
+        else:
+            self._start(accepted.request_id, None, taken_over=True)
 
-    def _start(
-        self, request_id: str, from_gateway: str, request: sampler_pb2.SampleRequest | None = None
-    ) -> None:
-        """Runs a sample unless it runs. `request`: given when the sample is known to be this gateway's."""
+    def _start(self, request_id: str, request: sampler_pb2.SampleRequest | None, taken_over: bool) -> None:
+        """Runs a sample of this gateway unless it runs.
+
+        Args:
+            request: None = it is to be claimed.
+            taken_over: it may be at a replica already.
+        """
         if not self._dispatching or request_id in self._running:
             return
-        running = self._run(request_id, from_gateway, request)
-        task = asyncio.create_task(running, name=f"sample {request_id}")
+        task = asyncio.create_task(self._run(request_id, request, taken_over), name=f"sample {request_id}")
         self._running[request_id] = task
         task.add_done_callback(lambda done: self._ended(request_id, done))
+
+    def _on_claimed(self, request_id: str, request: sampler_pb2.SampleRequest) -> None:
+        if self._dispatching and request_id not in self._running:
+            # Whose it is, is found out when it runs.
+            self._admission.hold(request_id, "", request.num_samples, request.ByteSize())
+            self._start(request_id, request, taken_over=True)
 
     def _cancel(self, request_id: str) -> None:
         """Stops a sample whose future is resolved already."""
@@ -174,11 +181,10 @@ class SampleDispatcher:
             log.error("sample %s broke off, the next audit goes on", request_id, exc_info=error)
 
     async def _run(
-        self, request_id: str, from_gateway: str, request: sampler_pb2.SampleRequest | None
+        self, request_id: str, request: sampler_pb2.SampleRequest | None, taken_over: bool
     ) -> None:
-        taken_over = request is None
         try:
-            request = request or await self._claim(request_id, from_gateway)
+            request = request or await self._claims.one(request_id, self._gateway_id)
             if request is None:
                 return
             self._claimed.add(request_id)
@@ -191,26 +197,6 @@ class SampleDispatcher:
             result = results_pb2.OperationResult(error=errors.to_pb(error))
         await failpoints.reach("gateway.before_publish_sample")
         await self._journal.publish(request_id, result)
-
-    async def _claim(self, request_id: str, from_gateway: str) -> sampler_pb2.SampleRequest | None:
-        """The request of a sample that waits on a gateway's list, unless it is not to be run."""
-        payload = await self._journal.claim(request_id, from_gateway, self._gateway_id)
-        if payload is Unclaimed.UNKNOWN:
-            await self._not_accepted(request_id, from_gateway)
-        if isinstance(payload, Unclaimed):
-            return None
-        try:
-            return sampler_pb2.SampleRequest.FromString(payload)
-        except DecodeError as error:
-            name = keys.future(*ids.parse_request_id(request_id))
-            self._poison.note(name, str(error))
-            raise Unreadable(name, str(error)) from error
-
-    async def _not_accepted(self, request_id: str, gateway_id: str) -> None:
-        """The list has a sample that nothing else is known of: its acceptance is under way, or broke off."""
-        now = asyncio.get_running_loop().time()
-        if now - self._unknown_since.setdefault(request_id, now) >= ACCEPTANCE_S:
-            await self._journal.give_up(request_id, gateway_id)
 
     async def _session(self, request_id: str) -> SamplingSessionRecord:
         session_id, _ = ids.parse_request_id(request_id)
@@ -324,11 +310,10 @@ class SampleDispatcher:
         # Another gateway may have struck this one off while it was stopped.
         await self._journal.join(self._gateway_id)
         claimed = set(self._claimed)
-        listed = await self._listed(self._gateway_id)
+        listed = await self._claims.listed(self._gateway_id)
         for request_id in await self._journal.resolved(claimed - listed):
             self._cancel(request_id)
-        for request_id in listed:
-            self._start(request_id, self._gateway_id)
+        await self._claims.all(listed - self._running.keys(), self._gateway_id)
         now = asyncio.get_running_loop().time()
         live = {record.id for record in self._gateways.all()} | {self._gateway_id}
         known = await self._journal.gateways()
@@ -336,30 +321,17 @@ class SampleDispatcher:
         for name, since in self._missing_since.items():
             if now - since >= self._settings.dead_after:
                 listed |= await self._take_over(name)
-        unknown = self._unknown_since.items()
-        self._unknown_since = {name: since for name, since in unknown if name in listed}
+        self._claims.forget(listed)
 
     async def _take_over(self, gateway_id: str) -> set[str]:
-        """Starts what a dead gateway left; returns that."""
-        left = await self._listed(gateway_id)
+        """Starts what a dead gateway left, as far as there is room; returns that."""
+        left = await self._claims.listed(gateway_id)
         if left:
-            log.info("taking over %d samples of gateway %s", len(left), gateway_id)
-        for request_id in left:
-            self._start(request_id, gateway_id)
-        if not left:
+            log.info("gateway %s left %d samples", gateway_id, len(left))
+            await self._claims.all(left - self._running.keys(), gateway_id)
+        else:
             await self._journal.leave(gateway_id)
         return left
-
-    async def _listed(self, gateway_id: str) -> set[str]:
-        """The samples on a gateway's list."""
-        listed = set()
-        for request_id in await self._journal.samples_of(gateway_id):
-            try:
-                ids.parse_request_id(request_id)
-                listed.add(request_id)
-            except InvalidRequest as error:
-                self._poison.note(f"{keys.gateway_samples(gateway_id)} {request_id}", error.message)
-        return listed
 
 
 def _let_go(snapshot: sampler_pb2.Snapshot) -> SnapshotNotFound:

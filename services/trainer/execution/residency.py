@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 
 from services.common.contract.errors import (
     ModelBusy,
@@ -33,6 +32,8 @@ log = logging.getLogger(__name__)
 
 Evict = Callable[[Model, TinsmithError], None]
 _LOOK_AGAIN_S = 0.05
+_RESTORING = 4
+"""Models whose states are read at once: after a start all of them are asked for together."""
 
 
 class Residency:
@@ -57,6 +58,7 @@ class Residency:
         self._base_model = base_model
         self._data = data
         self._restoring: dict[str, asyncio.Task[int]] = {}
+        self._reading = asyncio.Semaphore(_RESTORING)
         self.durable = DurableStore(data, pointers, self._take, self._epoch_of, self._note_durable)
         self.full = FullModels(models, max_full_models, self._save, self._drop)
 
@@ -104,19 +106,26 @@ class Residency:
             if not model.sequence.is_behind(pointer):
                 return pointer
             await self._discard(model, evict)
-        snapshot = await self.durable.read(model_id)
-        if snapshot is None:
-            raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
+        async with self._reading:
+            snapshot = await self.durable.read(model_id)
+            if snapshot is None:
+                raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
+            if snapshot.saved.meta.lora is not None:
+                return await self._bring_back(model_id, epoch, snapshot)
+        # Room for all weights may take a minute.
+        async with self.full.room():
+            return await self._bring_back(model_id, epoch, snapshot)
+
+    async def _bring_back(self, model_id: str, epoch: int, snapshot: DurableSnapshot) -> int:
         seq_id, lora = snapshot.seq_id, snapshot.saved.meta.lora
         create = CreateModel(model_id, seq_id, lora, snapshot.saved.state, optimizer=True)
         model = Model(model_id, new_sequence(seq_id), created=True, lora=lora, durable_seq=seq_id)
         model.sequence.restore_results(snapshot.results)
         # At once, whether the caller waits for it or not: it is of after the model's last move.
         model.sequence.fence(epoch)
-        async with self.full.room() if lora is None else nullcontext():
-            await self._world.call(create)
-            model.last_used = time.monotonic()
-            self._models[model_id] = model
+        await self._world.call(create)
+        model.last_used = time.monotonic()
+        self._models[model_id] = model
         log.info("restored %s at operation %d", model_id, seq_id)
         return seq_id
 

@@ -66,6 +66,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.calls = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.parking = asyncio.Event()
+        self.parking.set()
         self.fail: dict[int, TinsmithError] = {}
         self.raises: dict[int, TinsmithError] = {}
         self.durable_steps = True
@@ -143,6 +145,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Park(
         self, request: trainer_pb2.ParkRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.ParkResponse:
+        await self.parking.wait()
         self._drop_former(request.model_id, request.moved_epoch)
         self._fence(request.model_id, request.epoch)
         if self.models.pop(request.model_id, None) is not None:

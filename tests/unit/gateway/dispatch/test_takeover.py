@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -11,6 +12,7 @@ import redis.asyncio
 from services.common.contract import ids
 from services.gateway.dispatch import dispatcher as dispatcher_module
 from services.gateway.dispatch import model_runner
+from services.gateway.dispatch.leases import Lease, Leases
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
@@ -101,6 +103,39 @@ async def test_a_restarted_trainer_is_restored_and_replayed_and_no_result_is_pub
     assert restarted.models[MODEL].effects == [0, 1, 2, 3, 5, 6]
     assert [await gateway.result(seq_id) for seq_id in range(6)] == before
     assert sorted(gateway.recorded) == [0, 1, 2, 3, 4, 5, 6]
+
+
+async def test_the_models_of_a_gateway_that_died_are_asked_for_a_few_at_a_time(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    trainer: ScriptedTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "_ACQUIRING", 4)
+    models = [ids.model_id("s", number) for number in range(100)]
+    for model_id in models:
+        operation = create()
+        operation.model_id = model_id
+        await trainer._journal.accept(operation, "ann")
+    at_once = most_at_once = 0
+    acquire = Leases.acquire
+
+    async def counted(self: Leases, *args: Any) -> Lease | float | None:
+        nonlocal at_once, most_at_once
+        at_once += 1
+        most_at_once = max(most_at_once, at_once)
+        try:
+            return await acquire(self, *args)
+        finally:
+            at_once -= 1
+
+    monkeypatch.setattr(Leases, "acquire", counted)
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateways = [await gateway_on(f"gateway-{number}") for number in range(2)]
+        for model_id in models:
+            assert (await gateways[0].futures.wait(ids.request_id(model_id, 0), 20)).state == "done"
+    assert most_at_once <= 2 * 4
+    assert sorted(model_id for model_id, _ in trainer.executed) == sorted(models)
 
 
 async def test_a_trainer_that_was_left_for_another_moves_no_pointer_any_more(

@@ -105,7 +105,7 @@ class Stage:
         assert record is not None
         return record
 
-    async def model(self, session_id: str) -> str:
+    async def model(self, session_id: str, base_model: str = BASE) -> str:
         """A model with one step done, durable."""
         model_id = ids.model_id(session_id, 0)
         lora = models_pb2.LoraConfig(rank=8)
@@ -113,12 +113,13 @@ class Stage:
             model_id=model_id,
             session_id=session_id,
             owner="ann",
-            base_model=BASE,
+            base_model=base_model,
             lora_rank=8,
             created_at=time.time(),
         )
         await self.models.create_if_absent(record)
-        await self.run(model_id, 0, create_model=operation_pb2.CreateModel(base_model=BASE, lora=lora))
+        made = operation_pb2.CreateModel(base_model=base_model, lora=lora)
+        await self.run(model_id, 0, create_model=made)
         await self.step(model_id, 1)
         return model_id
 
@@ -374,6 +375,39 @@ async def test_as_many_sessions_as_a_sweep_takes_that_cannot_be_parked_stop_no_o
         assert stage.trainer.parked == []
         await stage.retention.sweep(now + later)
     assert stage.trainer.parked == [model_id]
+
+
+async def test_a_trainer_that_hangs_keeps_no_sweep_from_the_models_of_others(
+    stage: Stage, redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As many as hang are all that are looked at together.
+    monkeypatch.setattr(retention_module, "_CONCURRENCY", 4)
+    monkeypatch.setattr(retention_module, "_PATIENCE_S", 0.3)
+    retention = stage.another("gateway-0")
+    hung = ScriptedTrainer(stage.journal, {})
+    async with serving(redis_client, hung, "trainer-1", base_model="org/hangs"):
+        await stage.discovery.refresh()
+        silent = [await stage.model(await stage.session(), "org/hangs") for _ in range(8)]
+        hung.parking.clear()
+        others = set()
+        for later in (200, 400, 600):
+            others.add(await stage.model(await stage.session()))
+            await until(lambda: not others & stage.dispatcher._leading.keys())
+            await retention.sweep(time.time() + later)
+            await until(lambda: set(stage.trainer.parked) == others)
+        assert hung.parked == []
+        hung.parking.set()
+        for later in (700, 800, 900):
+            await until(lambda: not set(silent) & stage.dispatcher._leading.keys())
+            await retention.sweep(time.time() + later)
+        await until(lambda: sorted(hung.parked) == sorted(silent))
+        await retention.stop()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def test_what_fails_again_and_again_rests_longer_each_time() -> None:

@@ -18,10 +18,11 @@ from services.common.state import keys, known_models, registry
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.model import ModelRecord
-from services.gateway.records.sample_journal import Resolution
+from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
+from services.gateway.sampling import claims
 from services.gateway.sampling import dispatcher as module
 from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.dispatcher import SampleDispatcher, SampleSettings
@@ -37,12 +38,12 @@ MODEL = ids.model_id("s", 0)
 class Gateway:
     """The sampling half of a gateway."""
 
-    def __init__(self, client: redis.asyncio.Redis, name: str, stall: float) -> None:
+    def __init__(self, client: redis.asyncio.Redis, name: str, stall: float, room: int = 1000) -> None:
         self.name = name
         stores = Stores.over(client)
         self.journal = stores.samples
         self.futures = Futures(client)
-        self.admission = Admission(1000, 1 << 20)
+        self.admission = Admission(room, 1 << 20)
         self.discovery = Discovery(client, stores.poison)
         self.dispatcher = SampleDispatcher(
             client,
@@ -78,12 +79,14 @@ GatewayFactory = Callable[..., Awaitable[Gateway]]
 
 
 @asynccontextmanager
-async def started(client: redis.asyncio.Redis, name: str, stall: float = 60) -> AsyncIterator[Gateway]:
+async def started(
+    client: redis.asyncio.Redis, name: str, stall: float = 60, room: int = 1000
+) -> AsyncIterator[Gateway]:
     """A live, announced gateway."""
     record = registry.ServiceRecord(kind="gateway", id=name, address="127.0.0.1:1")
     announcer = registry.Announcer(client, record)
     await announcer.start()
-    gateway = Gateway(client, name, stall)
+    gateway = Gateway(client, name, stall, room)
     for part in gateway.parts:
         await part.start()
     try:
@@ -105,7 +108,7 @@ async def gateway_on(
     )
     async with AsyncExitStack() as running:
 
-        async def start(name: str = "gateway-0", **settings: float) -> Gateway:
+        async def start(name: str = "gateway-0", **settings: Any) -> Gateway:
             return await running.enter_async_context(started(redis_client, name, **settings))
 
         yield start
@@ -199,6 +202,48 @@ async def test_a_dead_gateways_samples_are_taken_over(
     assert await other.journal.samples_of("gateway-0") == set()
 
 
+async def test_gateways_share_what_a_dead_one_left_and_none_takes_more_than_it_has_room_for(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_AT_ONCE", 4)
+    sampler = ScriptedSampler("a")
+    sampler.gate.clear()
+    left = set()
+    dead = Gateway(redis_client, "gateway-dead", 60)
+    await dead.journal.join("gateway-dead")
+    for seq_id in range(100):
+        request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, seq_id), num_samples=1)
+        accepted = await dead.journal.accept(SESSION, seq_id, request.SerializeToString(), dead.name)
+        left.add(accepted.request_id)
+
+    at_once = most_at_once = 0
+    claim = SampleJournal.claim
+
+    async def counted(self: SampleJournal, *args: str) -> object:
+        nonlocal at_once, most_at_once
+        at_once += 1
+        most_at_once = max(most_at_once, at_once)
+        try:
+            return await claim(self, *args)
+        finally:
+            at_once -= 1
+
+    monkeypatch.setattr(SampleJournal, "claim", counted)
+    async with serving(redis_client, sampler, "sampler-0"):
+        gateways = [await gateway_on(name, room=30) for name in ("gateway-0", "gateway-1")]
+        for gateway in gateways:
+            await until(lambda gateway=gateway: gateway.admission.is_full)
+        taken = [await gateway.journal.samples_of(gateway.name) for gateway in gateways]
+        assert all(30 <= len(some) < 30 + 4 for some in taken), "the rest is left for later, or for others"
+        assert not taken[0] & taken[1]
+        assert len(await dead.journal.samples_of(dead.name)) == 100 - sum(map(len, taken))
+        assert most_at_once <= 2 * 4
+        sampler.gate.set()
+        for request_id in left:
+            assert await gateways[0].tokens(request_id) == b"a"
+    assert sorted(sampler.served) == sorted(left)
+
+
 async def test_a_sample_that_was_accepted_just_now_is_run_without_asking_for_it(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +285,7 @@ async def test_a_sample_is_run_although_the_list_was_looked_through_before_it_wa
 async def test_an_acceptance_that_broke_off_is_taken_off_the_list(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ACCEPTANCE_S", 0.3)
+    monkeypatch.setattr(claims, "ACCEPTANCE_S", 0.3)
     gateway = await gateway_on()
     for name in ("gateway-0", "gateway-9"):
         await redis_client.sadd(keys.gateway_samples(name), ids.request_id(SESSION, 0))

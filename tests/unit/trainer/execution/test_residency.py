@@ -1,0 +1,143 @@
+"""Models come back from their snapshots, a few at a time, and copies from before a move do not stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from services.common.contract import ids
+from services.common.storage.data_dir import DataDir
+from services.trainer.compute.data import ModelState
+from services.trainer.execution import residency as module
+from services.trainer.execution.residency import Residency
+from services.trainer.execution.resident_models import Model
+from services.trainer.files import durable
+from services.trainer.files.checkpoints import Meta, SavedState
+from services.trainer.files.durable import DurableSnapshot
+from services.trainer.world.commands import CreateModel, DropModel
+from services.trainer.world.world import World
+from tests.unit.trainer.files.test_durable import RESULT, PointersInMemory
+
+MODEL = ids.model_id("s", 0)
+SEQ_ID = 3
+
+
+class Engine:
+    """Does commands once `gate` is open."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting = 0
+        self.done: list[str] = []
+
+    async def call(self, command: Any) -> None:
+        assert isinstance(command, CreateModel | DropModel)
+        self.waiting += 1
+        await self.gate.wait()
+        self.waiting -= 1
+        self.done.append(type(command).__name__)
+
+    async def state(self, model_id: str) -> tuple[int, ModelState]:
+        return SEQ_ID, self._state
+
+
+class Trainer:
+    """Residency over an engine that does nothing, and models that have a snapshot on disk."""
+
+    def __init__(self, data: DataDir, state: ModelState) -> None:
+        self.models: dict[str, Model] = {}
+        self.pointers = PointersInMemory()
+        self.engine = Engine(state)
+        self.residency = Residency(cast(World, self.engine), self.models, "org/base", data, self.pointers, 1)
+        self._data = data
+        self._state = state
+
+    def stored(self, model_id: str) -> str:
+        meta = Meta("org/base", model_id, SEQ_ID, self._state.step, self._state.lora)
+        snapshot = DurableSnapshot(SavedState(meta, self._state), {SEQ_ID: RESULT})
+        durable._write_files(self._data.state(model_id) / f"{SEQ_ID}-1", snapshot)
+        self.pointers.pointer = (SEQ_ID, f"{SEQ_ID}-1")
+        return model_id
+
+    async def restore(self, model_id: str, epoch: int, moved: int = 0) -> int:
+        self.pointers.epoch = epoch
+        return await self.residency.restore(model_id, epoch, moved, self._evict)
+
+    async def park(self, model_id: str, epoch: int, moved: int = 0) -> None:
+        self.pointers.epoch = epoch
+        await self.residency.park(model_id, epoch, moved, self._evict)
+
+    def _evict(self, model: Model, error: Exception) -> None:
+        del self.models[model.model_id]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, model_state: ModelState) -> Trainer:
+    return Trainer(DataDir(tmp_path), model_state)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_of_a_thousand_models_that_are_asked_for_together_few_are_read_at_once(
+    trainer: Trainer,
+) -> None:
+    models = [trainer.stored(ids.model_id("s", number)) for number in range(20)]
+    trainer.engine.gate.clear()
+    restores = [asyncio.create_task(trainer.restore(model_id, 1)) for model_id in models]
+    await until(lambda: trainer.engine.waiting == module._RESTORING)
+    await asyncio.sleep(0.1)
+    assert trainer.engine.waiting == module._RESTORING
+    trainer.engine.gate.set()
+    assert await asyncio.gather(*restores) == [SEQ_ID] * 20
+    assert trainer.models.keys() == set(models)
+
+
+async def test_a_copy_from_before_the_models_last_move_is_dropped_and_read_anew(trainer: Trainer) -> None:
+    trainer.stored(MODEL)
+    await trainer.restore(MODEL, epoch=4)
+    copy = trainer.models[MODEL]
+    assert await trainer.restore(MODEL, epoch=6, moved=3) == SEQ_ID
+    assert trainer.models[MODEL] is copy, "it came after that move"
+    assert await trainer.restore(MODEL, epoch=9, moved=8) == SEQ_ID
+    assert trainer.models[MODEL] is not copy
+    assert trainer.engine.done == ["CreateModel", "DropModel", "CreateModel"]
+
+
+async def test_a_model_whose_restore_nobody_waited_for_is_of_after_the_move(trainer: Trainer) -> None:
+    trainer.stored(MODEL)
+    trainer.engine.gate.clear()
+    first = asyncio.create_task(trainer.restore(MODEL, epoch=9, moved=8))
+    await until(lambda: trainer.engine.waiting == 1)
+    first.cancel()
+    trainer.engine.gate.set()
+    await until(lambda: MODEL in trainer.models)
+    await trainer.restore(MODEL, epoch=9, moved=8)
+    assert trainer.engine.done == ["CreateModel"]
+
+
+async def test_a_copy_from_before_a_move_is_parked_without_becoming_durable(trainer: Trainer) -> None:
+    trainer.stored(MODEL)
+    await trainer.restore(MODEL, epoch=4)
+    trainer.models[MODEL].unsaved_steps = 1
+    await trainer.park(MODEL, epoch=9, moved=8)
+    assert trainer.models == {}
+    assert trainer.pointers.marked == []
+
+
+async def test_a_model_that_is_parked_where_it_is_becomes_durable_first(trainer: Trainer) -> None:
+    trainer.stored(MODEL)
+    await trainer.restore(MODEL, epoch=9, moved=8)
+    trainer.models[MODEL].unsaved_steps = 1
+    await trainer.park(MODEL, epoch=10, moved=8)
+    assert trainer.models == {}
+    assert trainer.pointers.marked == [SEQ_ID]
