@@ -33,7 +33,7 @@ class TrainerConfig:
         dtype: element type of the base, "float32" or "bfloat16".
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
             s3://bucket/prefix; empty = in the data directory.
-        micro_batch_tokens: padded tokens of one micro-batch.
+        micro_batch_tokens: tokens of one micro-batch.
         redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password.
     """
 
@@ -123,7 +123,7 @@ def parse(argv: list[str]) -> TrainerConfig:
     flag(
         "micro-batch-tokens",
         "auto",
-        "padded tokens that a rank computes at once, and so what a small request may have to wait for; "
+        "tokens that a rank computes at once, and so what a small request may have to wait for; "
         f"auto = {_AUTO_TOKENS['cuda']} on CUDA, {_AUTO_TOKENS['cpu']} on CPU",
     )
     args = parser.parse_args([*from_environment, *argv])

@@ -26,7 +26,7 @@ class Target:
 
     Attributes:
         base_model: registered name of the base model.
-        unit_tokens: padded tokens of one unit of work.
+        unit_tokens: tokens of one unit of work.
     """
 
     base_model: str
@@ -181,7 +181,7 @@ def _forward(request: training_pb2.ForwardBackward, target: Target) -> Forward:
         lengths.append(tokens.numel)
         data.append(Datum(tokens.data, inputs))
     units = tuple(
-        Unit(tuple(indices), max(lengths[i] for i in indices))
+        Unit(tuple(indices), sum(lengths[i] for i in indices))
         for indices in split_operation(lengths, target.unit_tokens)
     )
     return Forward(tuple(data), request.loss_fn, dict(request.loss_config), request.forward_only, units)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora import (
     ATTENTION_PROJECTIONS,
@@ -95,6 +96,7 @@ class BaseModel:
 
     Attributes:
         collective: forward and backward passes are collectives of the whole world.
+        flat: it computes several sequences at once; else `score` takes one.
         linears: every linear an adapter may adapt, by Hugging Face name, in the model's order.
         vocab_size: rows of the output head.
         context_length: most tokens in a sequence.
@@ -115,6 +117,7 @@ class BaseModel:
         config = _deepspeed_config(zero_stage, dtype)
         model = load_model(model_path, dtype, config if self.collective else None)
         self.arch = type(model).__name__
+        self.flat = computes_flat(model)
         self.vocab_size = int(model.config.vocab_size)
         self.context_length = int(model.config.max_position_embeddings)
         self.linears = _find_linears(model)
@@ -127,22 +130,19 @@ class BaseModel:
         self._scorer = self._engine.module
         logger.info("loaded %s (%s, ZeRO stage %d) on %s", model_path, self.arch, zero_stage, self.device)
 
-    def score(
-        self, tokens: Tensor, positions: Tensor, targets: Targets, value_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def score(self, tokens: Tensor, targets: Targets, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Log-probabilities of targets and values, differentiable in the routed adapters when gradients are
         enabled.
 
         Args:
-            tokens: int64 [B, T], rows padded on the right with any id.
-            positions: int64 [P], indices into the flattened [B * T] tokens: what predicts a target.
-            targets: those of the P positions, Q in all.
-            value_positions: int64 [V], like `positions`: what the routed critics' value heads score.
+            tokens: int64 [1, T], those of the sequences one after the other.
+            targets: what the first P tokens predict, Q in all. The others are for the routed critics' value
+                heads.
 
         Returns:
-            float32 [Q] and float32 [V].
+            float32 [Q] and float32 [T - P].
         """
-        logprobs, scored = self._scorer(tokens, positions, targets, value_positions)
+        logprobs, scored = self._scorer(tokens, targets, sequences)
         return logprobs, self._router.values(scored)
 
     def backward(self, loss: Tensor) -> None:
@@ -165,19 +165,22 @@ class Scorer(nn.Module):
         self.backbone = model.base_model
         self.head = LogprobHead(model.get_output_embeddings(), router)
         self._detached = detached
+        self._flat = computes_flat(model)
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, targets: Targets, value_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [Q], and the hidden states [V, hidden] of critics' positions."""
+    def forward(self, tokens: Tensor, targets: Targets, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [Q], and the hidden states [T - P, hidden] of critics' tokens."""
+        if not self._flat and len(sequences.lengths) > 1:
+            raise RuntimeError(f"{type(self.backbone).__name__} computes one sequence at a time")
         embedded = self.backbone.get_input_embeddings()(tokens)
         if self._detached and torch.is_grad_enabled():
             # The backward pass then runs through every module on every rank, whichever adapters are
             # routed there, and so do its collectives.
             embedded = embedded.detach().requires_grad_()
-        hidden = self.backbone(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        return self.head(hidden[positions], targets), hidden[value_positions]
+        flat = {"position_ids": sequences.positions, "sequences": sequences} if self._flat else {}
+        hidden = self.backbone(inputs_embeds=embedded, use_cache=False, **flat).last_hidden_state[0]
+        scored = targets.positions
+        predicting, valued = hidden.split([scored, hidden.shape[0] - scored])
+        return self.head(predicting, targets), valued
 
 
 def _deepspeed_config(zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -202,12 +205,16 @@ def load_model(model_path: str, dtype: torch.dtype, sharded_config: dict[str, An
     Raises:
         ValueError: it computes its logits in a way that is not supported.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     # While this object lives, from_pretrained shards each weight as it loads it (no rank holds them all).
     sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, low_cpu_mem_usage=True)
+    register()
+    attention = _attention(AutoConfig.from_pretrained(model_path))
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=dtype, low_cpu_mem_usage=True, attn_implementation=attention
+    )
     del sharding
     for setting, neutral in _LOGIT_TRANSFORMS.items():
         if getattr(model.config, setting, neutral) not in (neutral, None):
@@ -219,6 +226,19 @@ def load_model(model_path: str, dtype: torch.dtype, sharded_config: dict[str, An
         raise ValueError(f"{model_path}: {type(model).__name__} has no linear output head; use another model")
     model.requires_grad_(False)
     return model.eval()
+
+
+def computes_flat(model: Any) -> bool:
+    """Whether a loaded model takes several sequences at once."""
+    return bool(model.config._attn_implementation == FLAT_ATTENTION)
+
+
+def _attention(config: Any) -> str | None:
+    """The implementation of attention to load a model with; None = the library's choice."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return FLAT_ATTENTION if is_flat(model_class, config.get_text_config()) else None
 
 
 def _find_linears(model: Any) -> dict[str, LinearShape]:

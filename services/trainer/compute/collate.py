@@ -1,13 +1,13 @@
 """Turns rows of host bytes into the tensors of one micro-batch, and results back into host bytes.
 
-Invariant: which positions count is decided by each row's own length, never by the value of a token, weight
-or advantage; padding stands on the right, where causal attention keeps it from every real position. A row
-without targets is a critic's: its positions have values, the others' have log-probabilities of targets.
+Invariant: a micro-batch is one run of tokens, its rows' sequences end to end, and nothing else. A row without
+targets is a critic's: its positions have values, the others' have log-probabilities of targets. Critics' rows
+come last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.common.contract.loss_schema import TARGETS
 from services.common.contract.tensors import DTYPES, HostTensor, from_values
+from services.trainer.compute.attention import Sequences
 from services.trainer.compute.data import Row, RowResult
 from services.trainer.compute.logprobs import Targets, widths_of
 
@@ -25,54 +26,47 @@ class Collated:
     """One micro-batch.
 
     Attributes:
-        tokens: int64 [B, T].
-        positions: int64 [P], the real positions of the rows with targets, row after row, as indices into
-            [B * T].
-        targets: those of the P positions, Q in all.
-        value_positions: int64 [V], those of critics' rows.
-        spans: each row's (start, stop) in Q, or V.
+        tokens: int64 [1, T].
+        targets: those of the first P tokens, Q in all. The other T - P tokens are critics'.
+        sequences: how the rows share T.
+        spans: each row's (start, stop) in Q, or in T - P.
         inputs: each row's other loss inputs, in their own shape, on the device.
     """
 
     tokens: Tensor
-    positions: Tensor
     targets: Targets
-    value_positions: Tensor
+    sequences: Sequences
     spans: list[tuple[int, int]]
     inputs: list[dict[str, Tensor]]
 
 
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows as a batch wants them: by operation and index, critics' last."""
+    return sorted(rows, key=lambda row: (TARGETS not in row.loss_inputs, row.op, row.index))
+
+
 def collate(rows: Sequence[Row], device: str) -> Collated:
-    """The batch of `rows`, at least one, which passed `loss_schema.check_datum`."""
+    """The batch of `rows`, at least one, `in_order`, which passed `loss_schema.check_datum`."""
     lengths = [row.length for row in rows]
-    longest = max(lengths)
-    scored = sum(row.length for row in rows if TARGETS in row.loss_inputs)
-    tokens = np.zeros((len(rows), longest), dtype=np.int64)
+    tokens = np.concatenate([np.frombuffer(row.tokens, DTYPES["int32"].numpy) for row in rows])
     targets: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
-    runs: list[tuple[int, int]] = []
-    positions = np.zeros(scored, dtype=np.int64)
-    value_positions = np.zeros(sum(lengths) - scored, dtype=np.int64)
+    widths: list[tuple[int, int]] = []
     spans: list[tuple[int, int]] = []
-    start, target_start, value_start = 0, 0, 0
-    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        tokens[number, :length] = np.frombuffer(row.tokens, DTYPES["int32"].numpy)
-        real = np.arange(length, dtype=np.int64) + number * longest
+    start = value_start = 0
+    for row in rows:
         if TARGETS in row.loss_inputs:
             row_targets = row.loss_inputs[TARGETS].values().ravel()
             targets.append(row_targets)
-            runs.append((length, row_targets.size // length))
-            positions[start : start + length] = real
-            spans.append((target_start, target_start + row_targets.size))
-            start, target_start = start + length, target_start + row_targets.size
+            widths.append((row.length, row_targets.size // row.length))
+            spans.append((start, start + row_targets.size))
+            start += row_targets.size
         else:
-            value_positions[value_start : value_start + length] = real
-            spans.append((value_start, value_start + length))
-            value_start += length
+            spans.append((value_start, value_start + row.length))
+            value_start += row.length
     return Collated(
-        tokens=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        targets=Targets(torch.from_numpy(np.concatenate(targets)).to(device), widths_of(runs)),
-        value_positions=torch.from_numpy(value_positions).to(device),
+        tokens=torch.from_numpy(tokens.astype(np.int64))[None].to(device),
+        targets=Targets(torch.from_numpy(np.concatenate(targets)).to(device), widths_of(widths)),
+        sequences=Sequences.of(lengths, device),
         spans=spans,
         inputs=_loss_inputs(rows, device),
     )
@@ -81,15 +75,15 @@ def collate(rows: Sequence[Row], device: str) -> Collated:
 def idle_batch(device: str) -> Collated:
     """One masked position, for a rank that has to take part in a collective pass without any row."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    return Collated(zero, zero[0], Targets(zero[0], ((1, 1),)), zero[0, :0], [], [])
+    return Collated(zero, Targets(zero[0], ((1, 1),)), Sequences.of([1], device), [], [])
 
 
 def row_output(logprobs: Tensor, values: Tensor, batch: Collated, number: int, row: Row) -> Tensor:
     """A row's part of what the model computed: log-probabilities in the shape of its targets, or values.
 
     Args:
-        logprobs: [Q].
-        values: [V].
+        logprobs: [P, K].
+        values: [T - P].
         number: the row's place in the batch.
     """
     start, stop = batch.spans[number]

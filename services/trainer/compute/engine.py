@@ -23,8 +23,7 @@ from services.common.contract.errors import Internal, InvalidRequest, ModelNotRe
 from services.common.contract.loss_schema import check_datum, check_loss
 from services.common.contract.tensors import HostTensor
 from services.trainer.compute.base_model import BaseModel
-from services.trainer.compute.buffers import FlatBuffers
-from services.trainer.compute.collate import collate, idle_batch, row_output, row_results
+from services.trainer.compute.collate import collate, idle_batch, in_order, row_output, row_results
 from services.trainer.compute.data import (
     AdamSpec,
     Failure,
@@ -39,6 +38,7 @@ from services.trainer.compute.exchange import any_rank, gather_bytes
 from services.trainer.compute.full_model import FullModel, FullModelConfig
 from services.trainer.compute.lora import HEAD, Adapter, Leaves, LoraRouter, Segment, select_targets
 from services.trainer.compute.losses import LOSS_SUM, LOSSES
+from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.tenant import LoraTenant, Tenant
 from services.trainer.order.microbatch import deal
 
@@ -243,27 +243,29 @@ class Engine:
         """Runs this rank's micro-batches; its results, and the operations that failed while running."""
         model = self._computes(work)
         kept = ([row for row in batch.rows if row.op not in failures] for batch in work.micro_batches)
-        batches = [sorted(rows, key=lambda row: (row.op, row.index)) for rows in kept if rows]
-        dealt = deal(len(batches), self._world_size, self._first_rank(work, len(batches)))
-        differentiable = [any(not work.ops[row.op].forward_only for row in rows) for rows in batches]
+        batches = [in_order(rows) for rows in kept if rows]
+        if not model.flat:
+            batches = [[row] for rows in batches for row in rows]
         leaves: dict[int, Leaves] = {}
         results: list[RowResult] = []
         failed: dict[int, Failure] = {}
-        for number in range(max(map(len, dealt))):
-            mine = dealt[self._rank][number : number + 1]
-            if model.collective:
-                grad = any(differentiable[batch] for rank in dealt for batch in rank[number : number + 1])
-                rows = batches[mine[0]] if mine else []
-                results += self._run_micro_batch(model, work.ops, rows, grad, leaves)
-            elif mine:
-                rows = [row for row in batches[mine[0]] if row.op not in failed]
-                grad = differentiable[mine[0]]
-                try:
-                    results += self._run_micro_batch(model, work.ops, rows, grad, leaves) if rows else []
-                except Exception as error:
-                    logger.exception("a micro-batch of %d rows failed", len(rows))
-                    failure = _failure(_explained(error, rows))
-                    failed.update({row.op: failure for row in rows})
+        # What only runs forward builds no graph, whatever it came with.
+        for grad in (False, True):
+            parts = [[row for row in rows if work.ops[row.op].forward_only != grad] for rows in batches]
+            parts = [rows for rows in parts if rows]
+            dealt = deal(len(parts), self._world_size, self._first_rank(work, len(parts)))
+            for number in range(max(map(len, dealt))):
+                mine = dealt[self._rank][number : number + 1]
+                rows = [row for batch in mine for row in parts[batch] if row.op not in failed]
+                if model.collective:
+                    results += self._run_micro_batch(model, work.ops, rows, grad, leaves)
+                elif rows:
+                    try:
+                        results += self._run_micro_batch(model, work.ops, rows, grad, leaves)
+                    except Exception as error:
+                        logger.exception("a micro-batch of %d rows failed", len(rows))
+                        failure = _failure(_explained(error, rows))
+                        failed.update({row.op: failure for row in rows})
         return results, failed
 
     def _computes(self, work: Pass) -> BaseModel | FullModel:
@@ -295,13 +297,15 @@ class Engine:
         grad: bool,
         leaves: dict[int, Leaves],
     ) -> list[RowResult]:
-        """One micro-batch forward and, with `grad`, backward. `leaves` keeps those of this pass."""
+        """One micro-batch forward and, with `grad`, backward. `leaves` keeps those of this pass.
+
+        Args:
+            rows: of operations that all want a backward pass, or all none.
+        """
         batch = collate(rows, self._device) if rows else idle_batch(self._device)
         segments = self._segments(ops, rows, leaves) if model is self._base else []
         with torch.set_grad_enabled(grad), self._router.route(segments):
-            logprobs, values = model.score(
-                batch.tokens, batch.positions, batch.targets, batch.value_positions
-            )
+            logprobs, values = model.score(batch.tokens, batch.targets, batch.sequences)
             losses, parts = [], []
             # A rank without rows to learn from still goes through the backward pass of a collective.
             if grad and model.collective:
@@ -312,8 +316,7 @@ class Engine:
                     row_output(logprobs, values, batch, number, row), batch.inputs[number], op.loss_config
                 )
                 parts.append({LOSS_SUM: loss, **metrics})
-                if not op.forward_only:
-                    losses.append(loss)
+                losses.append(loss)
             if grad:
                 model.backward(torch.stack(losses).sum())
         names = [LOSSES[ops[row.op].loss_fn].output for row in rows]
@@ -322,7 +325,7 @@ class Engine:
     def _segments(
         self, ops: Sequence[PassOp], rows: Sequence[Row], leaves: dict[int, Leaves]
     ) -> list[Segment]:
-        grouped: dict[int, list[Row]] = {}
+        grouped: dict[int, list[Row]] = {}  # In the order of the rows.
         for row in rows:
             grouped.setdefault(row.op, []).append(row)
         for number in grouped.keys() - leaves.keys():
@@ -331,12 +334,7 @@ class Engine:
             assert isinstance(tenant, LoraTenant)
             leaves[number] = tenant.leaves(None if op.forward_only else op.seq_id)
         return [
-            Segment(
-                len(group),
-                sum(row.length for row in group),
-                leaves[number].pairs,
-                leaves[number].value_head,
-            )
+            Segment(sum(row.length for row in group), leaves[number].pairs, leaves[number].value_head)
             for number, group in grouped.items()
         ]
 
@@ -378,10 +376,10 @@ def _failure(error: TinsmithError) -> Failure:
 def _explained(error: Exception, rows: Sequence[Row]) -> TinsmithError:
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
-        longest = max(row.length for row in rows)
+        tokens = sum(row.length for row in rows)
         return Internal(
-            f"out of device memory on a micro-batch of {len(rows)} x {longest} tokens; start the trainer "
-            "with a smaller --micro-batch-tokens, or send shorter data",
+            f"out of device memory on a micro-batch of {tokens} tokens in {len(rows)} sequences; start the "
+            "trainer with a smaller --micro-batch-tokens, or send shorter data",
             "out_of_memory",
         )
     return Internal(f"{type(error).__name__}: {error}")

@@ -29,7 +29,8 @@ from torch import Tensor
 from services.common.contract.errors import InvalidRequest, TinsmithError
 from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor, from_values
-from services.trainer.compute.base_model import Scorer, load_model
+from services.trainer.compute.attention import Sequences
+from services.trainer.compute.base_model import Scorer, computes_flat, load_model
 from services.trainer.compute.collate import idle_batch
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.exchange import any_rank
@@ -91,7 +92,7 @@ class FullModel:
     """One model, as a `Tenant` and as what computes its own log-probabilities. Use it on all ranks alike.
 
     Attributes:
-        collective: as of `BaseModel`.
+        collective, flat: as of `BaseModel`.
     """
 
     collective = True
@@ -105,6 +106,7 @@ class FullModel:
         self._device = config.device
         model = load_model(config.model_path, config.dtype, settings if self._sharded else None)
         model.requires_grad_(True)
+        self.flat = computes_flat(model)
         self._parameters: dict[str, Any] = dict(model.named_parameters())
         scorer = Scorer(model, LoraRouter(), detached=False)
         self._adam = torch.optim.AdamW(scorer.parameters(), lr=0.0, weight_decay=0.0)
@@ -114,12 +116,10 @@ class FullModel:
         self._begun: set[int] = set()
         self._failures: dict[int, Failure] = {}
 
-    def score(
-        self, tokens: Tensor, positions: Tensor, targets: Targets, value_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def score(self, tokens: Tensor, targets: Targets, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """See `BaseModel.score`; log-probabilities are differentiable in the weights when gradients are
-        enabled. There is no value head, so `value_positions` is empty and so are the values."""
-        logprobs, hidden = self._engine(tokens, positions, targets, value_positions)
+        enabled. There is no value head: every token has targets, and there are no values."""
+        logprobs, hidden = self._engine(tokens, targets, sequences)
         return logprobs, hidden.new_zeros(0, dtype=torch.float32)
 
     def backward(self, loss: Tensor) -> None:
@@ -157,7 +157,7 @@ class FullModel:
         if self._begun:
             # DeepSpeed itself drops a gradient that is not finite, wherever its stage keeps it.
             batch = idle_batch(self._device)
-            logprobs, _ = self.score(batch.tokens, batch.positions, batch.targets, batch.value_positions)
+            logprobs, _ = self.score(batch.tokens, batch.targets, batch.sequences)
             self.backward(logprobs.sum() * math.inf)
             self._engine.step()
         self._begun.clear()

@@ -135,7 +135,7 @@ class LogprobHead(nn.Module):
         """Log-probabilities.
 
         Args:
-            hidden: [P, hidden], the positions of the routed segments one after the other.
+            hidden: [P, hidden], the tokens with targets of the routed segments one after the other.
             targets: of the P positions, Q in all.
 
         Returns:

@@ -1,9 +1,9 @@
 """LoRA adapters of many tenants on one frozen base model.
 
-y += x A^T B^T * (alpha / rank), with A [rank, in] and B [out, rank] float32 masters. Each row of a
-batch belongs to one operation of one model; consecutive rows of an operation form a segment, and the
-forward hooks on the base model's linears add to each segment its own adapter. A critic's adapter has a value
-head beside its matrices: v = w . h, with w [1, hidden] starting at zero and h the last hidden state.
+y += x A^T B^T * (alpha / rank), with A [rank, in] and B [out, rank] float32 masters. A micro-batch is one run
+of tokens; those of one operation follow each other and form a segment, and the forward hooks on the base
+model's linears add to each segment its own adapter. A critic's adapter has a value head beside its matrices:
+v = w . h, with w [1, hidden] starting at zero and h the last hidden state.
 
 Invariant: the autograd graph never touches the masters. Each operation differentiates through leaves of
 its own that share the masters' storage and collect that operation's gradient alone, so one operation can
@@ -89,7 +89,7 @@ class LoraPair:
 
 
 Part = tuple[int, LoraPair | None]
-"""So many consecutive rows or positions, and the adapter of one linear that they use."""
+"""So many consecutive tokens, and the adapter of one linear that they use."""
 
 
 @dataclass(frozen=True)
@@ -172,24 +172,22 @@ def _hashed(*parts: str) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows that share an adapter, and their consecutive positions: target positions, or those
-    that a critic's value head scores."""
+    """Consecutive tokens that share an adapter; with a value head, a critic's. Critics' come last."""
 
-    rows: int
-    positions: int
+    tokens: int
     pairs: Mapping[str, LoraPair]
     value_head: Tensor | None = None
 
 
 class LoraRouter:
-    """Tells the hooks which rows of the current micro-batch use which adapter."""
+    """Tells the hooks which tokens of the current micro-batch use which adapter."""
 
     def __init__(self) -> None:
         self._segments: Sequence[Segment] = ()
 
     @contextmanager
     def route(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Routes forward and backward passes within the context; the segments tile the batch's rows."""
+        """Routes forward and backward passes within the context; the segments tile the batch's tokens."""
         self._segments = segments
         try:
             yield
@@ -205,42 +203,46 @@ class LoraRouter:
         linear.register_forward_hook(add_adapters)
 
     def head_parts(self, start: int, stop: int) -> list[Part]:
-        """Target positions `start` .. `stop` - 1, by head adapter; one part when nothing is routed."""
+        """Tokens `start` .. `stop` - 1, which have targets, by head adapter; one part when nothing is
+        routed."""
         if not self._segments:
             return [(stop - start, None)]
         parts, low = [], 0
         for segment in self._segments:
             if segment.value_head is None:
-                high = low + segment.positions
+                high = low + segment.tokens
                 if (within := min(high, stop) - max(low, start)) > 0:
                     parts.append((within, segment.pairs.get(HEAD)))
                 low = high
         if low < stop:
-            raise RuntimeError(f"segments cover {low} positions of {stop}")
+            raise RuntimeError(f"segments cover {low} tokens of {stop}")
         return parts
 
     def values(self, hidden: Tensor) -> Tensor:
         """Value of each position, by the value head of its segment.
 
         Args:
-            hidden: [V, hidden], the positions of the routed critics' segments one after the other.
+            hidden: [V, hidden], the tokens of the routed critics' segments one after the other.
 
         Returns:
             float32 [V].
         """
         heads = [segment for segment in self._segments if segment.value_head is not None]
-        parts = hidden.float().split([segment.positions for segment in heads])
+        parts = hidden.float().split([segment.tokens for segment in heads])
         values = [
             (part @ segment.value_head.T)[:, 0]
             for segment, part in zip(heads, parts, strict=True)
             if segment.value_head is not None
         ]
-        # Also without positions the graph goes through the hidden states, on all ranks of a collective alike.
+        # Also without tokens the graph goes through the hidden states, on all ranks of a collective alike.
         return torch.cat(values) if values else hidden.float().sum(-1)
 
     def _add(self, name: str, x: Tensor, output: Tensor) -> Tensor:
-        parts = [(segment.rows, segment.pairs.get(name)) for segment in self._segments]
-        return add_adapters(parts, x, output)
+        parts = [(segment.tokens, segment.pairs.get(name)) for segment in self._segments]
+        flat = x.reshape(-1, x.shape[-1])
+        if parts and sum(tokens for tokens, _ in parts) != flat.shape[0]:
+            raise RuntimeError(f"{name} was given {flat.shape[0]} tokens, which are not those of the batch")
+        return add_adapters(parts, flat, output.reshape(-1, output.shape[-1])).view_as(output)
 
 
 def add_adapters(parts: Sequence[Part], x: Tensor, output: Tensor) -> Tensor:

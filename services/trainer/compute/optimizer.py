@@ -11,11 +11,41 @@ import math
 import torch
 from torch import Tensor
 
-from services.trainer.compute.buffers import FlatBuffers
 from services.trainer.compute.data import AdamSpec
 
 _BLOCK = 2**15
 """Elements whose float64 copy stays in a core's cache."""
+
+KEPT_BYTES = 256 * 1024**2
+
+
+class FlatBuffers:
+    """Flat float32 tensors of one device that are used again, by size. One thread uses them.
+
+    On CPUs a fresh tensor of some megabytes costs as much as several passes over it, since the kernel clears
+    it page after page; an optimizer step of a small adapter would spend most of its time on that.
+
+    Invariant: a tensor has one user at a time, and what lies unused is bounded.
+    """
+
+    def __init__(self, device: str | torch.device, kept_bytes: int = KEPT_BYTES) -> None:
+        self._device = device
+        self._left = kept_bytes
+        self._unused: dict[int, list[Tensor]] = {}
+
+    def take(self, elements: int) -> Tensor:
+        """float32 [elements], with whatever is in it."""
+        unused = self._unused.get(elements)
+        if not unused:
+            return torch.empty(elements, dtype=torch.float32, device=self._device)
+        self._left += unused[-1].nbytes
+        return unused.pop()
+
+    def give(self, tensor: Tensor) -> None:
+        """Takes a tensor back that nobody uses any more."""
+        if tensor.nbytes <= self._left:
+            self._left -= tensor.nbytes
+            self._unused.setdefault(tensor.numel(), []).append(tensor)
 
 
 class AdapterOptimizer:

@@ -16,10 +16,9 @@ from services.common.contract.errors import InvalidRequest
 from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor, from_values
 from services.common.process import failpoints
-from services.trainer.compute.buffers import FlatBuffers
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.lora import Adapter, Leaves
-from services.trainer.compute.optimizer import AdapterOptimizer
+from services.trainer.compute.optimizer import AdapterOptimizer, FlatBuffers
 
 
 class Tenant(Protocol):

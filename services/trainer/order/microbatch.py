@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 
 def split_operation(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Groups datums into units whose padded size, rows x longest row, is within `token_budget` tokens.
+    """Groups datums into units of at most `token_budget` tokens.
 
-    Datums of similar length share a unit, longest first, so that little is padding and a batch that
-    does not fit into memory is met first. A datum longer than the budget is a unit of its own.
+    Longest first, so that neighbours are of similar length and the longest sequence, which needs the most
+    memory, is met first. A datum longer than the budget is a unit of its own.
 
     Args:
         lengths: tokens of each datum, in request order.
@@ -25,13 +25,14 @@ def split_operation(lengths: Sequence[int], token_budget: int) -> list[list[int]
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
     units: list[list[int]] = []
-    longest = 0
+    tokens = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if units and (len(units[-1]) + 1) * longest <= token_budget:
+        if units and tokens + lengths[index] <= token_budget:
             units[-1].append(index)
+            tokens += lengths[index]
         else:
             units.append([index])
-            longest = lengths[index]
+            tokens = lengths[index]
     return units
 
 

@@ -23,16 +23,11 @@ class Unit:
 
     Attributes:
         datums: their indices in the operation.
-        longest: tokens of the longest.
+        tokens: of all of them.
     """
 
     datums: tuple[int, ...]
-    longest: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens, padded."""
-        return len(self.datums) * self.longest
+    tokens: int
 
 
 @dataclass
@@ -58,8 +53,8 @@ class Limits:
 
     Attributes:
         micro_batches: micro-batches a pass may have.
-        micro_batch_tokens: padded tokens (rows x longest) up to which units of different models share a
-            batch. A unit that is larger by itself has a batch of its own.
+        micro_batch_tokens: tokens up to which units of different models share a batch. A unit that is larger
+            by itself has a batch of its own.
     """
 
     micro_batches: int
@@ -194,22 +189,15 @@ class _MicroBatch:
 
     units: list[UnitRef] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
-    rows: int = 0
-    longest: int = 0
     tokens: int = 0
 
     def fits(self, model: str, unit: Unit, limits: Limits) -> bool:
-        padded = (self.rows + len(unit.datums)) * max(self.longest, unit.longest)
-        # Rows of very different lengths cost less apart: a quarter may be padding that sharing adds.
-        lean = 4 * padded <= 5 * (self.tokens + unit.tokens)
-        return model not in self.models and lean and padded <= limits.micro_batch_tokens
+        return model not in self.models and self.tokens + unit.tokens <= limits.micro_batch_tokens
 
     def add(self, ref: UnitRef, unit: Unit) -> None:
         self.units.append(ref)
         self.models.add(ref.model_id)
-        self.rows += len(unit.datums)
         self.tokens += unit.tokens
-        self.longest = max(self.longest, unit.longest)
 
 
 def _plan_alone(model: str, op: QueuedOp, limits: Limits) -> NextPass:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.trainer.compute.buffers import FlatBuffers
+from services.trainer.compute.optimizer import FlatBuffers
 
 
 def test_a_tensor_is_used_again_by_one_user_at_a_time() -> None:

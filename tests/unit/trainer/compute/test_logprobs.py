@@ -57,7 +57,7 @@ def test_the_head_equals_a_plain_head_with_each_segments_adapter(chunk_positions
     runs = [(7, 1), (2, 5), (14, 2)]
     targets = [torch.randint(VOCAB, shape) for shape in runs]
     first, last = pair(3), pair(5)
-    segments = [Segment(1, 9, {HEAD: first}), Segment(1, 6, {}), Segment(2, 8, {HEAD: last})]
+    segments = [Segment(9, {HEAD: first}), Segment(6, {}), Segment(8, {HEAD: last})]
     leaves = [hidden, first.a, first.b, last.a, last.b]
 
     with router.route(segments):

@@ -78,7 +78,7 @@ def test_a_modules_initial_values_do_not_depend_on_what_else_is_adapted() -> Non
     assert torch.equal(whole.views(whole.flat)[name], part.views(part.flat)[name])
 
 
-def test_each_segment_of_rows_gets_its_own_adapter_and_gradient() -> None:
+def test_each_segment_of_tokens_gets_its_own_adapter_and_gradient() -> None:
     linear = nn.Linear(8, 12).requires_grad_(False)
     router = LoraRouter()
     router.hook(linear, Q)
@@ -88,7 +88,7 @@ def test_each_segment_of_rows_gets_its_own_adapter_and_gradient() -> None:
     gradients = [torch.zeros_like(tenant.flat) for tenant in tenants]
     pairs = [tenant.leaves(gradient).pairs for tenant, gradient in zip(tenants, gradients, strict=True)]
     x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(9))
-    segments = [Segment(1, 3, pairs[0]), Segment(1, 3, {}), Segment(2, 6, pairs[1])]
+    segments = [Segment(3, pairs[0]), Segment(3, {}), Segment(6, pairs[1])]
     with router.route(segments):
         y = linear(x)
         y[:1].square().sum().backward(retain_graph=True)
@@ -116,7 +116,7 @@ def test_gradients_of_several_batches_add_up_in_the_operations_own_buffer() -> N
     for gradient, repeats in ((once, 1), (twice, 2)):
         pairs = tenant.leaves(gradient).pairs
         for _ in range(repeats):
-            with router.route([Segment(2, 6, pairs)]):
+            with router.route([Segment(6, pairs)]):
                 linear(x).sum().backward()
     torch.testing.assert_close(twice, 2 * once)
     assert once.any()
@@ -131,7 +131,7 @@ def test_nothing_is_routed_after_the_context() -> None:
     tenant.flat.fill_(1.0)
     x = torch.randn(1, 2, 8)
     plain = linear(x)
-    with router.route([Segment(1, 2, tenant.leaves().pairs)]):
+    with router.route([Segment(2, tenant.leaves().pairs)]):
         assert not torch.equal(linear(x), plain)
     assert torch.equal(linear(x), plain)
 
@@ -152,7 +152,7 @@ def test_a_critic_without_a_trained_head_is_refused() -> None:
         adapter(role="critic", train_unembed=False)
 
 
-def test_values_come_from_each_critics_own_head_between_other_segments() -> None:
+def test_values_come_from_each_critics_own_head_beside_other_segments() -> None:
     router = LoraRouter()
     critics = [adapter(name, role="critic") for name in ("a", "b")]
     for number, critic in enumerate(critics):
@@ -160,7 +160,7 @@ def test_values_come_from_each_critics_own_head_between_other_segments() -> None
     gradients = [torch.zeros_like(critic.flat) for critic in critics]
     heads = [critic.leaves(gradient).value_head for critic, gradient in zip(critics, gradients, strict=True)]
     hidden = torch.randn(5, 8)
-    with router.route([Segment(1, 2, {}, heads[0]), Segment(1, 4, {}), Segment(1, 3, {}, heads[1])]):
+    with router.route([Segment(4, {}), Segment(2, {}, heads[0]), Segment(3, {}, heads[1])]):
         values = router.values(hidden)
         assert router.head_parts(1, 4) == [(3, None)]
         values[:2].sum().backward()

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from services.trainer.compute.buffers import FlatBuffers
 from services.trainer.compute.data import AdamSpec
-from services.trainer.compute.optimizer import AdapterOptimizer
+from services.trainer.compute.optimizer import AdapterOptimizer, FlatBuffers
 
 STEPS = [
     AdamSpec(learning_rate=1e-2),

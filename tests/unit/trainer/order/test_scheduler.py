@@ -22,8 +22,8 @@ TWO_BATCHES = Limits(micro_batches=2, micro_batch_tokens=64)
 
 
 def forward(seq_id: int, *shapes: tuple[int, int]) -> QueuedOp:
-    """An operation with one unit per (rows, longest)."""
-    units = tuple(Unit(tuple(range(rows)), longest) for rows, longest in shapes)
+    """An operation with one unit per (datums, tokens of each)."""
+    units = tuple(Unit(tuple(range(datums)), datums * length) for datums, length in shapes)
     return QueuedOp(seq_id, units)
 
 
@@ -74,9 +74,11 @@ def test_units_of_different_models_share_a_batch_when_they_fit() -> None:
     assert refs(decision) == [[("b", 7, 0), ("a", 1, 0)]], "the shorter one first"
 
 
-def test_padding_counts_against_the_token_budget() -> None:
-    # 3 x 8 + 1 x 40 tokens are few, but padded together they are 4 x 40 = 160.
+def test_units_share_a_batch_up_to_its_tokens_whatever_their_lengths() -> None:
     queues = {"a": [forward(1, (3, 8))], "b": [forward(1, (1, 40))]}
+    decision, _ = plan_next(queues, ONE_BATCH, Cursor())
+    assert refs(decision) == [[("a", 1, 0), ("b", 1, 0)]]
+    queues["b"] = [forward(1, (1, 41))]
     decision, _ = plan_next(queues, ONE_BATCH, Cursor())
     assert refs(decision) == [[("a", 1, 0)]]
 
@@ -161,12 +163,6 @@ def test_what_was_served_is_forgotten_when_nobody_has_work() -> None:
     _, cursor = plan_next({"a": [forward(1, (1, 64))]}, ONE_BATCH, Cursor())
     assert cursor.served
     assert plan_next({"a": []}, ONE_BATCH, cursor)[1] == Cursor()
-
-
-def test_rows_of_very_different_lengths_do_not_share_a_batch() -> None:
-    wide = Limits(micro_batches=1, micro_batch_tokens=1024)
-    queues = {"a": [forward(1, (1, 16))], "b": [forward(1, (1, 400))]}
-    assert [refs(decision) for decision in drive(queues, wide, 5)] == [[[("a", 1, 0)]], [[("b", 1, 0)]]]
 
 
 def test_all_waiting_control_operations_run_before_the_next_pass() -> None:

@@ -1,0 +1,203 @@
+"""Attention over a flat batch: sequences end to end in one run of tokens, without padding.
+
+Invariant: no token sees one of another sequence, and each sequence's numbers are those of the model's own
+attention on that sequence alone. An architecture for which that is not known to hold is not `is_flat`; it
+computes one sequence at a time, as the library does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+FLAT_ATTENTION = "tinsmith_flat"
+"""Its name as transformers' `attn_implementation`."""
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Their frequencies depend on the longest sequence of a batch.
+_ROPE_OF_THE_BATCH = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """How a flat batch is cut.
+
+    Attributes:
+        lengths: tokens of each sequence, at least 1.
+        offsets: int32 [sequences + 1], where each begins, and the end.
+        positions: int64 [1, T], each token's place in its own sequence.
+    """
+
+    lengths: tuple[int, ...]
+    offsets: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: str) -> Sequences:
+        """Sequences of these lengths, one after the other."""
+        sizes = torch.tensor(lengths)
+        ends = sizes.cumsum(0)
+        positions = torch.arange(int(ends[-1])) - (ends - sizes).repeat_interleave(sizes)
+        offsets = nn.functional.pad(ends, (1, 0)).int()
+        return cls(tuple(lengths), offsets.to(device), positions[None].to(device))
+
+
+def register() -> None:
+    """Makes transformers know `FLAT_ATTENTION`. Calling it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(FLAT_ATTENTION, attend)
+    AttentionMaskInterface.register(FLAT_ATTENTION, window_of)
+
+
+def is_flat(model_class: Any, config: Any) -> bool:
+    """Whether `FLAT_ATTENTION` is exact for an architecture: attention, full or over a sliding window, is all
+    that connects its tokens.
+
+    Args:
+        model_class: transformers' class of the causal language model.
+        config: its text configuration.
+    """
+    kinds = set(getattr(config, "layer_types", None) or [_FULL])
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [settings for settings in rope.values() if isinstance(settings, dict)] or [rope]
+    return (
+        getattr(model_class, "_supports_attention_backend", False)
+        and getattr(model_class, "_supports_flash_attn", False)
+        and not getattr(model_class, "_is_stateful", False)
+        and kinds <= {_FULL, _SLIDING}
+        and not any(settings.get("rope_type") in _ROPE_OF_THE_BATCH for settings in nested)
+    )
+
+
+def window_of(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:
+    """What a layer gets as its mask: the tokens that each sees, itself included; None = all before it.
+
+    Raises:
+        ValueError: the model masks in a way of its own.
+    """
+    if use_vmap:
+        raise ValueError("the model masks its attention in a way that a flat batch cannot follow")
+    return local_size
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    *,
+    sequences: Sequences,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence, as transformers calls it.
+
+    Args:
+        query: [1, heads, T, head size]; `key` and `value` may have fewer heads, `value` another size.
+        window: see `window_of`.
+        options: what else the architecture passes. A soft cap of the scores ("softcap") and attention sinks
+            ("s_aux") are computed by its own plain attention.
+
+    Returns:
+        [1, T, heads, head size of `value`].
+    """
+    plain = all(options.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
+    if plain and _has_kernel(query, value):
+        return _fused(query, key, value, window, sequences, scaling), None
+    runs = list(_runs(sequences.lengths))
+    sizes = [length * count for length, count in runs]
+    split = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
+    outputs = []
+    for (length, count), *parts in zip(runs, *split, strict=True):
+        stacked = [_stack(part, length, count) for part in parts]
+        seen = _seen(length, window, query.device)
+        if plain:
+            output = _sdpa(module, stacked, seen, scaling)
+        else:
+            output = _own(module, stacked, seen, scaling, options)
+        outputs.append(output.reshape(1, length * count, *output.shape[2:]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether FlashAttention computes it."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= 256
+    )
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, sequences: Sequences, scaling: float | None
+) -> Tensor:
+    longest = max(sequences.lengths)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        sequences.offsets,
+        sequences.offsets,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output[None]
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours of equal length, which are computed at once: (length, how many)."""
+    for length, group in groupby(lengths):
+        yield length, sum(1 for _ in group)
+
+
+def _stack(part: Tensor, length: int, count: int) -> Tensor:
+    """[1, heads, count * length, size] as [count, heads, length, size]."""
+    return part.view(part.shape[1], count, length, part.shape[3]).transpose(0, 1)
+
+
+def _seen(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """bool [length, length], who sees whom; None where that is all that came before."""
+    if window is None or length <= window:
+        return None
+    everyone = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everyone.tril().triu(1 - window)
+
+
+def _sdpa(module: nn.Module, stacked: Sequence[Tensor], seen: Tensor | None, scaling: float | None) -> Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    mask = None if seen is None else seen[None, None]
+    return sdpa_attention_forward(module, *stacked, mask, scaling=scaling, is_causal=True)[0]
+
+
+def _own(
+    module: nn.Module,
+    stacked: Sequence[Tensor],
+    seen: Tensor | None,
+    scaling: float | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """The architecture's attention in plain PyTorch."""
+    query = stacked[0]
+    length = query.shape[2]
+    if seen is None:
+        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    mask = torch.zeros(1, 1, length, length, dtype=query.dtype, device=query.device)
+    mask.masked_fill_(~seen, torch.finfo(query.dtype).min)
+    compute = sys.modules[type(module).__module__].eager_attention_forward
+    output: Tensor = compute(module, *stacked, mask, scaling=scaling, **{**options, "dropout": 0.0})[0]
+    return output

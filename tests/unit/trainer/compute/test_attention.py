@@ -1,0 +1,53 @@
+"""A flat batch computes what the library computes for each sequence alone, for every architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
+from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
+
+# Two that are computed at once, one as long as a window, longer ones, and a single token.
+LENGTHS = [7, 7, 5, 11, 1, 3]
+
+
+@pytest.mark.parametrize("model_type", FLAT)
+def test_sequences_end_to_end_are_computed_as_if_each_were_alone(model_type: str) -> None:
+    register()
+    config = config_of(model_type, FLAT[model_type])
+    assert is_flat(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    flat, plain = random_model(config, FLAT_ATTENTION), random_model(config, "eager")
+    plain.load_state_dict(flat.state_dict())
+    assert flat.config._attn_implementation == FLAT_ATTENTION
+    tokens = torch.randint(1, 64, (1, sum(LENGTHS)))
+    sequences = Sequences.of(LENGTHS, "cpu")
+
+    options: dict[str, Any] = {"position_ids": sequences.positions, "sequences": sequences}
+    embedded = flat.get_input_embeddings()(tokens).detach().requires_grad_()
+    logits = flat(inputs_embeds=embedded, use_cache=False, **options).logits[0]
+    weights = torch.randn(logits.shape)
+    (gradient,) = torch.autograd.grad((logits * weights).sum(), embedded)
+
+    alone = embedded.detach().clone().requires_grad_()
+    parts = [plain(inputs_embeds=part, use_cache=False).logits[0] for part in alone.split(LENGTHS, dim=1)]
+    torch.testing.assert_close(logits, torch.cat(parts), rtol=1e-4, atol=1e-5)
+    (expected,) = torch.autograd.grad((torch.cat(parts) * weights).sum(), alone)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("model_type", SINGLE)
+def test_what_carries_a_state_or_looks_at_the_whole_batch_computes_one_sequence_at_a_time(
+    model_type: str,
+) -> None:
+    config = config_of(model_type, SINGLE[model_type])
+    assert not is_flat(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def test_sequences_know_where_they_begin_and_where_each_token_stands() -> None:
+    sequences = Sequences.of([3, 1, 2], "cpu")
+    assert sequences.offsets.tolist() == [0, 3, 4, 6]
+    assert sequences.positions.tolist() == [[0, 1, 2, 0, 0, 1]]
