@@ -159,7 +159,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "others"),
     ),
     "one request": (
-        Flag("--max-json-bytes", BYTES, Limits, "json_body_bytes", "JSON body"),
+        Flag("--max-json-bytes", BYTES, Limits, "json_body_bytes", "JSON body, but of a sample"),
+        Flag("--max-sample-bytes", BYTES, Limits, "sample_body_bytes", "JSON body of a sample"),
         Flag("--max-batch-bytes", BYTES, Limits, "training_body_bytes",
              "body of a forward_backward over HTTP as it is sent"),
         Flag("--max-inflated-bytes", _MESSAGE, Limits, "inflated_body_bytes",

@@ -162,7 +162,12 @@ def _load(load: operation_pb2.LoadState) -> Load:
 
 def _adam(adam: training_pb2.AdamParams) -> AdamSpec:
     return AdamSpec(
-        adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm
+        learning_rate=adam.learning_rate,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+        grad_clip_norm=max(adam.grad_clip_norm, 0.0),
     )
 
 

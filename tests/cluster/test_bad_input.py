@@ -46,13 +46,13 @@ WRONG: dict[str, tuple[types.Datum, str, str]] = {
         "cross_entropy",
         "weights",
     ),
-    "targets that are floats": (
-        datum([1, 2, 3, 4], target_tokens=ONES, weights=ONES),
+    "targets that are between integers": (
+        datum([1, 2, 3, 4], target_tokens=ONES * 1.5, weights=ONES),
         "cross_entropy",
         "int64",
     ),
-    "weights that are integers": (
-        datum([1, 2, 3, 4], target_tokens=IDS, weights=IDS),
+    "weights that are integers which float32 does not have": (
+        datum([1, 2, 3, 4], target_tokens=IDS, weights=IDS + 2**24),
         "cross_entropy",
         "float32",
     ),

@@ -56,7 +56,7 @@ def dro(lp: torch.Tensor, x: Inputs, config: Mapping[str, float]) -> torch.Tenso
 
 
 def gspo(lp: torch.Tensor, x: Inputs, config: Mapping[str, float]) -> torch.Tensor:
-    mask = x["sequence_ratio_mask"] != 0
+    mask = x.get("sequence_ratio_mask", x["logprobs"].abs() + x["advantages"].abs()) != 0
     sequence = (lp.detach() - x["logprobs"])[mask].mean().exp()
     ratio = sequence * (lp - lp.detach()).exp()
     low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
@@ -93,6 +93,7 @@ CASES: dict[str, tuple[str, Formula, dict[str, float], frozenset[str]]] = {
         {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01},
         frozenset({"sequence_ratio_mask"}),
     ),
+    "gspo over the sampled tokens": ("gspo", gspo, {}, frozenset()),
 }
 
 

@@ -75,7 +75,8 @@ LOSS_SCHEMAS: dict[str, LossSchema] = {
     "cispo": LossSchema(_CLIPPED_INPUTS, {CLIP_LOW: 0.0, CLIP_HIGH: 4.0}),
     "dro": LossSchema(_POLICY_INPUTS, {"beta": None}),
     "gspo": LossSchema(
-        {**_CLIPPED_INPUTS, SEQUENCE_RATIO_MASK: InputSpec("float32")}, {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}
+        {**_CLIPPED_INPUTS, SEQUENCE_RATIO_MASK: InputSpec("float32", required=False)},
+        {CLIP_LOW: 0.8, CLIP_HIGH: 1.2},
     ),
     # The loss of a critic (`common.roles`): it predicts values, not tokens.
     "ppo_critic": LossSchema(

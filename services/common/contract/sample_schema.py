@@ -83,10 +83,11 @@ def check_decoding(temperature: float, top_k: int, top_p: float, max_tokens: int
     if temperature != 0.0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise InvalidRequest(
             f"temperature is {temperature}; use 0 for greedy decoding, or a value from {MIN_TEMPERATURE} to "
-            f"{MAX_TEMPERATURE:g}"
+            f"{MAX_TEMPERATURE:g}: vLLM, which samples, knows no others (it refuses higher ones, and takes "
+            f"lower ones for {MIN_TEMPERATURE})"
         )
-    if top_k != -1 and top_k < 1:
-        raise InvalidRequest(f"top_k is {top_k}; it must be at least 1, or -1 for all tokens")
+    if top_k < -1:
+        raise InvalidRequest(f"top_k is {top_k}; it must be at least 1, or 0 or -1 for all tokens")
     if not 0.0 < top_p <= 1.0:
         raise InvalidRequest(f"top_p is {top_p}; it must be above 0 and at most 1")
 

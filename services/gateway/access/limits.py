@@ -92,7 +92,8 @@ class Limits:
         datums: training examples in one request.
         samples: sequences of one sample request.
         waiting_sequences: sequences of all unfinished samples of this gateway; see `admission`.
-        stop_items: stop strings or stop tokens of one request.
+        stop_strings: stop strings of one request. A sampler looks for each after every token.
+        stop_tokens: stop tokens of one request.
         stop_string_chars: length of one stop string.
         lora_rank: largest adapter rank.
         metadata_bytes: JSON size of one user_metadata mapping.
@@ -115,8 +116,9 @@ class Limits:
     datums: int = 4096
     samples: int = MAX_SAMPLES
     waiting_sequences: int = 32_768
-    stop_items: int = 64
-    stop_string_chars: int = 256
+    stop_strings: int = 256
+    stop_tokens: int = 4096
+    stop_string_chars: int = 1024
     lora_rank: int = 256
     metadata_bytes: int = 64 * 1024
     tags: int = 64

@@ -67,8 +67,9 @@ def _check_sampling_params(params: sampling_pb2.SamplingParams, model: BaseModel
         values.extend(params.stop.tokens.ids)
     else:
         return
-    if not 1 <= len(values) <= limits.stop_items:
-        raise InvalidRequest(f"stop must name 1 to {limits.stop_items} strings or tokens, not {len(values)}")
+    most = limits.stop_strings if kind == "strings" else limits.stop_tokens
+    if not 1 <= len(values) <= most:
+        raise InvalidRequest(f"stop must name 1 to {most} {kind}, not {len(values)}")
     for value in values:
         if isinstance(value, str) and not 1 <= len(value) <= limits.stop_string_chars:
             raise InvalidRequest(f"a stop string must have 1 to {limits.stop_string_chars} characters")

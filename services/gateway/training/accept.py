@@ -35,6 +35,7 @@ from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.training import adapter_shape, validate
+from services.gateway.training.coerce import coerce
 from services.gateway.training.request_digest import digest, message_digest
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import models_pb2, training_pb2
@@ -252,6 +253,7 @@ class Models:
 
             def make() -> None:
                 built = build(base)
+                coerce(built)
                 validate.check_forward_backward(built, record.role, base, self._limits)
                 operation.forward_backward.CopyFrom(built)
 

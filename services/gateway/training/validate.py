@@ -52,7 +52,7 @@ def check_adam(adam: training_pb2.AdamParams) -> None:
         ("beta2", adam.beta2, 0 <= adam.beta2 < 1, "at least 0 and below 1"),
         ("eps", adam.eps, adam.eps > 0, "above 0"),
         ("weight_decay", adam.weight_decay, adam.weight_decay >= 0, "0 or more"),
-        ("grad_clip_norm", adam.grad_clip_norm, adam.grad_clip_norm >= 0, "0 (no clipping) or more"),
+        ("grad_clip_norm", adam.grad_clip_norm, True, "a finite number (0 and below: no clipping)"),
     )
     for name, value, holds, rule in rules:
         if not (math.isfinite(value) and holds):

@@ -28,7 +28,7 @@ class SamplingParams:
         seed: 0 .. 2**64 - 1; None = a fresh random stream.
         ignore_eos: end-of-sequence tokens do not stop.
         stop_strings, stop_token_ids: stop besides end-of-sequence.
-        top_k: -1 = all tokens.
+        top_k: 0 or -1 = all tokens.
     """
 
     max_tokens: int | None = None

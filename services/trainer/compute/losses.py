@@ -118,9 +118,9 @@ def gspo(
     """-sum(min(r * A, clamp(r, lo, hi) * A)) with r = s * exp(lp - sg(lp)).
 
     s = exp(mean of sg(lp) - q where the mask is not 0) is the datum's sequence ratio: all tokens share its
-    value, and each has the gradient of its own log-probability.
+    value, and each has the gradient of its own log-probability. Without a mask these are the sampled tokens.
     """
-    mask = inputs[SEQUENCE_RATIO_MASK]
+    mask = inputs[SEQUENCE_RATIO_MASK] if SEQUENCE_RATIO_MASK in inputs else _sampled(inputs)
     fixed = logprobs.detach()
     # Without a masked position there is no advantage either (`loss_schema`), and any ratio will do.
     sequence = _masked(mask, fixed - inputs["logprobs"]).sum() / (mask != 0).sum().clamp(min=1)

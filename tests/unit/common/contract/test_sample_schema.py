@@ -23,6 +23,7 @@ def targets(values: list[list[int]]) -> HostMatrix:
 def test_temperatures_that_the_engine_keeps_are_accepted(temperature: float) -> None:
     check_decoding(temperature, -1, 1.0, None)
     check_decoding(temperature, 2**31 - 1, 1e-9, 1)
+    check_decoding(temperature, 0, 1.0, 1)
 
 
 @pytest.mark.parametrize("temperature", [-0.1, 1e-6, 0.0099, 2.01, math.inf, math.nan])

@@ -55,7 +55,7 @@ def test_what_the_engine_can_do_is_accepted(job: SampleJob) -> None:
         (params(temperature=0.001), "temperature"),
         (params(temperature=2.5), "temperature"),
         (params(temperature=math.nan), "temperature"),
-        (params(top_k=0), "top_k"),
+        (params(top_k=-2), "top_k"),
         (params(top_p=0.0), "top_p"),
         (params(top_p=math.nan), "top_p"),
         (params(stop_strings=("a", "")), "stop string"),

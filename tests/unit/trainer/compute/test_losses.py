@@ -66,6 +66,17 @@ def test_garbage_where_the_advantage_is_zero_changes_neither_loss_nor_gradient()
     assert gradient.tolist() == [-3.0, 0.0, 0.0, 0.0]
 
 
+def test_gspo_without_a_mask_has_the_ratio_of_the_sampled_tokens() -> None:
+    lp, inputs = episode("gspo")
+    assert (inputs["advantages"] == 0).sum() > (inputs["logprobs"] == 0).sum()
+    expected = loss_and_gradient("gspo", lp, **inputs)
+    mask = inputs.pop("sequence_ratio_mask")
+    assert mask.tolist() == (inputs["logprobs"] != 0).float().tolist()
+    loss, gradient = loss_and_gradient("gspo", lp, **inputs)
+    assert loss == expected[0]
+    assert gradient.tolist() == expected[1].tolist()
+
+
 # Independent of the code under test: float64, only the positions that count, autograd, no masking tricks.
 def reference(name: str, lp: torch.Tensor, inputs: dict[str, torch.Tensor], **config: float) -> torch.Tensor:
     counts = inputs["advantages"] != 0
