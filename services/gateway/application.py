@@ -20,6 +20,7 @@ from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.readiness import Readiness
 from services.gateway.cluster.redis_restart import RedoLog
+from services.gateway.inference.inference import Inference
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures, FutureView
 from services.gateway.sampling.accept import Sampling
@@ -47,6 +48,7 @@ class Application:
     downloads: Downloads
     runs: Runs
     sampling: Sampling
+    inference: Inference
     futures: Futures
     fetched: FetchedResults
     completions: Completions

@@ -33,6 +33,9 @@ from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.record_results import ResultRecorder
+from services.gateway.inference.inference import Inference
+from services.gateway.inference.sessions import InferenceSessions
+from services.gateway.inference.tokenizers import Tokenizers
 from services.gateway.records.stores import Stores
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures
@@ -132,8 +135,9 @@ class Gateway:
             memory=memory.dispatch,
         )
         admission = Admission(limits.waiting_sequences, memory.samples)
+        replicas = Replicas(discovery.samplers)
         samples = SampleDispatcher(
-            client, stores, Replicas(discovery.samplers), discovery.gateways, gateway_id, admission, sampling
+            client, stores, replicas, discovery.gateways, gateway_id, admission, sampling
         )
 
         # What accepts it.
@@ -154,6 +158,16 @@ class Gateway:
             limits,
             redo_log,
         )
+        inference_sessions = InferenceSessions(sessions, accepted_samples)
+        inference = Inference(
+            accepted_samples,
+            sessions,
+            inference_sessions,
+            Tokenizers(replicas.tokenizer),
+            replicas,
+            futures,
+            fetched,
+        )
         self.application = Application(
             keys=keys,
             base_models=base_models,
@@ -166,6 +180,7 @@ class Gateway:
             downloads=Downloads(client, checkpoints, stores.checkpoints, storage, gate),
             runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),
             sampling=accepted_samples,
+            inference=inference,
             futures=futures,
             fetched=fetched,
             completions=Completions(stores.samples, futures, fetched),
@@ -202,6 +217,7 @@ class Gateway:
             discovery,
             dispatcher,
             samples,
+            inference_sessions,
             letting_go,
             Forgetting(client, stores, gateway_id, retention.forget_after),
             snapshot_sweep,

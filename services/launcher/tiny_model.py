@@ -2,7 +2,8 @@
 
 Invariant: the same arguments give the same files, and the tokenizer can encode any text (all 256
 bytes are in its vocabulary), never yields an id outside the model's vocabulary, and has the special
-tokens and ChatML template of the real Qwen3 (`<|im_end|>` ends a turn, `<|endoftext|>` pads).
+tokens, ChatML turns and form of tool calls of the real Qwen3 (`<|im_end|>` ends a turn, `<|endoftext|>`
+pads).
 """
 
 from __future__ import annotations
@@ -14,8 +15,19 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SMALLEST_VOCAB = 256 + len(SPECIAL_TOKENS)
 
 CHATML_TEMPLATE = (
+    "{%- if tools %}"
+    "{{- '<|im_start|>system\\nYou may call these functions:\\n<tools>\\n' }}"
+    "{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}"
+    "{{- '</tools>\\nA call is JSON between tags:\\n<tool_call>\\n"
+    '{"name": <name>, "arguments": <arguments>}'
+    "\\n</tool_call><|im_end|>\\n' }}"
+    "{%- endif %}"
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{%- for call in message['tool_calls'] or [] %}"
+    "{{- '<tool_call>\\n' + call['function'] | tojson + '\\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
@@ -70,7 +82,7 @@ def make_tiny_model(
 
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    token_ids = _write_tokenizer(target, vocab, context)
+    token_ids = write_tokenizer(target, vocab, context)
     _write_model(
         target,
         seed,
@@ -90,7 +102,8 @@ def make_tiny_model(
     return target
 
 
-def _write_tokenizer(target: Path, vocab: int, context: int) -> dict[str, int]:
+def write_tokenizer(target: Path, vocab: int, context: int) -> dict[str, int]:
+    """Writes the tokenizer of `make_tiny_model` alone; the ids of its special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from services.common.contract.sample_schema import scoring_from_pb
 from services.common.contract.tensors import TensorSpec
 from services.common.weights.medium import Medium
 from services.sampler.engine.sampling import (
+    Constraint,
+    NewTokens,
     SampleJob,
     SampleOutput,
     SamplingParams,
@@ -56,7 +59,13 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
         params=_params_from_pb(pb.params),
         scoring=scoring_from_pb(pb),
         cache_namespace=pb.cache_namespace,
+        constraint=_constraint_from_pb(pb.constraint),
     )
+
+
+def _constraint_from_pb(pb: sampler_pb2.Constraint) -> Constraint | None:
+    kind = pb.WhichOneof("kind")
+    return None if kind is None else Constraint(kind, getattr(pb, kind))
 
 
 def _params_from_pb(pb: sampling_pb2.SamplingParams) -> SamplingParams:
@@ -122,6 +131,19 @@ def progress_to_pb(tokens: int) -> sampler_pb2.SampleResponse:
     return sampler_pb2.SampleResponse(progress=sampler_pb2.SampleProgress(tokens=tokens))
 
 
+def new_tokens_to_pb(new: Iterable[NewTokens]) -> sampler_pb2.StreamSampleResponse:
+    """What was generated since the last answer of a stream."""
+    return sampler_pb2.StreamSampleResponse(
+        new_tokens=sampler_pb2.NewTokens(sequences=[_delta_to_pb(part) for part in new])
+    )
+
+
+def _delta_to_pb(part: NewTokens) -> sampler_pb2.SequenceDelta:
+    return sampler_pb2.SequenceDelta(
+        index=part.index, start=part.start, added=_tokens_to_pb(part.tokens, part.logprobs, part.topk)
+    )
+
+
 def bytes_to_keep(response: sampler_pb2.SampleResponse) -> int | None:
     """Size of an answer that a repeat of the request may be given; None = it has to be asked anew."""
     return response.ByteSize() if response.HasField("result") else None
@@ -137,11 +159,18 @@ def snapshot_to_pb(key: SnapshotKey) -> sampler_pb2.Snapshot:
 
 
 def _sequence_to_pb(sequence: Sequence) -> sampling_pb2.SampledSequence:
+    pb = _tokens_to_pb(sequence.tokens, sequence.logprobs, sequence.topk)
+    pb.stop_reason = _STOP_REASONS[sequence.stop_reason]
+    return pb
+
+
+def _tokens_to_pb(
+    tokens: list[int], logprobs: list[float], topk: TopkLogprobs | None
+) -> sampling_pb2.SampledSequence:
     return sampling_pb2.SampledSequence(
-        stop_reason=_STOP_REASONS[sequence.stop_reason],
-        tokens=_array_to_pb(np.array(sequence.tokens, dtype=np.int32)),
-        logprobs=_array_to_pb(np.array(sequence.logprobs, dtype=np.float32)),
-        topk_logprobs=None if sequence.topk is None else _topk_to_pb(sequence.topk),
+        tokens=_array_to_pb(np.array(tokens, dtype=np.int32)),
+        logprobs=_array_to_pb(np.array(logprobs, dtype=np.float32)),
+        topk_logprobs=None if topk is None else _topk_to_pb(topk),
     )
 
 

@@ -6,13 +6,18 @@ answer or refuse becomes a message.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from services.common.contract.errors import Draining, InvalidRequest
 from services.common.process import failpoints
+from services.common.process.tasks import cancel_all
 from services.sampler import convert
+from services.sampler.engine.sampling import ServedTokenizer, Tell
 from services.sampler.requests.admission import Admission
 from services.sampler.requests.generations import Generations
+from services.sampler.requests.new_tokens import TokenStream
 from services.sampler.requests.samples import Samples
 from services.sampler.requests.suspects import GivenUp
 from services.sampler.snapshots.snapshots import Snapshots
@@ -26,6 +31,8 @@ class ObservedEngine(Protocol):
     def generated_tokens(self) -> int: ...
 
     def tokens_of(self, request_id: str) -> int: ...
+
+    def tokenizer(self) -> ServedTokenizer: ...
 
 
 class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
@@ -57,9 +64,29 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         await failpoints.reach("sampler.before_reply")
         return response or convert.progress_to_pb(self._engine.tokens_of(name))
 
-    async def _generate(self, request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+    async def StreamSample(
+        self, request: sampler_pb2.StreamSampleRequest, context: Any
+    ) -> AsyncIterator[sampler_pb2.StreamSampleResponse]:
+        sample, stream = request.sample, TokenStream()
+        if not self._generations.knows(sample.request_id):
+            self._refuse_when_draining()
+        answer = asyncio.ensure_future(
+            self._generations.answer(
+                sample.request_id, convert.digest_of(sample), lambda: self._generate(sample, stream.tell)
+            )
+        )
         try:
-            return convert.output_to_pb(await self._samples.run(convert.sample_job_from_pb(request)))
+            async for new in stream.until(answer, sample.wait_seconds or None):
+                yield convert.new_tokens_to_pb(new)
+            yield sampler_pb2.StreamSampleResponse(last=await answer)
+        finally:
+            await cancel_all([answer])
+
+    async def _generate(
+        self, request: sampler_pb2.SampleRequest, tell: Tell | None = None
+    ) -> sampler_pb2.SampleResponse:
+        try:
+            return convert.output_to_pb(await self._samples.run(convert.sample_job_from_pb(request), tell))
         except (InvalidRequest, GivenUp) as error:
             return convert.error_to_pb(error)
 
@@ -73,6 +100,16 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         self, request: sampler_pb2.FindSampleRequest, context: Any
     ) -> sampler_pb2.FindSampleResponse:
         return sampler_pb2.FindSampleResponse(known=self._generations.knows(request.request_id))
+
+    async def GetTokenizer(
+        self, request: sampler_pb2.GetTokenizerRequest, context: Any
+    ) -> sampler_pb2.GetTokenizerResponse:
+        found = await asyncio.to_thread(self._engine.tokenizer)
+        return sampler_pb2.GetTokenizerResponse(
+            tokenizer_json=found.tokenizer_json,
+            chat_template=found.chat_template,
+            special_tokens=found.special_tokens,
+        )
 
     async def JoinGroup(
         self, request: sampler_pb2.JoinGroupRequest, context: Any

@@ -7,6 +7,7 @@ never changes; an inflight session follows its model, but only when the dispatch
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cachetools import TTLCache
 
@@ -29,6 +30,17 @@ from tinsmith.v1 import sampling_pb2
 
 _CACHE_S = 3600.0
 _CACHED = 16384
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a sampling session answers from; see SamplingSessionRecord."""
+
+    base_model: str
+    model_id: str
+    version: int
+    model_path: str
+    full: bool
 
 
 class Sampling:
@@ -72,7 +84,11 @@ class Sampling:
             NotFound, PermissionDenied, Gone: session or checkpoint is not there or not the caller's.
             Conflict: seq_id was used for another sampling session.
         """
-        await self._sessions.open_for_more(owner, session_id)
+        weights = await self.resolve(owner, base_model, model_path)
+        return await self.open_on(owner, session_id, seq_id, weights)
+
+    async def resolve(self, owner: str, base_model: str | None, model_path: str | None) -> Weights:
+        """The weights that a base model, a named snapshot or both stand for now. Raises as `open`."""
         model_id, version, full = "", 0, False
         if model_path:
             model_id, checkpoint_id = ids.parse_tinker_path(model_path)
@@ -89,15 +105,20 @@ class Sampling:
         if not base_model:
             raise InvalidRequest("pass base_model or model_path")
         await self._base_models.sampleable(base_model)
+        return Weights(base_model, model_id, version, model_path or "", full)
+
+    async def open_on(self, owner: str, session_id: str, seq_id: int, weights: Weights) -> str:
+        """Opens a sampling session on weights that `resolve` found; its id. Raises as `open`."""
+        await self._sessions.open_for_more(owner, session_id)
         record = SamplingSessionRecord(
             sampling_session_id=ids.sampling_session_id(session_id, seq_id),
             session_id=session_id,
             owner=owner,
-            base_model=base_model,
-            model_id=model_id,
-            version=version,
-            model_path=model_path or "",
-            full=full,
+            base_model=weights.base_model,
+            model_id=weights.model_id,
+            version=weights.version,
+            model_path=weights.model_path,
+            full=weights.full,
         )
         have = await self._store.count(session_id)
         if have >= self._limits.owners.samplers and await self._store.get(record.sampling_session_id) is None:
@@ -130,8 +151,16 @@ class Sampling:
             raise PermissionDenied(f"sampling session {sampling_session_id} belongs to another API key")
         return record
 
-    async def sample(self, owner: str, request: sampling_pb2.SampleRequest) -> str:
+    async def sample(
+        self,
+        owner: str,
+        request: sampling_pb2.SampleRequest,
+        constraint: sampler_pb2.Constraint | None = None,
+    ) -> str:
         """Accepts a sample; the request id.
+
+        Args:
+            constraint: what may be generated at all; None = anything.
 
         Raises:
             InvalidRequest: the sampler could not run it. Nothing is used up.
@@ -157,6 +186,7 @@ class Sampling:
             topk_sample_logprobs=request.topk_sample_logprobs,
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             cache_namespace=_cache_namespace(record),
+            constraint=constraint,
         )
         if request.HasField("target_prompt_logprobs"):
             sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)

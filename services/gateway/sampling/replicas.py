@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from services.common.contract.errors import DeadlineExceeded, Internal, Unavailable
+from services.common.contract.errors import DeadlineExceeded, Internal, Starting, Unavailable
 from services.common.process import rpc
 from services.common.state.registry import ServiceRecord
 from services.gateway.cluster.discovery import Services, call_error
@@ -28,6 +28,11 @@ _ASK_AGAIN_S = 60.0
 _ANSWER_S = 30.0
 _FIND_S = 2.0
 _END_S = 10.0
+
+
+Follower = Callable[[Sequence[sampler_pb2.SequenceDelta]], None]
+"""Is told tokens of a sample as they come. A sample that is run again, because its replica was lost, is told
+from its beginning again."""
 
 
 class Stalled(DeadlineExceeded):
@@ -51,11 +56,38 @@ class Replicas:
         self._change = asyncio.Event()
         self._in_flight: Counter[str] = Counter()
         self._runs_on: dict[str, ServiceRecord] = {}
+        self._followers: dict[str, Follower] = {}
         self._endings: set[asyncio.Task[None]] = set()
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Has a function called whenever a replica came, went or changed."""
         self._samplers.listen(on_change)
+
+    def follow(self, request_id: str, follower: Follower) -> None:
+        """Has a function told the tokens of a sample, if this gateway has it run from now on."""
+        self._followers[request_id] = follower
+
+    def unfollow(self, request_id: str) -> None:
+        """Ends that. Repeating changes nothing."""
+        self._followers.pop(request_id, None)
+
+    async def tokenizer(self, base_model: str) -> sampler_pb2.GetTokenizerResponse:
+        """The tokenizer of a base model, from one of its replicas.
+
+        Raises:
+            Starting: there is none at present.
+            InvalidRequest: it cannot be told.
+        """
+        for replica in self._samplers.serving(base_model):
+            try:
+                request = sampler_pb2.GetTokenizerRequest()
+                return await self._stub(replica).GetTokenizer(request, timeout=_ANSWER_S)
+            except grpc.aio.AioRpcError as raw:
+                error = call_error(raw)
+                if error.category == "user":
+                    raise error from raw
+                log.info("sampler %s does not tell its tokenizer: %s", replica.id, error)
+        raise Starting(f"no sampler for {base_model} is running to tell its tokenizer; send this again later")
 
     def ready(self, base_model: str) -> dict[str, ServiceRecord]:
         """Replicas that take new samples, by incarnation."""
@@ -158,6 +190,8 @@ class Replicas:
     ) -> sampler_pb2.SampleResponse:
         """The answer, however long it takes, as long as tokens are generated."""
         request.wait_seconds = self._ask_again
+        if request.request_id in self._followers:
+            return await self._stream(replica, request)
         clock = asyncio.get_running_loop().time
         tokens, since = -1, clock()
         while True:
@@ -167,11 +201,43 @@ class Replicas:
             if reply.progress.tokens != tokens:
                 tokens, since = reply.progress.tokens, clock()
             elif clock() - since >= self._stall:
-                self.end(request.request_id)
-                raise Stalled(
-                    f"the sample made no progress in {self._stall:.0f} s, after {tokens} tokens; send it "
-                    "again"
-                )
+                raise self._stalled(request.request_id, tokens)
+
+    async def _stream(
+        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
+    ) -> sampler_pb2.SampleResponse:
+        """The same, telling the sample's follower what is generated meanwhile."""
+        clock = asyncio.get_running_loop().time
+        tokens, since = 0, clock()
+        # No deadline of the whole, which may take as long as it takes, but one of every answer.
+        call = self._stub(replica).StreamSample(sampler_pb2.StreamSampleRequest(sample=request))
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._ask_again + _ANSWER_S):
+                        answer = await call.read()
+                except TimeoutError as error:
+                    raise Unavailable(f"sampler {replica.id} does not answer") from error
+                if not isinstance(answer, sampler_pb2.StreamSampleResponse):
+                    raise Unavailable(f"sampler {replica.id} ended a stream without a result")
+                if answer.WhichOneof("kind") == "last":
+                    return answer.last
+                new = answer.new_tokens.sequences
+                if new:
+                    tokens, since = tokens + sum(part.added.tokens.shape[0] for part in new), clock()
+                    follower = self._followers.get(request.request_id)
+                    if follower is not None:
+                        follower(new)
+                elif clock() - since >= self._stall:
+                    raise self._stalled(request.request_id, tokens)
+        finally:
+            call.cancel()
+
+    def _stalled(self, request_id: str, tokens: int) -> Stalled:
+        self.end(request_id)
+        return Stalled(
+            f"the sample made no progress in {self._stall:.0f} s, after {tokens} tokens; send it again"
+        )
 
     def _stub(self, replica: ServiceRecord) -> sampler_pb2_grpc.SamplerServiceStub:
         return sampler_pb2_grpc.SamplerServiceStub(self._samplers.channel(replica))

@@ -1,8 +1,8 @@
-"""The vLLM engine behind plain dataclasses: the only file that touches vLLM's front-end API.
+"""The vLLM engine behind plain dataclasses.
 
-Invariant: a Sequence that leaves here has a log-probability for every token and a stop reason that
-vLLM gave; anything else is an error. One asyncio loop uses an Engine; the model runs in another
-process.
+Invariant: vLLM's front end is started, asked and ended here and nowhere else; what one sequence asks for is
+made in `params`, what comes back is read in `answers`. One asyncio loop uses an Engine; the model runs in
+another process.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ import secrets
 import time
 from typing import Any
 
-import numpy as np
-from vllm import SamplingParams as VllmParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
-from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -35,33 +31,24 @@ from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
 from services.common.weights.medium import Medium
 from services.sampler.config import SamplerConfig
+from services.sampler.engine import answers, tokenizers
 from services.sampler.engine.child import STACKS_SIGNAL
+from services.sampler.engine.params import vllm_params
 from services.sampler.engine.sampling import (
     Limits,
     SampleJob,
     SampleOutput,
     SamplingParams,
-    Sequence,
-    StopReason,
-    sequence_seed,
-    tokens_left,
+    ServedTokenizer,
+    Tell,
 )
 from services.sampler.engine.settings import engine_args
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.engine.workers import ENDED, Workers
-from services.sampler.worker.prompt_scores import (
-    CACHE_LIMIT_KEY,
-    REQUEST_KEY,
-    ScorePlan,
-    TopkLogprobs,
-    check_logprobs,
-    plan_of,
-    read_answer,
-)
+from services.sampler.worker.prompt_scores import ScorePlan, plan_of
 
 log = logging.getLogger(__name__)
 
-_STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length"}
 # Work on larger answers runs in a thread, so that other requests do not wait for it.
 _THREAD_ABOVE_CELLS = 2**16
 
@@ -172,8 +159,15 @@ class Engine:
         """Ends the engine's processes, killing them after `seconds`."""
         self._llm.shutdown(timeout=seconds)
 
-    async def sample(self, job: SampleJob, adapter: Adapter | None) -> SampleOutput:
+    def tokenizer(self) -> ServedTokenizer:
+        """The model's tokenizer. Takes a while; thread-safe. Raises as `tokenizers.served`."""
+        return tokenizers.served(self._llm.get_tokenizer())
+
+    async def sample(self, job: SampleJob, adapter: Adapter | None, tell: Tell | None = None) -> SampleOutput:
         """Generates. Cancelling the caller aborts the request in the engine.
+
+        Args:
+            tell: is told the tokens as they come.
 
         Raises:
             InvalidRequest: vLLM refused the request, or the weights give no numbers.
@@ -186,7 +180,9 @@ class Engine:
         tasks = [
             asyncio.create_task(
                 # The first sequence scores the prompt for all of them.
-                self._generate(job, index, adapter, plan if index == 0 and plan.needed().size else None),
+                self._generate(
+                    job, index, adapter, plan if index == 0 and plan.needed().size else None, tell
+                ),
                 name=f"{job.request_id}-{index}",
             )
             for index in range(job.num_samples)
@@ -199,11 +195,16 @@ class Engine:
             raise
         sampled = sum(len(output.outputs[0].token_ids) for output in outputs)
         if sampled * (1 + job.scoring.topk_sample_logprobs) + plan.rows > _THREAD_ABOVE_CELLS:
-            return await asyncio.to_thread(_answer, job, plan, outputs)
-        return _answer(job, plan, outputs)
+            return await asyncio.to_thread(answers.whole, job, plan, outputs)
+        return answers.whole(job, plan, outputs)
 
     async def _generate(
-        self, job: SampleJob, index: int, adapter: Adapter | None, plan: ScorePlan | None
+        self,
+        job: SampleJob,
+        index: int,
+        adapter: Adapter | None,
+        plan: ScorePlan | None,
+        tell: Tell | None,
     ) -> RequestOutput:
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
@@ -212,23 +213,29 @@ class Engine:
         # made never serve another, and still stand when it comes back.
         salt = "/".join(part for part in (str(self._weights or ""), job.cache_namespace) if part)
         prompt = tokens_input(prompt_token_ids=job.prompt, cache_salt=salt or None)
-        last: RequestOutput | None = None
+        known: RequestOutput | None = None
         self._entered[request_id] = (job.request_id, time.monotonic())
         try:
-            async for output in self._llm.generate(
-                prompt, _vllm_params(job, index, self.limits, plan), request_id, lora_request=lora
-            ):
-                last = output
+            params = vllm_params(job, index, self.limits, plan, stream=tell is not None)
+            async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
+                if tell is not None:
+                    before = 0 if known is None else len(known.outputs[0].token_ids)
+                    tell(answers.new_tokens(output, index, before, job.scoring.topk_sample_logprobs))
+                if known is None:
+                    known = output
+                else:
+                    # Of a stream, every output has what is new.
+                    known.add(output, aggregate=True)
         except EngineDeadError as error:
             raise Unavailable(ENDED) from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         finally:
             del self._entered[request_id]
-        if last is None or not last.finished:
+        if known is None or not known.finished:
             raise Internal("the engine ended the request without a result")
-        self._finished_tokens += len(last.outputs[0].token_ids)
-        return last
+        self._finished_tokens += len(known.outputs[0].token_ids)
+        return known
 
     async def join_group(
         self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float
@@ -310,57 +317,3 @@ class Engine:
         finally:
             if not self.dead:
                 await self._llm.resume_generation()
-
-
-def _vllm_params(job: SampleJob, index: int, limits: Limits, plan: ScorePlan | None) -> VllmParams:
-    params = job.params
-    return VllmParams(
-        max_tokens=tokens_left(job, limits),
-        seed=sequence_seed(params.seed, index),
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        ignore_eos=params.ignore_eos,
-        stop=list(params.stop_strings),
-        stop_token_ids=list(params.stop_token_ids),
-        include_stop_str_in_output=True,
-        # Text is only made to find stop strings, which may name special tokens.
-        detokenize=bool(params.stop_strings),
-        skip_special_tokens=False,
-        spaces_between_special_tokens=False,
-        logprobs=job.scoring.topk_sample_logprobs,
-        flat_logprobs=True,
-        # A row that is scored needs its hidden state, which the prefix cache does not keep.
-        extra_args=None
-        if plan is None
-        else {REQUEST_KEY: plan.to_wire(), CACHE_LIMIT_KEY: int(plan.needed()[0])},
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _answer(job: SampleJob, plan: ScorePlan, outputs: list[RequestOutput]) -> SampleOutput:
-    return SampleOutput(
-        [_sequence(output, job.scoring.topk_sample_logprobs) for output in outputs],
-        outputs[0].num_cached_tokens or 0,
-        read_answer(job.scoring, plan, outputs[0].prompt_token_id_logprobs),
-    )
-
-
-def _sequence(output: RequestOutput, topk: int) -> Sequence:
-    completion = output.outputs[0]
-    reason = _STOP_REASONS.get(completion.finish_reason)
-    if reason is None:
-        raise Internal(f"the engine ended a sequence with {completion.finish_reason!r}; try again")
-    tokens = list(completion.token_ids)
-    flat = completion.logprobs
-    width = topk + 1
-    if not isinstance(flat, FlatLogprobs) or len(flat.logprobs) != len(tokens) * width:
-        raise Internal(f"the engine gave log-probabilities for not all of {len(tokens)} tokens")
-    # Each row is the sampled token and then the most likely ones.
-    ids = np.array(flat.token_ids, dtype=np.int32).reshape(-1, width)
-    logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(-1, width)
-    if ids[:, 0].tolist() != tokens:
-        raise Internal("the engine gave log-probabilities of other tokens than it sampled")
-    check_logprobs(logprobs)
-    likely = TopkLogprobs(ids[:, 1:], logprobs[:, 1:]) if topk else None
-    return Sequence(reason, tokens, logprobs[:, 0].tolist(), likely)

@@ -6,6 +6,7 @@ parameter is inside what this engine accepts. No torch, no vLLM, no protobuf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,6 +43,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What a generated text must match, from its first token to its end.
+
+    Attributes:
+        kind: "json_schema" = a JSON value that a JSON Schema admits; "structural_tag" = a structural tag of
+            XGrammar.
+        source: either, as JSON.
+    """
+
+    kind: Literal["json_schema", "structural_tag"]
+    source: str
+
+
+@dataclass(frozen=True)
 class SampleJob:
     """One Sample call.
 
@@ -50,6 +65,7 @@ class SampleJob:
         prompt: token ids.
         scoring: log-probabilities asked for besides those of the sampled tokens.
         cache_namespace: cached keys and values are shared with jobs of the same name only.
+        constraint: None = any text.
     """
 
     request_id: str
@@ -59,6 +75,7 @@ class SampleJob:
     params: SamplingParams
     scoring: Scoring = field(default_factory=Scoring)
     cache_namespace: str = ""
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)
@@ -76,12 +93,36 @@ class Sequence:
 
 
 @dataclass(frozen=True)
+class NewTokens:
+    """Tokens that sequence `index` of a job has just come to, after `start` others."""
+
+    index: int
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+    topk: TopkLogprobs | None = None
+
+
+Tell = Callable[[NewTokens], None]
+"""Is told new tokens as they come, in the engine's loop."""
+
+
+@dataclass(frozen=True)
 class SampleOutput:
     """What a SampleJob came to."""
 
     sequences: list[Sequence]
     cached_prompt_tokens: int
     scores: PromptScores = field(default_factory=PromptScores)
+
+
+@dataclass(frozen=True)
+class ServedTokenizer:
+    """The tokenizer of the engine's model; see GetTokenizerResponse in sampler.proto."""
+
+    tokenizer_json: str
+    chat_template: str
+    special_tokens: dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, check
+from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, Tell, check
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import LATE_S, Admission
 from services.sampler.requests.suspects import Suspects
@@ -20,7 +20,9 @@ class SamplingEngine(Protocol):
 
     limits: Limits
 
-    async def sample(self, job: SampleJob, adapter: Adapter | None) -> SampleOutput: ...
+    async def sample(
+        self, job: SampleJob, adapter: Adapter | None, tell: Tell | None = None
+    ) -> SampleOutput: ...
 
     def late(self, seconds: float) -> int: ...
 
@@ -46,8 +48,11 @@ class Samples:
         self.running = 0
         """Requests that are taken on and have not ended."""
 
-    async def run(self, job: SampleJob) -> SampleOutput:
+    async def run(self, job: SampleJob, tell: Tell | None = None) -> SampleOutput:
         """Generates. Cancelling the caller frees the engine.
+
+        Args:
+            tell: is told tokens as they come.
 
         Raises:
             InvalidRequest: the engine cannot do what is asked.
@@ -67,6 +72,6 @@ class Samples:
                 ):
                     place.enter()
                     with self._suspects.executing(job.request_id):
-                        return await self._engine.sample(job, adapter)
+                        return await self._engine.sample(job, adapter, tell)
             finally:
                 self.running -= 1

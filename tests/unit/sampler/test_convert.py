@@ -12,7 +12,7 @@ from services.common.contract.errors import InvalidRequest
 from services.common.contract.matrices import HostMatrix
 from services.common.contract.sample_schema import Scoring
 from services.sampler import convert
-from services.sampler.engine.sampling import SampleOutput, SamplingParams, Sequence
+from services.sampler.engine.sampling import Constraint, NewTokens, SampleOutput, SamplingParams, Sequence
 from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
 from tinsmith.internal.v1 import sampler_pb2
@@ -38,6 +38,22 @@ def test_a_request_becomes_a_job() -> None:
     assert job.prompt == [4, 5, 2**31 - 1]
     assert job.snapshot == SnapshotKey("s:train:0", 4)
     assert job.params == SamplingParams(seed=2**64 - 1, temperature=0.5, top_p=0.9)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
+def test_a_constraint_is_kept(kind: str) -> None:
+    asked = request()
+    assert convert.sample_job_from_pb(asked).constraint is None
+    setattr(asked.constraint, kind, "{}")
+    assert convert.sample_job_from_pb(asked).constraint == Constraint(kind, "{}")  # type: ignore[arg-type]
+
+
+def test_new_tokens_are_told_with_their_place() -> None:
+    told = convert.new_tokens_to_pb([NewTokens(1, 7, [5, 6], [-0.5, -1.5])]).new_tokens.sequences
+    assert [(part.index, part.start) for part in told] == [(1, 7)]
+    assert list(struct.unpack("<2i", told[0].added.tokens.data)) == [5, 6]
+    assert list(struct.unpack("<2f", told[0].added.logprobs.data)) == [-0.5, -1.5]
+    assert not told[0].added.HasField("topk_logprobs")
 
 
 def test_every_kind_of_score_that_is_asked_for_is_kept() -> None:

@@ -7,20 +7,18 @@ after which the SDK waits.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-from services.common.contract.errors import Cancelled, Overloaded, TinsmithError
+from services.common.contract.errors import Overloaded, TinsmithError
 from services.common.contract.ids import parse_request_id
 from services.common.process import redis_errors
 from services.common.process.pools import COMPUTE
-from services.common.process.tasks import cancel_all
 from services.gateway.access.limits import COMPLETIONS_POLL_SECONDS, LONG_POLL_SECONDS, THREAD_ABOVE_BYTES
 from services.gateway.edge.http.codec import messages, results_out
 from services.gateway.edge.http.routes import Call, reply
@@ -36,7 +34,7 @@ T = TypeVar("T")
 async def retrieve_future(call: Call) -> Response:
     body = await call.json(messages.RetrieveFuture)
     with _trouble_is_429():
-        view = await _while_there(call, call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS))
+        view = await call.while_there(call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS))
         if view.result is None:
             return pending(view)
         return await finished(body.request_id, view.result)
@@ -49,8 +47,7 @@ async def retrieve_futures(call: Call) -> Response:
     most = COMPLETIONS_POLL_SECONDS
     seconds = most if body.timeout is None else min(body.timeout, most)
     with _trouble_is_429():
-        page = await _while_there(
-            call,
+        page = await call.while_there(
             call.app.wait_completions(
                 call.owner, target, body.prev_cursor, seconds, body.retrieved_request_ids
             ),
@@ -69,24 +66,6 @@ async def cancel_future(call: Call) -> Response:
     body = await call.json(messages.CancelFuture)
     await call.app.sampling.cancel(call.owner, body.request_id)
     return reply({})
-
-
-async def _while_there(call: Call, wait: Coroutine[Any, Any, T]) -> T:
-    """What a wait comes to. It ends with its client: nobody else hears of it, and it counts as a call.
-
-    Raises:
-        Cancelled: the client went away.
-    """
-    waiting = asyncio.ensure_future(wait)
-    # The body is read, so the next thing to come from this client is that it went.
-    leaving = asyncio.ensure_future(call.request.receive())
-    try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            raise Cancelled("the client went away")
-        return waiting.result()
-    finally:
-        await cancel_all([waiting, leaving])
 
 
 @contextmanager

@@ -6,7 +6,8 @@ healthz and the signed downloads knows the caller before it reads the body.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -16,7 +17,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.contract.errors import InvalidRequest, TinsmithError
+from services.common.contract.errors import Cancelled, InvalidRequest, TinsmithError
+from services.common.process.tasks import cancel_all
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.application import Application
 from services.gateway.edge.http.body import head_of, received
@@ -60,6 +62,23 @@ class Call:
         """The JSON body as bytes. Its memory counts until the context ends."""
         with self.budget.account(self.owner) as account:
             yield await received(self.request, account, self.app.limits.json_body_bytes)
+
+    async def while_there(self, wait: Coroutine[Any, Any, T]) -> T:
+        """What a wait comes to. It ends with its client: nobody else hears of it, and it counts as a call.
+
+        Raises:
+            Cancelled: the client went away.
+        """
+        waiting = asyncio.ensure_future(wait)
+        # The body is read, so the next thing to come from this client is that it went.
+        leaving = asyncio.ensure_future(self.request.receive())
+        try:
+            await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise Cancelled("the client went away")
+            return waiting.result()
+        finally:
+            await cancel_all([waiting, leaving])
 
     async def json(self, kind: type[T]) -> T:
         """The JSON body as a struct. Raises InvalidRequest or TooLarge."""

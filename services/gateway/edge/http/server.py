@@ -37,6 +37,7 @@ from services.gateway.edge.http import (
 from services.gateway.edge.http.checkpoints import API
 from services.gateway.edge.http.connection import ConnectionLimits, Connections, bounded
 from services.gateway.edge.http.routes import Call, Handler, reply
+from services.gateway.edge.openai import routes as openai
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ def create_app(application: Application) -> Starlette:
         # SDKs fetch these without their API key; the signature in the query is checked instead.
         Route(f"{API}/{SIGNED}", download, methods=["GET"]),
     ]
-    return Starlette(routes=routes + [route(*row) for row in TABLE], exception_handlers=handlers)
+    routes += [route(*row) for row in TABLE] + openai.routes(application)
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 def _error(error: TinsmithError) -> Response:

@@ -12,7 +12,7 @@ import pytest
 
 from services.common.contract.errors import Internal, InvalidRequest, Overloaded, Unavailable
 from services.common.process.crashes import CrashLedger
-from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, SamplingParams
+from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, SamplingParams, Tell
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import Admission, Capacity
 from services.sampler.requests.samples import Samples
@@ -34,7 +34,7 @@ class Engine:
         self.not_begun = 0
         self.dead = False
 
-    async def sample(self, job: SampleJob, adapter: Adapter | None) -> SampleOutput:
+    async def sample(self, job: SampleJob, adapter: Adapter | None, tell: Tell | None = None) -> SampleOutput:
         self.ran.append(job.request_id)
         await self.gate.wait()
         if self.failure is not None:

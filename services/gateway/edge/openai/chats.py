@@ -1,0 +1,135 @@
+"""POST chat/completions: conversations gone on with, whole or in a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.responses import Response
+
+from services.common.process.pools import COMPUTE
+from services.gateway.edge.http.routes import Call, reply
+from services.gateway.edge.inference.chat import Conversation, Reply, Said, constraint_of, prompt_of
+from services.gateway.edge.inference.endpoint import EventStream, event, typed
+from services.gateway.edge.openai import answers, questions, requests
+from services.gateway.inference.inference import Model
+from services.gateway.inference.question import Done, New, Question, parse_model
+from services.gateway.text.generated import Token
+from services.gateway.text.tool_calls import Call as ToolCall
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """One request under way."""
+
+    call: Call
+    body: requests.Chat
+    model: Model
+    conversation: Conversation
+    question: Question
+
+    def reply(self) -> Reply:
+        form = self.model.tokenizer.tool_format if self.conversation.functions else None
+        return Reply(self.model.tokenizer, self.question.stop, form)
+
+    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        return answers.chat_logprobs(self.model.tokenizer, tokens) if self.body.logprobs else None
+
+
+async def chat_completions(call: Call) -> Response:
+    """One chat request."""
+    call.app.sampling.check_room(call.owner)
+    body = await call.json(requests.Chat)
+    conversation = questions.conversation(body)
+    model = await call.app.inference.model(call.owner, parse_model(body.model))
+    prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
+    limit = constraint_of(model.tokenizer, conversation)
+    question = replace(questions.chat(body, prompt), constraint=limit)
+    chat = _Chat(call, body, model, conversation, question)
+    if question.stream:
+        head = answers.Head.new("chatcmpl", "chat.completion.chunk", body.model, model.weights)
+        held = AsyncExitStack()
+        try:
+            parts = await held.enter_async_context(call.app.inference.ask(call.owner, model, question))
+        except BaseException:
+            await held.aclose()
+            raise
+        return EventStream(_streamed(chat, head, parts), held.aclose)
+    head = answers.Head.new("chatcmpl", "chat.completion", body.model, model.weights)
+    done = await call.while_there(_done(chat))
+    choices = await COMPUTE.run(_choices, chat, done)
+    return reply(head.of(choices, answers.usage([done])))
+
+
+async def _done(chat: _Chat) -> Done:
+    async with chat.call.app.inference.ask(chat.call.owner, chat.model, chat.question) as parts:
+        (done,) = [part async for part in parts if isinstance(part, Done)]
+    return done
+
+
+def _choices(chat: _Chat, done: Done) -> list[dict[str, Any]]:
+    choices = []
+    for index, sequence in enumerate(done.sequences):
+        found = chat.reply()
+        parts = list(found.finish(sequence.tokens, sequence.stopped))
+        said = [part for part in parts if isinstance(part, Said)]
+        calls = [answers.tool_call(part) for part in parts if isinstance(part, ToolCall)]
+        text = "".join(part.text for part in said)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": (text.strip() and text) or None, "tool_calls": calls}
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "logprobs": chat.logprobs([token for part in said for token in part.tokens]),
+                "finish_reason": answers.finish_reason(sequence.stopped, found.calls),
+            }
+        )
+    return choices
+
+
+async def _streamed(
+    chat: _Chat, head: answers.Head, parts: AsyncIterator[New | Done]
+) -> AsyncIterator[bytes]:
+    replies = [chat.reply() for _ in range(chat.question.num_samples)]
+    try:
+        for index in range(len(replies)):
+            yield event(head.of([_chunk(index, {"role": "assistant", "content": ""})]))
+        async for part in parts:
+            if isinstance(part, New):
+                found = replies[part.sequence]
+                for delta in _deltas(chat, part.sequence, found, found.push(part.tokens)):
+                    yield event(head.of([delta]))
+                continue
+            for index, sequence in enumerate(part.sequences):
+                found = replies[index]
+                rest = found.finish(sequence.tokens, sequence.stopped)
+                for delta in _deltas(chat, index, found, rest):
+                    yield event(head.of([delta]))
+                reason = answers.finish_reason(sequence.stopped, found.calls)
+                yield event(head.of([_chunk(index, {}, reason=reason)]))
+            if chat.body.stream_options is not None and chat.body.stream_options.include_usage:
+                yield event(head.of([], answers.usage([part])))
+        yield b"data: [DONE]\n\n"
+    except Exception as error:
+        yield event(answers.error(typed(error, chat.call.request))[1])
+
+
+def _deltas(
+    chat: _Chat, index: int, found: Reply, parts: Iterable[Said | ToolCall]
+) -> Iterable[dict[str, Any]]:
+    for part in parts:
+        if isinstance(part, ToolCall):
+            called = {"index": found.calls - 1, **answers.tool_call(part)}
+            yield _chunk(index, {"tool_calls": [called]})
+        else:
+            yield _chunk(index, {"content": part.text}, chat.logprobs(part.tokens) if part.tokens else None)
+
+
+def _chunk(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

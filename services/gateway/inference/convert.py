@@ -1,0 +1,93 @@
+"""Inference's plain data to the messages of a sample, and back."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.common.contract import errors
+from services.common.contract.errors import Internal
+from services.gateway.inference.question import Constraint, Done, Question, Sequenced
+from services.gateway.text.generated import Scored, Token
+from tinsmith.internal.v1 import sampler_pb2
+from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
+
+
+def sample_request(
+    question: Question, prompt: int, sampling_session_id: str, seq_id: int
+) -> sampling_pb2.SampleRequest:
+    """The sample of one of a question's prompts."""
+    tokens = array("i", question.prompts[prompt])
+    first = prompt * question.num_samples
+    stop = sampling_pb2.StopCondition()
+    if question.stop:
+        stop.strings.values.extend(question.stop)
+    else:
+        stop.model_eos.SetInParent()
+    return sampling_pb2.SampleRequest(
+        sampling_session_id=sampling_session_id,
+        seq_id=seq_id,
+        prompt=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[len(tokens)], data=tokens.tobytes()),
+        num_samples=question.num_samples,
+        params=sampling_pb2.SamplingParams(
+            max_tokens=question.max_tokens,
+            seed=None if question.seed is None else (question.seed + first) % 2**64,
+            stop=stop,
+            temperature=question.temperature,
+            top_k=question.top_k,
+            top_p=question.top_p,
+        ),
+        topk_sample_logprobs=question.likely,
+        prompt_logprobs=question.prompt_likely is not None,
+        topk_prompt_logprobs=question.prompt_likely or 0,
+    )
+
+
+def constraint(given: Constraint | None) -> sampler_pb2.Constraint | None:
+    return None if given is None else sampler_pb2.Constraint(**{given.kind: given.source})
+
+
+def done(result: bytes, question: Question, prompt: int) -> Done:
+    """What one prompt came to.
+
+    Raises:
+        TinsmithError: the sample failed.
+    """
+    outcome = results_pb2.OperationResult.FromString(result)
+    if outcome.WhichOneof("kind") == "error":
+        raise errors.from_pb(outcome.error)
+    sample = outcome.sample
+    if len(sample.sequences) != question.num_samples:
+        raise Internal(f"the sample has {len(sample.sequences)} sequences, not {question.num_samples}")
+    scored: list[Token] = []
+    if question.prompt_likely is not None:
+        logprobs = np.frombuffer(sample.prompt_logprobs.data, "<f4").tolist()
+        scored = _tokens(question.prompts[prompt], logprobs, sample.topk_prompt_logprobs)
+    return Done(
+        prompt=prompt,
+        sequences=[
+            Sequenced(tokens_of(sequence), sequence.stop_reason == sampling_pb2.STOP_REASON_STOP)
+            for sequence in sample.sequences
+        ],
+        prompt_tokens=len(question.prompts[prompt]),
+        cached_tokens=sample.prompt_cache_hit_tokens,
+        scored=scored,
+    )
+
+
+def tokens_of(sequence: sampling_pb2.SampledSequence) -> list[Token]:
+    """The tokens of a sequence, or of a part of one, with their log-probabilities."""
+    ids = np.frombuffer(sequence.tokens.data, "<i4").tolist()
+    return _tokens(ids, np.frombuffer(sequence.logprobs.data, "<f4").tolist(), sequence.topk_logprobs)
+
+
+def _tokens(ids: Sequence[int], logprobs: Sequence[float], topk: sampling_pb2.TopkLogprobs) -> list[Token]:
+    likely: list[tuple[Scored, ...]] = [()] * len(ids)
+    if topk.token_ids.data:
+        shape = tuple(topk.token_ids.shape)
+        rows = np.frombuffer(topk.token_ids.data, "<i4").reshape(shape).tolist()
+        values = np.frombuffer(topk.logprobs.data, "<f4").reshape(shape).tolist()
+        likely = [tuple(map(Scored, *row)) for row in zip(rows, values, strict=True)]
+    return [Token(*row) for row in zip(ids, logprobs, likely, strict=True)]

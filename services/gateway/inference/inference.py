@@ -1,0 +1,206 @@
+"""Answers questions of text: on a base model or a named checkpoint, without a session of the client's own.
+
+Invariants: every prompt is a sample like any other, in a session of the question's owner. Once an answer
+ends, however it ends, nothing of it waits or runs on. What was told of a sequence is its beginning for ever:
+a replica's loss changes nothing of it, or the answer fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from services.common.contract.errors import Gone, TinsmithError, Unavailable
+from services.common.process.pools import COMPUTE
+from services.common.process.tasks import cancel_all
+from services.gateway.inference import convert
+from services.gateway.inference.question import Done, ModelName, New, Question
+from services.gateway.inference.sessions import InferenceSessions, Sampler
+from services.gateway.inference.tokenizers import Tokenizers
+from services.gateway.results.fetched import FetchedResults
+from services.gateway.results.futures import Futures
+from services.gateway.sampling.accept import Sampling, Weights
+from services.gateway.sampling.replicas import Replicas
+from services.gateway.sessions.sessions import Sessions
+from services.gateway.text.generated import Token
+from services.gateway.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 30.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that can be asked: the weights that its name stood for, and their tokenizer."""
+
+    weights: Weights
+    tokenizer: Tokenizer
+
+
+class Inference:
+    """Asks samplers, for clients that speak text."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        sessions: Sessions,
+        kept: InferenceSessions,
+        tokenizers: Tokenizers,
+        replicas: Replicas,
+        futures: Futures,
+        fetched: FetchedResults,
+    ) -> None:
+        self._sampling = sampling
+        self._sessions = sessions
+        self._kept = kept
+        self._tokenizers = tokenizers
+        self._replicas = replicas
+        self._futures = futures
+        self._fetched = fetched
+
+    async def model(self, owner: str, name: ModelName) -> Model:
+        """What a name stands for now.
+
+        Raises:
+            InvalidRequest, NotFound, PermissionDenied, Gone: it is no model that the caller can sample.
+            Starting: it cannot be told yet.
+        """
+        weights = await self._sampling.resolve(owner, name.base_model, name.path)
+        return Model(weights, await self._tokenizers.of(weights.base_model))
+
+    @asynccontextmanager
+    async def ask(
+        self, owner: str, model: Model, question: Question
+    ) -> AsyncIterator[AsyncIterator[New | Done]]:
+        """Asks, and answers with what comes of it until the context ends: of every prompt one Done, before
+        that, when the question streams, what is New.
+
+        Raises:
+            TinsmithError: as `Sampling.sample`; while iterating, what a sample failed with.
+        """
+        if question.stream and question.seed is None:
+            # Another replica that takes over goes on with the same tokens.
+            question = replace(question, seed=secrets.randbits(64))
+        async with AsyncExitStack() as held:
+            answer = _Answer(self, owner, question)
+            sampler = await held.enter_async_context(self._kept.sampler(owner, model.weights))
+            held.push_async_callback(answer.end)
+            try:
+                await answer.begin(sampler)
+            except Gone:
+                if answer.begun:
+                    raise
+                # Its session was finished from outside.
+                self._kept.forget(owner)
+                sampler = await held.enter_async_context(self._kept.sampler(owner, model.weights))
+                await answer.begin(sampler)
+            yield answer.parts()
+
+
+class _Answer:
+    """One question under way."""
+
+    def __init__(self, inference: Inference, owner: str, question: Question) -> None:
+        self._on = inference
+        self._owner = owner
+        self._question = question
+        self._parts: asyncio.Queue[New | Done | Exception] = asyncio.Queue()
+        self._waits: dict[str, asyncio.Task[None]] = {}
+        self._told: dict[tuple[int, int], list[Token]] = {}
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._waits)
+
+    async def begin(self, sampler: Sampler) -> None:
+        """Has every prompt accepted."""
+        for prompt in range(len(self._question.prompts)):
+            seq_id = next(sampler.numbers)
+            request = convert.sample_request(self._question, prompt, sampler.sampling_session_id, seq_id)
+            request_id = f"{sampler.sampling_session_id}:{seq_id}"
+            if self._question.stream:
+                self._on._replicas.follow(request_id, partial(self._tell, prompt))
+            try:
+                limit = convert.constraint(self._question.constraint)
+                await self._on._sampling.sample(self._owner, request, limit)
+            except BaseException:
+                self._on._replicas.unfollow(request_id)
+                raise
+            wait = self._wait(prompt, request_id)
+            self._waits[request_id] = asyncio.create_task(wait, name=f"answer {request_id}")
+
+    async def parts(self) -> AsyncIterator[New | Done]:
+        """Raises what a sample failed with."""
+        left = len(self._question.prompts)
+        while left:
+            part = await self._parts.get()
+            if isinstance(part, Exception):
+                raise part
+            yield part
+            left -= isinstance(part, Done)
+
+    async def end(self) -> None:
+        """Gives up what still runs. Repeating changes nothing."""
+        running = [name for name, wait in self._waits.items() if not wait.done()]
+        for request_id in self._waits:
+            self._on._replicas.unfollow(request_id)
+        await cancel_all(self._waits.values())
+        for request_id in running:
+            try:
+                await self._on._sampling.cancel(self._owner, request_id)
+            except (TinsmithError, RedisError) as error:
+                # Its session ends in time, and it with that.
+                log.warning("could not give sample %s up: %s", request_id, error)
+
+    async def _wait(self, prompt: int, request_id: str) -> None:
+        try:
+            self._parts.put_nowait(await self._result(prompt, request_id))
+        except Exception as error:
+            self._parts.put_nowait(error)
+
+    async def _result(self, prompt: int, request_id: str) -> Done:
+        session_id = request_id.rpartition(":sample:")[0]
+        while True:
+            view = await self._on._futures.wait(request_id, _LOOK_S)
+            if view.state == "unknown":
+                raise Unavailable("the request was lost with the last second of Redis; send it again")
+            if view.state == "done" and view.result is not None:
+                self._on._fetched.note(request_id)
+                break
+            await self._on._sessions.note_alive(session_id)
+        done = await COMPUTE.run(convert.done, view.result, self._question, prompt)
+        for index, sequence in enumerate(done.sequences):
+            _check_beginning(self._told.get((prompt, index), []), sequence.tokens)
+        return done
+
+    def _tell(self, prompt: int, new: Any) -> None:
+        for part in new:
+            tokens = convert.tokens_of(part.added)
+            told = self._told.setdefault((prompt, part.index), [])
+            known = told[part.start : part.start + len(tokens)]
+            try:
+                _check_beginning(known, tokens[: len(known)])
+            except Unavailable as error:
+                self._parts.put_nowait(error)
+                return
+            fresh = tokens[len(told) - part.start :] if part.start <= len(told) else []
+            if fresh:
+                told += fresh
+                self._parts.put_nowait(New(prompt, part.index, fresh))
+
+
+def _check_beginning(told: list[Token], tokens: Any) -> None:
+    """Refuses a sequence that does not begin with what was told of it."""
+    if [token.id for token in told] != [token.id for token in tokens[: len(told)]]:
+        raise Unavailable(
+            "a sampler was lost, and another one does not go on with the same tokens; send the request again"
+        )

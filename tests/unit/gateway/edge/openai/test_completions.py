@@ -1,0 +1,206 @@
+"""Completions as the `openai` package sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import openai
+import pytest
+
+from services.common.contract.errors import InvalidRequest
+from tests.unit.gateway.edge.talking import ALICE, BASE, END, Says, Talking
+
+
+@pytest.fixture
+async def client(talks: Talking) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{talks.url}/oai/api/v1", api_key=ALICE, max_retries=0) as made:
+        yield made
+
+
+def says(talks: Talking, *texts: Says) -> None:
+    talks.sampler.script = lambda request: texts
+
+
+async def test_a_text_is_continued(talks: Talking, client: openai.AsyncOpenAI) -> None:
+    says(talks, Says(f" fox jumps{END}"))
+    answer = await client.completions.create(model=BASE, prompt="The quick brown", max_tokens=7, seed=3)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == (" fox jumps", "stop", None)
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.completion_tokens == talks.sampler.count(f" fox jumps{END}")
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert talks.sampler.prompt() == "The quick brown"
+    asked = talks.sampler.asked[0]
+    assert (asked.params.max_tokens, asked.params.seed, asked.params.top_k) == (7, 3, -1)
+    assert asked.params.stop.WhichOneof("kind") == "model_eos"
+
+
+async def test_how_to_sample_reaches_the_sampler_as_it_was_sent(
+    talks: Talking, client: openai.AsyncOpenAI
+) -> None:
+    await client.completions.create(
+        model=BASE, prompt=[1, 2, 3], temperature=0.5, top_p=0.25, n=2, stop=["\n"], extra_body={"top_k": 9}
+    )
+    asked = talks.sampler.asked[0]
+    assert np.frombuffer(asked.prompt.data, "<i4").tolist() == [1, 2, 3]
+    assert (asked.params.temperature, asked.params.top_p, asked.params.top_k) == (0.5, 0.25, 9)
+    assert (asked.num_samples, list(asked.params.stop.strings.values)) == (2, ["\n"])
+    assert asked.params.max_tokens == 16, "what OpenAI generates when nothing is said"
+
+
+async def test_several_prompts_and_samples_are_answered_in_their_order(
+    talks: Talking, client: openai.AsyncOpenAI
+) -> None:
+    def script(request: object) -> list[Says]:
+        return [Says(talks.sampler.prompt() + str(index)) for index in range(2)]
+
+    talks.sampler.script = script
+    answer = await client.completions.create(model=BASE, prompt=["a", "b", "c"], n=2, seed=10)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.text for choice in answer.choices] == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    seeds = {talks.sampler.prompt(i): asked.params.seed for i, asked in enumerate(talks.sampler.asked)}
+    assert seeds == {"a": 10, "b": 12, "c": 14}
+
+
+async def test_stop_strings_are_no_part_of_the_text_and_length_is_told(
+    talks: Talking, client: openai.AsyncOpenAI
+) -> None:
+    says(talks, Says("one\n\ntwo"))
+    answer = await client.completions.create(model=BASE, prompt="x", stop="\n\n")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one", "stop")
+    says(talks, Says("one two", stopped=False))
+    answer = await client.completions.create(model=BASE, prompt="x")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one two", "length")
+
+
+async def test_tokens_come_with_their_log_probabilities(talks: Talking, client: openai.AsyncOpenAI) -> None:
+    says(talks, Says(f"one two three{END}"))
+    answer = await client.completions.create(model=BASE, prompt="x", logprobs=3)
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.tokens is not None and found.top_logprobs is not None
+    assert "".join(found.tokens) == "one two three"
+    assert found.token_logprobs == [-0.5 * place for place in range(len(found.tokens))]
+    assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(len(found.tokens))]
+    assert all(len(top) == 3 for top in found.top_logprobs)
+    assert talks.sampler.asked[0].topk_sample_logprobs == 3
+
+
+async def test_an_echoed_prompt_is_scored(talks: Talking, client: openai.AsyncOpenAI) -> None:
+    says(talks, Says("!", stopped=False))
+    answer = await client.completions.create(model=BASE, prompt="one two", echo=True, logprobs=1)
+    found = answer.choices[0].logprobs
+    assert answer.choices[0].text == "one two!"
+    assert found is not None
+    assert found.tokens is not None and found.token_logprobs is not None and found.top_logprobs is not None
+    assert "".join(found.tokens) == "one two!"
+    assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    assert found.token_logprobs[1:-1] == [-1.0 * i for i in range(1, len(found.tokens) - 1)]
+    assert talks.sampler.asked[0].topk_prompt_logprobs == 1
+
+
+async def test_a_stream_tells_text_while_it_is_generated(talks: Talking, client: openai.AsyncOpenAI) -> None:
+    says(talks, Says(f"one two three four five{END}"), Says("six seven eight", stopped=False))
+    talks.sampler.half.clear()
+    stream = await client.completions.create(
+        model=BASE, prompt="x", n=2, stream=True, logprobs=0, stream_options={"include_usage": True}
+    )
+    texts, reasons, tokens, usage = ["", ""], [None, None], [[], []], None
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+            tokens[choice.index] += choice.logprobs.tokens
+            assert choice.logprobs.text_offset[:1] in ([], [len(texts[choice.index]) - len(choice.text)])
+        if not talks.sampler.half.is_set() and all(texts):
+            assert reasons == [None, None]
+            talks.sampler.half.set()
+        usage = chunk.usage or usage
+    assert texts == ["one two three four five", "six seven eight"]
+    assert ["".join(found) for found in tokens] == texts
+    assert reasons == ["stop", "length"]
+    assert usage is not None
+    assert usage.completion_tokens == talks.sampler.count(texts[0] + END) + talks.sampler.count(texts[1])
+    assert talks.sampler.asked[0].params.HasField("seed"), "another replica could not go on with it"
+
+
+async def test_a_client_that_goes_away_ends_what_it_asked_for(talks: Talking) -> None:
+    for stream in (False, True):
+        talks.sampler.arrived.clear()
+        talks.sampler.gate.clear()
+        talks.sampler.half.clear()
+        async with talks.http() as http:
+            body = {"model": BASE, "prompt": "x", "stream": stream}
+            asking = asyncio.create_task(http.post("/v1/completions", json=body))
+            await talks.sampler.arrived.wait()
+            asking.cancel()
+        async with asyncio.timeout(10):
+            await talks.sampler.gave_up.wait()
+        talks.sampler.gave_up.clear()
+    assert len(set(talks.sampler.ended)) == 2
+
+
+async def test_what_a_sample_fails_with_is_told_also_in_a_stream(
+    talks: Talking, client: openai.AsyncOpenAI
+) -> None:
+    def script(request: object) -> list[Says]:
+        raise InvalidRequest("the weights have diverged", "diverged")
+
+    talks.sampler.script = script
+    with pytest.raises(openai.BadRequestError, match="diverged") as whole:
+        await client.completions.create(model=BASE, prompt="x")
+    assert whole.value.code == "diverged"
+    with pytest.raises(openai.APIError, match="diverged"):
+        async for _ in await client.completions.create(model=BASE, prompt="x", stream=True):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 3}}, "logit_bias"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"temperature": 3.0}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "num_samples"),
+        ({"seed": -1}, "seed"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [[-1]]}, "token"),
+        ({"prompt": [100000]}, "vocabulary"),
+        ({"stop": [""]}, "stop"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"model": "tinker://no/path"}, "checkpoint path"),
+    ],
+)
+async def test_what_is_not_served_is_refused_with_its_name(
+    client: openai.AsyncOpenAI, fields: dict, named: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=named):
+        await client.completions.create(**{"model": BASE, "prompt": "x", **fields})
+
+
+async def test_who_calls_and_what_is_served_is_told_in_openais_way(talks: Talking) -> None:
+    for path in ("/oai/api/v1", "/v1"):
+        async with openai.AsyncOpenAI(base_url=talks.url + path, api_key="tml-none") as stranger:
+            with pytest.raises(openai.AuthenticationError) as refused:
+                await stranger.models.list()
+            assert refused.value.code == "invalid_api_key"
+        async with openai.AsyncOpenAI(base_url=talks.url + path, api_key=ALICE, max_retries=0) as client:
+            assert [model.id async for model in client.models.list()] == [BASE]
+            assert (await client.models.retrieve(BASE)).id == BASE
+            with pytest.raises(openai.NotFoundError) as absent:
+                await client.models.retrieve("other")
+            assert absent.value.code == "model_not_found"
+            with pytest.raises(openai.NotFoundError):
+                await client.completions.create(model="other", prompt="x")
+    async with talks.http() as http:
+        http.headers = {"x-api-key": ALICE}
+        assert (await http.get("/v1/models")).status_code == 200
