@@ -37,6 +37,7 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[Stack], list[Row]]]] = {
     "training": ("Training", throughput.training),
     "small-tenants": ("Training in small steps", throughput.small_tenants),
     "small-forward": ("Small requests", latency.small_forward),
+    "waiting": ("Small requests beside training", waiting.small_forwards),
     "accepting": ("Accepting requests", latency.accepting),
     "publishing": ("Publishing weights", publishing.measure),
     "sampling-base": ("Sampling the base model", sampling.base_model),

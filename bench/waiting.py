@@ -1,4 +1,4 @@
-"""What thousands of waiting samples cost everybody else: the time of a heartbeat."""
+"""What others' work costs a small request: a heartbeat under waiting samples, a forward beside training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import statistics
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,13 +16,28 @@ import httpx
 import numpy as np
 import tinker
 
-from .stack import BASE_MODEL, Row, Stack, random_tokens, seconds
+from .exactness import trainer_logprobs
+from .stack import (
+    BASE_MODEL,
+    Row,
+    Stack,
+    alternate,
+    milliseconds,
+    next_token_datum,
+    random_tokens,
+    seconds,
+    train,
+)
 
 WAITING = 2000
 HEARTBEATS = 300
 BOUND_MS = 50.0
 _AT_ONCE = 100
 _PROMPT_TOKENS = 16
+_TRAINING, _TRAIN_ROWS, _TRAIN_TOKENS = 3, 32, 128
+_FORWARDS = 20
+# What a trainer on a CPU computes at once unless it is told otherwise.
+_MICRO_BATCH_TOKENS = 1024
 
 
 def heartbeats(stack: Stack) -> list[Row]:
@@ -57,6 +73,60 @@ def heartbeats(stack: Stack) -> list[Row]:
         },
     )
     return [row]
+
+
+def small_forwards(stack: Stack) -> list[Row]:
+    """A forward of 16 tokens of one tenant while three train 32 x 128 tokens each, over and over.
+
+    The measure is what it waits, in times of one micro-batch of training: it should wait for the one that
+    runs and for no other. One micro-batch is a forward_backward of so many tokens by itself.
+    """
+    rng = np.random.default_rng(12)
+    data = [next_token_datum(row) for row in random_tokens(rng, stack.vocab, _TRAIN_ROWS, _TRAIN_TOKENS + 1)]
+    short = random_tokens(rng, stack.vocab, 1, _PROMPT_TOKENS + 1)
+    model, tenants = stack.new_model(), [stack.new_model() for _ in range(_TRAINING)]
+    one = data[: _MICRO_BATCH_TOKENS // _TRAIN_TOKENS]
+
+    def forward() -> float:
+        return seconds(lambda: trainer_logprobs(model, short))
+
+    def micro_batch() -> float:
+        return seconds(lambda: tenants[0].forward_backward(one, "cross_entropy").result())
+
+    alternate(3, lambda _: forward(), lambda _: micro_batch())
+    idle, passes = alternate(_FORWARDS, lambda _: forward(), lambda _: micro_batch())
+    stop = threading.Event()
+
+    def keep_training(tenant: tinker.TrainingClient) -> None:
+        while not stop.is_set():
+            train(tenant, data, 1e-4)
+
+    with ThreadPoolExecutor(_TRAINING) as pool:
+        training = [pool.submit(keep_training, tenant) for tenant in tenants]
+        try:
+            for _ in range(3):
+                forward()
+            busy = [forward() for _ in range(_FORWARDS)]
+        finally:
+            stop.set()
+        for ended in training:
+            ended.result()
+    waited = statistics.median(busy) - statistics.median(idle)
+    return [
+        Row(
+            "forward of 16 tokens beside three tenants that train: its wait, p50",
+            waited / statistics.median(passes),
+            "micro-batches",
+            at_most=1.0,
+            details={
+                "p50_ms": milliseconds(busy),
+                "p90_ms": round(1e3 * statistics.quantiles(busy, n=10)[-1], 2),
+                "idle_p50_ms": milliseconds(idle),
+                "micro_batch_p50_ms": milliseconds(passes),
+                "repetitions": _FORWARDS,
+            },
+        )
+    ]
 
 
 def _p95_ms(times: list[float]) -> float:

@@ -14,6 +14,7 @@ from services.common.contract.errors import Internal, TinsmithError
 from services.common.process import logs
 from services.common.process.process import allow_open_files, setup_process, wait_for_signal
 from services.common.state import known_models, redis_client
+from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
@@ -36,12 +37,15 @@ async def run(config: GatewayConfig) -> None:
 
     Raises:
         Unavailable: a port cannot be bound.
+        Conflict: another gateway has this id.
         Internal: the HTTP server stopped by itself.
     """
     async with contextlib.AsyncExitStack() as cleanup:
         client = redis_client.connect(config.redis_url)
         cleanup.push_async_callback(client.aclose)
-        await client.ping()
+        claim = Claim(client, "gateway", config.id)
+        await claim.take()
+        cleanup.push_async_callback(claim.give_back)
         await known_models.configure(client, config.base_models)
         data = DataDir(config.data_dir)
         storage = connect(config.checkpoint_store, data)

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import os
 import signal
 import sys
+
+from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
 from services.common.process import logs, process
 from services.common.storage.data_dir import DataDir
 from services.sampler import config
+
+log = logging.getLogger("services.sampler")
 
 
 def main() -> int:
@@ -37,7 +42,11 @@ def main() -> int:
     # Imports vLLM, which reads its environment at import.
     from services.sampler import replica
 
-    return asyncio.run(replica.run(settings))
+    try:
+        return asyncio.run(replica.run(settings))
+    except (TinsmithError, RedisError) as error:
+        log.critical("%s", error)
+        return 1
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ import logging
 import time
 
 import msgspec
+import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Draining
 from services.common.process import process, rpc
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client, registry
+from services.common.state.claim import Claim
 from services.sampler import wiring
 from services.sampler.config import SamplerConfig
 from services.sampler.engine import watchdog
@@ -36,24 +38,40 @@ async def run(config: SamplerConfig) -> int:
     """Serves until a signal or the engine's end; returns the process's exit code.
 
     Must be called on the main thread (see Engine).
+
+    Raises:
+        Conflict: another sampler has this id.
+        RedisError: Redis does not answer.
     """
+    client = redis_client.connect(config.redis_url)
+    claim = Claim(client, "sampler", config.id)
+    try:
+        await claim.take()
+        try:
+            return await _load_and_serve(config, client)
+        finally:
+            await claim.give_back()
+    finally:
+        await client.aclose()
+
+
+async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis) -> int:
     started = time.monotonic()
     engine = Engine(config)
     try:
         await engine.prepare()
         log.info("engine ready after %.1f s", time.monotonic() - started)
-        return await _serve(config, engine)
+        return await _serve(config, engine, client)
     finally:
         engine.shutdown(_ENGINE_SHUTDOWN_S)
 
 
-async def _serve(config: SamplerConfig, engine: Engine) -> int:
+async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Redis) -> int:
     parts = wiring.build(config, engine)
     service, full = parts.service, parts.full
     name = sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name
     add = sampler_pb2_grpc.add_SamplerServiceServicer_to_server
     server = await rpc.serve([(add, service, name)], f"{config.host}:{config.port}")
-    client = redis_client.connect(config.redis_url)
     announcer = registry.Announcer(client, wiring.record(config, engine, server.port))
     full.listen(lambda weights: _announce_weights(announcer, weights))
     await announcer.start()
@@ -94,7 +112,6 @@ async def _serve(config: SamplerConfig, engine: Engine) -> int:
         await cancel_all([signalled, died, stuck])
         await full.close()
         await engine.close()
-        await client.aclose()
 
 
 async def _announce_weights(announcer: registry.Announcer, weights: Weights) -> None:

@@ -42,7 +42,7 @@ def build(config: SamplerConfig, engine: Engine) -> Parts:
     full = FullSnapshots(engine, data_dir, Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers))
     residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id)
     slots = AdapterSlots(config.max_loras)
-    snapshots = Snapshots(engine, data_dir, residency, slots, full)
+    snapshots = Snapshots(engine, data_dir, residency, slots, full, engine.adapts)
     admission = Admission(_capacity(engine))
     ledger = CrashLedger[str](data_dir.run / f"{config.id}.executing", str, "sampler")
     suspects = Suspects(ledger, lambda: engine.dead)
@@ -68,6 +68,7 @@ def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
         world_size=engine.workers,
         max_lora_rank=config.max_lora_rank,
         max_sequences=engine.limits.max_sequences,
+        adapts=engine.adapts,
         queued_sequences=_capacity(engine).queued,
         kv_tokens=engine.kv_tokens,
         gpus=engine.gpus,

@@ -9,7 +9,9 @@ import sys
 import threading
 
 import uvloop
+from redis.exceptions import RedisError
 
+from services.common.contract.errors import TinsmithError
 from services.common.process import logs, process
 from services.common.storage.data_dir import DataDir
 from services.trainer import config
@@ -31,9 +33,13 @@ def main() -> int:
     name = f"trainer-{settings.first_process_index + place.rank}"
     logs.configure(name)
     process.setup_process(name, DataDir(settings.data_dir).run)
-    if place.rank == 0:
+    if place.rank != 0:
+        return _follow(settings, place)
+    try:
         return uvloop.run(serve(settings, place))
-    return _follow(settings, place)
+    except (TinsmithError, RedisError) as error:
+        log.critical("%s", error)
+        return 1
 
 
 def _follow(settings: TrainerConfig, place: Place) -> int:

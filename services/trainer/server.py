@@ -18,6 +18,7 @@ from services.common.contract.errors import Unavailable
 from services.common.process import process, rpc
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client
+from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
 from services.trainer.compute.base_model import COLLECTIVE_TIMEOUT
 from services.trainer.compute.engine import Engine
@@ -39,7 +40,25 @@ _SHUTDOWN_S = 5.0
 
 
 async def serve(config: TrainerConfig, place: Place) -> int:
-    """Serves until a signal comes or the world fails; the exit status."""
+    """Serves until a signal comes or the world fails; the exit status.
+
+    Raises:
+        Conflict: another trainer has this id.
+        RedisError: Redis does not answer.
+    """
+    client = redis_client.connect(config.redis_url)
+    claim = Claim(client, "trainer", config.id)
+    try:
+        await claim.take()
+        try:
+            return await _load_and_serve(config, place, client)
+        finally:
+            await claim.give_back()
+    finally:
+        await client.aclose()
+
+
+async def _load_and_serve(config: TrainerConfig, place: Place, client: redis.asyncio.Redis) -> int:
     stop = asyncio.create_task(process.wait_for_signal(), name="signals")
     thread = WorkerThread("engine")
     loading = asyncio.wrap_future(thread.submit(lambda: load(config, place)))
@@ -49,13 +68,8 @@ async def serve(config: TrainerConfig, place: Place) -> int:
         log.info("stopped while loading")
         return 0
     engine, channel = loading.result()
-    client = redis_client.connect(config.redis_url)
-    try:
-        return await _Server(
-            config, place, World(thread, engine, channel, _COMMAND_TIMEOUT_S), engine, client
-        ).run(stop)
-    finally:
-        await client.aclose()
+    world = World(thread, engine, channel, _COMMAND_TIMEOUT_S)
+    return await _Server(config, place, world, engine, client).run(stop)
 
 
 def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel]:

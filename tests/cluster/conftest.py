@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,33 @@ def start_cluster(directory: Path, model_dir: Path, *options: str, timeout: floa
     Raises:
         AssertionError: it did not come up; the message holds the logs' ends.
     """
+    cluster = launch_cluster(directory, model_dir, *options)
+    until(
+        cluster,
+        lambda: "TINKER_BASE_URL" in cluster.log.read_text(errors="replace") and serves(cluster),
+        timeout,
+    )
+    return cluster
+
+
+def until(cluster: Cluster, holds: Callable[[], bool], timeout: float) -> None:
+    """Waits for something while `tinsmith up` runs.
+
+    Raises:
+        AssertionError: it did not come; the message holds the logs' ends.
+    """
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and cluster.process.poll() is None:
+        if holds():
+            return
+        time.sleep(0.5)
+    report = cluster.tail()
+    cluster.process.kill()
+    raise AssertionError(f"the cluster did not come up in {timeout:.0f} s:\n{report}")
+
+
+def launch_cluster(directory: Path, model_dir: Path, *options: str) -> Cluster:
+    """Starts `tinsmith up` and returns at once."""
     port, grpc_port = free_port(), free_port()
     data_dir = directory / "data"
     log = directory / "up.log"
@@ -141,15 +168,7 @@ def start_cluster(directory: Path, model_dir: Path, *options: str, timeout: floa
             # A test run that is killed leaves no cluster behind.
             preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )
-    cluster = Cluster(process, data_dir, model_dir, port, grpc_port, log, armed)
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline and process.poll() is None:
-        if "TINKER_BASE_URL" in log.read_text(errors="replace") and serves(cluster):
-            return cluster
-        time.sleep(0.5)
-    report = cluster.tail()
-    process.kill()
-    raise AssertionError(f"the cluster did not come up in {timeout:.0f} s:\n{report}")
+    return Cluster(process, data_dir, model_dir, port, grpc_port, log, armed)
 
 
 def serves(cluster: Cluster) -> bool:

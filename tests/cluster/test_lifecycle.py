@@ -16,7 +16,15 @@ import pytest
 from tinker import types
 
 from tests.cluster import batches
-from tests.cluster.conftest import BASE_MODEL, free_port, start_cluster, stop_cluster
+from tests.cluster.conftest import (
+    BASE_MODEL,
+    free_port,
+    launch_cluster,
+    serves,
+    start_cluster,
+    stop_cluster,
+    until,
+)
 from tests.reference import Reference
 
 
@@ -74,6 +82,31 @@ def test_two_ranks_zero_3_two_samplers_and_a_redis_of_ones_own(
     assert left == []
     assert cluster.process.returncode == 0
     assert list((cluster.data_dir / "run").glob("*.pid")) == []
+
+
+def test_clients_that_start_while_everything_still_loads_for_the_first_time_work_in_the_end(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    cluster = launch_cluster(tmp_path, model_dir)
+    try:
+        until(cluster, lambda: serves(cluster), 120)
+        assert cluster.ready() <= {"gateway-0"}, "nothing but the gateway is there"
+        (model,) = cluster.rest_client().get_server_capabilities().result().supported_models
+        assert (model.model_name, model.trainable, model.sampleable) == (BASE_MODEL, True, True)
+        training = cluster.service_client().create_lora_training_client(BASE_MODEL, rank=4, seed=2)
+        sampling = cluster.service_client().create_sampling_client(base_model=BASE_MODEL).result()
+        prompt = types.ModelInput.from_ints(batches.tokens(0, 10))
+        sample = sampling.sample(prompt, 1, types.SamplingParams(max_tokens=4, temperature=0.0, stop=[]))
+        assert not training.future().done() and not sample.future().done()
+        client = training.result()
+        assert client.get_info().model_data.model_name == BASE_MODEL
+        client.forward_backward([batches.cross_entropy(0, 20)], "cross_entropy").result()
+        assert len(sample.result().sequences[0].tokens) == 4
+    finally:
+        for service in cluster.clients:
+            service.close("success")
+        left = stop_cluster(cluster)
+    assert left == []
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGHUP, signal.SIGKILL], ids=["terminal closed", "killed"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import redis
@@ -12,6 +15,7 @@ from tinker import types
 
 from services.common.process import failpoints
 from services.common.state import keys
+from tests.announced import find
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster
 
@@ -114,3 +118,64 @@ def test_a_request_that_crashes_the_trainer_three_times_fails_and_the_model_goes
     assert failure.value.category == tinker.types.RequestErrorCategory.Server
     assert neighbour.optim_step(ADAM).result().metrics is not None
     assert len(train(training, range(2))) == 2
+
+
+@contextmanager
+def away(cluster: Cluster, kind: str, name: str) -> Iterator[None]:
+    """A service that was killed and whose record is gone. Until the end nobody restarts it."""
+    killed = cluster.pid(name)
+    cluster.process.send_signal(signal.SIGSTOP)
+    try:
+        os.kill(killed, signal.SIGKILL)
+        with redis.Redis.from_url((cluster.data_dir / "run" / "redis_url").read_text().strip()) as client:
+            while find(client, kind, name) is not None:
+                time.sleep(0.2)
+        yield
+    finally:
+        cluster.process.send_signal(signal.SIGCONT)
+        cluster.wait_until_back(name, killed, 180)
+
+
+def served(cluster: Cluster) -> list[tuple[str | None, bool | None, bool | None]]:
+    models = cluster.rest_client().get_server_capabilities().result().supported_models
+    return [(model.model_name, model.trainable, model.sampleable) for model in models]
+
+
+def test_sampling_clients_start_at_once_after_the_only_sampler_was_killed_and_while_it_is_away(
+    cluster: Cluster, service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    path = training.save_weights_for_sampler("away").result().path
+    expected = service.create_sampling_client(base_model=BASE_MODEL).result().sample(PROMPT, 1, GREEDY)
+    tokens = expected.result().sequences[0].tokens
+    os.kill(cluster.pid("sampler-0"), signal.SIGKILL)
+    at_once = cluster.service_client().create_sampling_client(base_model=BASE_MODEL).result()
+    assert at_once.sample(PROMPT, 1, GREEDY).result().sequences[0].tokens == tokens
+    with away(cluster, "sampler", "sampler-0"):
+        starts = [
+            cluster.service_client().create_sampling_client(base_model=BASE_MODEL).result(20),
+            cluster.service_client().create_sampling_client(model_path=path).result(20),
+        ]
+        samples = [client.sample(PROMPT, 1, GREEDY) for client in starts]
+        assert served(cluster) == [(BASE_MODEL, True, True)]
+        assert not any(sample.future().done() for sample in samples)
+    # A fresh adapter changes nothing.
+    assert [sample.result().sequences[0].tokens for sample in samples] == [tokens, tokens]
+
+
+def test_training_clients_start_at_once_after_the_only_trainer_was_killed_and_while_it_is_away(
+    cluster: Cluster, service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    undisturbed = train(training, range(2))
+    path = training.save_state("away").result().path
+    next_loss = train(training, range(2, 3))
+    os.kill(cluster.pid("trainer-0"), signal.SIGKILL)
+    at_once = cluster.service_client().create_lora_training_client(BASE_MODEL, rank=8, seed=7).result()
+    assert train(at_once, range(2)) == undisturbed
+    with away(cluster, "trainer", "trainer-0"):
+        fresh = cluster.service_client().create_lora_training_client(BASE_MODEL, rank=8, seed=7)
+        loaded = cluster.service_client().create_training_client_from_state_with_optimizer(path)
+        assert served(cluster) == [(BASE_MODEL, True, True)]
+        time.sleep(2)
+        assert not fresh.future().done() and not loaded.future().done()
+    assert train(fresh.result(), range(2)) == undisturbed
+    assert train(loaded.result(), range(2, 3)) == next_loss

@@ -59,3 +59,16 @@ def test_a_gateway_without_keys_file_or_redis_says_so_and_fails(start: Callable,
     _, stderr = alone.communicate(timeout=60)
     assert alone.returncode != 0
     assert "Traceback" not in stderr
+
+
+def test_a_second_gateway_of_one_id_is_refused_and_a_restart_after_kill_9_is_not(start: Callable) -> None:
+    port = free_port()
+    first = start("gateway-0", port, free_port())
+    wait_until(lambda: healthy(port))
+    _, stderr = start("gateway-0", free_port(), free_port()).communicate(timeout=60)
+    assert f"another process runs as gateway 'gateway-0' (pid {first.pid})" in stderr.splitlines()[-1]
+    assert healthy(port)
+    first.kill()
+    again = start("gateway-0", other := free_port(), free_port())
+    wait_until(lambda: healthy(other))
+    assert again.poll() is None

@@ -212,6 +212,11 @@ def services_seen(kind: str) -> str:
     return f"{PREFIX}:{{services}}:{kind}:seen"
 
 
+def claim(kind: str, service_id: str) -> str:
+    """The process that runs as a service of this id."""
+    return f"{PREFIX}:claim:{kind}:{{{service_id}}}"
+
+
 def weight_epoch(base_model: str) -> str:
     """Counter of a base model's weight groups."""
     return f"{PREFIX}:weights:{{{base_model}}}:epoch"

@@ -53,6 +53,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         kv_tokens: tokens of prompts and outputs whose keys and values fit into a sampler's memory at once, a
             prefix that requests share counted once; what exceeds it waits in the engine, whose turn it is or
             not, and when that is more than queued_sequences the sampler refuses more. 0 = not known.
+        adapts: whether a sampler can run adapters; on a CPU not those of a model with routed experts.
         weights: full snapshot in a sampler's engine ("<model_id>@<version>"); empty = the base model.
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
         models: models that a trainer has in memory.
@@ -77,6 +78,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: int = 0
     max_sequences: int = 0
     queued_sequences: int = 0
+    adapts: bool = True
     kv_tokens: int = 0
     weights: str = ""
     gpus: tuple[str, ...] = ()

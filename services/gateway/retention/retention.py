@@ -8,7 +8,6 @@ after its journal says that it is closed.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter

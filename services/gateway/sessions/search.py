@@ -21,6 +21,7 @@ from services.gateway.records.session import SessionRecord, SessionStore
 _ALIVE_S = 120.0
 """A session that was heard of this recently is running; clients send a heartbeat every ten seconds."""
 _CHUNK = 200
+_MOST_PROJECTS = 64
 _MOST_SEEN = 5000
 """Sessions looked at for one page of a search; the next page goes on from there."""
 
@@ -114,9 +115,14 @@ class SessionSearch:
         await self._store.set_project(record, project_id)
 
     async def search(self, owner: str, query: SessionQuery) -> SearchPage:
-        """One page of sessions. Raises InvalidRequest when the limit is out of range."""
+        """One page of sessions. Raises InvalidRequest when the limit is out of range, or more is looked for
+        than each session can be compared with."""
         if not 1 <= query.limit <= 200:
             raise InvalidRequest(f"limit must be 1 to 200, not {query.limit}")
+        self._limits.check_labels(display_name=query.display_name or "")
+        self._limits.check_metadata(query.user_metadata or {})
+        if len(query.project_ids or ()) > _MOST_PROJECTS:
+            raise InvalidRequest(f"{len(query.project_ids or ())} project_ids; use at most {_MOST_PROJECTS}")
         found: list[SessionRecord] = []
         after, seen = query.after, 0
         while len(found) < query.limit and seen < _MOST_SEEN:

@@ -42,7 +42,7 @@ from services.sampler.engine.sampling import (
     ServedTokenizer,
     Tell,
 )
-from services.sampler.engine.settings import engine_args
+from services.sampler.engine.settings import adapts, engine_args
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.engine.workers import ENDED, Workers
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
@@ -81,6 +81,7 @@ class Engine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.arch = str(model.architectures[0])
         self.workers = config.tensor_parallel_size
+        self.adapts = adapts(config, device)
         sequences = int(settings.scheduler_config.max_num_seqs)
         self.limits = Limits(int(model.get_vocab_size()), int(model.max_model_len), sequences)
         self.kv_tokens = int(settings.cache_config.kv_cache_size_tokens or 0)

@@ -15,6 +15,8 @@ from services.sampler.config import GIB, SamplerConfig
 
 # What train_attn, train_mlp and train_unembed adapt.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+# Names of the number of experts in models' configurations.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Residency decides what is resident; vLLM's own cache must never evict by itself.
 _UNLIMITED_ADAPTERS = 1_000_000
 
@@ -34,17 +36,20 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         "max_logprobs": -1,
         # Requests without a seed differ between replicas and after a restart.
         "seed": secrets.randbits(31),
-        "enable_lora": True,
-        "max_loras": config.max_loras,
-        "max_lora_rank": config.max_lora_rank,
-        "max_cpu_loras": _UNLIMITED_ADAPTERS,
-        "lora_target_modules": LORA_TARGETS,
         "scheduler_cls": "services.sampler.engine.scheduler.make_scheduler",
         "worker_extension_cls": "services.sampler.worker.extension.WorkerExtension",
         "disable_log_stats": True,
         # A supervisor that signals every process must not cut off what is being drained.
         "shutdown_timeout": int(config.drain_seconds),
     }
+    if adapts(config, device):
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": config.max_loras,
+            "max_lora_rank": config.max_lora_rank,
+            "max_cpu_loras": _UNLIMITED_ADAPTERS,
+            "lora_target_modules": LORA_TARGETS,
+        }
     if config.max_sequences:
         arguments["max_num_seqs"] = config.max_sequences
     if on_cpu:
@@ -52,6 +57,20 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         if config.tensor_parallel_size == 1:
             arguments["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**arguments)
+
+
+def adapts(config: SamplerConfig, device: str) -> bool:
+    """Whether the engine can run adapters.
+
+    On a CPU it cannot for a model with routed experts: with adapters enabled vLLM takes its Triton kernels
+    for them, which a CPU does not have, and the first request, of the base model too, ends the engine.
+    """
+    if device != "cpu":
+        return True
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(config.model_path).get_text_config()
+    return not any(getattr(model, name, None) for name in _EXPERTS)
 
 
 def _kv_cache_bytes(config: SamplerConfig, on_cpu: bool) -> int | None:

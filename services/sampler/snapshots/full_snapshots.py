@@ -128,6 +128,12 @@ class FullSnapshots:
         else:
             self._staging.complete(incoming.key)
 
+    async def let_pass(self, incoming: IncomingSnapshot) -> None:
+        """Takes part in the transfer of a snapshot, and keeps nothing. Raises as `receive`."""
+        await self._engine.stage_weights(
+            None, incoming.epoch, incoming.layout, incoming.crc32, incoming.timeout
+        )
+
     async def close(self) -> None:
         """Ends a swap that goes on."""
         if self._timer is not None:

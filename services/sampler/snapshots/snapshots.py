@@ -61,7 +61,9 @@ class Snapshots:
         residency: Residency,
         slots: AdapterSlots,
         full: FullSnapshots,
+        adapts: bool = True,
     ) -> None:
+        self._adapts = adapts
         self._engine = engine
         self._data_dir = data_dir
         self._residency = residency
@@ -98,6 +100,7 @@ class Snapshots:
         """The snapshot (None = the base model) is in the engine meanwhile. Yields the adapter, if it is one.
 
         Raises:
+            InvalidRequest: it is an adapter, and this engine can run none.
             SnapshotNotFound: it is neither in memory nor in the store.
             TinsmithError: it could not be loaded.
         """
@@ -105,6 +108,7 @@ class Snapshots:
             async with self._full.use(key):
                 yield None
             return
+        self._refuse_adapters()
         self._residency.wait_for(key)
         try:
             while (adapter_id := self._residency.acquire(key)) is None:
@@ -119,6 +123,14 @@ class Snapshots:
                 yield Adapter(adapter_id, str(key), str(directory))
         finally:
             self._residency.release(key)
+
+    def _refuse_adapters(self) -> None:
+        if not self._adapts:
+            raise InvalidRequest(
+                "this sampler cannot run adapters: it is on a CPU, and the model has routed experts; sample "
+                "the base model or a fully fine-tuned one, or run the sampler on a GPU",
+                "adapters_not_supported",
+            )
 
     async def _is_full(self, key: SnapshotKey) -> bool:
         if self._full.knows(key):
@@ -175,6 +187,9 @@ class Snapshots:
             try:
                 if incoming.rank is None:
                     await self._full.receive(incoming)
+                elif not self._adapts:
+                    # The others wait for this member.
+                    await self._full.let_pass(incoming)
                 else:
                     await self._receive_adapter(incoming, incoming.rank)
             except TinsmithError as error:

@@ -42,7 +42,7 @@ class _Progress:
 
 
 class PromptScorer:
-    """Hooks into a worker's V1 GPUModelRunner or CPUModelRunner with LoRA enabled."""
+    """Hooks into a worker's V1 GPUModelRunner or CPUModelRunner."""
 
     def __init__(self, runner: Any) -> None:
         for name in ("_get_prompt_logprobs_dict", "sample_tokens", "requests", "query_start_loc"):
@@ -114,6 +114,9 @@ class PromptScorer:
     @contextmanager
     def _adapter(self, adapter_id: int) -> Iterator[Callable[[int], None]]:
         """Gives a function that maps a number of rows to the adapter; the step's mapping comes back."""
+        if not getattr(self._runner, "lora_config", None):
+            yield lambda rows: None
+            return
         manager = self._runner.lora_manager._adapter_manager
         step_mapping = manager._last_mapping
         mapped = 0

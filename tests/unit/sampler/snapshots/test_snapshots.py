@@ -256,6 +256,21 @@ async def test_a_snapshot_is_ready_when_a_request_for_it_would_not_wait(snapshot
         assert snapshots.is_ready(OTHER) and not snapshots.is_ready(KEY)
 
 
+async def test_where_adapters_cannot_run_they_are_refused_and_what_arrives_of_them_is_let_pass(
+    engine: Engine, tmp_path: Path
+) -> None:
+    full = FullSnapshots(engine, DataDir(tmp_path), Staging(20, copies=1))
+    snapshots = Snapshots(engine, DataDir(tmp_path), Residency(10, 100), AdapterSlots(2), full, adapts=False)
+    with pytest.raises(InvalidRequest, match="cannot run adapters") as error:
+        await use(snapshots)
+    assert error.value.code == "adapters_not_supported"
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
+    await snapshots.receive(INCOMING)
+    assert (engine.staged, engine.receives, engine.loads, snapshots.resident()) == ([None], [], [], [])
+    async with snapshots.use(None) as adapter:
+        assert adapter is None
+
+
 # Full models.
 
 FULL = SnapshotKey("session:train:1", 1)

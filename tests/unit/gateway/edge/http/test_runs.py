@@ -119,6 +119,12 @@ async def test_sessions_are_searched_page_by_page(edges: Edges) -> None:
         others = {"owner": {"type": "user", "owner_urns": ["bob"]}}
         assert (await client.post("sessions/search", json=others)).status_code == 403
         assert (await client.post("sessions/search", json={"limit": 0})).status_code == 400
+        for more in (
+            {"display_name": "a " * 200},
+            {"project_ids": ["p"] * 65},
+            {"user_metadata": {str(number): "x" * 100 for number in range(1000)}},
+        ):
+            assert (await client.post("sessions/search", json=more)).status_code == 400, list(more)
 
 
 async def test_a_model_is_unloaded_after_all_that_was_sent(edges: Edges) -> None:

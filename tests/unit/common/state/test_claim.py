@@ -1,0 +1,112 @@
+"""Two processes never run under one id, and a restart does not wait longer than it must."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+import redis.asyncio
+
+from services.common.contract.errors import Conflict
+from services.common.state import claim as module
+from services.common.state import keys
+from services.common.state.claim import Claim, Process, is_gone, this_process
+
+KEY = keys.claim("gateway", "gateway-0")
+
+
+def claim(client: redis.asyncio.Redis, ttl: float = 0.6) -> Claim:
+    return Claim(client, "gateway", "gateway-0", ttl)
+
+
+async def test_a_second_process_is_refused_for_as_long_as_the_first_runs(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    first = claim(any_redis)
+    await first.take()
+    began = time.monotonic()
+    with pytest.raises(Conflict, match="give this one another") as refused:
+        await claim(any_redis).take()
+    assert f"as gateway 'gateway-0' (pid {os.getpid()})" in refused.value.message
+    assert time.monotonic() - began > 0.6, "it may have been killed just now"
+    await first.give_back()
+    assert await any_redis.get(KEY) is None
+    second = claim(any_redis)
+    await second.take()
+    await second.give_back()
+
+
+async def test_another_id_is_another_process(redis_client: redis.asyncio.Redis) -> None:
+    claims = [claim(redis_client), Claim(redis_client, "trainer", "gateway-0", 0.6)]
+    for one in claims:
+        await one.take()
+    for one in claims:
+        await one.give_back()
+
+
+async def test_what_was_killed_elsewhere_is_waited_for_no_longer_than_its_claim_lives(
+    redis_client: redis.asyncio.Redis,
+) -> None:
+    killed = Process(machine="another", pid=1, started=1)
+    await redis_client.set(KEY, msgspec.json.encode(killed), px=500)
+    began = time.monotonic()
+    restarted = claim(redis_client)
+    await restarted.take()
+    assert time.monotonic() - began < 1
+    await restarted.give_back()
+
+
+async def test_what_was_killed_on_this_machine_is_not_waited_for(redis_client: redis.asyncio.Redis) -> None:
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    me = this_process()
+    started = module._started(process.pid)
+    assert started is not None
+    killed = msgspec.structs.replace(me, pid=process.pid, started=started)
+    assert not is_gone(killed)
+    await redis_client.set(KEY, msgspec.json.encode(killed), px=60_000)
+    process.kill()
+    await process.wait()
+    restarted = claim(redis_client)
+    async with asyncio.timeout(0.5):
+        await restarted.take()
+    await restarted.give_back()
+
+
+def test_a_process_of_another_machine_or_before_a_reboot_is_not_known_to_be_gone() -> None:
+    me = this_process()
+    assert not is_gone(me)
+    assert is_gone(msgspec.structs.replace(me, started=me.started + 1)), "its pid is another process's now"
+    assert not is_gone(msgspec.structs.replace(me, machine="other", started=1))
+    assert not is_gone(msgspec.structs.replace(me, machine="", started=1))
+
+
+async def test_of_many_that_start_at_once_one_gets_the_id(redis_client: redis.asyncio.Redis) -> None:
+    claims = [claim(redis_client, 0.3) for _ in range(8)]
+    outcomes = await asyncio.gather(*(one.take() for one in claims), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes].count(Conflict) == 7
+    for one in claims:
+        await one.give_back()
+
+
+async def test_a_process_that_was_stopped_past_its_claim_ends_when_the_id_is_anothers(
+    redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.set() if number == signal.SIGTERM else None)
+    stopped = claim(redis_client)
+    await stopped.take()
+    # Redis lost the claim, or it ran out: it is made again as long as nobody took the id.
+    await redis_client.delete(KEY)
+    await asyncio.sleep(0.3)
+    assert await redis_client.get(KEY) is not None
+    assert not ended.is_set()
+    other = msgspec.json.encode(Process(machine="another", pid=1, started=1))
+    await redis_client.set(KEY, other)
+    async with asyncio.timeout(2):
+        await ended.wait()
+    await stopped.give_back()
+    assert await redis_client.get(KEY) == other
