@@ -43,6 +43,63 @@ def test_the_gateway_understands_its_command_line() -> None:
     assert ports == {"http": settings.port, "grpc": settings.grpc_port}
 
 
+def test_without_values_the_chart_gives_the_gateway_its_own_defaults() -> None:
+    from services.gateway import config
+
+    (gateway,) = workloads(render(), "gateway")
+    told, own = config.parse(arguments(gateway)), config.parse(["--data-dir=/data"])
+    for name in (
+        "limits",
+        "retention",
+        "journal",
+        "room",
+        "memory_mib",
+        "snapshot_bytes",
+        "snapshot_owner_bytes",
+    ):
+        assert getattr(told, name) == getattr(own, name), name
+    limit = container(gateway)["resources"]["limits"]["memory"]
+    assert limit == "3Gi"
+    assert told.memory_mib <= 0.7 * 3 * 1024
+
+
+def test_what_api_keys_may_have_and_how_much_memory_gateways_take_are_values() -> None:
+    from services.common.state.journal_records import JournalLimits
+    from services.common.state.room import RoomLimits
+    from services.gateway import config
+    from services.gateway.access.limits import OwnerLimits
+
+    owner = {
+        "sessions": 11,
+        "models": 12,
+        "samplers": 13,
+        "checkpoints": 14,
+        "checkpointBytes": 5_000_000_000_000,
+        "requestsPerSecond": 16,
+        "burstSeconds": 17,
+        "calls": 18,
+        "downloads": 19,
+        "waitingSequences": 20,
+        "pendingOperations": 21,
+        "pendingBytes": 22,
+    }
+    values = {
+        "memoryMiB": 600,
+        "sessions": {"forgetAfter": 86400},
+        "state": {"bytes": 3_000_000_000, "ownerBytes": 1_000_000_000},
+        "snapshots": {"bytes": 2_000_000_000_000, "ownerBytes": 1_000_000_000_000},
+        "ownerLimits": owner,
+    }
+    (gateway,) = workloads(render({"gateway": values}), "gateway")
+    settings = config.parse(arguments(gateway))
+    assert settings.limits.owners == OwnerLimits(11, 12, 13, 14, 5_000_000_000_000, 16, 17, 18, 19)
+    assert settings.limits.waiting_sequences == 20
+    assert settings.journal == JournalLimits(pending_bytes=22, entries=21)
+    assert settings.room == RoomLimits(3_000_000_000, 1_000_000_000)
+    assert (settings.memory_mib, settings.retention.forget_after) == (600, 86400)
+    assert (settings.snapshot_bytes, settings.snapshot_owner_bytes) == (2 * 10**12, 10**12)
+
+
 def test_gateways_are_told_which_base_models_there_are() -> None:
     from services.common.state.known_models import Configured
     from services.gateway import config

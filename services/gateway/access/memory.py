@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from services.gateway.access.limits import MIB
 
-DEFAULT_MIB = 1536
+DEFAULT_MIB = 2048
 LEAST_MIB = 512
 
 RECEIVING_COPIES = 2
@@ -43,11 +43,11 @@ class Memory:
         """The rooms in so many bytes."""
         part = total // 16
         return cls(
-            requests=8 * part,
-            small_requests=part,
-            receiving=3 * part,
+            requests=7 * part,
+            small_requests=2 * part,
+            receiving=2 * part,
             dispatch=2 * part,
-            samples=part,
+            samples=2 * part,
             redo=part,
         )
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from services.common.contract.errors import Cancelled, InvalidRequest, TinsmithError
 from services.common.process.tasks import cancel_all
-from services.gateway.access.body_budget import BodyBudget
+from services.gateway.access.body_budget import JSON_TIMES, BodyBudget
 from services.gateway.application import Application
 from services.gateway.edge.http.body import head_of, received
 from services.gateway.edge.http.codec import head, messages
@@ -61,7 +61,9 @@ class Call:
     async def body(self) -> AsyncIterator[bytes]:
         """The JSON body as bytes. Its memory counts until the context ends."""
         with self.budget.account(self.owner) as account:
-            yield await received(self.request, account, self.app.limits.json_body_bytes)
+            data = await received(self.request, account, self.app.limits.json_body_bytes)
+            account.hold(JSON_TIMES * len(data))
+            yield data
 
     async def while_there(self, wait: Coroutine[Any, Any, T]) -> T:
         """What a wait comes to. It ends with its client: nobody else hears of it, and it counts as a call.

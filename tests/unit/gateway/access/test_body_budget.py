@@ -43,7 +43,7 @@ def test_small_bodies_need_nothing_of_the_room_for_large_ones() -> None:
 
 
 def test_small_bodies_are_bounded_by_shares_too() -> None:
-    room = rooms(COPIES * LARGE, 10 * 64 * KIB)
+    room = rooms(COPIES * LARGE, 10 * COPIES * 64 * KIB)
     accounts = [room.account("ann") for _ in range(6)]
     for account in accounts[:5]:
         account.__enter__().hold(64 * KIB)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import tinker
 
-from services.gateway.access.body_budget import COPIES
+from services.gateway.access.body_budget import COPIES, JSON_TIMES
 from services.gateway.access.limits import Limits
 from services.gateway.access.memory import Memory
 from services.gateway.edge.http import body as body_module
@@ -95,7 +95,7 @@ async def test_a_body_that_trickles_is_given_up_and_its_budget_comes_back(
             yield b"x" * 700
             await asyncio.sleep(0.05)
 
-    memory = replace(Memory.of(), requests=2 * COPIES * len(large))
+    memory = replace(Memory.of(), requests=2 * COPIES * JSON_TIMES * len(large))
     async with running(redis_url, tmp_path, memory=memory) as edges, edges.http() as client:
         assert (await client.post("telemetry", content=trickle())).status_code == 504
         assert (await client.post("telemetry", content=large)).status_code == 200
@@ -105,7 +105,7 @@ async def test_a_body_beyond_the_share_of_its_key_is_429_and_the_share_comes_bac
     redis_url: str, tmp_path: Path
 ) -> None:
     large = b"x" * 100_000
-    memory = replace(Memory.of(), requests=2 * COPIES * len(large))
+    memory = replace(Memory.of(), requests=2 * COPIES * JSON_TIMES * len(large))
     async with (
         running(redis_url, tmp_path, memory=memory) as edges,
         edges.http() as client,
