@@ -16,7 +16,7 @@ CLONE_SEQ_IDS = 10**9
 """Each copy of a sampling client numbers its requests in a block of its own of this size."""
 
 _SESSION = r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}"
-_NAME = r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}"
+_NAME = r"[0-9A-Za-z_][0-9A-Za-z._=+,@~-]{0,199}"
 _SESSION_ID = re.compile(_SESSION)
 _MODEL_ID = re.compile(rf"({_SESSION}):train:([0-9]{{1,9}})")
 _SAMPLING_SESSION_ID = re.compile(rf"({_SESSION}):sample:([0-9]{{1,9}})")
@@ -85,8 +85,8 @@ def checkpoint_id(kind: str, name: str) -> str:
     text = f"{kind}/{name}"
     if _CHECKPOINT_ID.fullmatch(text) is None:
         raise InvalidRequest(
-            f"{name[:200]!r} is not a checkpoint name: use 1 to 128 letters, digits, '.', '_' or '-', "
-            "starting with a letter or digit"
+            f"{name[:200]!r} is not a checkpoint name: it is a part of paths and URLs, so use 1 to 200 letters, "
+            "digits and characters of ._=+,@~-, and begin with a letter, a digit or '_'"
         )
     return text
 

@@ -19,6 +19,8 @@ from services.gateway.cluster.discovery import Discovery
 _STALE_S = 3.0
 """A view this old is one that cannot be refreshed in the background; then a request says why."""
 _AGAIN_S = 0.1
+_VARIANT = re.compile(r"(?P<name>.+):peft:(?P<context>[1-9][0-9]{0,8})")
+"""How the SDK's users ask for a base model with a context length."""
 _HUB_CACHE = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
 
 
@@ -123,10 +125,11 @@ class BaseModels:
         return [self._served[name] for name in sorted(self._served)]
 
     async def get(self, name: str) -> BaseModel:
-        """What is known of a base model.
+        """What is known of a base model. `name:peft:N` is `name`, if its context length is at least N.
 
         Raises:
-            InvalidRequest: this cluster does not serve the name; names those it does.
+            InvalidRequest: this cluster does not serve the name; names those it does. Or not with so long a
+                context.
             Starting: it serves none yet.
         """
         return await self._find(name, lambda model: True)
@@ -178,7 +181,7 @@ class BaseModels:
         """A base model; looked for once more when it is not as it is wanted, for it may just have come."""
         for seconds in (_STALE_S, _AGAIN_S):
             view = await self._look(seconds)
-            model = self._served.get(name)
+            model = find(name, self._served)
             if model is not None and wanted(model):
                 return model
         if model is not None:
@@ -198,6 +201,26 @@ class BaseModels:
         if view is not self._view:
             self._view, self._served = view, merge(view)
         return view
+
+
+def find(name: str, served: Mapping[str, BaseModel]) -> BaseModel | None:
+    """The base model that a user's name stands for; None: there is none.
+
+    Raises:
+        InvalidRequest: it is one with a shorter context than the name asks for.
+    """
+    model = served.get(name)
+    variant = _VARIANT.fullmatch(name) if model is None else None
+    if variant is None:
+        return model
+    model = served.get(variant["name"])
+    if model is not None and 0 < model.context_length < int(variant["context"]):
+        raise InvalidRequest(
+            f"base model {model.name!r} is served with a context length of {model.context_length}, not of "
+            f"{variant['context']}; leave out ':peft:{variant['context']}'",
+            "context_length_exceeded",
+        )
+    return model
 
 
 def retired(name: str, served: Iterable[str] = ()) -> InvalidRequest:

@@ -98,14 +98,14 @@ class Sampling:
                     "tinker://<training_run_id>/sampler_weights/<name>"
                 )
             checkpoint = await self._checkpoints.readable(owner, model_id, checkpoint_id)
-            if base_model and base_model != checkpoint.base_model:
+            if base_model and (await self._base_models.get(base_model)).name != checkpoint.base_model:
                 raise InvalidRequest(f"{model_path} adapts {checkpoint.base_model}, not {base_model[:200]}")
             base_model, version = checkpoint.base_model, checkpoint.version
             full = checkpoint.lora_rank == 0
         if not base_model:
             raise InvalidRequest("pass base_model or model_path")
-        await self._base_models.sampleable(base_model)
-        return Weights(base_model, model_id, version, model_path or "", full)
+        base = await self._base_models.sampleable(base_model)
+        return Weights(base.name, model_id, version, model_path or "", full)
 
     async def open_on(self, owner: str, session_id: str, seq_id: int, weights: Weights) -> str:
         """Opens a sampling session on weights that `resolve` found; its id. Raises as `open`."""

@@ -146,9 +146,7 @@ class Models:
         base = await self._base_models.trainable(base_model)
         self._check_kind(lora, role, base)
         full = models_pb2.FullFineTuning() if lora is None else None
-        create = operation_pb2.CreateModel(
-            base_model=base_model, lora=lora, full=full, role=roles.to_pb(role)
-        )
+        create = operation_pb2.CreateModel(base_model=base.name, lora=lora, full=full, role=roles.to_pb(role))
         return await self._create(owner, model_id, asked, create, lora, role, user_metadata)
 
     async def create_from_state(
@@ -160,16 +158,21 @@ class Models:
         optimizer: bool,
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
+        reader: str | None = None,
     ) -> str:
         """Creates a model that continues from a saved one; the request id. Raises as `create`, and
-        NotFound when there is no such checkpoint."""
+        NotFound when there is no such checkpoint.
+
+        Args:
+            reader: whose checkpoint it may be, if not the owner's.
+        """
         await self._sessions.open_for_more(owner, session_id)
-        asked = digest("create_from_state", path, optimizer, base_model, user_metadata or {})
+        asked = digest("create_from_state", path, optimizer, base_model, user_metadata or {}, reader)
         model_id = ids.model_id(session_id, model_seq_id)
         if await self._journal.is_accepted(model_id, 0, asked):
             return ids.request_id(model_id, 0)
-        source, checkpoint = await self._checkpoints.training(owner, path)
-        if base_model not in (None, checkpoint.base_model):
+        source, checkpoint = await self._checkpoints.training(reader or owner, path)
+        if base_model is not None and (await self._base_models.get(base_model)).name != checkpoint.base_model:
             raise InvalidRequest(
                 f"{path} was trained on {checkpoint.base_model}; leave base_model out or pass that name"
             )

@@ -67,11 +67,23 @@ class Saves:
         asked = digest("save_state", name, overwrite, *_plain(options))
         return await self._models.submit(owner, model_id, seq_id, asked, fill)
 
-    async def load_state(self, owner: str, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
-        """Accepts loading of a checkpoint into an existing model of the same base and adapter shape."""
+    async def load_state(
+        self,
+        owner: str,
+        model_id: str,
+        seq_id: int,
+        path: str,
+        optimizer: bool,
+        reader: str | None = None,
+    ) -> str:
+        """Accepts loading of a checkpoint into an existing model of the same base and adapter shape.
+
+        Args:
+            reader: whose checkpoint it may be, if not the owner's.
+        """
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
-            source, checkpoint = await self._checkpoints.training(owner, path)
+            source, checkpoint = await self._checkpoints.training(reader or owner, path)
             if checkpoint.base_model != record.base_model or adapter_shape.shape(
                 checkpoint
             ) != adapter_shape.shape(record):
@@ -85,7 +97,7 @@ class Saves:
             operation.load_state.optimizer = optimizer
             operation.load_state.version = checkpoint.version
 
-        asked = digest("load_state", path, optimizer)
+        asked = digest("load_state", path, optimizer, reader)
         return await self._models.submit(owner, model_id, seq_id, asked, fill)
 
     async def save_for_sampler(

@@ -8,7 +8,12 @@ from typing import Any
 
 from starlette.responses import Response
 
-from services.common.contract.errors import InvalidRequest, TinsmithError
+from services.common.contract.errors import (
+    InvalidRequest,
+    PermissionDenied,
+    TinsmithError,
+    Unauthenticated,
+)
 from services.common.process.pools import COMPUTE
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.cluster.base_models import BaseModel
@@ -235,7 +240,6 @@ async def load_weights(call: Call) -> Response:
 async def _create_from_state(
     call: Call, body: messages.LoadWeights, session_id: str, model_seq_id: int
 ) -> Response:
-    _check_load(body)
     _check_optimizer_config(body.optimizer_config)
     request_id = await call.app.models.create_from_state(
         call.owner,
@@ -245,24 +249,39 @@ async def _create_from_state(
         body.optimizer,
         body.base_model,
         body.user_metadata,
+        _reader(call, body.weights_access_token),
     )
     return reply({"request_id": request_id})
 
 
 async def _load_state(call: Call, body: messages.LoadWeights, model_id: str, seq_id: int) -> Response:
     try:
-        _check_load(body)
+        reader = _reader(call, body.weights_access_token)
         for name in ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config"):
             if getattr(body, name) is not None:
                 raise InvalidRequest(
                     f"{name} has no meaning when loading into an existing model; leave it out"
                 )
-    except InvalidRequest as error:
+    except TinsmithError as error:
         return promise(await call.app.models.refuse(call.owner, model_id, seq_id, error), model_id)
-    request_id = await call.app.saves.load_state(call.owner, model_id, seq_id, body.path, body.optimizer)
+    request_id = await call.app.saves.load_state(
+        call.owner, model_id, seq_id, body.path, body.optimizer, reader
+    )
     return promise(request_id, model_id)
 
 
-def _check_load(body: messages.LoadWeights) -> None:
-    if body.weights_access_token is not None:
-        raise InvalidRequest("weights_access_token is not served; load checkpoints of your own API key")
+def _reader(call: Call, token: str | None) -> str | None:
+    """Whose checkpoint may be loaded: that of the key which is passed as an access token.
+
+    Raises:
+        PermissionDenied: it is no key.
+    """
+    if token is None:
+        return None
+    try:
+        return call.app.keys.owner_of(token)
+    except Unauthenticated as error:
+        raise PermissionDenied(
+            "weights_access_token is no API key of this cluster; pass one of the account that the checkpoint "
+            "belongs to, or have it published"
+        ) from error

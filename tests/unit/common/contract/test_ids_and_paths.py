@@ -63,7 +63,16 @@ def test_a_path_of_another_form_is_refused(path: str) -> None:
         ids.parse_tinker_path(path)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "-x", ".hidden", "x" * 129, "a b", "é"])
+@pytest.mark.parametrize("name", ["final", "000100", "_best", "epoch=3-loss=0.5", "v1.2+a,b@c~d", "x" * 200])
+def test_a_checkpoint_name_is_part_of_its_path(name: str) -> None:
+    path = ids.tinker_path(MODEL, ids.checkpoint_id("weights", name))
+    assert ids.parse_tinker_path(path) == (MODEL, f"weights/{name}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "a/b", "a\\b", "-x", ".hidden", "x" * 201, "a b", "é", "a:b", "a%2e", "~x", "a?b", "a#b"],
+)
 def test_a_checkpoint_name_with_other_characters_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="checkpoint name"):
         ids.checkpoint_id("weights", name)

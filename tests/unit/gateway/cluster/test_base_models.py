@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from services.common.contract.errors import InvalidRequest
 from services.common.state.known_models import Configured, Facts, KnownModel
 from services.common.state.registry import ServiceRecord, View
 from services.gateway.cluster import base_models
@@ -48,6 +51,30 @@ def test_a_configured_model_is_there_before_anything_is_known_of_it() -> None:
     model = base_models.merge(view(known=(known,)))["a/b"]
     assert (model.trainable, model.sampleable, model.trainer_seen) == (True, False, False)
     assert (model.vocab_size, model.context_length, model.tokenizer_id) == (0, 0, "")
+
+
+def test_a_name_with_a_context_length_is_the_model_if_it_has_so_much() -> None:
+    served = {
+        "a/b": BaseModel("a/b", context_length=64),
+        "c:peft:9": BaseModel("c:peft:9"),
+        "d": BaseModel("d"),
+    }
+    assert base_models.find("a/b:peft:64", served) is served["a/b"]
+    assert base_models.find("c:peft:9", served) is served["c:peft:9"]
+    # Of what still loads for the first time nothing is known yet.
+    assert base_models.find("d:peft:4096", served) is served["d"]
+    with pytest.raises(InvalidRequest, match="context length of 64, not of 65"):
+        base_models.find("a/b:peft:65", served)
+    for unknown in (
+        "a/b:peft:",
+        "a/b:peft:0",
+        "a/b:peft:x",
+        "x:peft:64",
+        "a/b:64",
+        ":peft:64",
+        "a/b:peft:" + "9" * 10,
+    ):
+        assert base_models.find(unknown, served) is None
 
 
 def test_a_retired_model_is_gone_unless_something_serves_it() -> None:

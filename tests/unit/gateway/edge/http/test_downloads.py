@@ -27,10 +27,11 @@ async def urls(client: httpx.AsyncClient, path: str) -> dict[str, str]:
     return response.json()["urls"]
 
 
-async def test_an_export_is_downloaded_by_its_signed_url_without_a_key(edges: Edges) -> None:
+@pytest.mark.parametrize("name", ["e", "_best,epoch=3+v1.0@a~b"])
+async def test_an_export_is_downloaded_by_its_signed_url_without_a_key(edges: Edges, name: str) -> None:
     async with edges.http() as client, httpx.AsyncClient() as anyone:
         model = await new_model(edges, client)
-        path = await export(edges, client, model, 1, "e")
+        path = await export(edges, client, model, 1, name)
         assert (await client.get(url(path))).status_code == 405
         signed = await urls(client, path)
         assert list(signed) == ["adapter.safetensors"]

@@ -8,7 +8,7 @@ import tinker
 from services.common.contract import ids
 from services.common.contract.errors import Unavailable
 from tests.unit.gateway import saved
-from tests.unit.gateway.edges import BASE, BOB, LORA, Edges, new_model, new_session
+from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, Edges, new_model, new_session
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import models_pb2
 
@@ -83,6 +83,51 @@ async def test_a_model_can_be_created_from_a_saved_state(edges: Edges) -> None:
         assert (await client.post("load_weights", json=missing)).status_code == 404
         wrong = {**body, "model_seq_id": 1, "base_model": "org/other"}
         assert (await client.post("load_weights", json=wrong)).status_code == 400
+
+
+async def test_the_key_of_another_account_opens_its_checkpoints(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        path = await saved.save(edges, client, await new_model(edges, client), 1, "a")
+        session, model = await new_session(other), await new_model(edges, other)
+        made = {"path": path, "optimizer": True, "session_id": session, "model_seq_id": 0}
+        loaded = {"path": path, "optimizer": True, "model_id": model, "seq_id": 1}
+        assert (await other.post("load_weights", json=made)).status_code == 403
+        wrong = await other.post("load_weights", json={**made, "weights_access_token": "tml-nobody"})
+        assert wrong.status_code == 403
+        assert "no API key" in wrong.json()["detail"]
+        token = {"weights_access_token": ALICE}
+        assert (await other.post("load_weights", json={**made, **token})).status_code == 200
+        assert (await other.post("load_weights", json={**loaded, **token})).status_code == 200
+        operation = await edges.operation(model, 1)
+        created = await edges.operation(f"{session}:train:0", 0)
+    assert operation is not None and operation.load_state.checkpoint_id == "weights/a"
+    assert created is not None and created.create_model.from_state.checkpoint_id == "weights/a"
+
+
+async def test_a_context_length_after_the_name_is_the_same_base_model_if_it_has_that(edges: Edges) -> None:
+    async with edges.http() as client:
+        path = await saved.save(edges, client, await new_model(edges, client), 1, "a")
+        session = await new_session(client)
+        made = {"path": path, "optimizer": True, "session_id": session, "model_seq_id": 0}
+        beyond = await client.post("load_weights", json={**made, "base_model": f"{BASE}:peft:999999"})
+        assert beyond.status_code == 400
+        assert "context length" in beyond.json()["detail"]
+        named = await client.post("load_weights", json={**made, "base_model": f"{BASE}:peft:8"})
+        assert named.status_code == 200
+        lora = {"rank": 4}
+        fresh = {
+            "session_id": session,
+            "model_seq_id": 1,
+            "base_model": f"{BASE}:peft:8",
+            "lora_config": lora,
+        }
+        assert (await client.post("create_model", json=fresh)).status_code == 200
+        sampled = {"session_id": session, "sampling_session_seq_id": 0, "base_model": f"{BASE}:peft:8"}
+        sampler = (await client.post("create_sampling_session", json=sampled)).json()["sampling_session_id"]
+        for number in (0, 1):
+            operation = await edges.operation(f"{session}:train:{number}", 0)
+            assert operation is not None and operation.create_model.base_model == BASE
+        assert (await client.get(f"samplers/{sampler}")).json()["base_model"] == BASE
 
 
 async def test_a_saved_state_can_be_loaded_into_a_model(edges: Edges) -> None:

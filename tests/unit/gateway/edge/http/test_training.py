@@ -221,7 +221,7 @@ async def test_every_adam_field_arrives(edges: Edges) -> None:
         ("save_weights_for_sampler", {"path": "a", "kind": "inflight"}, "never changes"),
         ("save_weights_for_sampler", {"sampling_session_seq_id": 0, "ttl_seconds": 3600}, "path"),
         ("load_weights", {"path": "tinker://x", "optimizer": True}, "tinker://"),
-        ("load_weights", {"path": "x", "optimizer": True, "weights_access_token": "t"}, "token"),
+        ("load_weights", {"path": "x", "optimizer": True, "weights_access_token": "t"}, "no API key"),
     ],
 )
 async def test_a_bad_request_with_a_seq_id_uses_it_up_and_its_future_says_why(
