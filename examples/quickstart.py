@@ -4,7 +4,8 @@ import tinker
 from tinker import types
 
 service = tinker.ServiceClient()
-model = service.create_lora_training_client("Qwen/Qwen3-0.6B", rank=16).result()
+name = service.get_server_capabilities().supported_models[0].model_name
+model = service.create_lora_training_client(name, rank=16).result()
 tokenizer = model.get_tokenizer()
 ids = tokenizer.encode("A tinsmith makes things out of tinplate.")
 datum = types.Datum(

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import tinker
 
-from . import cluster, display, plot, rl, sft, smollm2
+from services.launcher import default_model
+
+from . import cluster, display, plot, rl, sft
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = 8
@@ -29,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     started = time.monotonic()
     with display.waiting("Preparing the model"):
-        model = args.model or smollm2.prepare(ROOT / "data" / "cache")
+        model = args.model or default_model.prepare(ROOT / "data" / "cache")
     name = base_model_name(args.model)
     display.line(f"{name} from {model}")
     try:
@@ -69,7 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def base_model_name(model: str | None) -> str:
     """What the SDK calls the model: a hub id as it is, a directory by its last part."""
     if model is None:
-        return smollm2.NAME
+        return default_model.NAME
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 

@@ -10,24 +10,30 @@ from pathlib import Path
 
 from services.common.contract.errors import InvalidRequest, TinsmithError, Unavailable
 from services.common.storage.data_dir import DataDir
+from services.launcher import default_model
+from services.launcher.settings.read import add_flags
 
 _DESCRIPTION = """\
 Tinsmith is the self-hosted Tinker: the unmodified tinker SDK trains and samples on your own machines.
 
-  tinsmith models tiny ./tiny                    make a tiny random model to try things with
-  tinsmith up --model my/tiny=./tiny             start a cluster on this machine
+  tinsmith up                                    start a cluster on this machine, with a small model
+  tinsmith up --model my/name=./model-dir        with yours
   tinsmith status                                look at it from another terminal
+  tinsmith doctor                                what this machine can run
 """
 
 _UP = """\
 Starts Redis, gateways, a DeepSpeed trainer and vLLM samplers for every model, keeps them running, and
-prints the base URL and API key to export. Ctrl-C finishes what was accepted and stops everything.
+prints what to paste into another terminal. Ctrl-C finishes what was accepted and stops everything.
 
 examples:
-  tinsmith up --model my/tiny=./tiny
-  tinsmith up --model Qwen/Qwen3-0.6B=Qwen/Qwen3-0.6B --samplers 2
-  tinsmith up --model Qwen/Qwen3-8B=/models/qwen3-8b --device cuda --trainer-ranks 4 --zero-stage 3
-  tinsmith up --model a/one=./one --model b/two=./two --redis-url redis://10.0.0.5:6379/0
+  tinsmith up
+  tinsmith up --model Qwen/Qwen3-0.6B=Qwen/Qwen3-0.6B --max-context 4096
+  tinsmith up --model Qwen/Qwen3-8B=/models/qwen3-8b --trainer-ranks 4 --zero-stage 3 --host 0.0.0.0
+  tinsmith up -f cluster.toml --dry-run
+
+Every setting is a flag, a key of a TOML file, or a variable TINSMITH_<FLAG>; the first of these counts.
+Those of the services that are not here are variables too: python -m services.gateway --help
 """
 
 _DATA_DIR = Path("data")
@@ -44,12 +50,21 @@ def _parser() -> argparse.ArgumentParser:
             "up",
             help="start a cluster on this machine",
             description=_UP,
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
     status = commands.add_parser("status", help="processes, models, versions and queue depths of a cluster")
     _add_cluster(status)
     status.add_argument("--json", action="store_true", help="print JSON")
+    doctor = commands.add_parser("doctor", help="what this machine can run, and what a model needs")
+    doctor.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="say where the memory goes for a size (8B), a directory with a config.json, or a known name",
+    )
+    doctor.add_argument("--data-dir", type=Path, default=_DATA_DIR, help="as given to `up` (default: ./data)")
     models = commands.add_parser("models", help="make models, and end serving one").add_subparsers(
         dest="kind", required=True, metavar="KIND"
     )
@@ -80,89 +95,22 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH_OR_HUB_ID",
-        help="serve this model; NAME is what SDK users pass as base_model, any org/name. Repeat for several",
-    )
-    up.add_argument("--port", type=int, default=8000, help="HTTP port for the SDK (default: 8000)")
-    up.add_argument("--grpc-port", type=int, default=8001, help="port of the gRPC service (default: 8001)")
-    up.add_argument(
-        "--gateways", type=int, default=1, metavar="N", help="gateways sharing both ports (default: 1)"
+        help="serve this model; NAME is what SDK users pass as base_model, any org/name. Repeat for several "
+        f"(default: {default_model.NAME}, which installs from a package)",
     )
     up.add_argument(
-        "--trainer-ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="data-parallel ranks of each model's trainer, one GPU each (default: 1)",
-    )
-    up.add_argument(
-        "--zero-stage",
-        type=int,
-        default=0,
-        choices=(0, 1, 2, 3),
-        help="ZeRO stage of the frozen base: 3 shards it over the ranks, else each has it all; and of models "
-        "that train all weights, whose optimizer state is always sharded (default: 0)",
-    )
-    up.add_argument(
-        "--offload-optimizer",
-        choices=("none", "cpu"),
-        default="none",
-        help="cpu: models that train all weights hold their optimizer state, and step, on the CPU",
-    )
-    up.add_argument(
-        "--max-full-models",
-        type=int,
-        default=1,
-        metavar="N",
-        help="models that train all weights which a trainer holds at once; idle ones make room for others "
-        "(default: 1)",
-    )
-    up.add_argument(
-        "--full-snapshot-steps",
-        type=int,
-        default=10,
-        metavar="N",
-        help="optimizer steps of such a model that a restart may have to repeat (default: 10)",
-    )
-    up.add_argument(
-        "--samplers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="vLLM replicas of each model; 0 = only train and save (default: 1)",
-    )
-    up.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA when there is one"
-    )
-    up.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="of the base model; default: bfloat16 on CUDA, float32 on CPU. Adapters are always float32",
-    )
-    up.add_argument(
-        "--data-dir",
+        "-f",
+        "--file",
         type=Path,
-        default=_DATA_DIR,
-        help="checkpoints, snapshots, logs, pid files and API keys (default: ./data)",
+        metavar="FILE.toml",
+        help="settings: a key for each flag below, without dashes before it, and a table [models] of "
+        "NAME = SOURCE. Flags come before it",
     )
     up.add_argument(
-        "--checkpoint-store",
-        default=os.environ.get("TINSMITH_CHECKPOINT_STORE", ""),
-        metavar="DIR_OR_URL",
-        help="keep named checkpoints and exports here: a directory, or a URL such as s3://bucket/prefix with "
-        "credentials in the environment (default: in the data directory; TINSMITH_CHECKPOINT_STORE)",
-    )
-    up.add_argument(
-        "--redis-url",
-        help="use this Redis, not the embedded one; give a URL with a password as TINSMITH_REDIS_URL",
-    )
-    up.add_argument(
-        "--redis-appendfsync",
-        choices=("always", "everysec"),
-        help="when the embedded Redis syncs its file: `always` keeps every acknowledged request even when "
-        "the machine loses power, `everysec` all but the last second, and is faster (default: everysec)",
+        "--dry-run", action="store_true", help="check everything, say what would run where, and end"
     )
     up.add_argument("-v", "--verbose", action="store_true", help="print all logs, not only warnings")
+    add_flags(up)
 
 
 def _add_tiny(tiny: argparse.ArgumentParser) -> None:
@@ -181,51 +129,27 @@ def _add_tiny(tiny: argparse.ArgumentParser) -> None:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from services.launcher import machine, plan
-    from services.launcher.up import up
+    from services.launcher import machine, options
+    from services.launcher.up import show, up
 
-    if not args.model:
-        print(
-            "tinsmith up: name a model to serve, for example\n\n"
-            "    tinsmith models tiny ./tiny && tinsmith up --model my/tiny=./tiny",
-            file=sys.stderr,
-        )
-        return 2
-    redis_url = args.redis_url or os.environ.get("TINSMITH_REDIS_URL")
-    if redis_url and args.redis_appendfsync:
-        raise InvalidRequest("--redis-appendfsync is for the embedded Redis; set appendfsync in your own")
-    options = plan.Options(
-        models=tuple(plan.parse_model(text) for text in args.model),
-        data_dir=args.data_dir.resolve(),
-        port=args.port,
-        grpc_port=args.grpc_port,
-        gateways=args.gateways,
-        trainer_ranks=args.trainer_ranks,
-        zero_stage=args.zero_stage,
-        samplers=args.samplers,
-        checkpoint_store=_absolute(args.checkpoint_store),
-        offload_optimizer=args.offload_optimizer,
-        max_full_models=args.max_full_models,
-        full_snapshot_steps=args.full_snapshot_steps,
-        device=machine.choose_device(args.device),
-        dtype=args.dtype,
-        cores=machine.cores(),
-        gpus=machine.gpus(),
-        redis_appendfsync=args.redis_appendfsync or "everysec",
-    )
-    plan.check(options)
-    return up(options, redis_url, args.verbose)
-
-
-def _absolute(location: str) -> str:
-    """A location of checkpoints as seen from any directory."""
-    return location if not location or "://" in location else str(Path(location).expanduser().resolve())
+    here = options.Machine(machine.cores(), machine.gpus(), options.cuda_build())
+    chosen, redis_url = options.options(args, here)
+    if args.dry_run:
+        print(show(chosen))
+        return 0
+    return up(chosen, redis_url, args.verbose)
 
 
 def _status(args: argparse.Namespace) -> int:
     from services.launcher import status
 
     return status.main(DataDir(args.data_dir.resolve()), args.redis_url, args.json)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from services.launcher.doctor.command import doctor
+
+    return doctor(args.data_dir.resolve(), args.model)
 
 
 def _models(args: argparse.Namespace) -> int:
@@ -264,9 +188,13 @@ def _tiny(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; the exit status (2 for wrong usage, 1 for what could not be done)."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and args.command != "up":
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.unknown = unknown
     try:
-        return {"up": _up, "status": _status, "models": _models}[args.command](args)
+        return {"up": _up, "status": _status, "doctor": _doctor, "models": _models}[args.command](args)
     except InvalidRequest as error:
         print(f"tinsmith: {error.message}", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import errno
 import os
 import random
 import re
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from services.common.contract.errors import InvalidRequest, Unavailable
+from services.common.contract.errors import Unavailable
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _LOWEST_PORT = 10_000
 _TRIES = 200
 
@@ -22,16 +21,6 @@ _TRIES = 200
 def cores() -> tuple[int, ...]:
     """CPUs this process may run on."""
     return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def memory() -> int:
-    """Bytes of memory of this machine, or of the container that this process runs in."""
-    total = int(psutil.virtual_memory().total)
-    try:
-        limit = _MEMORY_LIMIT.read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def gpus() -> tuple[str, ...]:
@@ -43,24 +32,6 @@ def gpus() -> tuple[str, ...]:
         int(path.name[6:]) for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)
     ]
     return tuple(str(index) for index in range(len(numbers)))
-
-
-def choose_device(wanted: str) -> str:
-    """ "cpu" or "cuda" for `--device`.
-
-    Raises:
-        InvalidRequest: CUDA is wanted where it cannot be had.
-    """
-    cpu_build = "+cpu" in importlib.metadata.version("torch")
-    if wanted == "auto":
-        return "cuda" if gpus() and not cpu_build else "cpu"
-    if wanted == "cuda" and not gpus():
-        raise InvalidRequest("--device cuda: this machine shows no NVIDIA GPU (see CUDA_VISIBLE_DEVICES)")
-    if wanted == "cuda" and cpu_build:
-        raise InvalidRequest(
-            "--device cuda: the CPU build of PyTorch is installed; run make setup DEVICE=cuda"
-        )
-    return wanted
 
 
 def free_port() -> int:
@@ -80,13 +51,23 @@ def free_port() -> int:
     raise Unavailable(f"no free port between {_LOWEST_PORT} and {first_outgoing}")
 
 
-def port_in_use(port: int) -> bool:
-    """Whether something listens on a port of 127.0.0.1."""
-    with socket.socket() as sock:
+def port_in_use(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether something listens on a port of an address of this machine.
+
+    Raises:
+        Unavailable: this machine does not have the address.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise Unavailable(f"--host {host}: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind(("127.0.0.1", port))
-        except OSError:
+            sock.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise Unavailable(f"--host {host} is no address of this machine") from error
             return True
         return False
 

@@ -1,4 +1,4 @@
-"""Which cores and GPUs each computing process gets: a pure function of what the machine has.
+"""How many processes compute, and which cores and GPUs each one gets: pure functions of what the machine has.
 
 Invariant: the OpenMP threads of all processes together are no more than the cores (they spin while
 they wait, so two processes on one core slow each other many times over), and the ranks of one
@@ -24,12 +24,42 @@ class Place:
         cores: CPUs it is bound to; empty = any.
         gpus: one for each rank; empty = it computes on the CPU.
         gpu_memory: fraction of its GPUs' memory that is its own, less what it must leave to others.
+        shared: another process is on one of its GPUs.
     """
 
     threads: int
     cores: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
     gpu_memory: float = _ALONE
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Ranks of each model's trainer, and each model's samplers."""
+
+    ranks: int
+    samplers: int
+
+
+def counts(*, models: int, gpus: int, sampler_gpus: int, ranks: int | None, samplers: int | None) -> Counts:
+    """How many processes share a machine's GPUs; what is None is decided.
+
+    Every model has an equal part of the GPUs. Half of it samples, in whole replicas, and the rest
+    trains: a step of reinforcement learning spends its time in about equal parts on both. One GPU is
+    for both.
+
+    Args:
+        gpus: 0 = everything computes on the CPU.
+        sampler_gpus: of each sampler.
+    """
+    part = gpus // max(models, 1)
+    if samplers is None:
+        left = part // 2 if ranks is None else part - ranks
+        samplers = max(1, left // sampler_gpus)
+    if ranks is None:
+        ranks = max(1, part - samplers * sampler_gpus)
+    return Counts(ranks, samplers)
 
 
 def places(ranks: Sequence[int], cores: Sequence[int], gpus: Sequence[str]) -> list[Place]:
@@ -57,8 +87,10 @@ def places(ranks: Sequence[int], cores: Sequence[int], gpus: Sequence[str]) -> l
         chosen.append(tuple(gpus[(position + rank) % len(gpus)] for rank in range(count)))
         position += count
     users = Counter(gpu for group in chosen for gpu in group)
+    crowds = [max(users[gpu] for gpu in group) for group in chosen]
     return [
-        Place(threads, gpus=group, gpu_memory=_fraction(max(users[gpu] for gpu in group))) for group in chosen
+        Place(threads, gpus=group, gpu_memory=_fraction(crowd), shared=crowd > 1)
+        for group, crowd in zip(chosen, crowds, strict=True)
     ]
 
 

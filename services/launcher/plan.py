@@ -32,38 +32,45 @@ class Model:
 
 @dataclass(frozen=True)
 class Options:
-    """What `tinsmith up` was asked for.
+    """What `tinsmith up` was asked for; services/launcher/settings/table.py says what each setting means.
 
     Attributes:
-        trainer_ranks: data-parallel ranks of each base model's trainer.
-        samplers: sampler replicas of each base model; 0 = train only.
-        checkpoint_store: directory or URL for named checkpoints and exports; empty = in data_dir.
-        offload_optimizer: "cpu" or "none", for models that train all weights.
-        max_full_models: such models that a trainer holds at once.
-        full_snapshot_steps: optimizer steps between durable snapshots of one.
+        data_dir: absolute.
+        checkpoint_store: empty = in data_dir.
         device: "cpu" or "cuda".
+        trainer_ranks, samplers: of each base model, as placement.counts decides.
         cores: CPUs to share out.
         gpus: GPUs to share out on "cuda".
-        redis_appendfsync: when the embedded Redis syncs its file, "always" or "everysec".
+
+    None = the service that it is a setting of decides.
     """
 
     models: tuple[Model, ...]
     data_dir: Path
+    host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 8001
+    max_context: int | None = None
+    max_lora_rank: int = 128
+    dtype: str = "auto"
+    device: str = "cpu"
     gateways: int = 1
     trainer_ranks: int = 1
-    zero_stage: int = 0
     samplers: int = 1
-    checkpoint_store: str = ""
+    sampler_tp: int = 1
+    sampler_memory: float | None = None
+    zero_stage: int = 0
+    micro_batch_tokens: int | None = None
     offload_optimizer: str = "none"
     max_full_models: int = 1
     full_snapshot_steps: int = 10
-    device: str = "cpu"
-    dtype: str = "auto"
+    kv_cache_gib: float | None = None
+    max_loras: int = 8
+    max_sequences: int | None = None
+    checkpoint_store: str = ""
+    redis_appendfsync: str = "everysec"
     cores: tuple[int, ...] = (0, 1)
     gpus: tuple[str, ...] = ()
-    redis_appendfsync: str = "everysec"
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Process:
         grace: seconds between SIGTERM and SIGKILL.
         announces: (kind, id) under which it appears in the registry when it is ready.
         cores: CPUs it is bound to; empty = any.
+        computes: on what, in words; empty = on nothing to speak of.
     """
 
     name: str
@@ -87,6 +95,7 @@ class Process:
     grace: float = 30.0
     announces: tuple[str, str] | None = None
     cores: tuple[int, ...] = ()
+    computes: str = ""
 
 
 def parse_model(text: str) -> Model:
@@ -106,37 +115,32 @@ def parse_model(text: str) -> Model:
     return Model(name, source)
 
 
-def check(options: Options) -> None:
-    """Refuses options that no cluster can have.
-
-    Raises:
-        InvalidRequest: with a sentence that says what to change.
-    """
-    if not options.models:
-        raise InvalidRequest("name at least one model, for example --model my/model=./model-dir")
+def mistakes(options: Options) -> list[str]:
+    """What is wrong although each setting is right: sentences that say what to change."""
+    found = []
     names = [model.name for model in options.models]
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidRequest(f"--model {name} is given twice; every base model needs a name of its own")
-    for flag, value, least in (
-        ("--gateways", options.gateways, 1),
-        ("--trainer-ranks", options.trainer_ranks, 1),
-        ("--samplers", options.samplers, 0),
-        ("--max-full-models", options.max_full_models, 1),
-        ("--full-snapshot-steps", options.full_snapshot_steps, 1),
-    ):
-        if value < least:
-            raise InvalidRequest(f"{flag} must be {least} or more, not {value}")
-    check_location(options.checkpoint_store)
+    found += [
+        f"--model {name} is given twice; every base model needs a name of its own"
+        for name in sorted({name for name in names if names.count(name) > 1})
+    ]
+    try:
+        check_location(options.checkpoint_store)
+    except InvalidRequest as error:
+        found.append(error.message)
     if options.port == options.grpc_port:
-        raise InvalidRequest("--port and --grpc-port must differ")
-    for flag, value in (("--port", options.port), ("--grpc-port", options.grpc_port)):
-        if not 1 <= value <= 65535:
-            raise InvalidRequest(f"{flag} must be a port number from 1 to 65535, not {value}")
-    if options.device == "cuda" and options.trainer_ranks > len(options.gpus):
-        raise InvalidRequest(
-            f"--trainer-ranks {options.trainer_ranks} needs as many GPUs, and here are {len(options.gpus)}"
-        )
+        found.append("--port and --grpc-port must differ")
+    if options.device == "cpu":
+        given = {
+            "--sampler-memory": options.sampler_memory is not None,
+            "--sampler-tp": options.sampler_tp > 1,
+        }
+        found += [f"{flag} is for GPUs, and the models compute on the CPU" for flag in given if given[flag]]
+    else:
+        here = len(options.gpus)
+        for flag, value in (("--trainer-ranks", options.trainer_ranks), ("--sampler-tp", options.sampler_tp)):
+            if value > here:
+                found.append(f"{flag} {value} needs as many GPUs, and here are {here}")
+    return found
 
 
 def processes(options: Options, master_ports: list[int], launch_trainer: TrainerCommand) -> list[Process]:
@@ -148,7 +152,7 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
     """
     gpus = options.gpus if options.device == "cuda" else ()
     count = len(options.models)
-    ranks = [options.trainer_ranks] * count + [1] * (count * options.samplers)
+    ranks = [options.trainer_ranks] * count + [options.sampler_tp] * (count * options.samplers)
     placed = places(ranks, options.cores, gpus)
     planned = [_gateway(options, index) for index in range(options.gateways)]
     for number, model in enumerate(options.models):
@@ -163,7 +167,7 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
 def _gateway(options: Options, index: int) -> Process:
     name = f"gateway-{index}"
     argv = (
-        *(sys.executable, "-m", "services.gateway", "--id", name, "--host", "127.0.0.1"),
+        *(sys.executable, "-m", "services.gateway", "--id", name, "--host", options.host),
         *("--port", str(options.port), "--grpc-port", str(options.grpc_port)),
         *("--data-dir", str(options.data_dir)),
         *("--base-models", _base_models(options)),
@@ -190,21 +194,45 @@ def _trainer(
         *("--offload-optimizer", options.offload_optimizer),
         *("--max-full-models", str(options.max_full_models)),
         *("--full-snapshot-steps", str(options.full_snapshot_steps)),
+        *_given("--micro-batch-tokens", options.micro_batch_tokens),
         *_common(options, model),
         *_store(options),
     ]
     argv = launch(options.trainer_ranks, master_port, arguments, place.gpus)
     # The launcher stops its ranks one after the other.
     grace = 60.0 + 30.0 * options.trainer_ranks
-    return Process(name, tuple(argv), _environment(place), 1, grace, ("trainer", name), place.cores)
+    announced = ("trainer", name)
+    computes = _on(place) + ", what samplers leave of its memory" * place.shared
+    return Process(name, tuple(argv), _environment(place), 1, grace, announced, place.cores, computes)
 
 
 def _sampler(options: Options, index: int, model: Model, place: Place) -> Process:
     name = f"sampler-{index}"
     argv = [sys.executable, "-m", "services.sampler", "--id", name, *_common(options, model)]
+    argv += ["--max-lora-rank", str(options.max_lora_rank), "--max-loras", str(options.max_loras)]
+    argv += _given("--kv-cache-gib", options.kv_cache_gib)
+    argv += _given("--max-sequences", options.max_sequences)
+    computes = _on(place)
     if place.gpus:
-        argv += ["--gpu-memory-utilization", str(place.gpu_memory)]
-    return Process(name, tuple(argv), _environment(place), 1, 75.0, ("sampler", name), place.cores)
+        memory = place.gpu_memory if options.sampler_memory is None else options.sampler_memory
+        argv += ["--gpu-memory-utilization", str(memory), "--tensor-parallel-size", str(options.sampler_tp)]
+        computes += f", {memory:.0%} of its memory"
+    announced = ("sampler", name)
+    return Process(name, tuple(argv), _environment(place), 1, 75.0, announced, place.cores, computes)
+
+
+def _on(place: Place) -> str:
+    """Where a process computes, in words."""
+    if place.gpus:
+        shared = " (shared)" if place.shared else ""
+        return f"GPU {', '.join(place.gpus)}{shared}"
+    cores = f"cores {', '.join(map(str, place.cores))}" if place.cores else "any core"
+    return f"CPU, {place.threads} thread{'s' * (place.threads > 1)} a rank on {cores}"
+
+
+def _given(flag: str, value: object) -> tuple[str, ...]:
+    """The flag, when there is a value; else the service decides."""
+    return () if value is None else (flag, str(value))
 
 
 def _environment(place: Place) -> dict[str, str]:
@@ -222,6 +250,7 @@ def _common(options: Options, model: Model) -> tuple[str, ...]:
     return (
         *("--model", f"{model.name}={model.source}", "--data-dir", str(options.data_dir)),
         *("--device", options.device, "--dtype", options.dtype),
-        # Given, so that a TINSMITH_PORT in the environment is not every process's.
-        *("--port", "0"),
+        *_given("--max-context", options.max_context),
+        # Given, so that a TINSMITH_PORT or TINSMITH_HOST in the environment is not every process's.
+        *("--port", "0", "--host", "127.0.0.1"),
     )

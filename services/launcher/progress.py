@@ -5,17 +5,85 @@ On a terminal one line says what is being waited for; elsewhere only changes are
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import re
+import shlex
+import socket
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 # Errors of any kind, but only our own warnings: the libraries warn about what is meant to be so.
 _NOTEWORTHY = re.compile(r"\b(ERROR|CRITICAL|Traceback)\b|^\d\d:\d\d:\d\d WARNING|^[\w.]*Error\b")
 _CLEAR = "\r\033[K"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+# Trains a model on one sentence and has it speak.
+_NEXT = """\
+{python} - <<'END'
+import tinker
+from tinker import types
+model = tinker.ServiceClient().create_lora_training_client("{model}", rank=8).result()
+ids = model.get_tokenizer().encode("A tinsmith makes things out of tinplate.")
+text = types.ModelInput.from_ints(ids[:-1])
+targets = {{"target_tokens": ids[1:], "weights": [1.0] * len(ids[1:])}}
+datum = types.Datum(model_input=text, loss_fn_inputs=targets)
+for step in range(8):
+    loss = model.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"]
+    model.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    print("step", step, "loss", round(loss, 3))
+sampler = model.save_weights_and_get_sampling_client().result()
+said = sampler.sample(types.ModelInput.from_ints(ids[:4]), 1, types.SamplingParams(max_tokens=8)).result()
+print(model.get_tokenizer().decode(ids[:4] + said.sequences[0].tokens))
+END
+"""
+
+
+def _next(model: str) -> str:
+    python = shlex.quote(sys.executable)
+    install = "" if importlib.util.find_spec("tinker") else f"{python} -m pip install tinker\n"
+    return install + _NEXT.format(model=model, python=python)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where gateways listen."""
+
+    host: str
+    port: int
+    grpc_port: int
+
+    @property
+    def _near(self) -> str:
+        """The address for this machine."""
+        return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self._near}:{self.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self._near}:{self.grpc_port}"
+
+    @property
+    def note(self) -> str:
+        """What those on other machines need to know."""
+        if self.host in _LOOPBACK:
+            return (
+                "Only this machine reaches it; from another one use `ssh -L "
+                f"{self.port}:localhost:{self.port} {socket.gethostname()}`, or start it with --host 0.0.0.0."
+            )
+        name = socket.gethostname() if self._near != self.host else self.host
+        return (
+            f"From other machines: TINKER_BASE_URL=http://{name}:{self.port}. Keys and data travel in the "
+            "clear: keep it to a network that you trust, or put a proxy with TLS before it."
+        )
 
 
 class Progress:
@@ -41,14 +109,14 @@ class Progress:
             seconds = time.monotonic() - self._started
             self._write(f"{_CLEAR}{next(self._spinner)} {seconds:3.0f} s  loading {', '.join(names)}")
 
-    def ready(self, base_url: str, grpc_address: str, api_key: str) -> None:
+    def ready(self, endpoint: Endpoint, api_key: str, model: str) -> None:
         """Says how to use the cluster."""
         self._serving = True
         self.note(
-            f"\nTinsmith is up (gRPC on {grpc_address}). In another terminal:\n\n"
-            f"    export TINKER_BASE_URL={base_url}\n"
-            f"    export TINKER_API_KEY={api_key}\n\n"
-            "Ctrl-C stops it.\n"
+            f"\nTinsmith is up (gRPC on {endpoint.grpc_address}). In another terminal:\n\n"
+            f"    export TINKER_BASE_URL={endpoint.base_url}\n"
+            f"    export TINKER_API_KEY={api_key}\n"
+            f"\n{_next(model)}\n{endpoint.note}\nCtrl-C stops it.\n"
         )
 
     def follow(self) -> None:

@@ -13,18 +13,19 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Unavailable
-from services.common.process.process import wait_for_signal
+from services.common.process.process import machine_memory, wait_for_signal
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client, registry
 from services.common.storage.data_dir import DataDir
-from services.launcher import machine, plan, redis_server
-from services.launcher.progress import Progress
+from services.launcher import default_model, machine, plan, redis_server
+from services.launcher.progress import Endpoint, Progress
 from services.launcher.supervisor import Supervisor
 from services.trainer.world.launch import launch_command
 
@@ -40,17 +41,39 @@ def up(options: plan.Options, redis_url: str | None, verbose: bool) -> int:
         Unavailable: the directory or a port is in use, or a process cannot be started.
     """
     data = DataDir(options.data_dir)
+    options = _with_models(options)
     for directory in (data.run, data.logs):
         directory.mkdir(parents=True, exist_ok=True)
     with _lock(data.root):
         _wait_for_previous_run(data)
         for port in (options.port, options.grpc_port):
-            if machine.port_in_use(port):
+            if machine.port_in_use(port, options.host):
                 raise Unavailable(f"port {port} is in use; choose others with --port and --grpc-port")
         key = api_key(data.api_key)
         for old in data.logs.glob("*.log"):
             old.replace(old.with_suffix(".log.1"))
         return asyncio.run(_run(options, data, key, redis_url, verbose))
+
+
+def show(options: plan.Options) -> str:
+    """What a cluster is made of and where it computes, a line each."""
+    if not options.models:
+        options = replace(options, models=(plan.Model(default_model.NAME, default_model.NAME),))
+    ports = [0 for _ in options.models]
+    planned = plan.processes(options, ports, launch_command)
+    lines = [f"{process.name:<12}{process.computes or 'CPU'}" for process in planned]
+    return "\n".join([*(f"serves {model.name} from {model.source}" for model in options.models), *lines])
+
+
+def _with_models(options: plan.Options) -> plan.Options:
+    """The options with the default model, when none was named."""
+    if options.models:
+        return options
+    cache = options.data_dir / "cache"
+    if not default_model.is_ready(cache):
+        print(f"preparing {default_model.NAME} (half a minute, once)", flush=True)
+    model = plan.Model(default_model.NAME, default_model.prepare(cache))
+    return replace(options, models=(model,))
 
 
 async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | None, verbose: bool) -> int:
@@ -66,13 +89,16 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
         for running in supervisor.running.values():
             running.was_ready = True
         ports = [machine.free_port() for _ in options.models]
+        progress.note(show(options))
         for process in plan.processes(options, ports, launch_command):
             await supervisor.start(process)
         ready = asyncio.create_task(_until_ready(client, supervisor, progress), name="ready")
         await asyncio.wait({ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
-            progress.ready(f"http://127.0.0.1:{options.port}", f"127.0.0.1:{options.grpc_port}", key)
+            progress.ready(
+                Endpoint(options.host, options.port, options.grpc_port), key, options.models[0].name
+            )
             await _watch(supervisor, progress, stop)
         await cancel_all([ready])
         await client.aclose()
@@ -96,7 +122,7 @@ async def _stop(supervisor: Supervisor) -> None:
 
 
 async def _start_redis(supervisor: Supervisor, data: DataDir, appendfsync: str) -> str:
-    memory = redis_server.memory_share(machine.memory())
+    memory = redis_server.memory_share(machine_memory())
     process, url = redis_server.prepare(data.redis, machine.free_port(), appendfsync, memory)
     supervisor.on_spawn(process.name, lambda pid: (data.run / "redis-0.pid").write_text(f"{pid}\n"))
     await supervisor.start(process)

@@ -35,12 +35,14 @@ class SamplerConfig:
         host, port, advertise_host: where gRPC listens (0 = a free port), and the name others use.
         data_dir: shared directory with the snapshots.
         redis_url: of the cluster's Redis.
+        max_context: most tokens of a prompt and its answer; 0 = as many as the model takes, or on CPU as
+            many as the memory for keys and values holds.
         max_loras: adapters in one engine step; requests for more take turns.
         max_lora_rank: largest adapter rank.
         snapshot_cache_gib: host memory for snapshots that may be sampled from without a reload.
         full_snapshot_cache_gib: host memory, of all workers together, for snapshots of full models; others
             are read from the store when their weights go into the engine.
-        kv_cache_gib: memory for keys and values; 0 = from the model on CPU, from
+        kv_cache_gib: memory for keys and values; 0 = from the model and what the machine has on CPU, from
             gpu_memory_utilization on CUDA.
         gpu_memory_utilization: fraction of the GPU's memory for this engine.
         tensor_parallel_size: workers (and GPUs) of this replica.
@@ -60,8 +62,9 @@ class SamplerConfig:
     host: str = "127.0.0.1"
     port: int = 0
     advertise_host: str = "127.0.0.1"
+    max_context: int = 0
     max_loras: int = 8
-    max_lora_rank: int = 64
+    max_lora_rank: int = 128
     snapshot_cache_gib: float = 4.0
     full_snapshot_cache_gib: float = 16.0
     kv_cache_gib: float = 0.0
@@ -74,6 +77,7 @@ class SamplerConfig:
 
 _RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
+    "max_context": (0, math.inf),
     "max_loras": (1, math.inf),
     "snapshot_cache_gib": (0, math.inf),
     "full_snapshot_cache_gib": (0, math.inf),
@@ -107,8 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     flag("--host", "address to listen on", "127.0.0.1")
     flag("--port", "port to listen on, 0 = a free one", 0, type=int)
     flag("--advertise-host", "name under which others reach this host", "127.0.0.1")
+    flag("--max-context", "most tokens of prompt and answer; 0 = choose", 0, type=int)
     flag("--max-loras", "adapters in one engine step", 8, type=int)
-    flag("--max-lora-rank", f"largest adapter rank: one of {LORA_RANKS}", 64, type=int)
+    flag("--max-lora-rank", f"largest adapter rank: one of {LORA_RANKS}", 128, type=int)
     flag("--snapshot-cache-gib", "host memory for adapter snapshots", 4.0, type=float)
     flag("--full-snapshot-cache-gib", "host memory for snapshots of full models", 16.0, type=float)
     flag("--kv-cache-gib", "memory for keys and values; 0 = choose", 0.0, type=float)

@@ -34,6 +34,7 @@ class TrainerConfig:
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
             s3://bucket/prefix; empty = in the data directory.
         micro_batch_tokens: tokens of one micro-batch.
+        max_context: most tokens of an example; 0 = as many as the base model takes.
         redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password.
     """
 
@@ -53,6 +54,7 @@ class TrainerConfig:
     data_dir: Path
     checkpoint_store: str
     micro_batch_tokens: int
+    max_context: int
     redis_url: str
 
 
@@ -126,6 +128,7 @@ def parse(argv: list[str]) -> TrainerConfig:
         "tokens that a rank computes at once, and so what a small request may have to wait for; "
         f"auto = {_AUTO_TOKENS['cuda']} on CUDA, {_AUTO_TOKENS['cpu']} on CPU",
     )
+    flag("max-context", "0", "most tokens of an example; 0 = as many as the base model takes", type=int)
     args = parser.parse_args([*from_environment, *argv])
 
     name, separator, path = args.model.partition("=")
@@ -140,6 +143,8 @@ def parse(argv: list[str]) -> TrainerConfig:
         parser.error(f"--checkpoint-store: {error.message}")
     if args.max_full_models < 1 or args.full_snapshot_steps < 1:
         parser.error("--max-full-models and --full-snapshot-steps must be at least 1")
+    if args.max_context < 0:
+        parser.error(f"--max-context must be 0 or a number of tokens, not {args.max_context}")
     redis_url = os.environ.get("TINSMITH_REDIS_URL", "")
     if not redis_url:
         parser.error("TINSMITH_REDIS_URL is not set")
@@ -161,6 +166,7 @@ def parse(argv: list[str]) -> TrainerConfig:
         data_dir=args.data_dir.resolve(),
         checkpoint_store=args.checkpoint_store,
         micro_batch_tokens=_AUTO_TOKENS[device] if tokens == "auto" else int(tokens),
+        max_context=args.max_context,
         redis_url=redis_url,
     )
 

@@ -342,7 +342,7 @@ async def test_it_announces_itself_with_what_gateways_need(sampler: Sampler) -> 
     assert (record.address, record.base_model, record.state) == (sampler.address, BASE_MODEL, "ready")
     assert (record.vocab_size, record.context_length) == (VOCAB, CONTEXT)
     assert (record.arch, record.device, record.dtype) == ("Qwen3ForCausalLM", "cpu", "float32")
-    assert (record.world_size, record.max_lora_rank) == (1, 64)
+    assert (record.world_size, record.max_lora_rank) == (1, 128)
     assert (record.max_sequences, record.queued_sequences) == (64, 16)
     assert record.kv_tokens > 2 * CONTEXT
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from services.common.process import failpoints
 
 _PR_SET_PDEATHSIG = 1
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
@@ -31,6 +32,16 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal_number)
+
+
+def machine_memory() -> int:
+    """Bytes of memory of this machine, or of the container that this process runs in."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = _MEMORY_LIMIT.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def write_pid_file(run_dir: Path, name: str) -> None:

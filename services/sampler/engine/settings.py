@@ -6,12 +6,18 @@ raw model's, a request without a seed gets another stream on every replica, and 
 
 from __future__ import annotations
 
+import logging
 import secrets
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from services.common.process.process import machine_memory
 from services.sampler.config import GIB, SamplerConfig
+from services.sampler.engine import cpu_cache
+from services.sampler.engine.cpu_cache import CpuCache
+
+log = logging.getLogger(__name__)
 
 # What train_attn, train_mlp and train_unembed adapt.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
@@ -24,12 +30,15 @@ _UNLIMITED_ADAPTERS = 1_000_000
 def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
     """What vLLM is started with on "cpu" or "cuda"."""
     on_cpu = device == "cpu"
+    cache = _cpu_cache(config) if on_cpu else None
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": "float32" if config.dtype == "auto" and on_cpu else config.dtype,
         "tensor_parallel_size": config.tensor_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": _kv_cache_bytes(config, on_cpu),
+        # On CUDA without a given size vLLM measures what the GPU has left.
+        "kv_cache_memory_bytes": cache.kv_bytes if cache else int(config.kv_cache_gib * GIB) or None,
+        "max_model_len": cache.context if cache else config.max_context or None,
         "enforce_eager": on_cpu,
         "enable_prefix_caching": True,
         "logprobs_mode": "raw_logprobs",
@@ -73,18 +82,27 @@ def adapts(config: SamplerConfig, device: str) -> bool:
     return not any(getattr(model, name, None) for name in _EXPERTS)
 
 
-def _kv_cache_bytes(config: SamplerConfig, on_cpu: bool) -> int | None:
-    """Bytes for keys and values; None = vLLM measures what the GPU has left."""
-    if config.kv_cache_gib > 0:
-        return int(config.kv_cache_gib * GIB)
-    if not on_cpu:
-        return None
+def _cpu_cache(config: SamplerConfig) -> CpuCache:
+    """Keys and values on CPU, where vLLM does not measure what there is room for."""
     from transformers import AutoConfig
 
     model = AutoConfig.from_pretrained(config.model_path).get_text_config()
     head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     item = 2 if config.dtype == "bfloat16" else 4
-    sequence = 2 * model.num_hidden_layers * heads * head * item * model.max_position_embeddings
-    # Room for two full contexts, and for a prefix cache worth the name on tiny models.
-    return max(GIB, 2 * sequence)
+    cache = cpu_cache.choose(
+        token_bytes=2 * model.num_hidden_layers * heads * head * item,
+        model_context=model.max_position_embeddings,
+        wanted_context=config.max_context,
+        given_bytes=int(config.kv_cache_gib * GIB),
+        memory=machine_memory(),
+    )
+    if cache.context < (config.max_context or model.max_position_embeddings):
+        log.warning(
+            "this machine has room for %.1f GiB of keys and values: contexts end at %d tokens, and the model "
+            "takes %d (--kv-cache-gib gives more, --max-context fewer)",
+            cache.kv_bytes / GIB,
+            cache.context,
+            model.max_position_embeddings,
+        )
+    return cache

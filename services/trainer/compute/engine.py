@@ -69,6 +69,7 @@ class Engine:
         rank: int,
         world_size: int,
         offload_optimizer: bool = False,
+        max_context: int = 0,
     ) -> None:
         """Loads the base model, joining the launcher's process group first unless that was done.
 
@@ -78,6 +79,10 @@ class Engine:
             dtype: element type of the base, "float32" or "bfloat16"; adapters are always float32.
             zero_stage: 0..3; 1 and 2 equal 0 for a frozen base.
             offload_optimizer: full models hold optimizer state, and step, on the CPU.
+            max_context: most tokens of a datum; 0 = as many as the base model takes.
+
+        Raises:
+            ValueError: the base model takes fewer tokens than `max_context`.
         """
         element = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         self._router = LoraRouter()
@@ -99,7 +104,11 @@ class Engine:
         self._tenants: dict[str, LoraTenant | FullModel] = {}
         self._buffers = FlatBuffers(self._device)
         self.vocab_size = self._base.vocab_size
-        self.context_length = self._base.context_length
+        if max_context > self._base.context_length:
+            raise ValueError(
+                f"--max-context {max_context}: the model takes {self._base.context_length} tokens"
+            )
+        self.context_length = max_context or self._base.context_length
         self.arch = self._base.arch
 
     def create_model(self, model_id: str, lora: LoraSpec | None) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from examples.demo import __main__ as demo
-from examples.demo import cluster, smollm2
+from examples.demo import cluster
+from services.launcher import default_model
 
 FALLING = [6.0, 2.0, 0.5, 0.4]
 SAME = [(0.5, 0.5), (0.25, 0.25)]
@@ -82,28 +83,4 @@ def test_a_directory_is_named_by_its_last_part_and_a_hub_id_by_itself(tmp_path: 
     (tmp_path / "my-model").mkdir()
     assert demo.base_model_name(str(tmp_path / "my-model")) == "my-model"
     assert demo.base_model_name("org/model") == "org/model"
-    assert demo.base_model_name(None) == smollm2.NAME
-
-
-def test_a_converted_model_is_used_as_it_is(tmp_path: Path) -> None:
-    target = tmp_path / "SmolLM2-135M-Instruct"
-    target.mkdir()
-    (target / "config.json").write_text("{}")
-    assert smollm2.prepare(tmp_path) == str(target)
-
-
-def test_without_the_wheel_the_hub_id_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "gguf_file", lambda: None)
-    assert smollm2.prepare(tmp_path) == smollm2.NAME
-
-
-def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(source: Path, target: Path) -> None:
-        (target / "config.json").write_text("{}")
-        raise RuntimeError("disk full")
-
-    monkeypatch.setattr(smollm2, "gguf_file", lambda: tmp_path / "model.gguf")
-    monkeypatch.setattr(smollm2, "_convert", fail)
-    with pytest.raises(RuntimeError, match="disk full"):
-        smollm2.prepare(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert demo.base_model_name(None) == default_model.NAME

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import Unavailable
 from services.launcher import machine
 
 
@@ -34,11 +34,9 @@ def test_cuda_visible_devices_names_the_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.gpus() == ()
 
 
-def test_cuda_without_a_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert machine.choose_device("auto") == "cpu"
-    with pytest.raises(InvalidRequest, match="no NVIDIA GPU"):
-        machine.choose_device("cuda")
+def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+    with pytest.raises(Unavailable, match=r"--host 192\.0\.2\.1 is no address of this machine"):
+        machine.port_in_use(8000, "192.0.2.1")
 
 
 def test_only_processes_that_live_count_as_running(tmp_path: Path) -> None:

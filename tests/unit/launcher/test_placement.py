@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from services.launcher.placement import places
+from typing import Any
+
+import pytest
+
+from services.launcher.placement import Counts, counts, places
 
 
 def test_processes_with_enough_cores_are_bound_to_cores_of_their_own() -> None:
@@ -38,3 +42,37 @@ def test_one_gpu_is_shared_and_the_sampler_leaves_room() -> None:
 def test_the_ranks_of_a_process_never_share_a_gpu() -> None:
     for place in places([3, 3, 1], range(4), ("0", "1", "2", "3")):
         assert len(set(place.gpus)) == len(place.gpus)
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        ({"gpus": 0}, Counts(1, 1)),
+        ({"gpus": 1}, Counts(1, 1)),
+        ({"gpus": 2}, Counts(1, 1)),
+        ({"gpus": 3}, Counts(2, 1)),
+        ({"gpus": 8}, Counts(4, 4)),
+        ({"gpus": 8, "models": 2}, Counts(2, 2)),
+        ({"gpus": 8, "models": 9}, Counts(1, 1)),
+        ({"gpus": 8, "sampler_gpus": 2}, Counts(4, 2)),
+        ({"gpus": 8, "sampler_gpus": 8}, Counts(1, 1)),
+        ({"gpus": 8, "ranks": 2}, Counts(2, 6)),
+        ({"gpus": 8, "ranks": 8}, Counts(8, 1)),
+        ({"gpus": 8, "samplers": 2}, Counts(6, 2)),
+        ({"gpus": 8, "samplers": 0}, Counts(8, 0)),
+        ({"gpus": 8, "ranks": 3, "samplers": 1}, Counts(3, 1)),
+    ],
+    ids=str,
+)
+def test_a_machine_is_divided_between_training_and_sampling(
+    machine: dict[str, int], expected: Counts
+) -> None:
+    asked: dict[str, Any] = {"models": 1, "sampler_gpus": 1, "ranks": None, "samplers": None, **machine}
+    assert counts(**asked) == expected
+
+
+def test_what_is_decided_leaves_no_gpu_of_eight_shared_or_idle() -> None:
+    decided = counts(models=1, gpus=8, sampler_gpus=1, ranks=None, samplers=None)
+    placed = places([decided.ranks, *[1] * decided.samplers], range(64), tuple("01234567"))
+    assert sorted(gpu for place in placed for gpu in place.gpus) == list("01234567")
+    assert not any(place.shared for place in placed)

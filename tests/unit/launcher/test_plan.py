@@ -84,22 +84,51 @@ def test_a_model_of_another_form_is_refused(text: str) -> None:
         plan.parse_model(text)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"models": ()},
-        {"gateways": 0},
-        {"samplers": -1},
-        {"trainer_ranks": -1},
-        {"max_full_models": 0},
-        {"full_snapshot_steps": 0},
-        {"port": 9, "grpc_port": 9},
-        {"models": (plan.Model("a/b", "x"), plan.Model("a/b", "y"))},
-    ],
-)
-def test_options_that_no_cluster_can_have_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest):
-        plan.check(options(tmp_path, **changes))
+def test_options_that_no_cluster_can_have_are_told_all_at_once(tmp_path: Path) -> None:
+    same = (plan.Model("a/b", "x"), plan.Model("a/b", "y"))
+    wrong = options(tmp_path, models=same, port=9, grpc_port=9, sampler_tp=2, checkpoint_store="s3://k:s@b")
+    told = "\n".join(plan.mistakes(wrong))
+    for part in ("a/b is given twice", "--grpc-port must differ", "--sampler-tp is for GPUs", "credentials"):
+        assert part in told
+    assert plan.mistakes(options(tmp_path)) == []
+
+
+def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
+    _, trainer, sampler, *_ = plan.processes(options(tmp_path), [1, 2], launch)
+    for flag in ("--max-context", "--micro-batch-tokens", "--kv-cache-gib", "--max-sequences"):
+        assert flag not in (*trainer.argv, *sampler.argv)
+    given = options(tmp_path, max_context=4096, micro_batch_tokens=512, kv_cache_gib=2.0, max_sequences=9)
+    _, trainer, sampler, *_ = plan.processes(given, [1, 2], launch)
+    said = dict(itertools.pairwise(trainer.argv)) | dict(itertools.pairwise(sampler.argv))
+    assert (said["--max-context"], said["--micro-batch-tokens"]) == ("4096", "512")
+    assert (said["--kv-cache-gib"], said["--max-sequences"]) == ("2.0", "9")
+    assert (said["--max-lora-rank"], said["--max-loras"]) == ("128", "8")
+
+
+def test_only_gateways_listen_on_the_address_that_is_asked_for(tmp_path: Path) -> None:
+    planned = plan.processes(options(tmp_path, host="0.0.0.0"), [1, 2], launch)
+    hosts = {process.name: dict(itertools.pairwise(process.argv))["--host"] for process in planned}
+    assert hosts.pop("gateway-0") == "0.0.0.0"
+    assert set(hosts.values()) == {"127.0.0.1"}
+
+
+def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
+    one = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": ("0",)}
+    gateway, trainer, sampler = plan.processes(options(tmp_path, **one), [1], launch)
+    assert gateway.computes == ""
+    assert trainer.computes == "GPU 0 (shared), what samplers leave of its memory"
+    assert sampler.computes == "GPU 0 (shared), 40% of its memory"
+    asked = plan.processes(options(tmp_path, **one, sampler_memory=0.55), [1], launch)[2]
+    assert dict(itertools.pairwise(asked.argv))["--gpu-memory-utilization"] == "0.55"
+
+
+def test_a_sampler_of_several_gpus_has_them_to_itself(tmp_path: Path) -> None:
+    eight = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": tuple("01234567")}
+    planned = plan.processes(
+        options(tmp_path, **eight, trainer_ranks=4, samplers=2, sampler_tp=2), [1], launch
+    )
+    assert [process.env.get("CUDA_VISIBLE_DEVICES") for process in planned] == [None, "0,1,2,3", "4,5", "6,7"]
+    assert dict(itertools.pairwise(planned[2].argv))["--tensor-parallel-size"] == "2"
 
 
 def test_trainers_and_samplers_get_the_gpus_in_turn(tmp_path: Path) -> None:
@@ -115,12 +144,14 @@ def test_trainers_and_samplers_get_the_gpus_in_turn(tmp_path: Path) -> None:
         "sampler-1": "3",
     }
     assert planned[1].argv[-1] == "0"
-    assert planned[2].argv[-2:] == ("--gpu-memory-utilization", "0.9")
+    assert dict(itertools.pairwise(planned[2].argv))["--gpu-memory-utilization"] == "0.9"
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="--trainer-ranks 2"):
-        plan.check(options(tmp_path, device="cuda", gpus=("0",), trainer_ranks=2))
+    wrong = options(tmp_path, device="cuda", gpus=("0",), trainer_ranks=2, sampler_tp=4)
+    ranks, parallel = plan.mistakes(wrong)
+    assert ranks.startswith("--trainer-ranks 2 needs as many GPUs")
+    assert parallel.startswith("--sampler-tp 4 needs as many GPUs")
 
 
 def test_gateways_and_trainers_are_told_where_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -135,5 +166,3 @@ def test_gateways_and_trainers_are_told_where_checkpoints_are_kept(tmp_path: Pat
         "trainer-1": True,
         "sampler-1": False,
     }
-    with pytest.raises(InvalidRequest, match="credentials"):
-        plan.check(options(tmp_path, checkpoint_store="s3://key:secret@bucket/x"))

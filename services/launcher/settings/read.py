@@ -1,0 +1,103 @@
+"""What a command line, a file and the environment say, each setting once: the flag, else the file, else
+the variable, else the default.
+
+Invariant: reading never stops at the first mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.launcher.settings.table import ROWS, TABLE, Setting
+
+
+@dataclass
+class Given:
+    """What is to be done.
+
+    Attributes:
+        values: by the name of the setting; defaults where nothing was given, or something wrong.
+        models: NAME=SOURCE, as given.
+        mistakes: sentences that say what to change.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    models: list[str] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for every setting, in groups."""
+    for heading, rows in TABLE.items():
+        group = parser.add_argument_group(heading)
+        for row in rows:
+            group.add_argument(row.flag, metavar=row.kind.shown, help=row.help)
+
+
+def read(
+    options: argparse.Namespace, models: Sequence[str], file: Path | None, environment: Mapping[str, str]
+) -> Given:
+    """Everything that was given, checked one by one.
+
+    Args:
+        options: what the flags of `add_flags` say.
+        models: NAME=SOURCE of each --model; they take the place of the file's.
+        file: a TOML file with a key for each setting and a table `models` of NAME = SOURCE.
+    """
+    given = Given()
+    written = _written(file, given) if file is not None else {}
+    in_file = written.pop("models", {})
+    given.models = list(models) or _models(in_file, file, given)
+    for name in sorted(written.keys() - ROWS.keys()):
+        near = difflib.get_close_matches(name, ROWS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "tinsmith up --help lists them"
+        given.mistakes.append(f"{file}: there is no setting {name}; {hint}")
+    for name, row in ROWS.items():
+        flag = getattr(options, name.replace("-", "_"))
+        if flag is not None:
+            value = _value(row, flag, row.flag, given)
+        elif name in written:
+            value = _value(row, written[name], f"{name} in {file}", given)
+        elif row.variable in environment:
+            value = _value(row, environment[row.variable], row.variable, given)
+        else:
+            value = row.default
+        given.values[name] = value
+    return given
+
+
+def _value(row: Setting, value: Any, origin: str, given: Given) -> Any:
+    # A boolean is a number in Python, and none to its writer.
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            return row.kind.parse(str(value))
+        except ValueError:
+            pass
+    given.mistakes.append(f"{origin} must be {row.kind.says}, not {value!r}")
+    return row.default
+
+
+def _written(file: Path, given: Given) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        given.mistakes.append(f"{file} cannot be read: {error.strerror}")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        given.mistakes.append(f"{file} is not TOML: {error}")
+    return {}
+
+
+def _models(table: Any, file: Path | None, given: Given) -> list[str]:
+    if not isinstance(table, dict) or not all(isinstance(source, str) for source in table.values()):
+        given.mistakes.append(
+            f"models in {file} must be a table of names and sources, for example\n"
+            '    [models]\n    "Qwen/Qwen3-8B" = "/models/qwen3-8b"'
+        )
+        return []
+    return [f"{name}={source}" for name, source in table.items()]

