@@ -26,15 +26,19 @@ def line(text: str) -> None:
 
 
 @contextlib.contextmanager
-def steps(label: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function to call after each of `total` steps, with what to say about it."""
+def steps(label: str, total: int, left: Callable[[float], str]) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call after each of `total` steps, with what to say about it.
+
+    Args:
+        left: how long it all still takes, in words, when so much of the steps, 0 to 1, is done.
+    """
     if not console.is_terminal:
         done = 0
 
         def print_step(text: str) -> None:
             nonlocal done
             done += 1
-            line(f"{label} {done}/{total}  {text}")
+            line(f"{label} {done}/{total}  {text}  ({left(done / total)})")
 
         yield print_step
         return
@@ -43,11 +47,17 @@ def steps(label: str, total: int) -> Iterator[Callable[[str], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
         TextColumn("{task.fields[said]}", markup=False),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(label, total=total, said="")
-        yield lambda text: progress.update(task, advance=1, said=text)
+        task = progress.add_task(label, total=total, said="", left=left(0.0))
+
+        def show_step(text: str) -> None:
+            done = progress.tasks[0].completed + 1
+            progress.update(task, advance=1, said=text, left=left(done / total))
+
+        yield show_step
 
 
 @contextlib.contextmanager

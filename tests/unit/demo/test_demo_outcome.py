@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo import __main__ as demo
 from examples.demo import cluster
+from examples.demo import story as demo
 from services.launcher import default_model
 
 FALLING = [6.0, 2.0, 0.5, 0.4]

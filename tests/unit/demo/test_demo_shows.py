@@ -1,0 +1,73 @@
+"""The demo shows its own lines, and how long it still takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.demo.pace import SHARES, Pace, words
+
+SPEAKS = """
+import sys, warnings, os, subprocess
+from pathlib import Path
+from examples.demo.quiet import quiet
+with quiet(Path(sys.argv[1])):
+    print("the demo's own line")
+    warnings.warn("a library's warning")
+    print("a library's line", file=sys.stderr)
+    os.write(2, b"compiled code\\n")
+    subprocess.run([sys.executable, "-c", "import sys; sys.stderr.write('a child\\\\n')"])
+    if sys.argv[2:]:
+        raise RuntimeError("what went wrong")
+print("afterwards", file=sys.stderr)
+"""
+
+
+def spoken(tmp_path: Path, *arguments: str) -> tuple[int, str, str, str]:
+    """Exit status, stdout, stderr and log."""
+    log = tmp_path / "deep" / "demo.log"
+    command = [sys.executable, "-c", SPEAKS, str(log), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    return done.returncode, done.stdout, done.stderr, log.read_text()
+
+
+def test_what_libraries_say_goes_to_the_log(tmp_path: Path) -> None:
+    status, shown, errors, log = spoken(tmp_path)
+    assert (status, shown, errors) == (0, "the demo's own line\n", "afterwards\n")
+    for said in ("a library's warning", "a library's line", "compiled code", "a child"):
+        assert said in log
+
+
+def test_an_error_is_shown_on_the_terminal(tmp_path: Path) -> None:
+    status, _, errors, _ = spoken(tmp_path, "fail")
+    assert status == 1
+    assert "RuntimeError: what went wrong" in errors
+
+
+def test_before_anything_is_done_the_whole_is_left() -> None:
+    assert Pace().left("model") == sum(SHARES.values())
+
+
+def test_a_machine_that_is_twice_as_slow_has_twice_as_much_left() -> None:
+    pace = Pace()
+    pace.finish("model", 2 * SHARES["model"])
+    pace.finish("cluster", 2 * SHARES["cluster"])
+    rest = SHARES["sft"] / 2 + SHARES["checkpoint"] + SHARES["rl"]
+    assert pace.left("sft", done=0.5) == pytest.approx(2 * rest)
+
+
+def test_a_part_that_an_earlier_run_had_done_says_nothing_about_the_pace() -> None:
+    pace = Pace()
+    pace.finish("model", 0.01)
+    assert pace.left("cluster") == sum(SHARES.values()) - SHARES["model"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "about 10 s left"), (33, "about 30 s left"), (61, "about 1 min left"), (200, "about 3.5 min left")],
+)
+def test_a_time_is_said_roughly(seconds: float, said: str) -> None:
+    assert words(seconds) == said
