@@ -176,7 +176,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "micro-batch-tokens",
             _whole(1, 10_000_000, auto=True),
             None,
-            "padded tokens that a rank computes at once: fewer take less memory (default: auto, 8192 on "
+            "tokens that a rank computes at once: fewer take less memory (default: auto, 8192 on "
             "CUDA and 1024 on CPU)",
         ),
         Setting(
