@@ -129,7 +129,8 @@ def _add_tiny(tiny: argparse.ArgumentParser) -> None:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from services.launcher import machine, options
+    from services.launcher import machine
+    from services.launcher.settings import options
     from services.launcher.up import show, up
 
     here = options.Machine(machine.cores(), machine.gpus(), options.cuda_build())

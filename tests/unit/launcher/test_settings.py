@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from services.common.contract.errors import InvalidRequest
-from services.launcher import cli, options, plan
+from services.launcher import cli, plan
+from services.launcher.settings import options
 from services.launcher.settings.table import ROWS, TABLE
 from services.sampler.config import LORA_RANKS
 
