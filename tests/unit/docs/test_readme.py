@@ -1,0 +1,81 @@
+"""What the README claims and prints is so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.launcher import cli
+from services.launcher.settings import options
+
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "README.md").read_text()
+RESULTS = json.loads((ROOT / "bench" / "results" / "cpu-2-cores.json").read_text())
+MACHINE = options.Machine(cores=tuple(range(64)), gpus=tuple("01234567"), cuda_build=True)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def numbers(results: dict[str, Any]) -> str:
+    """The results of a benchmark, as the README shows them."""
+    machine, model = results["machine"], results["model"]
+    lines = [
+        f"On {machine['cores']} cores of an {machine['cpu']} with {machine['memory_gib']:.0f} GiB, without "
+        f"GPU, a {model['family'].partition(',')[0]} of",
+        f"{model['parameters_millions']}M parameters in {model['dtype']}, {results['measured'][:10]}:",
+        "",
+        "| | measured | target | |",
+        "|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        bound, sign = (row["at_most"], "≤") if row["at_most"] is not None else (row["at_least"], "≥")
+        met = "" if row["holds"] else "missed"
+        unit = row["unit"].replace("|", "\\|")
+        lines.append(f"| {row['name']} | {row['value']:.3g} {unit} | {sign} {bound:g} | {met} |")
+    return "\n".join(lines)
+
+
+def test_the_numbers_are_those_that_were_measured() -> None:
+    assert numbers(RESULTS) in README
+
+
+def test_the_quickstart_in_the_readme_is_the_one_that_runs() -> None:
+    (shown,) = blocks("python")
+    assert shown in (ROOT / "examples" / "quickstart.py").read_text()
+
+
+def commands() -> list[str]:
+    printed = [line for block in blocks("sh") for line in block.splitlines()]
+    examples = [line.strip() for line in cli._UP.splitlines()]
+    return [
+        line.partition(" #")[0].strip() for line in (*printed, *examples) if line.startswith("tinsmith up")
+    ]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_cluster_that_is_printed_can_be_asked_for(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (written,) = blocks("toml")
+    (tmp_path / "cluster.toml").write_text(written)
+    flags, unknown = cli._parser().parse_known_args(command.replace("/models/", f"{tmp_path}/").split()[1:])
+    (tmp_path / "qwen3-8b").mkdir()
+    flags.unknown = unknown
+    chosen, _ = options.options(flags, MACHINE, {})
+    if "-f cluster.toml" in command:
+        assert (chosen.host, chosen.max_lora_rank, chosen.samplers) == ("0.0.0.0", 64, 1)
+        assert [model.name for model in chosen.models] == ["Qwen/Qwen3-0.6B"]
+
+
+def test_every_verb_that_is_printed_is_in_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    verbs = set(re.findall(r"\bmake ([a-z][a-z-]+)", README))
+    assert {"demo", "test", "setup"} <= verbs
+    assert {verb for verb in verbs if not re.search(rf"^{verb}:.* ## ", makefile, re.MULTILINE)} == set()
