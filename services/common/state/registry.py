@@ -158,6 +158,7 @@ def facts(record: ServiceRecord) -> Facts:
         context_length=record.context_length,
         max_lora_rank=record.max_lora_rank,
         max_sequences=record.max_sequences,
+        adapts=record.adapts,
     )
 
 

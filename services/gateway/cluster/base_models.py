@@ -38,6 +38,7 @@ class BaseModel:
         max_sample_rank: largest LoRA rank its samplers take; 0 = no limit of their own.
         trainable: it has a trainer, which may be away at present.
         sampleable: it has a sampler, which may be away at present.
+        samples_adapters: one of its samplers can run adapters, as far as they said.
         trainer_seen: a trainer said once what it takes; `sampler_seen`: the same.
     """
 
@@ -50,6 +51,7 @@ class BaseModel:
     max_sample_rank: int = 0
     trainable: bool = False
     sampleable: bool = False
+    samples_adapters: bool = True
     trainer_seen: bool = False
     sampler_seen: bool = False
 
@@ -101,6 +103,7 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         max_sample_rank=_smallest(one.max_lora_rank for one in sampling),
         trainable=known.trained or bool(trainers),
         sampleable=known.sampled or bool(samplers),
+        samples_adapters=not sampling or any(one.adapts for one in sampling),
         trainer_seen=bool(training),
         sampler_seen=bool(sampling),
     )

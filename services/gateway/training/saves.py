@@ -106,7 +106,7 @@ class Saves:
         """Accepts a named snapshot, tinker://<model_id>/sampler_weights/<name>."""
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
-            roles.check_samples(record.role)
+            await self._check_sampled(record)
             save = operation_pb2.SaveForSampler(checkpoint_id=ids.checkpoint_id("sampler_weights", name))
             self._set_options(save, options)
             await self._checkpoints.refuse_taken(model_id, save.checkpoint_id, seq_id)
@@ -136,7 +136,7 @@ class Saves:
         session = ids.sampling_session_id(ids.session_of(model_id), sampling_session_seq_id)
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
-            roles.check_samples(record.role)
+            await self._check_sampled(record)
             taken = await self._sampling_sessions.get(session)
             if taken is not None and (taken.model_id, taken.version) != (model_id, seq_id):
                 raise InvalidRequest(
@@ -151,6 +151,17 @@ class Saves:
         # The SDK numbers the session anew each time that it sends a save again.
         asked = digest("save_for_sampling_session", session if told else None, inflight)
         return await self._models.submit(owner, model_id, seq_id, asked, fill), session
+
+    async def _check_sampled(self, record: ModelRecord) -> None:
+        """Refuses to publish what no sampler could answer from."""
+        roles.check_samples(record.role)
+        if record.lora_rank and not (await self._models.base_of(record)).samples_adapters:
+            raise InvalidRequest(
+                f"no sampler of {record.base_model} here can run adapters: they are on CPUs, and the model "
+                "has routed experts; train on and keep the model with save_state, or have the operator run a "
+                "sampler on a GPU",
+                "adapters_not_supported",
+            )
 
     def _set_options(
         self, save: operation_pb2.SaveState | operation_pb2.SaveForSampler, options: SaveOptions

@@ -222,6 +222,7 @@ def base_model(model: BaseModel, limits: Limits) -> models_pb2.BaseModel:
         vocab_size=model.vocab_size,
         architecture=model.arch,
         max_lora_rank=min(ranks),
+        samples_adapters=model.sampleable and model.samples_adapters,
     )
 
 

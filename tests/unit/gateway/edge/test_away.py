@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
+import msgspec
 import pytest
 import tinker
 
@@ -17,7 +18,7 @@ from services.common.state.known_models import Configured
 from services.common.state.registry import Announcer, ServiceRecord
 from tests.unit.gateway.edge.http.test_sampling import base_session, body
 from tests.unit.gateway.edges import ALICE, BASE, Edges, new_model, new_session
-from tests.unit.gateway.saved import save, save_sampler
+from tests.unit.gateway.saved import failure, save, save_sampler
 from tinsmith.v1 import models_pb2, service_pb2_grpc, training_pb2
 
 NEW = "org/new"
@@ -118,6 +119,41 @@ async def test_limits_of_a_trainer_that_is_away_hold(edges: Edges) -> None:
         assert refused.status_code == 400
         assert "16" in refused.json()["detail"]
         assert (await create(client, NEW, lora_config={"rank": 8})).status_code == 200
+
+
+async def test_what_no_sampler_can_run_is_refused_at_the_save_and_trained_all_the_same(
+    edges: Edges,
+) -> None:
+    def refused(told: dict[str, Any]) -> bool:
+        return told["category"] == "user" and "run adapters" in told["error"]
+
+    async with edges.http() as client:
+        adapter, full = await new_model(edges, client), await new_model(edges, client, rank=0)
+        sampler = edges.announcers["sampler"]
+        await sampler.update(msgspec.structs.replace(sampler.record, adapts=False))
+        await edges.discovery.refresh()
+        step = {"model_id": adapter, "seq_id": 1, "adam_params": {}}
+        assert (await client.post("optim_step", json=step)).status_code == 200
+        for seq_id, name in ((2, {"path": "best"}), (3, {"sampling_session_seq_id": 0})):
+            for model in (adapter, full):
+                save = {"model_id": model, "seq_id": seq_id, **name}
+                response = await client.post("save_weights_for_sampler", json=save)
+                assert response.status_code == 200, response.text
+        assert [refused(await failure(client, adapter, seq_id)) for seq_id in (2, 3)] == [True, True]
+        assert await edges.operation(full, 2) is not None
+        state = {"model_id": adapter, "seq_id": 4, "path": "kept"}
+        assert (await client.post("save_weights", json=state)).status_code == 200
+        assert (await edges.operation(adapter, 4)) is not None
+        # Also while it is away.
+        await sampler.stop()
+        save = {"model_id": adapter, "seq_id": 5, "path": "later"}
+        assert (await client.post("save_weights_for_sampler", json=save)).status_code == 200
+        assert refused(await failure(client, adapter, 5))
+    async with grpc.aio.insecure_channel(edges.grpc_address) as channel:
+        stub = service_pb2_grpc.TinsmithServiceStub(channel)
+        models = await stub.ListModels(models_pb2.ListModelsRequest(), metadata=(("x-api-key", ALICE),))
+    (listed,) = models.models
+    assert listed.sampleable and not listed.samples_adapters
 
 
 async def test_what_one_gateway_never_saw_another_one_left_in_redis(away: Edges) -> None:
