@@ -85,8 +85,8 @@ def checkpoint_id(kind: str, name: str) -> str:
     text = f"{kind}/{name}"
     if _CHECKPOINT_ID.fullmatch(text) is None:
         raise InvalidRequest(
-            f"{name[:200]!r} is not a checkpoint name: it is a part of paths and URLs, so use 1 to 200 letters, "
-            "digits and characters of ._=+,@~-, and begin with a letter, a digit or '_'"
+            f"{name[:200]!r} is not a checkpoint name: it is a part of paths and URLs, so use 1 to 200 "
+            "letters, digits and characters of ._=+,@~-, and begin with a letter, a digit or '_'"
         )
     return text
 

@@ -12,12 +12,15 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.05
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def keep_running(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -35,6 +38,17 @@ def _stop_unless_cancelled(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         log.critical("%s ended by itself; stopping", task.get_name(), exc_info=task.exception())
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def a_few_at_once(
+    function: Callable[[T], Awaitable[R]], items: Sequence[T], at_once: int = 32
+) -> list[R]:
+    """What the function gives for every item, in order. However many there are, `at_once` of its calls run at
+    a time, so that those of others are not kept from what all of them share, such as connections."""
+    found: list[R] = []
+    for start in range(0, len(items), at_once):
+        found += await asyncio.gather(*map(function, items[start : start + at_once]))
+    return found
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

@@ -8,10 +8,9 @@ answers from.
 
 from __future__ import annotations
 
-import asyncio
-
 from services.common.contract import ids
 from services.common.process.pools import DELETIONS
+from services.common.process.tasks import a_few_at_once
 from services.common.storage.base import Key, Storage
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import delete_directory
@@ -65,7 +64,7 @@ async def sampled_versions(
     used: dict[str, set[int]] = {}
     for sampling_session_id, found in await sampling_sessions.of_model(model_id, version):
         used.setdefault(ids.session_of(sampling_session_id), set()).add(found)
-    records = await asyncio.gather(*(sessions.get(session_id) for session_id in used))
+    records = await a_few_at_once(sessions.get, list(used))
     return {
         number
         for record, versions in zip(records, used.values(), strict=True)

@@ -7,6 +7,7 @@ request finds what the first one made.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from services.common.state.scripts import Script
 
 _IDEMPOTENCY_TTL_S = 24 * 3600
 _DETAIL_CHARS = 1000
+_AT_ONCE = 500
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +138,16 @@ class SessionStore:
         """Ids of the session's models, some perhaps never created."""
         found: Any = await self._redis.smembers(keys.session_models(session_id))
         return sorted((raw.decode() for raw in found), key=_number)
+
+    async def model_counts(self, session_ids: Sequence[str]) -> list[int]:
+        """How many models each session has."""
+        counts: list[int] = []
+        for start in range(0, len(session_ids), _AT_ONCE):
+            pipeline = self._redis.pipeline(transaction=False)
+            for session_id in session_ids[start : start + _AT_ONCE]:
+                pipeline.scard(keys.session_models(session_id))
+            counts += await pipeline.execute()
+        return counts
 
     async def samplers(self, session_id: str) -> list[str]:
         """Ids of the session's sampling sessions, some perhaps never made."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied
+from services.common.process.tasks import a_few_at_once
 from services.common.state.poison import Unreadable
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointStore
@@ -129,7 +130,7 @@ class SessionSearch:
             chunk = await self._chunk(owner, after)
             if not chunk:
                 return SearchPage(await self._described(found), None)
-            records = await asyncio.gather(*(self._readable(session_id) for session_id, _ in chunk))
+            records = await a_few_at_once(self._readable, [session_id for session_id, _ in chunk])
             for (session_id, created_at), record in zip(chunk, records, strict=True):
                 seen, after = seen + 1, Cursor(created_at, session_id)
                 if record is not None and matches(query, record, time.time()):
@@ -153,7 +154,7 @@ class SessionSearch:
         return [one for one in chunk if (round(one[1], 6), one[0]) < place]
 
     async def _described(self, records: Sequence[SessionRecord]) -> list[FoundSession]:
-        return list(await asyncio.gather(*(self._describe(record) for record in records)))
+        return await a_few_at_once(self._describe, records)
 
     async def _describe(self, record: SessionRecord) -> FoundSession:
         checkpoints = [

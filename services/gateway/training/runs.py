@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 from services.common.contract import ids
 from services.common.contract.errors import NotFound, PermissionDenied
+from services.common.process.tasks import a_few_at_once
 from services.common.state.poison import Unreadable
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
@@ -81,9 +83,8 @@ class Runs:
         if project_id is None:
             total, found = await self._models.page(owner, offset, limit)
         else:
-            every = await self._of_project(owner, project_id)
-            total, found = len(every), every[offset : offset + limit]
-        runs = await asyncio.gather(*(self._readable(owner, model_id) for model_id in found))
+            total, found = await self._page_of_project(owner, project_id, offset, limit)
+        runs = await a_few_at_once(lambda model_id: self._readable(owner, model_id), found)
         return RunPage([run for run in runs if run is not None], total)
 
     async def _readable(self, owner: str, model_id: str) -> Run | None:
@@ -93,11 +94,19 @@ class Runs:
             return None if record is None else await self._run(owner, record)
         return None
 
-    async def _of_project(self, owner: str, project_id: str) -> list[str]:
-        """Ids of the runs of a project's sessions, newest session first."""
+    async def _page_of_project(
+        self, owner: str, project_id: str, offset: int, limit: int
+    ) -> tuple[int, list[str]]:
+        """How many runs the sessions of a project have, and the ids of some, newest session first."""
         sessions = await self._sessions.of_project(owner, project_id)
-        models = await asyncio.gather(*(self._sessions.models(session_id) for session_id in sessions))
-        return [model_id for of_session in models for model_id in reversed(of_session)]
+        counts = await self._sessions.model_counts(sessions)
+        ends = list(accumulate(counts))
+        first, last = bisect_right(ends, offset), bisect_left(ends, offset + limit)
+        shown = sessions[first : last + 1] if limit else []
+        models = await a_few_at_once(self._sessions.models, shown)
+        found = [model_id for of_session in models for model_id in reversed(of_session)]
+        start = offset - (ends[first - 1] if first else 0)
+        return sum(counts), found[start : start + limit]
 
     async def _run(self, owner: str, record: ModelRecord) -> Run:
         checkpoints = await self._checkpoints.of_model(record.model_id)

@@ -10,7 +10,7 @@ import sys
 import pytest
 import redis.asyncio
 
-from services.common.process.tasks import cancel_all
+from services.common.process.tasks import a_few_at_once, cancel_all
 
 
 async def test_a_task_that_talks_to_redis_ends_whenever_it_is_cancelled(
@@ -64,3 +64,19 @@ def test_only_a_lasting_task_that_fails_stops_its_process(fail: bool, status: in
     )
     assert program.returncode == status, program.stderr
     assert ("unforeseen" in program.stderr) == fail
+
+
+async def test_however_many_items_there_are_a_few_calls_run_at_once() -> None:
+    running = most = 0
+
+    async def double(item: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return 2 * item
+
+    assert await a_few_at_once(double, range(25), at_once=4) == list(range(0, 50, 2))
+    assert most == 4
+    assert await a_few_at_once(double, []) == []
