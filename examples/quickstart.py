@@ -5,6 +5,7 @@ from tinker import types
 
 service = tinker.ServiceClient()
 name = service.get_server_capabilities().supported_models[0].model_name
+print(f"training {name}, as soon as it is loaded")
 model = service.create_lora_training_client(name, rank=16).result()
 tokenizer = model.get_tokenizer()
 ids = tokenizer.encode("A tinsmith makes things out of tinplate.")

@@ -50,8 +50,23 @@ function tensor(dtype, array, values) {
   return {dtype: `DATA_TYPE_${dtype}`, shape: [typed.length], data: Buffer.from(typed.buffer)};
 }
 
-const {models} = await call("ListModels", {});
-const base = models.find((model) => model.trainable && model.sampleable);
+/** A base model that can be trained and sampled; while there is none, says what it waits for. */
+async function baseModel(minutes = 15) {
+  let said = "";
+  for (const end = Date.now() + 60_000 * minutes; Date.now() < end; ) {
+    const {models = []} = await call("ListModels", {});
+    const base = models.find((model) => model.trainable && model.sampleable);
+    if (base?.architecture) return base;
+    const awaited = base
+      ? `waiting for a trainer or sampler of ${base.name}, which still loads`
+      : `waiting for a base model with a trainer and a sampler (here: ${models.map(({name}) => name).join(", ") || "none"})`;
+    if (awaited !== said) console.log((said = awaited));
+    await new Promise((wake) => setTimeout(wake, 1000));
+  }
+  throw new Error(`no base model after ${minutes} minutes; tinsmith status says what the cluster is doing`);
+}
+
+const base = await baseModel();
 console.log(`training ${base.name}`);
 
 const {session_id} = await call("CreateSession", {tags: ["node"]});

@@ -63,6 +63,7 @@ async def run(config: GatewayConfig) -> None:
             Memory.of(config.memory_mib * MIB),
             config.dispatch,
             config.samples,
+            config.public_url,
         )
         http = HttpServer(gateway.application, config.host, config.port, config.connections)
         cleanup.push_async_callback(gateway.stop)

@@ -95,6 +95,7 @@ class Gateway:
         memory: Memory | None = None,
         dispatch: DispatchSettings | None = None,
         sampling: SampleSettings | None = None,
+        public_url: str = "",
     ) -> None:
         """Puts everything together over one Redis. Call within the event loop that will run it.
 
@@ -105,6 +106,7 @@ class Gateway:
             snapshots: what those without a name may take; None: a share of their volume.
             dispatch: how operations are sent to trainers.
             sampling: how samples are sent to samplers.
+            public_url: what download links begin with; empty: as the request for them names the gateway.
         """
         limits, memory = limits or Limits(), memory or Memory.of()
 
@@ -177,7 +179,7 @@ class Gateway:
             saves=Saves(models, checkpoints, stores.sampling_sessions, limits),
             exports=Exports(models, checkpoints, journal, stores.models, limits),
             checkpoints=checkpoints,
-            downloads=Downloads(client, checkpoints, stores.checkpoints, storage, gate),
+            downloads=Downloads(client, checkpoints, stores.checkpoints, storage, gate, public_url),
             runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),
             sampling=accepted_samples,
             inference=inference,

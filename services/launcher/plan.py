@@ -50,6 +50,7 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 8001
+    public_url: str | None = None
     max_context: int | None = None
     max_lora_rank: int = 128
     dtype: str = "auto"
@@ -172,6 +173,7 @@ def _gateway(options: Options, index: int) -> Process:
         *("--data-dir", str(options.data_dir)),
         *("--base-models", _base_models(options)),
         *_store(options),
+        *_given("--public-url", options.public_url),
     )
     return Process(name, argv, announces=("gateway", name))
 

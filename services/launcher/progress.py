@@ -57,6 +57,7 @@ class Endpoint:
     host: str
     port: int
     grpc_port: int
+    public_url: str | None = None
 
     @property
     def _near(self) -> str:
@@ -74,6 +75,8 @@ class Endpoint:
     @property
     def note(self) -> str:
         """What those on other machines need to know."""
+        if self.public_url:
+            return f"From other machines: TINKER_BASE_URL={self.public_url}"
         if self.host in _LOOPBACK:
             return (
                 "Only this machine reaches it; from another one use `ssh -L "

@@ -96,9 +96,8 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
         await asyncio.wait({ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
-            progress.ready(
-                Endpoint(options.host, options.port, options.grpc_port), key, options.models[0].name
-            )
+            endpoint = Endpoint(options.host, options.port, options.grpc_port, options.public_url)
+            progress.ready(endpoint, key, options.models[0].name)
             await _watch(supervisor, progress, stop)
         await cancel_all([ready])
         await client.aclose()

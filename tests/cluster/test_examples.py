@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.cluster.conftest import Cluster
+import pytest
+
+from tests.cluster.conftest import BASE_MODEL, Cluster
+from tests.node_example import node_example
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,3 +49,13 @@ def test_the_quickstart_teaches_a_sentence(cluster: Cluster) -> None:
     seen = losses(output)
     assert len(seen) == 10
     assert seen[-1] < seen[0]
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="Node's npm is not installed")
+def test_the_node_example_trains_and_says_its_sequence(cluster: Cluster, tmp_path: Path) -> None:
+    train = node_example(tmp_path)
+    output = run(cluster, "node", str(train), seconds=240)
+    assert f"training {BASE_MODEL}" in output
+    seen = [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)$", output, re.MULTILINE)]
+    assert seen[-1] < seen[0]
+    assert re.search(r"^said \d+ of 20 tokens by heart$", output, re.MULTILINE)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from services.common.contract.errors import TinsmithError
 
@@ -58,9 +59,18 @@ _PIB = 1 << 50
 
 TEXT = Kind("text", "TEXT", str)
 PORT = Kind("a port number, 0 to 65535", "PORT", number(0, 65535).parse, "0 to 65535")
+HTTP_URL = Kind("an http(s) URL without credentials or query", "URL", lambda text: _http_url(text))
 SECONDS = number(1, _YEARS_10, "seconds")
 BYTES = number(1, _PIB, "bytes")
 BYTES_OR_0 = number(0, _PIB, "bytes")
+
+
+def _http_url(text: str) -> str:
+    url = urlsplit(text)
+    surplus = url.query or url.fragment or "@" in url.netloc
+    if text and (url.scheme not in ("http", "https") or not url.netloc or surplus):
+        raise ValueError
+    return text.rstrip("/")
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,9 @@ class Downloads:
         store: CheckpointStore,
         storage: Storage,
         gate: Gate,
+        public_url: str = "",
     ) -> None:
+        self.public_url = public_url
         self._gate = gate
         self._redis = client
         self._checkpoints = checkpoints

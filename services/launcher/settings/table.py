@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.process.flags import HTTP_URL
+
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
 """What vLLM compiles its kernels for."""
 
@@ -109,6 +111,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting("port", _PORT, 8000, "HTTP port for the SDK (default: 8000)"),
         Setting("grpc-port", _PORT, 8001, "port of the gRPC service (default: 8001)"),
+        Setting(
+            "public-url",
+            Kind(HTTP_URL.says, HTTP_URL.unit, HTTP_URL.parse),
+            None,
+            "what clients reach the gateways as, when a proxy with TLS stands before them: download links "
+            "begin with it (default: what each request names)",
+        ),
     ),
     "models": (
         Setting(

@@ -125,6 +125,12 @@ def test_a_cpu_build_is_not_used_for_gpus() -> None:
     assert "make setup DEVICE=cuda" in refused("--device", "cuda", machine=cpu_build)[0]
 
 
+@pytest.mark.parametrize("url", ["ftp://a", "https://", "https://key@a", "https://a?b=c", "a.example.com"])
+def test_a_public_url_of_another_form_is_refused(url: str) -> None:
+    assert "--public-url must be an http(s) URL" in refused("--public-url", url)[0]
+    assert asked("--public-url", "https://a.example.com/b/").public_url == "https://a.example.com/b"
+
+
 def test_help_has_every_flag_under_a_heading(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["up", "--help"])

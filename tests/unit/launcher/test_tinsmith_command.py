@@ -167,6 +167,9 @@ def test_a_serving_cluster_says_what_to_paste_and_how_others_reach_it(
     said = capsys.readouterr().out
     assert "TINKER_BASE_URL=http://127.0.0.1:8000\n" in said
     assert f"From other machines: TINKER_BASE_URL=http://{socket.gethostname()}:8000." in said
+    behind = Endpoint("0.0.0.0", 8000, 8001, "https://tinsmith.example.com")
+    Progress(tmp_path, verbose=False).ready(behind, "tml-key", "org/name")
+    assert "From other machines: TINKER_BASE_URL=https://tinsmith.example.com\n" in capsys.readouterr().out
 
 
 def test_a_terminal_that_was_closed_does_not_keep_the_cluster_from_stopping(

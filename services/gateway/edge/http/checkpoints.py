@@ -91,8 +91,9 @@ async def set_ttl(call: Call) -> Response:
 
 async def external_weights_urls(call: Call) -> Response:
     signed = await call.app.downloads.sign(call.owner, *_name(call))
-    # The address under which this client reached a gateway; any of them can serve the files.
-    base = f"{str(call.request.base_url).rstrip('/')}{API}/{DOWNLOADS}"
+    # Any gateway can serve the files, under the address that this client reached one by.
+    reached = call.app.downloads.public_url or str(call.request.base_url).rstrip("/")
+    base = f"{reached}{API}/{DOWNLOADS}"
     return reply(
         {
             "urls": {name: f"{base}/{path}" for name, path in signed.paths.items()},

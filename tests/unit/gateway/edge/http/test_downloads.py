@@ -112,3 +112,12 @@ async def test_recipients_of_an_export_are_checked_before_it_runs(edges: Edges) 
         body = {"model_id": model, "seq_id": 7, "path": "e"}
         await client.post("save_weights_external", json=body)
         assert "exists" in (await failure(client, model, 7))["error"]
+
+
+async def test_behind_a_proxy_links_begin_with_the_public_url(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await export(edges, client, model, 1, "e")
+        edges.app.downloads.public_url = "https://tinsmith.example.com/base"
+        (link,) = (await urls(client, path)).values()
+        assert link.startswith("https://tinsmith.example.com/base/api/v1/")
