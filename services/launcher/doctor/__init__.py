@@ -2,5 +2,5 @@
 
 Invariant: nothing is loaded, downloaded or started to find out. What is estimated says from what.
 
-Imported by the command line and by scripts/setup.sh.
+Imported by the command line.
 """
