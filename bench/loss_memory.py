@@ -53,18 +53,18 @@ def _peak_bytes(which: str) -> int:
     import torch
     from torch import nn
 
-    from services.trainer.compute.logprobs import LogprobHead
-    from services.trainer.compute.lora import LoraRouter
+    from services.trainer.compute.logprobs import LogprobHead, Targets
+    from services.trainer.compute.lora.grouped import LoraRouter
 
     linear = nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
     hidden = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
     targets = torch.randint(VOCAB, (POSITIONS, 1))
     head = LogprobHead(linear, LoraRouter())
     # What the libraries allocate once is no part of the loss.
-    head(hidden[:8], targets[:8]).sum().backward()
+    head(hidden[:8], Targets(targets[:8, 0], ((8, 1),))).sum().backward()
     before = _highest()
     losses = {
-        "ours": lambda: head(hidden, targets).sum(),
+        "ours": lambda: head(hidden, Targets(targets[:, 0], ((POSITIONS, 1),))).sum(),
         "naive": lambda: linear(hidden).log_softmax(-1).gather(1, targets).sum(),
     }
     losses[which]().backward()

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.logprobs import LogprobHead, Targets
-from services.trainer.compute.lora import (
+from services.trainer.compute.lora.adapter import (
     ATTENTION_PROJECTIONS,
     HEAD,
     MLP_PROJECTIONS,
     LinearShape,
-    LoraRouter,
 )
+from services.trainer.compute.lora.grouped import LoraRouter
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class BaseModel:
         self.flat = computes_flat(model)
         self.vocab_size = int(model.config.vocab_size)
         self.context_length = int(model.config.max_position_embeddings)
-        self.linears = _find_linears(model)
+        self.linears = find_linears(model)
         for name in self.linears:
             if name != HEAD:
                 router.hook(model.get_submodule(name), name)
@@ -241,7 +241,8 @@ def _attention(config: Any) -> str | None:
     return FLAT_ATTENTION if is_flat(model_class, config.get_text_config()) else None
 
 
-def _find_linears(model: Any) -> dict[str, LinearShape]:
+def find_linears(model: Any) -> dict[str, LinearShape]:
+    """Every linear of a causal language model that an adapter may adapt, by name, the output head's last."""
     leaves = {*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS}
     found = {
         name: LinearShape(module.in_features, module.out_features)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import msgspec
 import torch
@@ -36,7 +37,8 @@ from services.trainer.compute.data import (
 )
 from services.trainer.compute.exchange import any_rank, gather_bytes
 from services.trainer.compute.full_model import FullModel, FullModelConfig
-from services.trainer.compute.lora import HEAD, Adapter, Leaves, LoraRouter, Segment, select_targets
+from services.trainer.compute.lora.adapter import HEAD, Adapter, select_targets
+from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.losses import LOSS_SUM, LOSSES
 from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.tenant import LoraTenant, Tenant
@@ -127,7 +129,7 @@ class Engine:
             return
         targets = select_targets(self._base.linears, lora)
         hidden_size = self._base.linears[HEAD].in_features
-        adapter = Adapter(lora, targets, model_id, self._device, hidden_size)
+        adapter = Adapter(lora, targets, model_id, self._device, hidden_size, self._full.dtype)
         self._tenants[model_id] = LoraTenant(adapter, self._buffers)
 
     def drop_model(self, model_id: str) -> None:
@@ -255,7 +257,6 @@ class Engine:
         batches = [in_order(rows) for rows in kept if rows]
         if not model.flat:
             batches = [[row] for rows in batches for row in rows]
-        leaves: dict[int, Leaves] = {}
         results: list[RowResult] = []
         failed: dict[int, Failure] = {}
         # What only runs forward builds no graph, whatever it came with.
@@ -267,10 +268,10 @@ class Engine:
                 mine = dealt[self._rank][number : number + 1]
                 rows = [row for batch in mine for row in parts[batch] if row.op not in failed]
                 if model.collective:
-                    results += self._run_micro_batch(model, work.ops, rows, grad, leaves)
+                    results += self._run_micro_batch(model, work.ops, rows, grad)
                 elif rows:
                     try:
-                        results += self._run_micro_batch(model, work.ops, rows, grad, leaves)
+                        results += self._run_micro_batch(model, work.ops, rows, grad)
                     except Exception as error:
                         logger.exception("a micro-batch of %d rows failed", len(rows))
                         failure = _failure(_explained(error, rows))
@@ -304,15 +305,14 @@ class Engine:
         ops: Sequence[PassOp],
         rows: Sequence[Row],
         grad: bool,
-        leaves: dict[int, Leaves],
     ) -> list[RowResult]:
-        """One micro-batch forward and, with `grad`, backward. `leaves` keeps those of this pass.
+        """One micro-batch forward and, with `grad`, backward.
 
         Args:
             rows: of operations that all want a backward pass, or all none.
         """
         batch = collate(rows, self._device) if rows else idle_batch(self._device)
-        segments = self._segments(ops, rows, leaves) if model is self._base else []
+        segments = self._segments(ops, rows, grad) if model is self._base else []
         with torch.set_grad_enabled(grad), self._router.route(segments):
             logprobs, values = model.score(batch.tokens, batch.targets, batch.sequences)
             losses, parts = [], []
@@ -331,21 +331,15 @@ class Engine:
         names = [LOSSES[ops[row.op].loss_fn].output for row in rows]
         return row_results(rows, names, logprobs.detach(), values.detach(), batch, parts)
 
-    def _segments(
-        self, ops: Sequence[PassOp], rows: Sequence[Row], leaves: dict[int, Leaves]
-    ) -> list[Segment]:
-        grouped: dict[int, list[Row]] = {}  # In the order of the rows.
-        for row in rows:
-            grouped.setdefault(row.op, []).append(row)
-        for number in grouped.keys() - leaves.keys():
+    def _segments(self, ops: Sequence[PassOp], rows: Sequence[Row], grad: bool) -> list[Segment]:
+        segments = []
+        for number, group in groupby(rows, key=lambda row: row.op):
             op = ops[number]
             tenant = self._tenants[op.model_id]
             assert isinstance(tenant, LoraTenant)
-            leaves[number] = tenant.leaves(None if op.forward_only else op.seq_id)
-        return [
-            Segment(sum(row.length for row in group), leaves[number].pairs, leaves[number].value_head)
-            for number, group in grouped.items()
-        ]
+            gradient = tenant.gradient(op.seq_id) if grad else None
+            segments.append(Segment(sum(row.length for row in group), tenant.adapter, gradient))
+        return segments
 
     def _agree_on_failures(
         self, work: Pass, failures: dict[int, Failure], failed_here: Mapping[int, Failure]

@@ -35,7 +35,7 @@ from services.trainer.compute.collate import idle_batch
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.exchange import any_rank
 from services.trainer.compute.logprobs import Targets
-from services.trainer.compute.lora import LoraRouter
+from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.tenant import check_shapes
 
 log = logging.getLogger(__name__)

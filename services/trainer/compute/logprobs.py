@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.compute.lora import LoraRouter, Part, add_adapters
+from services.trainer.compute.lora.grouped import LoraRouter
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits in one chunk: 256 MiB of float32."""
@@ -145,25 +145,26 @@ class LogprobHead(nn.Module):
         recompute = torch.is_grad_enabled() and hidden.shape[0] > self.chunk_positions
         if not hidden.shape[0]:
             # Only critics' rows. Under ZeRO-3 the call as such matters: the other ranks gather the weight.
-            return self._chunk(hidden, targets, [])
+            return self._chunk(hidden, targets, 0)
         outputs = []
         for low in range(0, hidden.shape[0], self.chunk_positions):
             chunk = slice(low, min(low + self.chunk_positions, hidden.shape[0]))
-            parts = self._router.head_parts(chunk.start, chunk.stop)
             if recompute:
                 output = checkpoint(
                     self._chunk,
                     hidden[chunk],
                     targets[chunk],
-                    parts,
+                    low,
                     use_reentrant=False,
                     preserve_rng_state=False,
                 )
             else:
-                output = self._chunk(hidden[chunk], targets[chunk], parts)
+                output = self._chunk(hidden[chunk], targets[chunk], low)
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _chunk(self, hidden: Tensor, targets: Targets, parts: Sequence[Part]) -> Tensor:
-        logits = add_adapters(parts, hidden, F.linear(hidden, self.weight, self.bias))
+    def _chunk(self, hidden: Tensor, targets: Targets, start: int) -> Tensor:
+        logits = F.linear(hidden, self.weight, self.bias)
+        if hidden.shape[0]:
+            logits = self._router.add_to_logits(start, hidden, logits)
         return selective_log_softmax(logits, targets)

@@ -17,7 +17,7 @@ from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor, from_values
 from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
-from services.trainer.compute.lora import Adapter, Leaves
+from services.trainer.compute.lora.adapter import Adapter
 from services.trainer.compute.optimizer import AdapterOptimizer, FlatBuffers
 
 
@@ -104,14 +104,12 @@ class LoraTenant:
     def begin(self, seq_id: int) -> None:
         self._open.setdefault(seq_id, None)
 
-    def leaves(self, seq_id: int | None) -> Leaves:
-        """The adapter's matrices, collecting the gradient of a begun operation; None = no gradient."""
-        if seq_id is None:
-            return self.adapter.leaves()
+    def gradient(self, seq_id: int) -> Tensor:
+        """What a begun operation's gradient is summed up in, flat."""
         gradient = self._open[seq_id]
         if gradient is None:
             gradient = self._open[seq_id] = self._zeros()
-        return self.adapter.leaves(gradient)
+        return gradient
 
     def failure(self, seq_id: int) -> Failure | None:
         return self._failures.get(seq_id)
@@ -146,7 +144,9 @@ class LoraTenant:
             dist.all_reduce(gradient)
         failpoints.hit("trainer.mid_step")
         try:
-            return self._optimizer.step(gradient, adam)
+            metrics = self._optimizer.step(gradient, adam)
+            self.adapter.renew()
+            return metrics
         finally:
             self._buffers.give(gradient)
 
@@ -173,6 +173,7 @@ class LoraTenant:
                 moments[moment] = _flattened(self.adapter, named)
         self.clear_gradient()
         self.adapter.flat.copy_(flat)
+        self.adapter.renew()
         self._optimizer.restore(state.step if optimizer else 0, moments)
 
     def _take_gradient(self) -> Tensor:

@@ -9,6 +9,11 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
+from services.trainer.compute.base_model import Scorer, find_linears
+from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.logprobs import Targets
+from services.trainer.compute.lora.adapter import HEAD, Adapter, select_targets
+from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
 
 # Two that are computed at once, one as long as a window, longer ones, and a single token.
@@ -45,6 +50,36 @@ def test_what_carries_a_state_or_looks_at_the_whole_batch_computes_one_sequence_
 ) -> None:
     config = config_of(model_type, SINGLE[model_type])
     assert not is_flat(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def test_a_shared_expert_has_each_tenants_adapter() -> None:
+    register()
+    model = random_model(config_of("qwen2_moe", FLAT["qwen2_moe"]), FLAT_ATTENTION).requires_grad_(False)
+    router, linears = LoraRouter(), find_linears(model)
+    assert any("shared_expert." in name for name in linears)
+    for name in linears.keys() - {HEAD}:
+        router.hook(model.get_submodule(name), name)
+    scorer, tokens = Scorer(model, router, detached=False), torch.randint(1, 64, (1, 16))
+    spec = LoraSpec(4)
+    adapters = [Adapter(spec, select_targets(linears, spec), name, "cpu", 32) for name in ("a", "b")]
+    for each in adapters:
+        each.flat.normal_(std=0.1)
+
+    def trained(which: list[Adapter], tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        lengths = [9, 7][: len(which)] if len(which) > 1 else [tokens.shape[1]]
+        gradients = [torch.zeros_like(each.flat) for each in which]
+        targets = Targets(tokens[0], ((tokens.shape[1], 1),))
+        with router.route([Segment(*each) for each in zip(lengths, which, gradients, strict=True)]):
+            logprobs, _ = scorer(tokens, targets, Sequences.of(lengths, "cpu"))
+            logprobs.sum().backward()
+        return logprobs.detach(), gradients
+
+    logprobs, gradients = trained(adapters, tokens)
+    alone = [trained([each], part) for each, part in zip(adapters, tokens.split([9, 7], dim=1), strict=True)]
+    torch.testing.assert_close(logprobs, torch.cat([part for part, _ in alone]), rtol=1e-4, atol=1e-4)
+    for together, (_, (apart,)) in zip(gradients, alone, strict=True):
+        assert apart.any()
+        torch.testing.assert_close(together, apart, rtol=1e-3, atol=1e-3)
 
 
 def test_sequences_know_where_they_begin_and_where_each_token_stands() -> None:

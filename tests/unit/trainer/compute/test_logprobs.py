@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.logprobs import LogprobHead, Targets, selective_log_softmax, widths_of
-from services.trainer.compute.lora import HEAD, LoraPair, LoraRouter, Segment
+from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape
+from services.trainer.compute.lora.grouped import LoraRouter, Segment
 
 HIDDEN, VOCAB, POSITIONS = 16, 50, 23
 
@@ -42,9 +44,10 @@ def test_logits_of_bfloat16_are_normalised_in_float32() -> None:
     torch.testing.assert_close(result, logits.float().log_softmax(-1).gather(-1, targets)[:, 0])
 
 
-def pair(rank: int) -> LoraPair:
-    a, b = torch.randn(rank, HIDDEN), torch.randn(VOCAB, rank)
-    return LoraPair(a.requires_grad_(), b.requires_grad_(), 0.5)
+def adapter(rank: int, seed: int, name: str = HEAD) -> Adapter:
+    made = Adapter(LoraSpec(rank), {name: LinearShape(HIDDEN, VOCAB)}, "m", "cpu", HIDDEN)
+    made.flat.normal_(std=0.2, generator=torch.Generator().manual_seed(seed))
+    return made
 
 
 @pytest.mark.parametrize("chunk_positions", [1, 4, 10, 1000])
@@ -56,27 +59,37 @@ def test_the_head_equals_a_plain_head_with_each_segments_adapter(chunk_positions
     # Of three rows, one with five targets a position; chunks end inside of each.
     runs = [(7, 1), (2, 5), (14, 2)]
     targets = [torch.randint(VOCAB, shape) for shape in runs]
-    first, last = pair(3), pair(5)
-    segments = [Segment(9, {HEAD: first}), Segment(6, {}), Segment(8, {HEAD: last})]
-    leaves = [hidden, first.a, first.b, last.a, last.b]
-
+    # The one in the middle adapts something else.
+    adapters = [adapter(3, 1), adapter(4, 2, "q_proj"), adapter(5, 3)]
+    gradients = [torch.zeros_like(each.flat) for each in adapters]
+    segments = [
+        Segment(tokens, each, gradient)
+        for tokens, each, gradient in zip((9, 6, 8), adapters, gradients, strict=True)
+    ]
     with router.route(segments):
         result = head(hidden, Targets(torch.cat([part.flatten() for part in targets]), widths_of(runs)))
-        gradients = torch.autograd.grad(result.square().sum(), leaves)
+        result.square().sum().backward()
 
-    logits = linear(hidden)
-    delta = [
-        0.5 * (hidden[:9] @ first.a.T @ first.b.T),
-        torch.zeros(6, VOCAB),
-        0.5 * (hidden[15:] @ last.a.T @ last.b.T),
-    ]
-    distributions = (logits + torch.cat(delta)).log_softmax(-1).split([count for count, _ in runs])
+    alone = hidden.detach().clone().requires_grad_()
+    masters = [each.flat.clone().requires_grad_() for each in adapters]
+    logits = linear(alone)
+    deltas = [torch.zeros(6, VOCAB), torch.zeros(6, VOCAB), torch.zeros(8, VOCAB)]
+    for number, tokens in ((0, slice(0, 9)), (2, slice(15, 23))):
+        views = adapters[number].views(masters[number])
+        low = alone[tokens] @ views[f"{HEAD}.lora_A"].T
+        deltas[number] = adapters[number].scale * low @ views[f"{HEAD}.lora_B"].T
+    distributions = (logits + torch.cat(deltas)).log_softmax(-1).split([count for count, _ in runs])
     found = [part.gather(-1, ids) for part, ids in zip(distributions, targets, strict=True)]
     expected = torch.cat([part.flatten() for part in found])
-    expected_gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    expected.square().sum().backward()
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert hidden.grad is not None and alone.grad is not None
+    torch.testing.assert_close(hidden.grad, alone.grad, rtol=1e-4, atol=1e-4)
+    for number in (0, 2):
+        expected_gradient = masters[number].grad
+        assert expected_gradient is not None
+        torch.testing.assert_close(gradients[number], expected_gradient, rtol=1e-4, atol=1e-4)
+    assert not gradients[1].any()
 
 
 def test_at_most_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

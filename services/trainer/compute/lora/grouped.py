@@ -1,0 +1,298 @@
+"""The adapters of a micro-batch, as grouped matrix products.
+
+A micro-batch is one run of tokens; those of one operation follow each other and form a segment. The matrices
+of its adapters are stacked, and forward hooks on the base model's linears add them, in as many kernels for
+many adapters as for a few.
+
+Invariant: the autograd graph never touches the masters. A segment's gradient goes to its own operation alone,
+so one operation can be dropped, and no token can reach another model's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from services.trainer.compute.lora.adapter import HEAD, VALUE_HEAD, Adapter, layout_of, matrix
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens that share an adapter. Critics' come last.
+
+    Attributes:
+        gradient: flat, what the backward pass adds to; None of a segment that only runs forward, as then all
+            of a micro-batch do.
+    """
+
+    tokens: int
+    adapter: Adapter
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a run of tokens is shared by the stacked adapters, some of which may have none of it.
+
+    Attributes:
+        tokens: of each adapter.
+        ends: int32 [adapters], the same as where each one's tokens end.
+        scale: what each token's update is multiplied by, float32 [tokens, 1], or one number for all.
+    """
+
+    tokens: tuple[int, ...]
+    ends: Tensor
+    scale: Tensor | float
+
+
+class _Stack:
+    """The adapters of a micro-batch: their matrices [segments, ...] and, if wanted, the gradients.
+
+    Adapters of several shapes are stacked in one that holds them all, filled up with zeros, which change
+    nothing. One adapter alone is not copied, and its gradient is its operation's.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+        adapters = [segment.adapter for segment in segments]
+        first = adapters[0]
+        self._device = first.flat.device
+        self._same = all(_shape(adapter) == _shape(first) for adapter in adapters)
+        # A grouped product wants rows of whole 16 bytes.
+        if len(adapters) == 1 or (self._same and first.spec.rank % 8 == 0):
+            self._layout, self._size = first.layout, first.flat.numel()
+        else:
+            self._same = False
+            targets = {name: shape for adapter in adapters for name, shape in adapter.targets.items()}
+            rank = max(-(-adapter.spec.rank // 8) for adapter in adapters) * 8
+            value_head = max(adapter.value_head for adapter in adapters)
+            self._layout, self._size = layout_of(targets, rank, value_head)
+        self._weights = self._stacked(adapters)
+        self._gradients = self._zeros() if segments[0].gradient is not None else None
+        self.whole = self.cut(0, sum(segment.tokens for segment in segments))
+        # What makes autograd go through linears whose input needs no gradient.
+        self.anchor = torch.empty(0, device=self._device, requires_grad=self._gradients is not None)
+
+    def has(self, name: str) -> bool:
+        """Whether any of the adapters adapts the linear."""
+        return f"{name}.lora_A" in self._layout
+
+    def cut(self, start: int, stop: int) -> _Cut:
+        """The tokens from `start` to `stop`."""
+        ends = list(accumulate(segment.tokens for segment in self._segments))
+        within = [min(max(end, start), stop) - start for end in ends]
+        tokens = tuple(end - begin for begin, end in zip([0, *within], within, strict=False))
+        scales = [segment.adapter.scale for segment in self._segments]
+        scale: Tensor | float = scales[0]
+        if len(set(scales)) > 1:
+            each = torch.tensor(scales).repeat_interleave(torch.tensor(tokens), output_size=stop - start)
+            scale = each[:, None].to(self._device)
+        return _Cut(tokens, torch.tensor(within, dtype=torch.int32, device=self._device), scale)
+
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
+        """A [segments, rank, in] and B [segments, out, rank] of a linear."""
+        a, b = (matrix(self._weights, self._layout[f"{name}.{part}"]) for part in ("lora_A", "lora_B"))
+        return a, b
+
+    def accumulate(self, name: str, part: str, left: Tensor, right: Tensor, cut: _Cut) -> None:
+        """Adds left^T right of each segment's tokens to its gradient of a matrix."""
+        assert self._gradients is not None
+        gradient = matrix(self._gradients, self._layout[f"{name}.{part}"])
+        if len(cut.tokens) == 1 and gradient.dtype == left.dtype:
+            gradient[0].addmm_(left.T, right)
+        else:
+            gradient.add_(_outer(left, right, cut))
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """See `LoraRouter.values`."""
+        heads = [
+            (number, segment) for number, segment in enumerate(self._segments) if segment.adapter.value_head
+        ]
+        parts = hidden.float().split([segment.tokens for _, segment in heads])
+        values = []
+        for (number, segment), part in zip(heads, parts, strict=True):
+            head = matrix(segment.adapter.flat, segment.adapter.layout[VALUE_HEAD]).detach()
+            if self._gradients is not None:
+                head.requires_grad_()
+                head.grad = matrix(self._gradients[number], self._layout[VALUE_HEAD])
+            values.append((part @ head.T)[:, 0])
+        # Also without tokens the graph goes through the hidden states, on all ranks of a collective alike.
+        return torch.cat(values) if values else hidden.float().sum(-1)
+
+    def commit(self) -> None:
+        """Hands the gradients of a backward pass on to the operations."""
+        if self._gradients is None or len(self._segments) == 1:
+            return
+        sums = [segment.gradient for segment in self._segments]
+        rows = list(self._gradients)
+        if not self._same:
+            adapters = [segment.adapter for segment in self._segments]
+            rows = [
+                part
+                for row, adapter in zip(rows, adapters, strict=True)
+                for part in self._parts(row, adapter)
+            ]
+            sums = [
+                part
+                for flat, adapter in zip(sums, adapters, strict=True)
+                for part in adapter.views(cast(Tensor, flat)).values()
+            ]
+        torch._foreach_add_(cast(list[Tensor], sums), rows)
+
+    def _stacked(self, adapters: Sequence[Adapter]) -> Tensor:
+        if len(adapters) == 1:
+            return adapters[0].low[None]
+        if self._same:
+            return torch.stack([adapter.low for adapter in adapters])
+        stacked = torch.zeros(len(adapters), self._size, dtype=adapters[0].low.dtype, device=self._device)
+        parts = [
+            part for row, adapter in zip(stacked, adapters, strict=True) for part in self._parts(row, adapter)
+        ]
+        torch._foreach_copy_(
+            parts, [own for adapter in adapters for own in adapter.views(adapter.low).values()]
+        )
+        return stacked
+
+    def _parts(self, row: Tensor, adapter: Adapter) -> list[Tensor]:
+        """An adapter's matrices within its row of the stack, in the order of its layout."""
+        return [
+            matrix(row, self._layout[name])[:rows, :columns]
+            for name, (_, (rows, columns)) in adapter.layout.items()
+        ]
+
+    def _zeros(self) -> Tensor:
+        if len(self._segments) == 1:
+            return cast(Tensor, self._segments[0].gradient)[None]
+        return torch.zeros(len(self._segments), self._size, device=self._device)
+
+
+def _shape(adapter: Adapter) -> tuple[object, ...]:
+    return adapter.spec.rank, adapter.value_head, adapter.targets
+
+
+class _Adapted(torch.autograd.Function):
+    """output + x A^T B^T * scale, with each token's own A, B and scale."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, x: Tensor, _anchor: Tensor, stack: _Stack, name: str, cut: _Cut
+    ) -> Tensor:
+        flat, made = x.reshape(-1, x.shape[-1]), output.reshape(-1, output.shape[-1])
+        a, b = stack.matrices(name)
+        low = _product(flat, a.transpose(1, 2), cut).mul_(cut.scale)
+        ctx.save_for_backward(x, low)
+        ctx.stack, ctx.name, ctx.cut = stack, name, cut
+        if len(cut.tokens) == 1:
+            return made.addmm(low, b[0].T).view_as(output)
+        return (made + _product(low, b.transpose(1, 2), cut)).view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, low = ctx.saved_tensors
+        stack, name, cut = ctx.stack, ctx.name, ctx.cut
+        # A sum's gradient is one number seen everywhere, which a kernel does not take for a matrix.
+        above, flat = grad.reshape(-1, grad.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
+        a, b = stack.matrices(name)
+        inner = _product(above, b, cut).mul_(cut.scale)
+        stack.accumulate(name, "lora_B", above, low, cut)
+        stack.accumulate(name, "lora_A", inner, flat, cut)
+        below = _product(inner, a, cut).view_as(x) if ctx.needs_input_grad[1] else None
+        return grad, below, None, None, None, None
+
+
+def _product(x: Tensor, matrices: Tensor, cut: _Cut) -> Tensor:
+    """x [tokens, k] times each token's own of matrices [segments, k, n]: [tokens, n]."""
+    if len(cut.tokens) == 1:
+        return x @ matrices[0]
+    if _is_grouped(x, matrices):
+        return F.grouped_mm(x, matrices, offs=cut.ends)
+    parts = zip(x.split(cut.tokens), matrices, strict=True)
+    return torch.cat([part @ matrix for part, matrix in parts])
+
+
+def _outer(left: Tensor, right: Tensor, cut: _Cut) -> Tensor:
+    """left^T [m, tokens] times right [tokens, n] of each segment: [segments, m, n]."""
+    if len(cut.tokens) == 1:
+        return (left.T @ right)[None]
+    if _is_grouped(left, right):
+        return F.grouped_mm(left.T, right, offs=cut.ends)
+    parts = zip(left.split(cut.tokens), right.split(cut.tokens), strict=True)
+    return torch.stack([part.T @ other for part, other in parts])
+
+
+def _is_grouped(*operands: Tensor) -> bool:
+    """Whether one kernel multiplies them: on CUDA that is for bfloat16, and rows are of whole 16 bytes."""
+    device, dtype = operands[0].device.type, operands[0].dtype
+    return (device != "cuda" or dtype == torch.bfloat16) and all(
+        stride == 1 or stride * operand.element_size() % 16 == 0
+        for operand in operands
+        for stride in operand.stride()
+    )
+
+
+class LoraRouter:
+    """Tells the hooks which tokens of the current micro-batch use which adapter."""
+
+    def __init__(self) -> None:
+        self._stack: _Stack | None = None
+
+    @contextmanager
+    def route(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Routes forward and backward passes within the context; the segments tile the batch's tokens. Its
+        gradients are the operations' once it ends without an exception."""
+        self._stack = _Stack(segments) if segments else None
+        try:
+            yield
+            if self._stack is not None:
+                self._stack.commit()
+        finally:
+            self._stack = None
+
+    def hook(self, linear: nn.Linear, name: str) -> None:
+        """Makes `linear` add the routed adapters' matrices of this name to its output."""
+
+        def add_adapters(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return self._add(name, args[0], output)
+
+        linear.register_forward_hook(add_adapters)
+
+    def add_to_logits(self, start: int, hidden: Tensor, logits: Tensor) -> Tensor:
+        """What the output head made of `hidden` [tokens, hidden], the tokens from `start` on, with their
+        adapters added."""
+        stack = self._stack
+        if stack is None or not stack.has(HEAD):
+            return logits
+        cut = stack.cut(start, start + hidden.shape[0])
+        return _adapted(stack, HEAD, hidden, logits, cut)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Value of each token, by the value head of its segment.
+
+        Args:
+            hidden: [V, hidden], the tokens of the routed critics' segments one after the other.
+
+        Returns:
+            float32 [V].
+        """
+        return hidden.float().sum(-1) if self._stack is None else self._stack.values(hidden)
+
+    def _add(self, name: str, x: Tensor, output: Tensor) -> Tensor:
+        stack = self._stack
+        if stack is None or not stack.has(name):
+            return output
+        given, routed = x.numel() // x.shape[-1], sum(stack.whole.tokens)
+        if given != routed:
+            raise RuntimeError(f"{name} was given {given} tokens of a batch of {routed}")
+        return _adapted(stack, name, x, output, stack.whole)
+
+
+def _adapted(stack: _Stack, name: str, x: Tensor, output: Tensor, cut: _Cut) -> Tensor:
+    return cast(Tensor, _Adapted.apply(output, x, stack.anchor, stack, name, cut))
