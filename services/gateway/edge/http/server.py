@@ -25,6 +25,7 @@ from starlette.types import ExceptionHandler
 from services.common.contract.errors import Internal, TinsmithError, Unavailable
 from services.common.process import redis_errors
 from services.gateway.application import Application
+from services.gateway.edge.anthropic import routes as anthropic
 from services.gateway.edge.http import (
     checkpoints,
     futures,
@@ -126,6 +127,7 @@ def create_app(application: Application) -> Starlette:
         Route(f"{API}/{SIGNED}", download, methods=["GET"]),
     ]
     routes += [route(*row) for row in TABLE] + openai.routes(application)
+    routes += anthropic.routes(application)
     return Starlette(routes=routes, exception_handlers=handlers)
 
 

@@ -33,6 +33,7 @@ class Conversation:
         parallel: it may make several calls at once.
         schema: JSON Schema of the whole answer; None = any text.
         effort: how long it is to think; None = as the template has it.
+        thinks: False = it is not to think, where the template can tell it so.
         variables: more for the template.
     """
 
@@ -43,6 +44,7 @@ class Conversation:
     parallel: bool = True
     schema: Mapping[str, Any] | None = None
     effort: str | None = None
+    thinks: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -101,6 +103,8 @@ def _variables(template: ChatTemplate, conversation: Conversation) -> dict[str, 
     for name in variables:
         if name in _OURS or not template.reads(name):
             raise InvalidRequest(f"chat_template_kwargs has {name[:100]!r}, which the template does not read")
+    if not conversation.thinks and template.reads("enable_thinking"):
+        variables["enable_thinking"] = False
     if conversation.effort is None:
         return variables
     if template.reads("reasoning_effort"):

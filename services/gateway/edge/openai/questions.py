@@ -12,6 +12,7 @@ import msgspec
 
 from services.common.contract.errors import InvalidRequest
 from services.gateway.edge.inference.chat import Conversation
+from services.gateway.edge.inference.unserved import refuse_unserved
 from services.gateway.edge.openai import requests
 from services.gateway.inference.question import Question
 from services.gateway.text.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ _ANY_OBJECT = {"type": "object"}
 
 def completion(body: requests.Completion, tokenizer: Tokenizer) -> Question:
     """The question of a completion. Takes time in proportion to its prompts."""
-    requests.refuse_unserved(body, requests.COMPLETION_UNSERVED)
+    refuse_unserved(body, requests.COMPLETION_UNSERVED)
     logprobs, echo = body.logprobs, bool(body.echo)
     if logprobs is not None and logprobs < 0:
         raise InvalidRequest("logprobs must be 0 or more")
@@ -111,7 +112,7 @@ def _top_k(given: int | None) -> int:
 
 def conversation(body: requests.Chat) -> Conversation:
     """What a chat asks the model to go on with."""
-    requests.refuse_unserved(body, requests.CHAT_UNSERVED)
+    refuse_unserved(body, requests.CHAT_UNSERVED)
     if not body.messages:
         raise InvalidRequest("messages is empty")
     tools, functions, choice = _tools(body)

@@ -6,16 +6,10 @@ anything; labels that OpenAI keeps for the operator's own records change no answ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
-import msgspec
-
-from services.common.contract.errors import InvalidRequest
 from services.gateway.edge.http.codec.messages import Body
-
-Unserved = Mapping[str, tuple[tuple[object, ...], str]]
-"""Field: (values that ask for nothing, what to do instead)."""
+from services.gateway.edge.inference.unserved import Unserved
 
 _BOTH: Unserved = {
     "frequency_penalty": ((None, 0, 0.0), "answers are sampled from the model's own distribution"),
@@ -202,13 +196,3 @@ class Chat(_Common, kw_only=True):
     store: Any = None
     verbosity: Any = None
     web_search_options: Any = None
-
-
-def refuse_unserved(body: msgspec.Struct, unserved: Unserved) -> None:
-    """
-    Raises:
-        InvalidRequest: a field that is not served asks for something.
-    """
-    for name, (accepted, advice) in unserved.items():
-        if getattr(body, name) not in accepted:
-            raise InvalidRequest(f"{name} is not served: {advice}", "not_served")

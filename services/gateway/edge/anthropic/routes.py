@@ -1,0 +1,111 @@
+"""The routes of Anthropic's API, below each of the paths that it is served at."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.common.process.pools import COMPUTE
+from services.gateway.application import Application
+from services.gateway.edge.anthropic import answers, questions, requests
+from services.gateway.edge.http.routes import Call, Handler, reply
+from services.gateway.edge.inference.chat import Conversation, Reply, constraint_of, prompt_of
+from services.gateway.edge.inference.endpoint import EventStream, endpoint, typed
+from services.gateway.edge.inference.unserved import refuse_unserved
+from services.gateway.inference.inference import Model
+from services.gateway.inference.question import Done, New, Question, parse_model
+
+PATHS = ("/anthropic/api/v1", "/v1")
+
+
+async def messages(call: Call) -> Response:
+    """One message, whole or in a stream."""
+    call.app.sampling.check_room(call.owner)
+    body = await call.json(requests.Message)
+    refuse_unserved(body, requests.MESSAGE_UNSERVED)
+    conversation = questions.conversation(body)
+    model = await call.app.inference.model(call.owner, parse_model(body.model))
+    prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
+    question = questions.question(body, prompt, constraint_of(model.tokenizer, conversation))
+    found = _reply(model, conversation, question)
+    if question.stream:
+        held = AsyncExitStack()
+        try:
+            parts = await held.enter_async_context(call.app.inference.ask(call.owner, model, question))
+        except BaseException:
+            await held.aclose()
+            raise
+        return EventStream(_streamed(call, body.model, len(prompt), found, parts), held.aclose)
+    done = await call.while_there(_done(call, model, question))
+    (sequence,) = done.sequences
+    content = answers.blocks(found.finish(sequence.tokens, sequence.stopped))
+    usage = answers.usage(done, found.count)
+    reason = answers.stop_reason(found, sequence.stopped)
+    return reply(answers.message(body.model, content, usage, reason, found.stop))
+
+
+async def count_tokens(call: Call) -> Response:
+    """The tokens that a message's prompt has."""
+    body = await call.json(requests.Count)
+    refuse_unserved(body, requests.COUNT_UNSERVED)
+    conversation = questions.conversation(body)
+    model = await call.app.inference.model(call.owner, parse_model(body.model))
+    return reply({"input_tokens": len(await COMPUTE.run(prompt_of, model.tokenizer, conversation))})
+
+
+def _reply(model: Model, conversation: Conversation, question: Question) -> Reply:
+    form = model.tokenizer.tool_format if conversation.functions else None
+    return Reply(model.tokenizer, question.stop, form)
+
+
+async def _done(call: Call, model: Model, question: Question) -> Done:
+    async with call.app.inference.ask(call.owner, model, question) as parts:
+        (done,) = [part async for part in parts if isinstance(part, Done)]
+    return done
+
+
+async def _streamed(
+    call: Call, model: str, prompt_tokens: int, found: Reply, parts: AsyncIterator[New | Done]
+) -> AsyncIterator[bytes]:
+    begun = {"input_tokens": prompt_tokens, "output_tokens": 0}
+    content = answers.Blocks()
+    try:
+        head = answers.message(model, [], begun, None, None)
+        yield answers.named({"type": "message_start", "message": head})
+        async for part in parts:
+            if isinstance(part, New):
+                for frame in content.events(found.push(part.tokens)):
+                    yield frame
+                continue
+            (sequence,) = part.sequences
+            for frame in content.events(found.finish(sequence.tokens, sequence.stopped)):
+                yield frame
+            for frame in content.close():
+                yield frame
+            ended = {
+                "stop_reason": answers.stop_reason(found, sequence.stopped),
+                "stop_sequence": found.stop,
+            }
+            usage = answers.usage(part, found.count)
+            yield answers.named({"type": "message_delta", "delta": ended, "usage": usage})
+        yield answers.named({"type": "message_stop"})
+    except Exception as error:
+        yield answers.named(answers.error(typed(error, call.request))[1])
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "messages", messages),
+    ("POST", "messages/count_tokens", count_tokens),
+)
+"""Method, path, handler."""
+
+
+def routes(application: Application) -> list[Route]:
+    return [
+        Route(f"{path}/{below}", endpoint(application, handler, answers.error), methods=[method])
+        for path in PATHS
+        for method, below, handler in TABLE
+    ]
