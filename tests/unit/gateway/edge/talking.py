@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 
 from services.common.contract import errors
-from services.common.contract.errors import TinsmithError
+from services.common.contract.errors import TinsmithError, Unavailable
 from services.common.state import redis_client
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
@@ -64,6 +64,8 @@ class TalkingSampler(ScriptedSampler):
         self.half = asyncio.Event()
         self.half.set()
         self.gave_up = asyncio.Event()
+        self.breaks = 0
+        """Streams that end without a result after their first halves."""
         self.answer = self._result
 
     def prompt(self, which: int = -1) -> str:
@@ -111,6 +113,9 @@ class TalkingSampler(ScriptedSampler):
         self.arrived.set()
         response = self._result(request.sample)
         for index, start, token, late in _steps(response.result):
+            if late and self.breaks:
+                self.breaks -= 1
+                raise Unavailable("the engine ended")
             if late:
                 await self.half.wait()
             added = self._sequence(request.sample, [token], start)

@@ -12,7 +12,6 @@ from services.gateway.text.chat_template import ChatTemplate
 from services.launcher.tiny_model import CHATML_TEMPLATE
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-CALL = {"function": {"name": "f", "arguments": {"a": "ü<"}}}
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Bé <brief> & kind."},
     {"role": "user", "content": "hi"},

@@ -144,6 +144,28 @@ async def test_a_client_that_goes_away_ends_what_it_asked_for(talks: Talking) ->
     assert len(set(talks.sampler.ended)) == 2
 
 
+async def test_a_stream_goes_on_after_the_loss_of_a_sampler_with_the_same_tokens(
+    talks: Talking, client: openai.AsyncOpenAI
+) -> None:
+    says(talks, Says(f"one two three four five{END}"))
+    talks.sampler.breaks = 1
+    stream = await client.completions.create(model=BASE, prompt="x", stream=True)
+    texts = [choice.text async for chunk in stream for choice in chunk.choices]
+    assert "".join(texts) == "one two three four five"
+    first, again = talks.sampler.asked
+    assert (first.request_id, first.params.seed) == (again.request_id, again.params.seed)
+
+
+async def test_a_stream_that_would_go_on_otherwise_than_it_began_fails(
+    talks: Talking, client: openai.AsyncOpenAI
+) -> None:
+    talks.sampler.script = lambda request: [Says(f"{len(talks.sampler.asked)} and so on and on{END}")]
+    talks.sampler.breaks = 1
+    with pytest.raises(openai.APIError, match="same tokens"):
+        async for _ in await client.completions.create(model=BASE, prompt="x", stream=True):
+            pass
+
+
 async def test_what_a_sample_fails_with_is_told_also_in_a_stream(
     talks: Talking, client: openai.AsyncOpenAI
 ) -> None:
