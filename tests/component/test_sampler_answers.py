@@ -11,7 +11,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from services.common.contract.errors import Internal, InvalidRequest
 from services.common.contract.matrices import HostMatrix
 from services.common.contract.sample_schema import Scoring
-from services.sampler.engine.answers import sequence
+from services.sampler.engine.answers import sequence, whole
+from services.sampler.engine.sampling import Constraint, SampleJob, SamplingParams
 from services.sampler.worker.prompt_scorer import _fill
 from services.sampler.worker.prompt_scores import Buffers, plan_of
 
@@ -124,3 +125,15 @@ def test_likely_tokens_are_whole_where_outputs_were_joined() -> None:
     assert found.topk is not None
     assert found.topk.token_ids.tolist() == [[5, 6]] * 3
     assert found.topk.logprobs.tolist() == [[-1.0, -2.0]] * 3
+
+
+def test_a_constraint_that_no_grammar_can_be_made_of_is_the_requests_fault() -> None:
+    ended = [output([], flat([]), "error")]
+    plan = plan_of(Scoring(), 4, seed=0, temperature=1.0)
+    job = SampleJob("r", None, [1, 2, 3, 4], 1, SamplingParams(), constraint=Constraint("json_schema", "{}"))
+    with pytest.raises(InvalidRequest) as refused:
+        whole(job, plan, ended)
+    assert refused.value.code == "constraint_too_large"
+    free = SampleJob("r", None, [1, 2, 3, 4], 1, SamplingParams())
+    with pytest.raises(Internal):
+        whole(free, plan, ended)

@@ -101,6 +101,14 @@ async def test_a_schema_that_is_none_is_the_requests_own_fault(stub, schema: str
     await sample(stub, request(prompt(5, 4)))
 
 
+async def test_a_schema_of_which_no_grammar_can_be_made_fails_alone(stub) -> None:
+    wanted = request(prompt(5, 4), stop=EOS)
+    wanted.constraint.json_schema = '{"type": "string", "pattern": "^(a|b|ab){1,300}$"}'
+    response = await stub.Sample(wanted, timeout=60)
+    assert response.error.code == "constraint_too_large"
+    await sample(stub, request(prompt(5, 4)))
+
+
 async def test_the_tokenizer_that_is_told_is_the_models(stub, sampler: Sampler) -> None:
     answer = await stub.GetTokenizer(sampler_pb2.GetTokenizerRequest(), timeout=30)
     told = Tokenizer.from_str(answer.tokenizer_json)

@@ -73,7 +73,14 @@ class ChatTemplate:
         given = {**self._special, **variables, "messages": messages, "tools": tools, "documents": None}
         try:
             return self._template.render({**given, "add_generation_prompt": True})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise InvalidRequest(f"the chat template does not take these messages: {error}") from error
 
 

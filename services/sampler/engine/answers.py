@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from services.common.contract.errors import Internal
+from services.common.contract.errors import Internal, InvalidRequest
 from services.sampler.engine.sampling import NewTokens, SampleJob, SampleOutput, Sequence, StopReason
 from services.sampler.worker.prompt_scores import ScorePlan, TopkLogprobs, check_logprobs, read_answer
 
@@ -19,7 +19,18 @@ _STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length
 
 
 def whole(job: SampleJob, plan: ScorePlan, outputs: list[RequestOutput]) -> SampleOutput:
-    """What a job came to. Raises as `sequence`."""
+    """What a job came to.
+
+    Raises:
+        InvalidRequest: its constraint cannot be made a grammar of.
+        InvalidRequest, Internal: as `sequence`.
+    """
+    if job.constraint is not None and any(output.outputs[0].finish_reason == "error" for output in outputs):
+        raise InvalidRequest(
+            f"no grammar can be made of this {job.constraint.kind}: it is too large, or too deeply repeated; "
+            "send a simpler one",
+            "constraint_too_large",
+        )
     return SampleOutput(
         [sequence(output.outputs[0], job.scoring.topk_sample_logprobs) for output in outputs],
         outputs[0].num_cached_tokens or 0,

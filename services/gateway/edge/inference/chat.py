@@ -77,8 +77,15 @@ def constraint_of(tokenizer: Tokenizer, conversation: Conversation) -> Constrain
         tag = form.constraint(conversation.functions, conversation.choice, parallel=conversation.parallel)
         return None if tag is None else _bounded(Constraint("structural_tag", tag))
     if conversation.schema is not None:
-        return _bounded(Constraint("json_schema", json.dumps(conversation.schema)))
+        return _bounded(Constraint("json_schema", _json(conversation.schema)))
     return None
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise InvalidRequest("the JSON schema is nested too deeply") from error
 
 
 def _bounded(constraint: Constraint) -> Constraint:
