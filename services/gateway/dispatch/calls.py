@@ -2,13 +2,16 @@
 
 Invariants: an operation has at most one call; one that failed is made again for as long as its judge says so.
 When all are ended, what is already known of an operation is still written down. What a call took of the room
-for such is given back once, when it has ended, however it does.
+for such is given back once, when it has ended, however it does. What depends on batches (a step, a save) is
+answered only when all batches before it are, and is sent only when those of a replay were repeated: so what
+was answered of it is what a replay comes to again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from enum import Enum
 
 import grpc.aio
 
@@ -21,8 +24,19 @@ from services.gateway.dispatch.send_room import SendRoom
 from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 from tinsmith.v1 import results_pb2
 
-OnAnswer = Callable[[Send, operation_pb2.Operation, results_pb2.OperationResult], Awaitable[None]]
-OnError = Callable[[Send, operation_pb2.Operation, TinsmithError], Awaitable[bool]]
+OnAnswer = Callable[[Send, operation_pb2.Operation, results_pb2.OperationResult], Awaitable[bool]]
+OnError = Callable[[Send, operation_pb2.Operation, TinsmithError], Awaitable["Outcome"]]
+
+
+class Outcome(Enum):
+    """What a failed call comes to."""
+
+    AGAIN = "again"
+    """The same call is made again."""
+    SETTLED = "settled"
+    """The operation took effect, and all is said about it."""
+    OPEN = "open"
+    """What depends on the operation has to wait for another call."""
 
 
 class Calls:
@@ -30,8 +44,8 @@ class Calls:
 
     Args:
         timeout: deadline of one call, in seconds.
-        on_answer: takes the result of an operation.
-        on_error: takes the failure of a call; whether the call is to be made again.
+        on_answer: takes the result of an operation; whether the operation is settled by it.
+        on_error: takes the failure of a call.
         ended: called whenever a call is over.
         room: has what a call takes already when it starts.
 
@@ -52,7 +66,9 @@ class Calls:
         self._on_answer = on_answer
         self._on_error = on_error
         self._ended = ended
-        self._calls: dict[int, tuple[asyncio.Task[None], int]] = {}
+        self._calls: dict[int, tuple[asyncio.Task[bool], int]] = {}
+        self._batches: dict[int, tuple[asyncio.Task[bool], bool]] = {}
+        """seq_id -> call of a batch, and whether it is repeated; one not settled stays until `end`."""
         self.failure: BaseException | None = None
 
     def __len__(self) -> int:
@@ -76,12 +92,15 @@ class Calls:
         name = f"execute {operation.model_id}:{send.seq_id}"
         call = asyncio.create_task(self._call(stub, send, request), name=name)
         self._calls[send.seq_id] = (call, send.size)
+        if _is_batch(operation):
+            self._batches[send.seq_id] = (call, send.replayed)
         call.add_done_callback(lambda done: self._over(trainer_id, send, done))
 
     async def end(self, known: Collection[int]) -> None:
         """Ends all calls, those of the known operations when their results are written down."""
         calls = {seq_id: call for seq_id, (call, _) in self._calls.items()}
         self._calls.clear()
+        self._batches.clear()
         writing = [call for seq_id, call in calls.items() if seq_id in known]
         try:
             if writing:
@@ -89,27 +108,54 @@ class Calls:
         finally:
             await cancel_all(calls.values())
 
-    def _over(self, trainer_id: str, send: Send, call: asyncio.Task[None]) -> None:
+    def _over(self, trainer_id: str, send: Send, call: asyncio.Task[bool]) -> None:
         self._room.give(trainer_id, send.size)
         current = self._calls.get(send.seq_id)
         if current is not None and current[0] is call:
             del self._calls[send.seq_id]
+            if _settled(call):
+                self._batches.pop(send.seq_id, None)
         if not call.cancelled() and call.exception() is not None:
             self.failure = call.exception()
         self._ended()
 
     async def _call(
         self, stub: trainer_pb2_grpc.TrainerServiceStub, send: Send, request: trainer_pb2.ExecuteRequest
-    ) -> None:
+    ) -> bool:
+        """Whether the operation is settled."""
+        batch = _is_batch(request.operation)
+        if not (batch or await self._before(send.seq_id, only_repeated=True)):
+            return False
         attempt = 0
         while True:
             try:
                 reply = await stub.Execute(request, timeout=self._timeout)
             except grpc.aio.AioRpcError as raw:
-                if not await self._on_error(send, request.operation, call_error(raw)):
-                    return
+                outcome = await self._on_error(send, request.operation, call_error(raw))
+                if outcome is not Outcome.AGAIN:
+                    return outcome is Outcome.SETTLED
                 attempt += 1
                 await asyncio.sleep(plan.backoff(attempt))
                 continue
-            await self._on_answer(send, request.operation, reply.result)
-            return
+            if not (batch or await self._before(send.seq_id, only_repeated=False)):
+                return False
+            return await self._on_answer(send, request.operation, reply.result)
+
+    async def _before(self, seq_id: int, only_repeated: bool) -> bool:
+        """Waits for the batches before an operation; whether all are settled."""
+        found = [
+            call
+            for number, (call, repeated) in self._batches.items()
+            if number < seq_id and (repeated or not only_repeated)
+        ]
+        if found:
+            await asyncio.wait(found)
+        return all(_settled(call) for call in found)
+
+
+def _is_batch(operation: operation_pb2.Operation) -> bool:
+    return operation.WhichOneof("kind") == "forward_backward"
+
+
+def _settled(call: asyncio.Task[bool]) -> bool:
+    return not call.cancelled() and call.exception() is None and call.result()

@@ -31,7 +31,7 @@ from services.common.state.registry import ServiceRecord
 from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.dispatch import plan
-from services.gateway.dispatch.calls import Calls
+from services.gateway.dispatch.calls import Calls, Outcome
 from services.gateway.dispatch.gaps import GapWatch
 from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.placement import Loads, Placement
@@ -83,6 +83,7 @@ class ModelRunner:
         self._base_model = ""
         self._incarnation: str | None = None
         self._synchronised = False
+        self._discards = False
         self._looking = False
         self._position = Position()
         self._room = room
@@ -205,13 +206,16 @@ class ModelRunner:
 
     async def _synchronise(self, trainer: ServiceRecord) -> bool:
         """Finds out where the trainer is with this model, after bringing it back if need be."""
+        if self._discards:
+            await self._fence(self._lease)
         index = await self._journal.index(self.model_id, -1)
-        if plan.starts_at_creation(index) and not index.moved:
+        since = self._lease.epoch if self._discards else index.moved
+        if plan.starts_at_creation(index) and not since:
             self._position = Position()
             return True
         stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
         request = trainer_pb2.RestoreRequest(
-            model_id=self.model_id, epoch=self._lease.epoch, moved_epoch=index.moved
+            model_id=self.model_id, epoch=self._lease.epoch, moved_epoch=since
         )
         try:
             reply = await stub.Restore(request, timeout=self._settings.restore_timeout)
@@ -226,6 +230,7 @@ class ModelRunner:
             else:
                 await self._after_failed_restore(error)
                 return False
+        self._discards = False
         self._position = plan.position_after_restore(applied, index.lowest_pending)
         log.info("model %s is at %d on %s", self.model_id, applied, trainer.id)
         return True
@@ -305,23 +310,25 @@ class ModelRunner:
 
     async def _answered(
         self, send: Send, operation: operation_pb2.Operation, result: results_pb2.OperationResult
-    ) -> None:
+    ) -> bool:
         self._attempt = 0
         if result.WhichOneof("kind") is None:
             raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
         if not send.replayed:
             await self._publisher.publish(operation, result)
-        elif result.HasField("error") and result.error.code != plan.DROPPED_GRADIENT:
+        elif result.HasField("error") and result.error.code not in plan.TOOK_EFFECT:
             await self._replay_failed(send.seq_id, errors.from_pb(result.error))
+            return False
+        return not self._lease.lost
 
     async def _call_failed(
         self, send: Send, operation: operation_pb2.Operation, error: TinsmithError
-    ) -> bool:
-        """Whether the same call is to be made again."""
+    ) -> Outcome:
         action = self._judge(send, error)
-        if action is not Action.RESEND:
-            await self._act(action, send, operation, error)
-        return action is Action.RESEND
+        if action is Action.RESEND:
+            return Outcome.AGAIN
+        await self._act(action, send, operation, error)
+        return Outcome.SETTLED if action is Action.REPORT_LOST_RESULT else Outcome.OPEN
 
     def _judge(self, send: Send, error: TinsmithError) -> Action:
         times = 1
@@ -340,7 +347,7 @@ class ModelRunner:
         failed = results_pb2.OperationResult(error=errors.to_pb(error))
         if action is Action.REPORT_LOST_RESULT:
             if not send.replayed:
-                await self._publisher.publish(operation, failed, ran=True)
+                await self._publisher.publish(operation, failed)
             return
         # The runner ends all calls when it synchronises, this one too: that is asked for last.
         if action is Action.AWAIT_TRAINER:
@@ -355,10 +362,14 @@ class ModelRunner:
 
     async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:
         """An operation that had taken effect cannot be repeated: without it the model is another one."""
-        self._delay()
-        self._failed_calls[seq_id, "replay"] += 1
+        times = self._failed_calls[seq_id, "replay"] = self._failed_calls[seq_id, "replay"] + 1
+        self._not_before = asyncio.get_running_loop().time() + plan.backoff(times, first=0.1, most=30.0)
+        # The trainer would answer as it did, and its copy lacks the operation.
+        self._discards = True
         log.error("operation %d of %s could not be replayed: %s", seq_id, self.model_id, error.message)
-        if self._failed_calls[seq_id, "replay"] >= _MOST_FAILED_REPLAYS:
+        if error.code in plan.TRANSIENT:
+            await self._pause(f"operation {seq_id} cannot be repeated at present ({error.message})")
+        elif times >= _MOST_FAILED_REPLAYS:
             index = await self._journal.index(self.model_id, -1, entries=0)
             await self._declare_lost(index, error)
         self._synchronised = False

@@ -224,14 +224,17 @@ def after_failure(error: TinsmithError, times: int) -> Action:
     return Action.FAIL
 
 
-DROPPED_GRADIENT = "non_finite_gradient"
-"""Code of a step that failed and yet changed the model: it dropped the gradient, and does so again."""
+TOOK_EFFECT = frozenset(("non_finite_gradient", "result_lost"))
+"""Codes of what failed and yet changed the model, as it does again: a step that dropped the gradient, an
+operation that ran and whose result is not known."""
+TRANSIENT = frozenset(("out_of_memory",))
+"""Codes of failures that need not come again when the same is tried later, beside other work."""
 
 
 def replay_passes_over(operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> bool:
     """Whether an operation left the model as it was, so that a replay need not repeat it."""
     if result.WhichOneof("kind") == "error":
-        return result.error.code != DROPPED_GRADIENT
+        return result.error.code not in TOOK_EFFECT
     kind = operation.WhichOneof("kind")
     if kind == "forward_backward":
         return operation.forward_backward.forward_only

@@ -52,10 +52,8 @@ class ResultPublisher:
         self._on_result = on_result
         self.writing: set[int] = set()
 
-    async def publish(
-        self, operation: operation_pb2.Operation, result: results_pb2.OperationResult, ran: bool = False
-    ) -> None:
-        """Writes one result. `ran`: the operation took effect although the result is an error."""
+    async def publish(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
+        """Writes one result."""
         self.writing.add(operation.seq_id)
         try:
             attempt = 0
@@ -64,7 +62,7 @@ class ResultPublisher:
                     await failpoints.reach("gateway.before_record")
                     recorded = await self._record(operation, result)
                     await failpoints.reach("gateway.before_publish")
-                    await self._publish(operation, recorded, ran)
+                    await self._publish(operation, recorded)
                     await failpoints.reach("gateway.after_publish")
                     return
                 except (RedisError, OSError) as error:
@@ -119,9 +117,7 @@ class ResultPublisher:
         )
         self._note(outcome)
 
-    async def _publish(
-        self, operation: operation_pb2.Operation, result: results_pb2.OperationResult, ran: bool
-    ) -> None:
+    async def _publish(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
         payload = result.SerializeToString()
         outcome = await self._futures.resolve(
             ids.request_id(operation.model_id, operation.seq_id),
@@ -131,7 +127,7 @@ class ResultPublisher:
                 self._lease.epoch,
                 operation.seq_id,
                 payload,
-                replay_passes_over=not ran and plan.replay_passes_over(operation, result),
+                replay_passes_over=plan.replay_passes_over(operation, result),
                 closing=plan.closing_result(operation, result),
             ),
         )

@@ -321,4 +321,6 @@ def _forward_result(operation: Operation) -> OperationResult:
         return convert.forwarded(operation.work, [operation.rows[i] for i in range(len(operation.rows))])
     except Exception as error:
         log.exception("the result of %s:%d could not be built", operation.model_id, operation.seq_id)
-        return OperationResult(error=error_to_pb(Internal(f"{type(error).__name__}: {error}")))
+        # It took effect: a replay must repeat it.
+        reason = f"the operation was executed, but its result could not be built: {type(error).__name__}"
+        return OperationResult(error=error_to_pb(Internal(f"{reason}: {error}", "result_lost")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -59,6 +60,8 @@ class Gateway:
         self.stores = Stores.over(client)
         self.futures = Futures(client)
         self.recorded: list[int] = []
+        self.held: dict[int, asyncio.Event] = {}
+        """seq_ids whose results are recorded only when the event is set."""
         self.discovery = Discovery(client, self.stores.poison)
         self.dispatcher = Dispatcher(
             client,
@@ -76,6 +79,8 @@ class Gateway:
     async def _record(
         self, operation: operation_pb2.Operation, result: results_pb2.OperationResult
     ) -> results_pb2.OperationResult:
+        if operation.seq_id in self.held:
+            await self.held[operation.seq_id].wait()
         view = await self.futures.wait(ids.request_id(operation.model_id, operation.seq_id), 0)
         assert view.state == "pending", "records are written before the future is resolved"
         self.recorded.append(operation.seq_id)

@@ -17,7 +17,6 @@ from services.common.contract.errors import (
 )
 from services.common.state.journal_records import Entry, JournalIndex
 from services.gateway.dispatch.plan import (
-    DROPPED_GRADIENT,
     Action,
     Allowance,
     Gap,
@@ -149,7 +148,7 @@ def test_only_what_changed_the_model_is_replayed() -> None:
 def test_a_replay_repeats_a_step_that_failed_and_dropped_the_gradient() -> None:
     step, dropped = operation_pb2.Operation(), results_pb2.OperationResult()
     step.optim_step.SetInParent()
-    dropped.error.code = DROPPED_GRADIENT
+    dropped.error.code = "non_finite_gradient"
     assert not replay_passes_over(step, dropped)
     dropped.error.code = "internal"
     assert replay_passes_over(step, dropped)

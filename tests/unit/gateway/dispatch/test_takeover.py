@@ -10,6 +10,7 @@ import pytest
 import redis.asyncio
 
 from services.common.contract import ids
+from services.common.contract.errors import Internal
 from services.gateway.dispatch import dispatcher as dispatcher_module
 from services.gateway.dispatch import model_runner
 from services.gateway.dispatch.leases import Lease, Leases
@@ -266,3 +267,87 @@ async def test_an_idle_model_is_let_go_and_led_again_when_there_is_work(
         await other.accept(step(1))
         await other.result(1)
         assert other.recorded == [1]
+
+
+async def test_a_step_is_not_answered_before_the_failure_of_a_batch_that_it_passed_over_is_written_down(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    trainer.fail[1] = Internal("out of memory", "out_of_memory")
+    trainer.durable_steps = False
+    gateway.held[1] = asyncio.Event()
+    async with serving(redis_client, trainer, "trainer-0") as first:
+        await gateway.accept(create(), batch(1), step(2), batch(3))
+        await gateway.result(3)
+        view = await gateway.futures.wait(ids.request_id(MODEL, 2), 0.2)
+        assert view.state == "pending", "a replay might still find that the batch succeeds"
+        gateway.held[1].set()
+        assert (await gateway.result(1)).HasField("error")
+        assert (await gateway.result(2)).optim_step.metrics["steps"] == 2
+        await first.kill()
+    # A trainer that could do the batch is not asked to: it passes over what is failed.
+    restarted = again(trainer)
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(4))
+        await gateway.result(4)
+    assert restarted.order(MODEL) == [0, 2, 3, 4]
+
+
+async def test_a_batch_that_fails_in_a_replay_is_repeated_from_the_snapshot_before_anything_builds_on_it(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    async with serving(redis_client, trainer, "trainer-0") as first:
+        trainer.durable_steps = False
+        await gateway.accept(create(), batch(1), step(2))
+        await gateway.result(2)
+        await first.kill()
+    restarted = again(trainer)
+    restarted.durable_steps = False
+    restarted.fail[1] = Internal("out of memory", "out_of_memory")
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(3))
+        while len(restarted.dropped) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert 2 not in restarted.order(MODEL) and 3 not in restarted.order(MODEL)
+        told = ""
+        async with asyncio.timeout(20):
+            while "operation 1 cannot be repeated at present (out of memory)" not in told:
+                await asyncio.sleep(0.01)
+                view = await gateway.futures.wait(ids.request_id(MODEL, 3), 0)
+                told = view.queue_state_reason or ""
+        del restarted.fail[1]
+        assert (await gateway.result(3, 30)).optim_step.metrics["steps"] == 4
+    assert restarted.models[MODEL].effects == [0, 1, 2, 3]
+
+
+async def test_an_operation_whose_result_was_lost_is_repeated_by_a_replay(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    trainer.durable_steps = False
+    trainer.raises[1] = Internal("executed, but its result is no longer kept", "result_lost")
+    async with serving(redis_client, trainer, "trainer-0") as first:
+        await gateway.accept(create(), batch(1))
+        assert (await gateway.result(1)).error.code == "result_lost"
+        await first.kill()
+    restarted = again(trainer)
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(2))
+        await gateway.result(2)
+    assert restarted.order(MODEL) == [0, 1, 2]
+
+
+async def test_a_replay_goes_on_past_batches_whose_results_the_trainer_no_longer_keeps(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    trainer.durable_steps = False
+    async with serving(redis_client, trainer, "trainer-0"):
+        async with started(redis_client, "gateway-0", SETTINGS, 6.0) as first:
+            await first.accept(create(), batch(1), step(2))
+            await first.result(2)
+        trainer.raises[1] = Internal("executed, but its result is no longer kept", "result_lost")
+        second = await gateway_on("gateway-1")
+        await second.accept(step(3))
+        assert (await second.result(3)).optim_step.metrics["steps"] == 4
+    assert trainer.order(MODEL) == [0, 1, 2, 3]
