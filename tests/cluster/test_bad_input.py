@@ -134,7 +134,7 @@ def test_an_unknown_setting_of_a_loss_is_refused(training: tinker.TrainingClient
         types.AdamParams(beta2=-0.1),
         types.AdamParams(eps=-1.0),
         types.AdamParams(weight_decay=-1.0),
-        types.AdamParams(grad_clip_norm=-1.0),
+        types.AdamParams(grad_clip_norm=float("inf")),
         types.AdamParams(learning_rate=float("inf")),
     ],
     ids=["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm", "infinite"],
