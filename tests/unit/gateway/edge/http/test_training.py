@@ -103,6 +103,26 @@ async def test_a_model_that_cannot_be_had_is_400_with_what_to_change(
     assert says in response.json()["detail"]
 
 
+async def test_a_batch_of_other_numeric_types_is_journaled_in_those_of_its_loss(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        message = tinker_pb2.TinkerForwardBackwardRequest.FromString(batch(model, 1, [1, 2, 3]))
+        inputs = message.data[0].loss_fn_inputs
+        expected = {name: tensor.dense for name, tensor in inputs.items()}
+        inputs["weights"].dense = np.ones(3, "<i8").tobytes()
+        inputs["weights"].dtype = tinker_pb2.TINKER_DATA_TYPE_INT64
+        inputs["target_tokens"].dense = np.ones(3, "<f4").tobytes()
+        inputs["target_tokens"].dtype = tinker_pb2.TINKER_DATA_TYPE_FLOAT32
+        response = await client.post("forward_backward", content=message.SerializeToString(), headers=PROTO)
+        assert response.status_code == 200, response.text
+        operation = await edges.operation(model, 1)
+    assert operation is not None
+    taken = operation.forward_backward.data[0].loss_inputs
+    assert {name: tensor.data for name, tensor in taken.items()} == expected
+    assert taken["weights"].dtype == types_pb2.DATA_TYPE_FLOAT32
+    assert taken["target_tokens"].dtype == types_pb2.DATA_TYPE_INT64
+
+
 async def test_somebody_elses_model_is_403_and_an_absent_one_404(edges: Edges) -> None:
     async with edges.http() as client, edges.http(BOB) as other:
         model = await new_model(edges, client)
