@@ -10,12 +10,20 @@ import grpc
 import grpc.aio
 import httpx
 import pytest
+from google.protobuf.message import Message
 
 from services.common.process import rpc
 from services.gateway.access.limits import Limits, OwnerLimits
-from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges, new_model, new_session
+from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, Edges, new_model, new_session
 from tests.unit.gateway.saved import CONTENT, export, save, url
-from tinsmith.v1 import service_pb2_grpc, sessions_pb2
+from tinsmith.v1 import (
+    checkpoints_pb2,
+    models_pb2,
+    results_pb2,
+    sampling_pb2,
+    service_pb2_grpc,
+    sessions_pb2,
+)
 
 
 @pytest.fixture
@@ -171,3 +179,65 @@ async def test_downloads_under_way_are_bounded_and_end_with_their_readers(edges:
             await asyncio.sleep(0.05)
         for _ in range(3):
             assert (await anyone.get(file)).content == CONTENT
+
+
+async def refused_over_grpc(edges: Edges, method: str, request: Message, flag: str) -> bool:
+    """Whether a call is refused for a limit, and the refusal names its flag."""
+    async with rpc.channel(edges.grpc_address) as channel:
+        stub = service_pb2_grpc.TinsmithServiceStub(channel)
+        try:
+            await getattr(stub, method)(request, timeout=10, metadata=(("x-api-key", ALICE),))
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, error.details()
+            assert dict(error.trailing_metadata() or ())["tinsmith-code"] == "limit_reached"
+            return flag in (error.details() or "")
+    return False
+
+
+@bounded(models=1, samplers=1, checkpoints=1)
+async def test_over_grpc_the_same_is_refused(edges: Edges) -> None:
+    async with edges.http() as alice:
+        model = await new_model(edges, alice)
+        session = model.partition(":")[0]
+        await save(edges, alice, model, 1, "a")
+    made = models_pb2.CreateModelRequest(session_id=session, model_seq_id=1, base_model=BASE, lora=LORA)
+    assert await refused_over_grpc(edges, "CreateModel", made, "--max-models")
+    opened = sampling_pb2.CreateSamplingSessionRequest(session_id=session, base_model=BASE)
+    assert not await refused_over_grpc(edges, "CreateSamplingSession", opened, "")
+    opened.sampling_session_seq_id = 1
+    assert await refused_over_grpc(edges, "CreateSamplingSession", opened, "--max-samplers")
+    saved = checkpoints_pb2.SaveStateRequest(model_id=model, seq_id=2, name="b")
+    assert await refused_over_grpc(edges, "SaveState", saved, "--max-checkpoints")
+
+
+@bounded(requests_per_second=1, burst_seconds=5)
+async def test_over_grpc_a_key_that_sends_too_fast_is_slowed_down(edges: Edges) -> None:
+    asked = sessions_pb2.ListSessionsRequest()
+    calls = [refused_over_grpc(edges, "ListSessions", asked, "--requests-per-second") for _ in range(40)]
+    slowed = await asyncio.gather(*calls)
+    assert slowed.count(False) >= 5
+    assert any(slowed)
+
+
+@bounded(calls=4)
+async def test_over_grpc_calls_under_way_are_bounded_and_end_with_their_clients(edges: Edges) -> None:
+    async with edges.http() as alice, edges.http(BOB) as bob:
+        model = await new_model(edges, alice)
+        step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+        request_id = (await alice.post("optim_step", json=step)).json()["request_id"]
+        async with rpc.channel(edges.grpc_address) as channel:
+            stub = service_pb2_grpc.TinsmithServiceStub(channel)
+            waits = results_pb2.GetResultRequest(request_id=request_id, timeout_seconds=20)
+            polls = [stub.GetResult(waits, metadata=(("x-api-key", ALICE),), timeout=30) for _ in range(2)]
+            async with asyncio.timeout(10):
+                while edges.app.gate.calls < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            asked = sessions_pb2.ListSessionsRequest()
+            assert await refused_over_grpc(edges, "ListSessions", asked, "--max-calls")
+            await new_session(bob)
+            for poll in polls:
+                poll.cancel()
+            async with asyncio.timeout(10):
+                while edges.app.gate.calls:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert not await refused_over_grpc(edges, "ListSessions", asked, "")
