@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -51,12 +52,17 @@ def test_before_anything_is_done_the_whole_is_left() -> None:
     assert Pace().left("model") == sum(SHARES.values())
 
 
-def test_a_machine_that_is_twice_as_slow_has_twice_as_much_left() -> None:
+def test_a_slower_machine_has_more_left_and_is_believed_the_more_the_longer_it_is_slow() -> None:
     pace = Pace()
-    pace.finish("model", 2 * SHARES["model"])
-    pace.finish("cluster", 2 * SHARES["cluster"])
-    rest = SHARES["sft"] / 2 + SHARES["checkpoint"] + SHARES["rl"]
-    assert pace.left("sft", done=0.5) == pytest.approx(2 * rest)
+    factors = []
+    for part, following in itertools.pairwise(SHARES):
+        pace.finish(part, 3 * SHARES[part])
+        later = list(SHARES)[list(SHARES).index(following) + 1 :]
+        expected = SHARES[following] / 2 + sum(SHARES[name] for name in later)
+        factors.append(pace.left(following, done=0.5) / expected)
+    assert factors == sorted(factors)
+    assert 1 < factors[0] < 2
+    assert 2 < factors[-1] < 3
 
 
 def test_a_part_that_an_earlier_run_had_done_says_nothing_about_the_pace() -> None:
@@ -67,7 +73,13 @@ def test_a_part_that_an_earlier_run_had_done_says_nothing_about_the_pace() -> No
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0, "about 10 s left"), (33, "about 30 s left"), (61, "about 1 min left"), (200, "about 3.5 min left")],
+    [
+        (0, "about 10 s left"),
+        (33, "about 30 s left"),
+        (61, "about 1 min left"),
+        (200, "about 3.5 min left"),
+        (1000, "about 17 min left"),
+    ],
 )
 def test_a_time_is_said_roughly(seconds: float, said: str) -> None:
     assert words(seconds) == said
