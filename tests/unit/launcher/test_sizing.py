@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from services.launcher.doctor import sizing
 from services.launcher.doctor.sizing import GIB, PUBLISHED, Load, Shape
@@ -25,7 +26,7 @@ def test_a_size_is_near_the_model_that_is_called_by_it() -> None:
 
 def test_an_adapter_has_as_many_parameters_as_the_trainer_gives_it() -> None:
     from services.trainer.compute.data import LoraSpec
-    from services.trainer.compute.lora import Adapter, LinearShape
+    from services.trainer.compute.lora.adapter import Adapter, LinearShape
 
     linears = [pair for _ in range(TINY.layers) for pair in TINY.linears]
     targets = {str(index): LinearShape(*pair) for index, pair in enumerate(linears)}
@@ -36,8 +37,6 @@ def test_an_adapter_has_as_many_parameters_as_the_trainer_gives_it() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_activations_are_what_pytorch_keeps_for_the_backward_pass(dtype: str) -> None:
-    import torch
-
     element = getattr(torch, dtype)
     tokens = 256
     # What does not grow with the tokens, casts of adapters above all, cancels out.
@@ -46,12 +45,13 @@ def test_activations_are_what_pytorch_keeps_for_the_backward_pass(dtype: str) ->
     assert expected == pytest.approx(measured, rel=0.06)
 
 
-def _kept(shape: Shape, tokens: int, dtype: object) -> int:
+def _kept(shape: Shape, tokens: int, element: torch.dtype) -> int:
     """Bytes that autograd keeps for one sequence of a frozen model with the trainer's adapters."""
-    import torch
     from transformers import Qwen3Config, Qwen3Model
 
-    from services.trainer.compute.lora import LoraPair
+    from services.trainer.compute.data import LoraSpec
+    from services.trainer.compute.lora.adapter import Adapter, LinearShape
+    from services.trainer.compute.lora.grouped import LoraRouter, Segment
 
     config = Qwen3Config(
         vocab_size=shape.vocabulary,
@@ -63,21 +63,24 @@ def _kept(shape: Shape, tokens: int, dtype: object) -> int:
         num_hidden_layers=shape.layers,
         attn_implementation="sdpa",
     )
-    model = Qwen3Model(config).to(dtype)
+    model = Qwen3Model(config).to(element)
     model.requires_grad_(False)
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            down = torch.zeros(4, module.in_features, requires_grad=True)
-            pair = LoraPair(down, torch.zeros(module.out_features, 4, requires_grad=True), 1.0)
-            module.register_forward_hook(lambda _, args, output, pair=pair: pair.add_to(output, args[0]))
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    router = LoraRouter()
+    for name, linear in linears.items():
+        router.hook(linear, name)
+    targets = {name: LinearShape(linear.in_features, linear.out_features) for name, linear in linears.items()}
+    adapter = Adapter(LoraSpec(rank=4), targets, "s:train:0", "cpu", shape.hidden, element)
+    segment = Segment(tokens, adapter, torch.zeros_like(adapter.flat))
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with router.route([segment]), saved:
         output = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64))
     assert output.last_hidden_state.requires_grad
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
