@@ -54,8 +54,9 @@ def test_top_k_keeps_the_k_most_likely_tokens(base: tinker.SamplingClient, refer
     found = sequences(base, prompt, 8, top_k=5, temperature=2.0)
     seen = torch.cat([ranks(reference, prompt, s.tokens, 2.0) for s in found])[:, 0]
     assert seen.max() == 4 and len(seen.unique()) == 5
-    everything = sequences(base, prompt, 8, top_k=VOCAB + 10_000, temperature=2.0)
-    assert torch.cat([ranks(reference, prompt, s.tokens, 2.0) for s in everything])[:, 0].max() > 100
+    for all_of_them in (VOCAB + 10_000, 0, -1):
+        everything = sequences(base, prompt, 8, top_k=all_of_them, temperature=2.0)
+        assert torch.cat([ranks(reference, prompt, s.tokens, 2.0) for s in everything])[:, 0].max() > 100
     assert sequences(base, prompt, top_k=1)[0].tokens == reference.greedy(prompt, 20)
 
 
@@ -155,13 +156,13 @@ def test_generation_stops_at_end_of_sequence_unless_told_never(
         ({"temperature": -1.0}, "temperature is -1"),
         ({"top_p": 0.0}, "top_p is 0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": -2}, "top_k is -2"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"stop": [VOCAB]}, "stop token"),
         ({"stop": ""}, "stop string"),
-        ({"stop": ["x"] * 65}, "64"),
+        ({"stop": ["x"] * 257}, "256"),
     ],
 )
 def test_a_setting_that_cannot_be_kept_is_refused_at_once(
