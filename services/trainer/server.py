@@ -92,6 +92,7 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel]:
         rank=place.rank,
         world_size=place.world_size,
         offload_optimizer=config.offload_optimizer == "cpu",
+        activation_checkpointing=config.activation_checkpointing,
         max_context=config.max_context,
     )
     return engine, Channel(place.rank, place.world_size, COLLECTIVE_TIMEOUT)

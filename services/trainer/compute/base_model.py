@@ -13,12 +13,14 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.logprobs import LogprobHead, Targets
@@ -104,7 +106,14 @@ class BaseModel:
     """
 
     def __init__(
-        self, model_path: str, *, device: str, dtype: torch.dtype, zero_stage: int, router: LoraRouter
+        self,
+        model_path: str,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        zero_stage: int,
+        router: LoraRouter,
+        activation_checkpointing: bool,
     ) -> None:
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
@@ -115,7 +124,7 @@ class BaseModel:
         self.device = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
         self.collective = zero_stage == 3
         config = _deepspeed_config(zero_stage, dtype)
-        model = load_model(model_path, dtype, config if self.collective else None)
+        model = load_model(model_path, dtype, config if self.collective else None, activation_checkpointing)
         self.arch = type(model).__name__
         self.flat = computes_flat(model)
         self.vocab_size = int(model.config.vocab_size)
@@ -196,11 +205,17 @@ def _deepspeed_config(zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:
     return config
 
 
-def load_model(model_path: str, dtype: torch.dtype, sharded_config: dict[str, Any] | None) -> Any:
+def load_model(
+    model_path: str,
+    dtype: torch.dtype,
+    sharded_config: dict[str, Any] | None,
+    activation_checkpointing: bool,
+) -> Any:
     """The causal language model, without gradients and in evaluation mode (no dropout).
 
     Args:
         sharded_config: DeepSpeed configuration under whose ZeRO-3 each weight is sharded as it is loaded.
+        activation_checkpointing: of each block only the input is kept for the backward pass.
 
     Raises:
         ValueError: it computes its logits in a way that is not supported.
@@ -224,8 +239,38 @@ def load_model(model_path: str, dtype: torch.dtype, sharded_config: dict[str, An
             )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ValueError(f"{model_path}: {type(model).__name__} has no linear output head; use another model")
-    model.requires_grad_(False)
-    return model.eval()
+    model.requires_grad_(False).eval()
+    if activation_checkpointing:
+        checkpoint_blocks(model)
+    return model
+
+
+def checkpoint_blocks(model: Any) -> None:
+    """Makes each block compute its activations again in the backward pass instead of keeping them.
+
+    Raises:
+        ValueError: the architecture has no blocks that could.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} cannot checkpoint its activations; start the trainer with "
+            "--activation-checkpointing off"
+        )
+    for block in blocks:
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = _recomputed
+        # Of the block alone: what is in it stays in evaluation mode.
+        block.training = True
+
+
+def _recomputed(block: Callable[..., Any], *inputs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return block(*inputs)
+    # Under ZeRO-3 a weight is saved while it is here, and is gone when what was saved is compared.
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 def computes_flat(model: Any) -> bool:

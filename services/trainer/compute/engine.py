@@ -71,6 +71,7 @@ class Engine:
         rank: int,
         world_size: int,
         offload_optimizer: bool = False,
+        activation_checkpointing: bool = False,
         max_context: int = 0,
     ) -> None:
         """Loads the base model, joining the launcher's process group first unless that was done.
@@ -81,6 +82,8 @@ class Engine:
             dtype: element type of the base, "float32" or "bfloat16"; adapters are always float32.
             zero_stage: 0..3; 1 and 2 equal 0 for a frozen base.
             offload_optimizer: full models hold optimizer state, and step, on the CPU.
+            activation_checkpointing: blocks compute their activations again in the backward pass; the same
+                numbers in less memory and more time.
             max_context: most tokens of a datum; 0 = as many as the base model takes.
 
         Raises:
@@ -94,6 +97,7 @@ class Engine:
             dtype=element,
             zero_stage=zero_stage,
             router=self._router,
+            activation_checkpointing=activation_checkpointing,
         )
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise ValueError(
@@ -102,7 +106,9 @@ class Engine:
             )
         self._rank, self._world_size = rank, world_size
         self._device = self._base.device
-        self._full = FullModelConfig(model_path, self._device, element, zero_stage, offload_optimizer)
+        self._full = FullModelConfig(
+            model_path, self._device, element, zero_stage, offload_optimizer, activation_checkpointing
+        )
         self._tenants: dict[str, LoraTenant | FullModel] = {}
         self._buffers = FlatBuffers(self._device)
         self.vocab_size = self._base.vocab_size

@@ -55,6 +55,7 @@ class FullModelConfig:
         dtype: element type of the weights that compute, torch.float32 or torch.bfloat16.
         zero_stage: the trainer's, 0..3.
         offload: hold master weights and moments, and step, on the CPU.
+        activation_checkpointing: keep of each block only the input for the backward pass.
     """
 
     model_path: str
@@ -62,6 +63,7 @@ class FullModelConfig:
     dtype: torch.dtype
     zero_stage: int
     offload: bool
+    activation_checkpointing: bool
 
     def deepspeed(self) -> dict[str, Any]:
         """The engine's configuration."""
@@ -104,7 +106,12 @@ class FullModel:
         settings = config.deepspeed()
         self._sharded = config.zero_stage == 3
         self._device = config.device
-        model = load_model(config.model_path, config.dtype, settings if self._sharded else None)
+        model = load_model(
+            config.model_path,
+            config.dtype,
+            settings if self._sharded else None,
+            config.activation_checkpointing,
+        )
         model.requires_grad_(True)
         self.flat = computes_flat(model)
         self._parameters: dict[str, Any] = dict(model.named_parameters())

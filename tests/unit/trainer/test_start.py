@@ -40,12 +40,28 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ["--micro-batch-tokens", "many"],
         ["--offload-optimizer", "nvme"],
         ["--max-full-models", "0"],
+        ["--activation-checkpointing", "sometimes"],
     ],
 )
 def test_senseless_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config.parse([*FLAGS, *flags])
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "checkpoints"),
+    [
+        (["--device", "cuda"], True),
+        (["--device", "cpu"], False),
+        (["--device", "cuda", "--activation-checkpointing", "off"], False),
+        (["--device", "cpu", "--activation-checkpointing", "on"], True),
+    ],
+)
+def test_activations_are_checkpointed_on_gpus_unless_a_flag_says_otherwise(
+    flags: list[str], checkpoints: bool
+) -> None:
+    assert config.parse([*FLAGS, *flags]).activation_checkpointing is checkpoints
 
 
 def test_the_environment_is_checked_like_flags(monkeypatch: pytest.MonkeyPatch) -> None:
