@@ -15,7 +15,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -35,7 +34,7 @@ from services.trainer.compute.data import (
     Row,
     RowResult,
 )
-from services.trainer.compute.exchange import any_rank, gather_bytes
+from services.trainer.compute.exchange import any_rank, collect
 from services.trainer.compute.full_model import FullModel, FullModelConfig
 from services.trainer.compute.lora.adapter import HEAD, Adapter, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
@@ -45,11 +44,6 @@ from services.trainer.compute.tenant import LoraTenant, Tenant
 from services.trainer.order.microbatch import deal
 
 logger = logging.getLogger(__name__)
-
-
-class _RankReport(msgspec.Struct):
-    results: list[RowResult]
-    failures: dict[int, Failure]
 
 
 class Engine:
@@ -168,7 +162,7 @@ class Engine:
         for op in work.ops:
             if op.model_id in self._tenants:
                 self._tenants[op.model_id].close_before(op.seq_id)
-        return self._collect(work, results, failures)
+        return collect(work, results, failures, self._device)
 
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
         """Sums the model's gradient over the ranks, clips it, applies AdamW and clears the gradient.
@@ -276,13 +270,36 @@ class Engine:
                 if model.collective:
                     results += self._run_micro_batch(model, work.ops, rows, grad)
                 elif rows:
-                    try:
-                        results += self._run_micro_batch(model, work.ops, rows, grad)
-                    except Exception as error:
-                        logger.exception("a micro-batch of %d rows failed", len(rows))
-                        failure = _failure(_explained(error, rows))
-                        failed.update({row.op: failure for row in rows})
+                    results += self._run_or_split(model, work.ops, rows, grad, failed)
         return results, failed
+
+    def _run_or_split(
+        self,
+        model: BaseModel | FullModel,
+        ops: Sequence[PassOp],
+        rows: Sequence[Row],
+        grad: bool,
+        failed: dict[int, Failure],
+    ) -> list[RowResult]:
+        """A micro-batch, in halves as long as it does not fit into memory.
+
+        A sequence that does not fit by itself fails its operation, any other error those of all `rows`.
+        """
+        try:
+            return self._run_micro_batch(model, ops, rows, grad)
+        except Exception as error:
+            if not isinstance(error, torch.OutOfMemoryError) or len(rows) == 1:
+                logger.exception("a micro-batch of %d rows failed", len(rows))
+                failure = _failure(_explained(error, rows))
+                failed.update({row.op: failure for row in rows})
+                return []
+        # Only here has the error let go of what the batch had computed.
+        _free_cache()
+        results = []
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            left = [row for row in half if row.op not in failed]
+            results += self._run_or_split(model, ops, left, grad, failed) if left else []
+        return results
 
     def _computes(self, work: Pass) -> BaseModel | FullModel:
         """The model that a pass runs on."""
@@ -343,8 +360,8 @@ class Engine:
             op = ops[number]
             tenant = self._tenants[op.model_id]
             assert isinstance(tenant, LoraTenant)
-            gradient = tenant.gradient(op.seq_id) if grad else None
-            segments.append(Segment(sum(row.length for row in group), tenant.adapter, gradient))
+            gradient, fresh = tenant.gradient(op.seq_id) if grad else (None, False)
+            segments.append(Segment(sum(row.length for row in group), tenant.adapter, gradient, fresh))
         return segments
 
     def _agree_on_failures(
@@ -359,23 +376,10 @@ class Engine:
             if number in failures and op.model_id in self._tenants:
                 self._tenants[op.model_id].fail(op.seq_id, failures[number])
 
-    def _collect(
-        self, work: Pass, results: list[RowResult], failures: Mapping[int, Failure]
-    ) -> list[RowResult]:
-        report = msgspec.msgpack.encode(_RankReport(results, dict(failures)))
-        reports = [
-            msgspec.msgpack.decode(data, type=_RankReport) for data in gather_bytes(report, self._device)
-        ]
-        if not reports:
-            return []
-        collected = [result for rank in reports for result in rank.results if result.op not in failures]
-        collected += [
-            RowResult(row.op, row.index, failure=failures[row.op])
-            for batch in work.micro_batches
-            for row in batch.rows
-            if row.op in failures
-        ]
-        return sorted(collected, key=lambda result: (result.op, result.index))
+
+def _free_cache() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _failure(error: TinsmithError) -> Failure:
@@ -384,11 +388,12 @@ def _failure(error: TinsmithError) -> Failure:
 
 def _explained(error: Exception, rows: Sequence[Row]) -> TinsmithError:
     if isinstance(error, torch.OutOfMemoryError):
-        torch.cuda.empty_cache()
-        tokens = sum(row.length for row in rows)
+        _free_cache()
+        (row,) = rows
         return Internal(
-            f"out of device memory on a micro-batch of {tokens} tokens in {len(rows)} sequences; start the "
-            "trainer with a smaller --micro-batch-tokens, or send shorter data",
+            f"out of device memory on one sequence of {row.length} tokens; send shorter data, or start the "
+            "trainer with --activation-checkpointing on; a smaller --micro-batch-tokens leaves more room for "
+            "what else is on the device",
             "out_of_memory",
         )
     return Internal(f"{type(error).__name__}: {error}")

@@ -5,8 +5,18 @@ Invariant: every function here is a collective; all ranks call it, in the same o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
 import torch
 import torch.distributed as dist
+
+from services.trainer.compute.data import Failure, Pass, RowResult
+
+
+class _RankReport(msgspec.Struct):
+    results: list[RowResult]
+    failures: dict[int, Failure]
 
 
 def any_rank(flags: list[bool], device: str) -> list[bool]:
@@ -35,3 +45,26 @@ def gather_bytes(payload: bytes, device: str) -> list[bytes]:
     parts = [torch.empty_like(buffer) for _ in range(world_size)]
     dist.gather(buffer, parts, dst=0)
     return [part[: int(used)].cpu().numpy().tobytes() for part, used in zip(parts, sizes, strict=True)]
+
+
+def collect(
+    work: Pass, results: list[RowResult], failures: Mapping[int, Failure], device: str
+) -> list[RowResult]:
+    """On rank 0 what every row of a pass came to, ordered by operation and index; nothing elsewhere.
+
+    Args:
+        results: of the rows that ran on this rank.
+        failures: of the operations that failed, on whatever rank.
+    """
+    report = msgspec.msgpack.encode(_RankReport(results, dict(failures)))
+    reports = [msgspec.msgpack.decode(data, type=_RankReport) for data in gather_bytes(report, device)]
+    if not reports:
+        return []
+    collected = [result for rank in reports for result in rank.results if result.op not in failures]
+    collected += [
+        RowResult(row.op, row.index, failure=failures[row.op])
+        for batch in work.micro_batches
+        for row in batch.rows
+        if row.op in failures
+    ]
+    return sorted(collected, key=lambda result: (result.op, result.index))

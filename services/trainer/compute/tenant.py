@@ -104,12 +104,13 @@ class LoraTenant:
     def begin(self, seq_id: int) -> None:
         self._open.setdefault(seq_id, None)
 
-    def gradient(self, seq_id: int) -> Tensor:
-        """What a begun operation's gradient is summed up in, flat."""
+    def gradient(self, seq_id: int) -> tuple[Tensor, bool]:
+        """What a begun operation's gradient is summed up in, flat, and whether it is zero so far."""
         gradient = self._open[seq_id]
-        if gradient is None:
-            gradient = self._open[seq_id] = self._zeros()
-        return gradient
+        if gradient is not None:
+            return gradient, False
+        gradient = self._open[seq_id] = self._zeros()
+        return gradient, True
 
     def failure(self, seq_id: int) -> Failure | None:
         return self._failures.get(seq_id)

@@ -30,11 +30,13 @@ class Segment:
     Attributes:
         gradient: flat, what the backward pass adds to; None of a segment that only runs forward, as then all
             of a micro-batch do.
+        fresh: the gradient is zero, nothing was added to it yet.
     """
 
     tokens: int
     adapter: Adapter
     gradient: Tensor | None = None
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,12 @@ class _Stack:
     """The adapters of a micro-batch: their matrices [segments, ...] and, if wanted, the gradients.
 
     Adapters of several shapes are stacked in one that holds them all, filled up with zeros, which change
-    nothing. One adapter alone is not copied, and its gradient is its operation's.
+    nothing. One adapter alone is not copied; its gradient, while fresh, is its operation's.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
+        self._direct = len(segments) == 1 and segments[0].fresh
         adapters = [segment.adapter for segment in segments]
         first = adapters[0]
         self._device = first.flat.device
@@ -128,7 +131,7 @@ class _Stack:
 
     def commit(self) -> None:
         """Hands the gradients of a backward pass on to the operations."""
-        if self._gradients is None or len(self._segments) == 1:
+        if self._gradients is None or self._direct:
             return
         sums = [segment.gradient for segment in self._segments]
         rows = list(self._gradients)
@@ -145,6 +148,11 @@ class _Stack:
                 for part in adapter.views(cast(Tensor, flat)).values()
             ]
         torch._foreach_add_(cast(list[Tensor], sums), rows)
+
+    def abandon(self) -> None:
+        """Leaves nothing of a backward pass that failed."""
+        if self._gradients is not None and self._direct:
+            self._gradients.zero_()
 
     def _stacked(self, adapters: Sequence[Adapter]) -> Tensor:
         if len(adapters) == 1:
@@ -168,7 +176,7 @@ class _Stack:
         ]
 
     def _zeros(self) -> Tensor:
-        if len(self._segments) == 1:
+        if self._direct:
             return cast(Tensor, self._segments[0].gradient)[None]
         return torch.zeros(len(self._segments), self._size, device=self._device)
 
@@ -247,12 +255,16 @@ class LoraRouter:
     @contextmanager
     def route(self, segments: Sequence[Segment]) -> Iterator[None]:
         """Routes forward and backward passes within the context; the segments tile the batch's tokens. Its
-        gradients are the operations' once it ends without an exception."""
-        self._stack = _Stack(segments) if segments else None
+        gradients are the operations' once it ends without an exception, and else nothing happened to them."""
+        self._stack = stack = _Stack(segments) if segments else None
         try:
             yield
-            if self._stack is not None:
-                self._stack.commit()
+            if stack is not None:
+                stack.commit()
+        except BaseException:
+            if stack is not None:
+                stack.abandon()
+            raise
         finally:
             self._stack = None
 

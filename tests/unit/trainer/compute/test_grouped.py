@@ -115,17 +115,21 @@ def test_gradients_of_several_batches_add_up() -> None:
     assert one.flat.grad is None
 
 
-def test_a_backward_pass_that_fails_leaves_no_part_of_a_shared_batch_behind() -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("sizes", [(6,), (2, 4)])
+def test_a_backward_pass_that_fails_leaves_gradients_as_they_were(
+    sizes: tuple[int, ...], fresh: bool
+) -> None:
     linear, router = hooked(Q)
-    adapters = [adapter(1, 8, Q), adapter(2, 8, Q)]
-    gradients = [torch.zeros_like(each.flat) for each in adapters]
-    with (
-        pytest.raises(torch.OutOfMemoryError),
-        router.route([Segment(2, adapters[0], gradients[0]), Segment(4, adapters[1], gradients[1])]),
-    ):
+    adapters = [adapter(seed, 8, Q) for seed, _ in enumerate(sizes)]
+    gradients = [torch.full_like(each.flat, 0.0 if fresh else 2.0) for each in adapters]
+    before = [gradient.clone() for gradient in gradients]
+    segments = [Segment(*each, fresh) for each in zip(sizes, adapters, gradients, strict=True)]
+    with pytest.raises(torch.OutOfMemoryError), router.route(segments):
         linear(torch.randn(1, 6, 8)).sum().backward()
         raise torch.OutOfMemoryError
-    assert not any(gradient.any() for gradient in gradients)
+    for gradient, was in zip(gradients, before, strict=True):
+        assert torch.equal(gradient, was)
 
 
 def test_without_gradients_no_graph_is_built() -> None:
