@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -71,17 +72,30 @@ def _started(pid: int) -> int | None:
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
+def _end_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Claim:
     """The claim of this process on an id.
 
     Args:
         kind: of the service, as in ServiceRecord.
+        lost: called when another process has the claim; by default this one ends.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, kind: str, service_id: str, ttl: float = TTL_S) -> None:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        kind: str,
+        service_id: str,
+        ttl: float = TTL_S,
+        lost: Callable[[], None] = _end_this_process,
+    ) -> None:
         self._name = f"{kind} {service_id!r}"
         self._key = keys.claim(kind, service_id)
         self._ttl = ttl
+        self._lost = lost
         self._me = msgspec.json.encode(this_process())
         self._claim = Script(client, "claim")
         self._release = Script(client, "renew_lease")
@@ -126,4 +140,4 @@ class Claim:
     async def _renew(self) -> None:
         if await self._ask():
             log.critical("another process has taken over as %s; stopping", self._name)
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._lost()
