@@ -177,6 +177,7 @@ class ModelRunner:
         if wait > 0 and not restarted:
             return wait
         if restarted or not self._synchronised:
+            self._room.leave(trainer.id, self.model_id)  # Others need not wait until it is back.
             await self._cancel_calls()
             if restarted and self._incarnation is not None:
                 # The last one may live on, cut off, and must not move the pointer under the replay.

@@ -36,6 +36,8 @@ from services.gateway.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _LOOK_S = 30.0
+_DRAINING_S = 0.2
+"""Between looks in a gateway that ends, where waits do not wait any more."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,19 @@ class Inference:
             question = replace(question, seed=secrets.randbits(64))
         async with AsyncExitStack() as held:
             answer = _Answer(self, owner, question)
-            sampler = await held.enter_async_context(self._kept.sampler(owner, model.weights))
-            held.push_async_callback(answer.end)
+            sampler: Sampler | None = None
             try:
+                sampler = await held.enter_async_context(self._kept.sampler(owner, model.weights))
+                held.push_async_callback(answer.end)
                 await answer.begin(sampler)
             except Gone:
                 if answer.begun:
                     raise
                 # Its session was finished from outside.
-                self._kept.forget(owner)
+                if sampler is not None:
+                    self._kept.forget(owner, sampler)
                 sampler = await held.enter_async_context(self._kept.sampler(owner, model.weights))
+                held.push_async_callback(answer.end)
                 await answer.begin(sampler)
             yield answer.parts()
 
@@ -115,6 +120,8 @@ class _Answer:
         self._question = question
         self._parts: asyncio.Queue[New | Done | Exception] = asyncio.Queue()
         self._waits: dict[str, asyncio.Task[None]] = {}
+        self._open: set[str] = set()
+        """Samples that may run."""
         self._told: dict[tuple[int, int], list[Token]] = {}
 
     @property
@@ -129,11 +136,15 @@ class _Answer:
             request_id = f"{sampler.sampling_session_id}:{seq_id}"
             if self._question.stream:
                 self._on._replicas.follow(request_id, partial(self._tell, prompt))
+            limit = convert.constraint(self._question.constraint)
+            self._open.add(request_id)
             try:
-                limit = convert.constraint(self._question.constraint)
                 await self._on._sampling.sample(self._owner, request, limit)
-            except BaseException:
+            except BaseException as error:
                 self._on._replicas.unfollow(request_id)
+                if isinstance(error, TinsmithError):
+                    # Refused. Whatever else broke it off, it may have been accepted.
+                    self._open.discard(request_id)
                 raise
             wait = self._wait(prompt, request_id)
             self._waits[request_id] = asyncio.create_task(wait, name=f"answer {request_id}")
@@ -150,11 +161,11 @@ class _Answer:
 
     async def end(self) -> None:
         """Gives up what still runs. Repeating changes nothing."""
-        running = [name for name, wait in self._waits.items() if not wait.done()]
         for request_id in self._waits:
             self._on._replicas.unfollow(request_id)
         await cancel_all(self._waits.values())
-        for request_id in running:
+        while self._open:
+            request_id = self._open.pop()
             try:
                 await self._on._sampling.cancel(self._owner, request_id)
             except (TinsmithError, RedisError) as error:
@@ -171,11 +182,15 @@ class _Answer:
         session_id = request_id.rpartition(":sample:")[0]
         while True:
             view = await self._on._futures.wait(request_id, _LOOK_S)
+            if view.state != "pending":
+                self._open.discard(request_id)
             if view.state == "unknown":
                 raise Unavailable("the request was lost with the last second of Redis; send it again")
             if view.state == "done" and view.result is not None:
                 self._on._fetched.note(request_id)
                 break
+            if self._on._futures.draining:
+                await asyncio.sleep(_DRAINING_S)
             await self._on._sessions.note_alive(session_id)
         done = await COMPUTE.run(convert.done, view.result, self._question, prompt)
         for index, sequence in enumerate(done.sequences):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
-from services.common.contract.errors import TinsmithError
+from services.common.contract.errors import Gone, NotFound, TinsmithError
 from services.common.process.periodic import Periodic
 from services.gateway.sampling.accept import Sampling, Weights
 from services.gateway.sessions.sessions import NewSession, Sessions
@@ -47,6 +47,8 @@ class _Session:
     running: int = 0
     over: bool = False
     samplers: dict[Weights, Sampler] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    """Of its sampling sessions. One whose opening broke off may exist all the same, so none is used again."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,27 @@ class InferenceSessions:
         session = await self._open(owner)
         session.running += 1
         try:
-            yield await self._sampler(session, weights)
+            try:
+                sampler = await self._sampler(session, weights)
+            except Gone:
+                self._forget(session)
+                raise
+            yield sampler
         finally:
             session.running -= 1
             session.used = self._clock()
 
-    def forget(self, owner: str) -> None:
-        """Has the owner's next request begin another session; the current one was ended from outside."""
-        session = self._current.pop(owner, None)
-        if session is not None:
-            session.over = True
+    def forget(self, owner: str, sampler: Sampler) -> None:
+        """Has the owner's next request begin another session, when this sampler's is still the current one;
+        it was ended from outside."""
+        session = self._current.get(owner)
+        if session is not None and sampler in session.samplers.values():
+            self._forget(session)
+
+    def _forget(self, session: _Session) -> None:
+        session.over = True
+        if self._current.get(session.owner) is session:
+            del self._current[session.owner]
 
     async def sweep(self) -> None:
         """Finishes sessions that are idle or too old, and in which nothing runs."""
@@ -128,7 +141,10 @@ class InferenceSessions:
 
     async def _finish(self, sessions: list[_Session]) -> None:
         for session in sessions:
-            await self._sessions.finish(session.owner, session.session_id, "success", "inference is idle")
+            try:
+                await self._sessions.finish(session.owner, session.session_id, "success", "inference is idle")
+            except NotFound:
+                log.info("session %s is gone already", session.session_id)
             self._all.discard(session)
 
     async def _open(self, owner: str) -> _Session:
@@ -146,8 +162,7 @@ class InferenceSessions:
         async with self._locks.setdefault(session.owner, asyncio.Lock()):
             sampler = session.samplers.get(weights)
             if sampler is None:
-                made = await self._sampling.open_on(
-                    session.owner, session.session_id, len(session.samplers), weights
-                )
+                number = next(session.numbers)
+                made = await self._sampling.open_on(session.owner, session.session_id, number, weights)
                 sampler = session.samplers[weights] = Sampler(made)
             return sampler

@@ -1,12 +1,12 @@
 """The tokenizers of the served base models, fetched from their samplers.
 
-Invariant: one that is known is used while it is fresh; nobody waits for a sampler twice at once.
+Invariant: one that is known is used while it is fresh; who needs one that is not waits for the fetch that
+is under way, and no longer than for that.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class Tokenizers:
     def __init__(self, fetch: Callable[[str], Awaitable[Told]]) -> None:
         self._fetch = fetch
         self._known: TTLCache[str, Tokenizer] = TTLCache(_MOST, _FRESH_S)
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._fetches: dict[str, asyncio.Task[Tokenizer]] = {}
 
     async def of(self, base_model: str) -> Tokenizer:
         """The tokenizer of a base model that is served here.
@@ -52,12 +52,22 @@ class Tokenizers:
             Starting: it is not known, and no sampler is there to ask.
             InvalidRequest: it cannot be had.
         """
-        async with self._locks[base_model]:
-            known = self._known.get(base_model)
-            if known is None:
-                told = await self._fetch(base_model)
-                known = self._known[base_model] = await COMPUTE.run(_made, told)
+        known = self._known.get(base_model)
+        if known is not None:
             return known
+        fetch = self._fetches.get(base_model)
+        if fetch is None:
+            fetch = asyncio.create_task(self._fetched(base_model), name=f"tokenizer of {base_model}")
+            self._fetches[base_model] = fetch
+        return await asyncio.shield(fetch)
+
+    async def _fetched(self, base_model: str) -> Tokenizer:
+        try:
+            made = await COMPUTE.run(_made, await self._fetch(base_model))
+            self._known[base_model] = made
+            return made
+        finally:
+            del self._fetches[base_model]
 
 
 def _made(told: Told) -> Tokenizer:

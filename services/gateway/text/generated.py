@@ -123,9 +123,11 @@ class Generated:
     def _take(self, text: str) -> None:
         if not text or self.stop is not None:
             return
+        # Only what ends in the new text was not looked for before.
+        start = max(0, len(self._text) - max(map(len, self._stops), default=0))
         self._text += text
         self._length += len(text)
-        found = [(self._text.find(stop), stop) for stop in self._stops]
+        found = [(self._text.find(stop, start), stop) for stop in self._stops]
         first = min(((at, stop) for at, stop in found if at >= 0), default=None)
         if first is not None:
             cut, self.stop = first

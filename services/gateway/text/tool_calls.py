@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 Choice = Literal["auto", "required"]
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -126,7 +128,7 @@ def _overlap(text: str, tag: str) -> int:
 
 def _parsed(inside: str) -> Call | None:
     try:
-        found = json.loads(inside)
+        found = msgspec.json.decode(inside)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):

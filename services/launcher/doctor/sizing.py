@@ -4,9 +4,10 @@ Where it comes from:
 
 - Weights: parameters times bytes of their type. The parameters are counted from the shape as Llama and Qwen3
   define it; the published shapes are those of the models' own config.json.
-- Activations: what PyTorch keeps for the backward pass of one micro-batch, as there is no recomputation.
-  Bytes per token and layer are linear in the layer's widths; the coefficients were measured on Qwen3 layers
-  with the trainer's adapters on every linear, and tests/unit/launcher/test_sizing.py measures them again.
+- Activations: what PyTorch keeps for the backward pass of one micro-batch. Bytes per token and layer are
+  linear in the layer's widths; the coefficients were measured on Qwen3 layers with the trainer's adapters on
+  every linear, and tests/unit/launcher/test_sizing.py measures them again. On GPUs (elements of 2 bytes) a
+  layer keeps its input alone, and one layer at a time is computed again.
 - An adapter of rank r has r * (in + out) parameters in every linear. Training keeps four float32 of each: the
   weight, its gradient and Adam's two moments.
 - A model that trains all weights takes 24 bytes a parameter (README.md, "In your terms").
@@ -71,6 +72,13 @@ class Shape:
             layer = 16 * self.hidden + 16 * self.intermediate + 12 * attention + 12 * self.heads
         return self.layers * layer
 
+    def kept_bytes(self, item: int) -> int:
+        """Of the same, what is held at once: the inputs of all layers and one of these, where they are
+        computed again."""
+        if item != 2:
+            return self.activation_bytes(item)
+        return self.layers * self.hidden * item + self.activation_bytes(item) // self.layers
+
 
 # layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, tied
 PUBLISHED = {
@@ -113,7 +121,7 @@ def trainer_bytes(shape: Shape, load: Load) -> dict[str, int]:
     """Of one rank with ZeRO 0, by what takes them."""
     return {
         "weights": shape.parameters * load.item,
-        "activations": shape.activation_bytes(load.item) * load.micro_batch_tokens,
+        "activations": shape.kept_bytes(load.item) * load.micro_batch_tokens,
         "adapter and optimizer": 4 * FLOAT32 * shape.adapter_parameters(load.rank),
         "overhead": OVERHEAD,
     }
@@ -136,7 +144,7 @@ def largest_micro_batch(shape: Shape, load: Load, room: int) -> int:
     rest = room - (sum(taken.values()) - taken["activations"])
     tokens = load.micro_batch_tokens
     while tokens >= 256:
-        if shape.activation_bytes(load.item) * tokens <= rest:
+        if shape.kept_bytes(load.item) * tokens <= rest:
             return tokens
         tokens //= 2
     return 0

@@ -134,6 +134,7 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
     )
 
 

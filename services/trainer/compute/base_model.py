@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -262,15 +261,25 @@ def checkpoint_blocks(model: Any) -> None:
     for block in blocks:
         block.gradient_checkpointing = True
         block._gradient_checkpointing_func = _recomputed
-        # Of the block alone: what is in it stays in evaluation mode.
+        # transformers asks for it; what is in the block stays in evaluation mode.
         block.training = True
 
 
-def _recomputed(block: Callable[..., Any], *inputs: Any) -> Any:
+def _recomputed(block: Any, *inputs: Any) -> Any:
+    layer = block.func.__self__
+
+    def run(*given: Any) -> Any:
+        # A block that drops out by itself must see that it is evaluated.
+        layer.training = False
+        try:
+            return block(*given)
+        finally:
+            layer.training = True
+
     if not torch.is_grad_enabled():
-        return block(*inputs)
+        return run(*inputs)
     # Under ZeRO-3 a weight is saved while it is here, and is gone when what was saved is compared.
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 def computes_flat(model: Any) -> bool:

@@ -34,7 +34,7 @@ from services.trainer.compute.data import (
     Row,
     RowResult,
 )
-from services.trainer.compute.exchange import any_rank, collect
+from services.trainer.compute.exchange import ELSEWHERE, any_rank, collect
 from services.trainer.compute.full_model import FullModel, FullModelConfig
 from services.trainer.compute.lora.adapter import HEAD, Adapter, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
@@ -263,7 +263,8 @@ class Engine:
         for grad in (False, True):
             parts = [[row for row in rows if work.ops[row.op].forward_only != grad] for rows in batches]
             parts = [rows for rows in parts if rows]
-            dealt = deal(len(parts), self._world_size, self._first_rank(work, len(parts)))
+            # Only what a replay does again moves where the next batch runs.
+            dealt = deal(len(parts), self._world_size, self._first_rank(work, len(parts) if grad else 0))
             for number in range(max(map(len, dealt))):
                 mine = dealt[self._rank][number : number + 1]
                 rows = [row for batch in mine for row in parts[batch] if row.op not in failed]
@@ -351,8 +352,9 @@ class Engine:
                 losses.append(loss)
             if grad:
                 model.backward(torch.stack(losses).sum())
-        names = [LOSSES[ops[row.op].loss_fn].output for row in rows]
-        return row_results(rows, names, logprobs.detach(), values.detach(), batch, parts)
+            # Within the context, as the gradients are kept when it ends: nothing may fail after that.
+            names = [LOSSES[ops[row.op].loss_fn].output for row in rows]
+            return row_results(rows, names, logprobs.detach(), values.detach(), batch, parts)
 
     def _segments(self, ops: Sequence[PassOp], rows: Sequence[Row], grad: bool) -> list[Segment]:
         segments = []
@@ -369,10 +371,9 @@ class Engine:
     ) -> None:
         """Adds to `failures` what failed on any rank, and drops the gradients of all failed operations."""
         failed = any_rank([number in failed_here for number in range(len(work.ops))], self._device)
-        elsewhere = Failure("server", "internal", "another rank of the trainer failed on this operation")
         for number, (op, has_failed) in enumerate(zip(work.ops, failed, strict=True)):
             if has_failed:
-                failures[number] = failed_here.get(number, elsewhere)
+                failures[number] = failed_here.get(number, ELSEWHERE)
             if number in failures and op.model_id in self._tenants:
                 self._tenants[op.model_id].fail(op.seq_id, failures[number])
 

@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from services.trainer.compute.data import Failure, Pass, RowResult
 
+ELSEWHERE = Failure("server", "internal", "another rank of the trainer failed on this operation")
+"""Why an operation failed, on a rank on which it did not."""
+
 
 class _RankReport(msgspec.Struct):
     results: list[RowResult]
@@ -60,11 +63,15 @@ def collect(
     reports = [msgspec.msgpack.decode(data, type=_RankReport) for data in gather_bytes(report, device)]
     if not reports:
         return []
-    collected = [result for rank in reports for result in rank.results if result.op not in failures]
+    # The rank on which an operation failed says why, whichever it is.
+    told = dict(failures)
+    for rank in reports:
+        told |= {number: failure for number, failure in rank.failures.items() if failure != ELSEWHERE}
+    collected = [result for rank in reports for result in rank.results if result.op not in told]
     collected += [
-        RowResult(row.op, row.index, failure=failures[row.op])
+        RowResult(row.op, row.index, failure=told[row.op])
         for batch in work.micro_batches
         for row in batch.rows
-        if row.op in failures
+        if row.op in told
     ]
     return sorted(collected, key=lambda result: (result.op, result.index))

@@ -31,6 +31,7 @@ from services.trainer.world.commands import (
     LoadState,
     OptimStep,
     ReadState,
+    RunPass,
     Shutdown,
     Tick,
     apply,
@@ -111,6 +112,9 @@ def execute(engine: Engine, channel: Channel, command: Command) -> Any:
     try:
         answer = apply(engine, command)
     except Exception as caught:
+        if isinstance(command, RunPass):
+            # Others may be in a collective that this rank never comes to, and would wait for minutes.
+            raise WorldFailure(f"a pass broke off: {caught!r}") from caught
         error = caught
     channel.agree(error)
     return answer

@@ -68,8 +68,9 @@ def test_the_default_model_fits_on_sixteen_gigabytes_without_a_flag() -> None:
 def test_one_gpu_is_shared_and_a_larger_model_gets_smaller_micro_batches() -> None:
     small = report.fit(PUBLISHED["Qwen3-0.6B"], ONE_GPU, cuda=True)
     assert (small.shared, small.advice) == (True, "")
-    large = report.fit(PUBLISHED["Qwen3-8B"], ONE_GPU, cuda=True)
-    assert large.advice == "--micro-batch-tokens 2048"
+    assert report.fit(PUBLISHED["Qwen3-8B"], ONE_GPU, cuda=True).advice == ""
+    large = report.fit(PUBLISHED["Qwen3-14B"], ONE_GPU, cuda=True)
+    assert large.advice == "--micro-batch-tokens 4096 --sampler-memory 0.52"
     assert report.fit(PUBLISHED["Qwen3-32B"], ONE_GPU, cuda=True).advice is None
 
 

@@ -24,36 +24,40 @@ PATHS = ("/anthropic/api/v1", "/v1")
 async def messages(call: Call) -> Response:
     """One message, whole or in a stream."""
     call.app.sampling.check_room(call.owner)
-    body = await call.json(requests.Message)
-    refuse_unserved(body, requests.MESSAGE_UNSERVED)
-    conversation = questions.conversation(body)
-    model = await call.app.inference.model(call.owner, parse_model(body.model))
-    prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
-    question = questions.question(body, prompt, constraint_of(model.tokenizer, conversation))
-    found = _reply(model, conversation, question)
-    if question.stream:
-        held = AsyncExitStack()
-        try:
+    async with AsyncExitStack() as held:
+        body = await call.json_held(requests.Message, held)
+        refuse_unserved(body, requests.MESSAGE_UNSERVED)
+        conversation = questions.conversation(body)
+        model = await call.app.inference.model(call.owner, parse_model(body.model))
+        prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
+        question = questions.question(body, prompt, constraint_of(model.tokenizer, conversation))
+        found = _reply(model, conversation, question)
+        if question.stream:
             parts = await held.enter_async_context(call.app.inference.ask(call.owner, model, question))
-        except BaseException:
-            await held.aclose()
-            raise
-        return EventStream(_streamed(call, body.model, len(prompt), found, parts), held.aclose)
-    done = await call.while_there(_done(call, model, question))
-    (sequence,) = done.sequences
-    content = answers.blocks(found.finish(sequence.tokens, sequence.stopped))
-    usage = answers.usage(done, found.count)
-    reason = answers.stop_reason(found, sequence.stopped)
-    return reply(answers.message(body.model, content, usage, reason, found.stop))
+            streamed = _streamed(call, body.model, len(prompt), found, parts)
+            return EventStream(streamed, held.pop_all().aclose)
+        done = await call.while_there(_done(call, model, question))
+        return await COMPUTE.run(_message, body.model, found, done)
 
 
 async def count_tokens(call: Call) -> Response:
     """The tokens that a message's prompt has."""
-    body = await call.json(requests.Count)
-    refuse_unserved(body, requests.COUNT_UNSERVED)
-    conversation = questions.conversation(body)
-    model = await call.app.inference.model(call.owner, parse_model(body.model))
-    return reply({"input_tokens": len(await COMPUTE.run(prompt_of, model.tokenizer, conversation))})
+    call.app.sampling.check_room(call.owner)
+    async with AsyncExitStack() as held:
+        body = await call.json_held(requests.Count, held)
+        refuse_unserved(body, requests.COUNT_UNSERVED)
+        conversation = questions.conversation(body)
+        model = await call.app.inference.model(call.owner, parse_model(body.model))
+        return reply({"input_tokens": len(await COMPUTE.run(prompt_of, model.tokenizer, conversation))})
+
+
+def _message(model: str, found: Reply, done: Done) -> Response:
+    """A whole message. Takes time in proportion to it."""
+    (sequence,) = done.sequences
+    content = answers.blocks(found.finish(sequence.tokens, sequence.stopped))
+    usage = answers.usage(done, found.count)
+    reason = answers.stop_reason(found, sequence.stopped)
+    return reply(answers.message(model, content, usage, reason, found.stop))
 
 
 def _reply(model: Model, conversation: Conversation, question: Question) -> Reply:

@@ -74,7 +74,10 @@ def constraint_of(tokenizer: Tokenizer, conversation: Conversation) -> Constrain
         if conversation.schema is not None:
             raise InvalidRequest("an answer is constrained by tools or by a JSON schema, not by both")
         form = _format(tokenizer)
-        tag = form.constraint(conversation.functions, conversation.choice, parallel=conversation.parallel)
+        try:
+            tag = form.constraint(conversation.functions, conversation.choice, parallel=conversation.parallel)
+        except RecursionError as error:
+            raise InvalidRequest("the parameters of a tool are nested too deeply") from error
         return None if tag is None else _bounded(Constraint("structural_tag", tag))
     if conversation.schema is not None:
         return _bounded(Constraint("json_schema", _json(conversation.schema)))

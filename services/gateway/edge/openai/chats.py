@@ -41,26 +41,21 @@ class _Chat:
 async def chat_completions(call: Call) -> Response:
     """One chat request."""
     call.app.sampling.check_room(call.owner)
-    body = await call.json(requests.Chat)
-    conversation = questions.conversation(body)
-    model = await call.app.inference.model(call.owner, parse_model(body.model))
-    prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
-    limit = constraint_of(model.tokenizer, conversation)
-    question = replace(questions.chat(body, prompt), constraint=limit)
-    chat = _Chat(call, body, model, conversation, question)
-    if question.stream:
-        head = answers.Head.new("chatcmpl", "chat.completion.chunk", body.model, model.weights)
-        held = AsyncExitStack()
-        try:
+    async with AsyncExitStack() as held:
+        body = await call.json_held(requests.Chat, held)
+        conversation = questions.conversation(body)
+        model = await call.app.inference.model(call.owner, parse_model(body.model))
+        prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
+        limit = constraint_of(model.tokenizer, conversation)
+        question = replace(questions.chat(body, prompt), constraint=limit)
+        chat = _Chat(call, body, model, conversation, question)
+        if question.stream:
+            head = answers.Head.new("chatcmpl", "chat.completion.chunk", body.model, model.weights)
             parts = await held.enter_async_context(call.app.inference.ask(call.owner, model, question))
-        except BaseException:
-            await held.aclose()
-            raise
-        return EventStream(_streamed(chat, head, parts), held.aclose)
-    head = answers.Head.new("chatcmpl", "chat.completion", body.model, model.weights)
-    done = await call.while_there(_done(chat))
-    choices = await COMPUTE.run(_choices, chat, done)
-    return reply(head.of(choices, answers.usage([done])))
+            return EventStream(_streamed(chat, head, parts), held.pop_all().aclose)
+        head = answers.Head.new("chatcmpl", "chat.completion", body.model, model.weights)
+        done = await call.while_there(_done(chat))
+        return await COMPUTE.run(lambda: reply(head.of(_choices(chat, done), answers.usage([done]))))
 
 
 async def _done(chat: _Chat) -> Done:

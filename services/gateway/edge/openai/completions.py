@@ -21,21 +21,19 @@ from services.gateway.text.tool_calls import Call as ToolCall
 async def completions(call: Call) -> Response:
     """One completion request."""
     call.app.sampling.check_room(call.owner)
-    body = await call.json(requests.Completion)
-    model = await call.app.inference.model(call.owner, parse_model(body.model))
-    question = await COMPUTE.run(questions.completion, body, model.tokenizer)
-    head = answers.Head.new("cmpl", "text_completion", body.model, model.weights)
-    if question.stream:
-        held = AsyncExitStack()
-        try:
+    async with AsyncExitStack() as held:
+        body = await call.json_held(requests.Completion, held)
+        model = await call.app.inference.model(call.owner, parse_model(body.model))
+        question = await COMPUTE.run(questions.completion, body, model.tokenizer)
+        head = answers.Head.new("cmpl", "text_completion", body.model, model.weights)
+        if question.stream:
             parts = await held.enter_async_context(call.app.inference.ask(call.owner, model, question))
-        except BaseException:
-            await held.aclose()
-            raise
-        return EventStream(_streamed(call, body, model, question, head, parts), held.aclose)
-    done = await call.while_there(_done(call, model, question))
-    choices = await COMPUTE.run(_choices, body, model, question, done)
-    return reply(head.of(choices, answers.usage(done)))
+            streamed = _streamed(call, body, model, question, head, parts)
+            return EventStream(streamed, held.pop_all().aclose)
+        done = await call.while_there(_done(call, model, question))
+        return await COMPUTE.run(
+            lambda: reply(head.of(_choices(body, model, question, done), answers.usage(done)))
+        )
 
 
 async def _done(call: Call, model: Model, question: Question) -> list[Done]:

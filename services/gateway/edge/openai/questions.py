@@ -50,10 +50,10 @@ def prompts_of(body: requests.Completion) -> Sequence[str | list[int]]:
     given = body.prompt
     if isinstance(given, str):
         return [given]
-    if given and all(isinstance(item, int) for item in given):
-        return [[item for item in given if isinstance(item, int)]]
-    prompts = [item for item in given if not isinstance(item, int)]
-    if len(prompts) != len(given) or len({type(item) for item in prompts}) != 1:
+    prompts: list[str | list[int]] = [item for item in given if not isinstance(item, int)]
+    if given and not prompts:
+        prompts = [[item for item in given if isinstance(item, int)]]
+    elif len(prompts) != len(given) or len({type(item) for item in prompts}) != 1:
         raise InvalidRequest("prompt must be a text, tokens, a list of texts or a list of lists of tokens")
     if len(prompts) > MOST_PROMPTS:
         raise InvalidRequest(f"prompt has {len(prompts)} prompts; send at most {MOST_PROMPTS} at once")
@@ -201,7 +201,7 @@ def _arguments(source: str) -> Any:
     """Arguments as templates take them: the object, not its text."""
     try:
         return msgspec.json.decode(source) if source else {}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"the arguments of a tool call are no JSON: {error}") from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from services.gateway.edge.http.codec.messages import Body
+from services.gateway.edge.http.codec.messages import Body, Int32
 from services.gateway.edge.inference.unserved import Unserved
 
 _BOTH: Unserved = {
@@ -46,14 +46,14 @@ class StreamOptions(Body, kw_only=True):
 
 class _Common(Body, kw_only=True):
     model: str
-    n: int | None = None
+    n: Int32 | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int32 | None = None
     frequency_penalty: Any = None
     presence_penalty: Any = None
     logit_bias: Any = None
@@ -65,7 +65,7 @@ class Completion(_Common, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Int32 | None = None
     max_tokens: int | None = None
     best_of: Any = None
     suffix: Any = None
@@ -174,7 +174,7 @@ class Chat(_Common, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int32 | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -231,7 +231,12 @@ def _outer(left: Tensor, right: Tensor, cut: _Cut) -> Tensor:
     if len(cut.tokens) == 1:
         return (left.T @ right)[None]
     if _is_grouped(left, right):
-        return F.grouped_mm(left.T, right, offs=cut.ends)
+        made = F.grouped_mm(left.T, right, offs=cut.ends)
+        for number, tokens in enumerate(cut.tokens):
+            if not tokens:
+                # Some devices leave what was there before (pytorch/pytorch#172439).
+                made[number].zero_()
+        return made
     parts = zip(left.split(cut.tokens), right.split(cut.tokens), strict=True)
     return torch.stack([part.T @ other for part, other in parts])
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from services.common.contract.errors import Gone, NotFound
 from services.gateway.inference.sessions import InferenceSessions, SessionLives
 from services.gateway.sampling.accept import Weights
 from services.gateway.sessions.sessions import NewSession
@@ -23,6 +24,9 @@ class Cluster:
         self.created: list[str] = []
         self.finished: list[str] = []
         self.opened: list[tuple[str, int, Weights]] = []
+        self.lost: set[str] = set()
+        self.failures: list[Exception] = []
+        """Of the next openings."""
         self._numbers = itertools.count()
 
     async def create(self, owner: str, new: NewSession, idempotency_key: str | None) -> str:
@@ -30,9 +34,13 @@ class Cluster:
         return f"session-{next(self._numbers)}"
 
     async def finish(self, owner: str, session_id: str, reason: str, detail: str) -> None:
+        if session_id in self.lost:
+            raise NotFound(f"session {session_id} does not exist")
         self.finished.append(session_id)
 
     async def open_on(self, owner: str, session_id: str, seq_id: int, weights: Weights) -> str:
+        if self.failures:
+            raise self.failures.pop()
         self.opened.append((session_id, seq_id, weights))
         return f"{session_id}:sample:{seq_id}"
 
@@ -101,11 +109,46 @@ async def test_what_runs_keeps_its_session_also_one_that_is_too_old(
 async def test_a_session_that_was_ended_from_outside_is_not_used_again(
     sessions: InferenceSessions, cluster: Cluster
 ) -> None:
-    await used(sessions, BASE)
-    sessions.forget("ann")
-    assert await used(sessions, BASE) == [("session-1:sample:0", 0)]
+    async with sessions.sampler("ann", BASE) as old:
+        sessions.forget("ann", old)
+        assert await used(sessions, BASE) == [("session-1:sample:0", 0)]
+        sessions.forget("ann", old)
+        assert await used(sessions, BASE) == [("session-1:sample:0", 1)], "the new one is not forgotten too"
     await sessions.sweep()
     assert cluster.finished == ["session-0"]
+
+
+async def test_a_session_that_takes_no_more_samplers_is_not_asked_again(
+    sessions: InferenceSessions, cluster: Cluster
+) -> None:
+    await used(sessions, BASE)
+    cluster.failures.append(Gone("the session was finished"))
+    with pytest.raises(Gone):
+        await used(sessions, SAVED)
+    assert await used(sessions, SAVED) == [("session-1:sample:0", 0)]
+
+
+async def test_a_number_whose_opening_broke_off_is_not_used_again(
+    sessions: InferenceSessions, cluster: Cluster
+) -> None:
+    cluster.failures.append(TimeoutError())
+    with pytest.raises(TimeoutError):
+        await used(sessions, BASE)
+    assert await used(sessions, SAVED, BASE) == [("session-0:sample:1", 0), ("session-0:sample:2", 0)]
+
+
+async def test_a_session_that_is_gone_keeps_no_other_from_being_finished(
+    sessions: InferenceSessions, cluster: Cluster
+) -> None:
+    cluster.lost.add("session-0")
+    for owner in ("ann", "bob", "eve"):
+        await used(sessions, BASE, owner=owner)
+    cluster.now = 20
+    await sessions.sweep()
+    assert sorted(cluster.finished) == ["session-1", "session-2"]
+    cluster.lost.clear()
+    await sessions.sweep()
+    assert len(cluster.finished) == 2
 
 
 async def test_at_the_end_what_nothing_runs_in_is_finished(
