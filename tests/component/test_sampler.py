@@ -260,8 +260,8 @@ async def test_a_snapshot_that_does_not_fit_fails_its_request_and_not_the_engine
     name = "model.layers.0.mlp.down_proj.lora_A"
     write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 80), tensors | {name: torch.ones(4, 999)}, 4)
     write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 81), {"model.x.lora_A": torch.ones(4, 8)}, 4)
-    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 82), make_adapter(1, 128, mlp=False), 128)
-    for version, hint in ((80, "does not fit"), (81, "model.x"), (82, "rank is 128")):
+    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 82), make_adapter(1, 136, mlp=False), 136)
+    for version, hint in ((80, "does not fit"), (81, "model.x"), (82, "rank is 136")):
         response = await stub.Sample(request([1], version), timeout=60)
         assert hint in response.error.message
     assert len(ints((await sample(stub, request([1], stop=NEVER))).sequences[0].tokens)) == 8
