@@ -64,8 +64,10 @@ def test_a_cluster_that_ends_at_once_is_reported_with_its_output(tmp_path: Path)
 
 
 def test_stopping_interrupts_and_waits() -> None:
+    # A child of a shell's background job has SIGINT ignored.
     code = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     print("up", flush=True)
     time.sleep(60)

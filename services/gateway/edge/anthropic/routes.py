@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 
 from starlette.responses import Response
 from starlette.routing import Route
@@ -11,9 +10,10 @@ from starlette.routing import Route
 from services.common.process.pools import COMPUTE
 from services.gateway.application import Application
 from services.gateway.edge.anthropic import answers, questions, requests
+from services.gateway.edge.http.codec import messages as messages_in
 from services.gateway.edge.http.routes import Call, Handler, reply
 from services.gateway.edge.inference.chat import Conversation, Reply, constraint_of, prompt_of
-from services.gateway.edge.inference.endpoint import EventStream, endpoint, typed
+from services.gateway.edge.inference.endpoint import endpoint, streamed, typed
 from services.gateway.edge.inference.unserved import refuse_unserved
 from services.gateway.inference.inference import Model
 from services.gateway.inference.question import Done, New, Question, parse_model
@@ -24,27 +24,35 @@ PATHS = ("/anthropic/api/v1", "/v1")
 async def messages(call: Call) -> Response:
     """One message, whole or in a stream."""
     call.app.sampling.check_room(call.owner)
-    async with AsyncExitStack() as held:
-        body = await call.json_held(requests.Message, held)
+    name, model, question, found = await _asked(call)
+    if question.stream:
+        (prompt,) = question.prompts
+        return await streamed(
+            call.app.inference.ask(call.owner, model, question),
+            lambda parts: _streamed(call, name, len(prompt), found, parts),
+        )
+    done = await call.while_there(_done(call, model, question))
+    return await COMPUTE.run(_message, name, found, done)
+
+
+async def _asked(call: Call) -> tuple[str, Model, Question, Reply]:
+    """What a body asks, and what is to become its answer. The body's memory counts, and is held, only until
+    then."""
+    async with call.body() as data:
+        body = messages_in.parse(requests.Message, data)
         refuse_unserved(body, requests.MESSAGE_UNSERVED)
         conversation = questions.conversation(body)
         model = await call.app.inference.model(call.owner, parse_model(body.model))
         prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
         question = questions.question(body, prompt, constraint_of(model.tokenizer, conversation))
-        found = _reply(model, conversation, question)
-        if question.stream:
-            parts = await held.enter_async_context(call.app.inference.ask(call.owner, model, question))
-            streamed = _streamed(call, body.model, len(prompt), found, parts)
-            return EventStream(streamed, held.pop_all().aclose)
-        done = await call.while_there(_done(call, model, question))
-        return await COMPUTE.run(_message, body.model, found, done)
+        return body.model, model, question, _reply(model, conversation, question)
 
 
 async def count_tokens(call: Call) -> Response:
     """The tokens that a message's prompt has."""
     call.app.sampling.check_room(call.owner)
-    async with AsyncExitStack() as held:
-        body = await call.json_held(requests.Count, held)
+    async with call.body() as data:
+        body = messages_in.parse(requests.Count, data)
         refuse_unserved(body, requests.COUNT_UNSERVED)
         conversation = questions.conversation(body)
         model = await call.app.inference.model(call.owner, parse_model(body.model))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -86,10 +86,6 @@ class Call:
         """The JSON body as a struct. Raises InvalidRequest or TooLarge."""
         async with self.body() as data:
             return messages.parse(kind, data)
-
-    async def json_held(self, kind: type[T], held: AsyncExitStack) -> T:
-        """The same, for a body that is kept: its memory counts until `held` is closed."""
-        return messages.parse(kind, await held.enter_async_context(self.body()))
 
 
 Handler = Callable[[Call], Awaitable[Response]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from typing import Any, TypeVar
 
 import msgspec
@@ -111,6 +111,15 @@ class EventStream(Response):
         finally:
             with self._held:
                 await self._close()
+
+
+async def streamed(
+    asked: AbstractAsyncContextManager[T], events: Callable[[T], AsyncIterator[bytes]]
+) -> EventStream:
+    """What is told of a question, as events. The question ends with the response."""
+    async with AsyncExitStack() as held:
+        parts = await held.enter_async_context(asked)
+        return EventStream(events(parts), held.pop_all().aclose)
 
 
 async def _kept_alive(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

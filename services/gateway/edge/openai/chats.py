@@ -3,59 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import Response
 
 from services.common.process.pools import COMPUTE
+from services.gateway.edge.http.codec import messages
 from services.gateway.edge.http.routes import Call, reply
-from services.gateway.edge.inference.chat import Conversation, Reply, Said, constraint_of, prompt_of
-from services.gateway.edge.inference.endpoint import EventStream, event, typed
+from services.gateway.edge.inference.chat import Reply, Said, constraint_of, prompt_of
+from services.gateway.edge.inference.endpoint import event, streamed, typed
 from services.gateway.edge.openai import answers, questions, requests
 from services.gateway.inference.inference import Model
 from services.gateway.inference.question import Done, New, Question, parse_model
 from services.gateway.text.generated import Token
 from services.gateway.text.tool_calls import Call as ToolCall
+from services.gateway.text.tool_calls import ToolFormat
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """One request under way."""
+    """One request under way: what its answer needs, and nothing else of its body."""
 
     call: Call
-    body: requests.Chat
+    name: str
     model: Model
-    conversation: Conversation
     question: Question
+    calls: ToolFormat | None
+    scored: bool
+    counted: bool
 
     def reply(self) -> Reply:
-        form = self.model.tokenizer.tool_format if self.conversation.functions else None
-        return Reply(self.model.tokenizer, self.question.stop, form)
+        return Reply(self.model.tokenizer, self.question.stop, self.calls)
 
     def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return answers.chat_logprobs(self.model.tokenizer, tokens) if self.body.logprobs else None
+        return answers.chat_logprobs(self.model.tokenizer, tokens) if self.scored else None
 
 
 async def chat_completions(call: Call) -> Response:
     """One chat request."""
     call.app.sampling.check_room(call.owner)
-    async with AsyncExitStack() as held:
-        body = await call.json_held(requests.Chat, held)
+    chat = await _asked(call)
+    if chat.question.stream:
+        head = answers.Head.new("chatcmpl", "chat.completion.chunk", chat.name, chat.model.weights)
+        return await streamed(
+            call.app.inference.ask(call.owner, chat.model, chat.question),
+            lambda parts: _streamed(chat, head, parts),
+        )
+    head = answers.Head.new("chatcmpl", "chat.completion", chat.name, chat.model.weights)
+    done = await call.while_there(_done(chat))
+    return await COMPUTE.run(lambda: reply(head.of(_choices(chat, done), answers.usage([done]))))
+
+
+async def _asked(call: Call) -> _Chat:
+    """What a body asks. The body's memory counts, and is held, only until the prompt is made of it."""
+    async with call.body() as data:
+        body = messages.parse(requests.Chat, data)
         conversation = questions.conversation(body)
         model = await call.app.inference.model(call.owner, parse_model(body.model))
         prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
         limit = constraint_of(model.tokenizer, conversation)
         question = replace(questions.chat(body, prompt), constraint=limit)
-        chat = _Chat(call, body, model, conversation, question)
-        if question.stream:
-            head = answers.Head.new("chatcmpl", "chat.completion.chunk", body.model, model.weights)
-            parts = await held.enter_async_context(call.app.inference.ask(call.owner, model, question))
-            return EventStream(_streamed(chat, head, parts), held.pop_all().aclose)
-        head = answers.Head.new("chatcmpl", "chat.completion", body.model, model.weights)
-        done = await call.while_there(_done(chat))
-        return await COMPUTE.run(lambda: reply(head.of(_choices(chat, done), answers.usage([done]))))
+        form = model.tokenizer.tool_format if conversation.functions else None
+        counted = body.stream_options is not None and bool(body.stream_options.include_usage)
+        return _Chat(call, body.model, model, question, form, bool(body.logprobs), counted)
 
 
 async def _done(chat: _Chat) -> Done:
@@ -106,7 +117,7 @@ async def _streamed(
                     yield event(head.of([delta]))
                 reason = answers.finish_reason(sequence.stopped, found.calls)
                 yield event(head.of([_chunk(index, {}, reason=reason)]))
-            if chat.body.stream_options is not None and chat.body.stream_options.include_usage:
+            if chat.counted:
                 yield event(head.of([], answers.usage([part])))
         yield b"data: [DONE]\n\n"
     except Exception as error:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from starlette.responses import Response
 
 from services.common.process.pools import COMPUTE
+from services.gateway.edge.http.codec import messages
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.edge.inference.chat import Reply, Said
-from services.gateway.edge.inference.endpoint import EventStream, event, typed
+from services.gateway.edge.inference.endpoint import event, streamed, typed
 from services.gateway.edge.openai import answers, questions, requests
 from services.gateway.inference.inference import Model
 from services.gateway.inference.question import Done, New, Question, parse_model
@@ -21,47 +22,72 @@ from services.gateway.text.tool_calls import Call as ToolCall
 async def completions(call: Call) -> Response:
     """One completion request."""
     call.app.sampling.check_room(call.owner)
-    async with AsyncExitStack() as held:
-        body = await call.json_held(requests.Completion, held)
+    asked = await _asked(call)
+    head = answers.Head.new("cmpl", "text_completion", asked.name, asked.model.weights)
+    if asked.question.stream:
+        return await streamed(
+            call.app.inference.ask(call.owner, asked.model, asked.question),
+            lambda parts: _streamed(call, asked, head, parts),
+        )
+    done = await call.while_there(_done(call, asked))
+    return await COMPUTE.run(lambda: reply(head.of(_choices(asked, done), answers.usage(done))))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a body asks, and nothing else of it.
+
+    Attributes:
+        before: what the text of each prompt's answers begins with, when the prompt is to be echoed.
+        logprobs: how many of the likeliest tokens are told of each; None = no log-probabilities.
+        counted: a stream ends with the usage.
+    """
+
+    name: str
+    model: Model
+    question: Question
+    before: Sequence[str] | None
+    logprobs: int | None
+    counted: bool
+
+
+async def _asked(call: Call) -> _Asked:
+    """The body's memory counts, and is held, only until it is read."""
+    async with call.body() as data:
+        body = messages.parse(requests.Completion, data)
         model = await call.app.inference.model(call.owner, parse_model(body.model))
         question = await COMPUTE.run(questions.completion, body, model.tokenizer)
-        head = answers.Head.new("cmpl", "text_completion", body.model, model.weights)
-        if question.stream:
-            parts = await held.enter_async_context(call.app.inference.ask(call.owner, model, question))
-            streamed = _streamed(call, body, model, question, head, parts)
-            return EventStream(streamed, held.pop_all().aclose)
-        done = await call.while_there(_done(call, model, question))
-        return await COMPUTE.run(
-            lambda: reply(head.of(_choices(body, model, question, done), answers.usage(done)))
-        )
+        before = await COMPUTE.run(_echoed, body, model) if body.echo else None
+        counted = body.stream_options is not None and bool(body.stream_options.include_usage)
+        return _Asked(body.model, model, question, before, body.logprobs, counted)
 
 
-async def _done(call: Call, model: Model, question: Question) -> list[Done]:
-    async with call.app.inference.ask(call.owner, model, question) as parts:
+def _echoed(body: requests.Completion, model: Model) -> list[str]:
+    prompts = questions.prompts_of(body)
+    return [prompt if isinstance(prompt, str) else model.tokenizer.text(prompt) for prompt in prompts]
+
+
+async def _done(call: Call, asked: _Asked) -> list[Done]:
+    async with call.app.inference.ask(call.owner, asked.model, asked.question) as parts:
         found = [part async for part in parts if isinstance(part, Done)]
     return sorted(found, key=lambda part: part.prompt)
 
 
-def _choices(
-    body: requests.Completion, model: Model, question: Question, done: Sequence[Done]
-) -> list[dict[str, object]]:
-    prompts = questions.prompts_of(body)
+def _choices(asked: _Asked, done: Sequence[Done]) -> list[dict[str, object]]:
     made: list[dict[str, object]] = []
     for part in done:
-        prompt = prompts[part.prompt]
-        before = "" if not body.echo else prompt if isinstance(prompt, str) else model.tokenizer.text(prompt)
+        before, scored = ("", []) if asked.before is None else (asked.before[part.prompt], part.scored)
         for sequence in part.sequences:
-            found = Reply(model.tokenizer, question.stop)
+            found = Reply(asked.model.tokenizer, asked.question.stop)
             said = [one for one in found.finish(sequence.tokens, sequence.stopped) if isinstance(one, Said)]
             text = before + "".join(one.text for one in said)
-            tokens = [*(part.scored if body.echo else ()), *(token for one in said for token in one.tokens)]
-            made.append(_choice(body, model, len(made), text, tokens, 0, sequence.stopped))
+            tokens = [*scored, *(token for one in said for token in one.tokens)]
+            made.append(_choice(asked, len(made), text, tokens, 0, sequence.stopped))
     return made
 
 
 def _choice(
-    body: requests.Completion,
-    model: Model,
+    asked: _Asked,
     index: int,
     text: str,
     tokens: Sequence[Token],
@@ -70,22 +96,19 @@ def _choice(
 ) -> dict[str, object]:
     """`stopped`: None = it goes on."""
     logprobs = None
-    if body.logprobs is not None:
-        logprobs = answers.completion_logprobs(model.tokenizer, tokens, start, body.logprobs)
+    if asked.logprobs is not None:
+        logprobs = answers.completion_logprobs(asked.model.tokenizer, tokens, start, asked.logprobs)
     reason = None if stopped is None else answers.finish_reason(stopped)
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 async def _streamed(
-    call: Call,
-    body: requests.Completion,
-    model: Model,
-    question: Question,
-    head: answers.Head,
-    parts: AsyncIterator[New | Done],
+    call: Call, asked: _Asked, head: answers.Head, parts: AsyncIterator[New | Done]
 ) -> AsyncIterator[bytes]:
+    question = asked.question
     replies = [
-        Reply(model.tokenizer, question.stop) for _ in range(len(question.prompts) * question.num_samples)
+        Reply(asked.model.tokenizer, question.stop)
+        for _ in range(len(question.prompts) * question.num_samples)
     ]
     starts, done = [0] * len(replies), []
     try:
@@ -106,9 +129,9 @@ async def _streamed(
                 text = "".join(one.text for one in found)
                 tokens = [token for one in found for token in one.tokens]
                 if text or tokens or stopped is not None:
-                    yield event(head.of([_choice(body, model, index, text, tokens, starts[index], stopped)]))
+                    yield event(head.of([_choice(asked, index, text, tokens, starts[index], stopped)]))
                     starts[index] += len(text)
-        if body.stream_options is not None and body.stream_options.include_usage:
+        if asked.counted:
             yield event(head.of([], answers.usage(done)))
         yield b"data: [DONE]\n\n"
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 
 from services.common.process import logs
@@ -29,11 +30,16 @@ def test_a_traceback_keeps_its_lines() -> None:
     assert len(line.splitlines()) > 3
 
 
-def test_configured_logs_are_formatted_so(capsys: object) -> None:
-    logs.configure("gateway-7")
-    try:
-        (handler,) = logging.getLogger().handlers
-        assert isinstance(handler.formatter, logs.LineFormatter)
-        assert handler.stream is sys.stderr  # type: ignore[attr-defined]
-    finally:
-        logging.basicConfig(force=True)
+def test_configured_logs_are_formatted_so() -> None:
+    program = """
+import logging, sys
+from services.common.process import logs
+logging.basicConfig()
+logs.configure("gateway-7")
+logging.getLogger("room").warning("told")
+(handler,) = logging.getLogger().handlers
+assert isinstance(handler.formatter, logs.LineFormatter)
+"""
+    # In a process of its own: the root logger of this one is the tests'.
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.endswith("WARNING [gateway-7] room: told\n")

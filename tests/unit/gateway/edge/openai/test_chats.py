@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -205,6 +206,20 @@ async def test_a_stream_tells_what_is_said_while_it_is_said(
     assert reasons == ["stop", "stop"]
     assert usage is not None
     assert usage.completion_tokens == sum(talks.sampler.count(text + END) for text in texts)
+
+
+async def test_a_body_takes_memory_only_until_its_prompt_is_made(
+    talks: Talking, client: openai.AsyncOpenAI
+) -> None:
+    says(talks, Says(f"one two three four{END}"))
+    talks.sampler.gate.clear()
+    budget = talks.gateway.application.budget
+    answer = asyncio.create_task(client.chat.completions.create(model=BASE, messages=HELLO))
+    async with asyncio.timeout(20):
+        await talks.sampler.arrived.wait()
+    assert (budget._small.held_by("alice"), budget._large.held_by("alice")) == (0, 0)
+    talks.sampler.gate.set()
+    assert (await answer).choices[0].message.content == "one two three four"
 
 
 @pytest.mark.parametrize(
