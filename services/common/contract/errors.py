@@ -6,6 +6,7 @@ else, and its message, which is bounded, tells the reader what to change.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from tinsmith.v1 import types_pb2
@@ -25,6 +26,8 @@ class TinsmithError(Exception):
         http_status: HTTP status of the error.
         grpc_status: name of the `grpc.StatusCode` of the error.
         retry_after: seconds after which the same request may succeed; 0 = it will not.
+        field: the field of the request that is at fault, as the contract names it; empty = none.
+        about: what a program may want to know of it, by name, such as the limit that was reached.
     """
 
     category: ClassVar[Category] = "server"
@@ -33,12 +36,21 @@ class TinsmithError(Exception):
     grpc_status: ClassVar[str] = "INTERNAL"
     retry_after: ClassVar[int] = 0
 
-    def __init__(self, message: str, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        code: str | None = None,
+        *,
+        field: str = "",
+        about: Mapping[str, str] | None = None,
+    ) -> None:
         if len(message) > MESSAGE_CHARS:
             message = message[: MESSAGE_CHARS - 3] + "..."
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code
+        self.field = field
+        self.about = dict(about or {})
 
 
 class InvalidRequest(TinsmithError):

@@ -72,7 +72,9 @@ def parse_request_id(text: str) -> tuple[str, int]:
     """
     match = _REQUEST_ID.fullmatch(text)
     if match is None:
-        raise InvalidRequest(f"{text[:200]!r} is not a request id; pass one that this service returned")
+        raise InvalidRequest(
+            f"{text[:200]!r} is not a request id; pass one that this service returned", field="request_id"
+        )
     return match[1], int(match[2])
 
 
@@ -86,7 +88,8 @@ def checkpoint_id(kind: str, name: str) -> str:
     if _CHECKPOINT_ID.fullmatch(text) is None:
         raise InvalidRequest(
             f"{name[:200]!r} is not a checkpoint name: it is a part of paths and URLs, so use 1 to 200 "
-            "letters, digits and characters of ._=+,@~-, and begin with a letter, a digit or '_'"
+            "letters, digits and characters of ._=+,@~-, and begin with a letter, a digit or '_'",
+            field="name",
         )
     return text
 
@@ -117,6 +120,7 @@ def parse_tinker_path(path: str) -> tuple[str, str]:
     if match is None:
         raise InvalidRequest(
             f"{path[:200]!r} is not a checkpoint path: expected "
-            "tinker://<training_run_id>/<weights|sampler_weights|external_weights>/<name>"
+            "tinker://<training_run_id>/<weights|sampler_weights|external_weights>/<name>",
+            field="path",
         )
     return match[1], match[2]

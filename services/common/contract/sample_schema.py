@@ -79,17 +79,20 @@ def check_decoding(temperature: float, top_k: int, top_p: float, max_tokens: int
         InvalidRequest: with what to change.
     """
     if max_tokens is not None and max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {max_tokens}; it must be at least 1, or left out")
+        message = f"max_tokens is {max_tokens}; it must be at least 1, or left out"
+        raise InvalidRequest(message, field="params.max_tokens")
     if temperature != 0.0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise InvalidRequest(
             f"temperature is {temperature}; use 0 for greedy decoding, or a value from {MIN_TEMPERATURE} to "
             f"{MAX_TEMPERATURE:g}: vLLM, which samples, knows no others (it refuses higher ones, and takes "
-            f"lower ones for {MIN_TEMPERATURE})"
+            f"lower ones for {MIN_TEMPERATURE})",
+            field="params.temperature",
         )
     if top_k < -1:
-        raise InvalidRequest(f"top_k is {top_k}; it must be at least 1, or 0 or -1 for all tokens")
+        message = f"top_k is {top_k}; it must be at least 1, or 0 or -1 for all tokens"
+        raise InvalidRequest(message, field="params.top_k")
     if not 0.0 < top_p <= 1.0:
-        raise InvalidRequest(f"top_p is {top_p}; it must be above 0 and at most 1")
+        raise InvalidRequest(f"top_p is {top_p}; it must be above 0 and at most 1", field="params.top_p")
 
 
 def check_answer(scoring: Scoring, prompt_length: int, vocab_size: int, sampled_tokens: int) -> None:
@@ -133,12 +136,14 @@ def answer_bytes(scoring: Scoring, prompt_length: int, sampled_tokens: int) -> i
 def _check_last_n(last_n: int, scoring: Scoring, prompt_length: int) -> None:
     if not (scoring.prompt_logprobs or scoring.topk_prompt_logprobs):
         raise InvalidRequest(
-            "prompt_logprobs_last_n narrows prompt_logprobs and topk_prompt_logprobs; ask for one of them"
+            "prompt_logprobs_last_n narrows prompt_logprobs and topk_prompt_logprobs; ask for one of them",
+            field="prompt_logprobs_last_n",
         )
     if not 1 <= last_n <= prompt_length - 1:
         raise InvalidRequest(
             f"prompt_logprobs_last_n is {last_n}; a prompt of {prompt_length} tokens has "
-            f"{prompt_length - 1} that can be scored, because the first one follows nothing"
+            f"{prompt_length - 1} that can be scored, because the first one follows nothing",
+            field="prompt_logprobs_last_n",
         )
 
 
@@ -146,11 +151,12 @@ def _check_k(name: str, k: int, positions: int, vocab_size: int) -> None:
     # Draws are with replacement, but more than there are tokens is a mistake too.
     most = min(MAX_TOPK, vocab_size)
     if not 0 <= k <= most:
-        raise InvalidRequest(f"{name} is {k}; it must be from 0 to {most}")
+        raise InvalidRequest(f"{name} is {k}; it must be from 0 to {most}", field=name)
     if k * positions > MAX_CELLS:
         raise InvalidRequest(
             f"{name} is {k} at up to {positions} positions; use at most {MAX_CELLS // positions}, or split "
-            f"the request: one answer has at most {MAX_CELLS} of them"
+            f"the request: one answer has at most {MAX_CELLS} of them",
+            field=name,
         )
 
 

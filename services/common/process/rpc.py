@@ -1,8 +1,8 @@
 """The gRPC shell that every service uses: server, channel, and the one mapping of errors.
 
-Invariant: a handler that raises a TinsmithError answers with that error's status and its code in
-trailing metadata `tinsmith-code`; any other exception is logged with its traceback and answers
-INTERNAL. `from_rpc_error` turns the status back into the same type on the caller's side.
+Invariant: a handler that raises a TinsmithError answers with that error's status, its code in trailing
+metadata `tinsmith-code`, and its details (`error_details`); any other exception is logged with its traceback
+and answers INTERNAL. `from_rpc_error` turns the status back into the same type on the caller's side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from redis.exceptions import RedisError
 
 from services.common.contract import errors
-from services.common.process import redis_errors
+from services.common.process import error_details, redis_errors
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +156,13 @@ def _typed(error: Exception, method: str) -> errors.TinsmithError:
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: errors.TinsmithError) -> None:
-    await context.abort(
-        grpc.StatusCode[error.grpc_status], error.message, trailing_metadata=((CODE_METADATA, error.code),)
+    code = grpc.StatusCode[error.grpc_status]
+    status = error_details.status_of(error, code.value[0])
+    trailers = (
+        (CODE_METADATA, error.code),
+        (error_details.DETAILS_METADATA, status.SerializeToString()),
     )
+    await context.abort(code, status.message, trailing_metadata=trailers)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TinsmithError:

@@ -171,12 +171,14 @@ class Journal:
         if outcome == b"ahead":
             raise InvalidRequest(
                 f"seq_id {seq_id} is more than {self._limits.ahead} ahead of the requests so far; "
-                "number requests 1, 2, 3 ... without gaps"
+                "number requests 1, 2, 3 ... without gaps",
+                field="seq_id",
             )
         if outcome == b"busy":
             raise LimitReached(
                 f"more than {self._limits.pending_bytes} bytes (--pending-bytes) or {self._limits.entries} "
-                f"operations (--pending-operations) of model {model_id} wait to run; send this again later"
+                f"operations (--pending-operations) of model {model_id} wait to run; send this again later",
+                about={"limit": "--pending-bytes"},
             )
         if outcome == b"held":
             raise self.room.refusal()
@@ -184,7 +186,8 @@ class Journal:
             raise LimitReached(
                 f"model {model_id} has more than {self._limits.journal_bytes} bytes (--journal-bytes) or "
                 f"{self._limits.entries} batches (--pending-operations) since its last step; send an "
-                "optim_step, then this"
+                "optim_step, then this",
+                about={"limit": "--journal-bytes"},
             )
 
     async def _announce(self, model_id: str) -> None:

@@ -94,7 +94,8 @@ class Room:
             "the state store has for all (--state-bytes): never more than is left for others"
             + (f", and at most {self.limits.owner_bytes} (--owner-bytes)" if self.limits.owner_bytes else "")
             + f". Results go {self.limits.fetched_life} s after they are fetched, batches with the next "
-            "optim_step; send this again later"
+            "optim_step; send this again later",
+            about={"limit": "--owner-bytes" if self.limits.owner_bytes else "--state-bytes"},
         )
 
     def _nearly_full(self) -> bool:

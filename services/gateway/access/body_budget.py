@@ -111,5 +111,6 @@ def _change(room: Shares, owner: str, before: int, after: int) -> None:
     elif not room.take(owner, more):
         raise LimitReached(
             f"requests of this API key take {room.held_by(owner) // MIB} MiB of this gateway, which has "
-            f"{max(room.free, 0) // MIB} MiB left for all keys (--memory-mib); try again in a second"
+            f"{max(room.free, 0) // MIB} MiB left for all keys (--memory-mib); try again in a second",
+            about={"limit": "--memory-mib"},
         )

@@ -61,7 +61,8 @@ class Gate:
             self._allowances[owner] = (left, now)
             raise LimitReached(
                 f"this API key sends this gateway more than {rate} requests a second "
-                "(--requests-per-second); send fewer"
+                "(--requests-per-second); send fewer",
+                about={"limit": "--requests-per-second"},
             )
         self._allowances[owner] = (left - 1, now)
 
@@ -71,7 +72,8 @@ def _taken(room: Shares, owner: str, what: str, flag: str) -> Iterator[None]:
     if not room.take(owner, 1):
         raise LimitReached(
             f"this API key has {room.held_by(owner)} {what} under way at this gateway, which has {room.free} "
-            f"of {room.room} left for all keys ({flag}); send this again when one has ended"
+            f"of {room.room} left for all keys ({flag}); send this again when one has ended",
+            about={"limit": flag},
         )
     try:
         yield

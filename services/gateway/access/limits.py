@@ -71,7 +71,9 @@ class OwnerLimits:
 
 def _check(have: int, most: int, what: str, flag: str, advice: str) -> None:
     if have >= most:
-        raise LimitReached(f"this API key has {have} {what}, and may have {most} ({flag}); {advice}")
+        raise LimitReached(
+            f"this API key has {have} {what}, and may have {most} ({flag}); {advice}", about={"limit": flag}
+        )
 
 
 @dataclass(frozen=True)
@@ -133,25 +135,27 @@ class Limits:
         if ttl_seconds is not None and not self.min_ttl_seconds <= ttl_seconds <= self.max_ttl_seconds:
             raise InvalidRequest(
                 f"ttl_seconds must be {self.min_ttl_seconds} to {self.max_ttl_seconds}, not {ttl_seconds}; "
-                "leave it out to keep the checkpoint for ever"
+                "leave it out to keep the checkpoint for ever",
+                field="ttl_seconds",
             )
 
     def check_page(self, offset: int, limit: int) -> None:
         """Refuses a page of a list that cannot be had."""
         if not 0 <= limit <= self.page_entries:
-            raise InvalidRequest(f"limit must be 0 to {self.page_entries}, not {limit}")
+            raise InvalidRequest(f"limit must be 0 to {self.page_entries}, not {limit}", field="limit")
         if not 0 <= offset < 2**53:
-            raise InvalidRequest(f"offset must be 0 or more, not {offset}")
+            raise InvalidRequest(f"offset must be 0 or more, not {offset}", field="offset")
 
     def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuses metadata larger than what may be kept with an object."""
         if len(msgspec.json.encode(metadata)) > self.metadata_bytes:
-            raise InvalidRequest(f"user_metadata is larger than {self.metadata_bytes} bytes; keep less in it")
+            message = f"user_metadata is larger than {self.metadata_bytes} bytes; keep less in it"
+            raise InvalidRequest(message, field="user_metadata")
 
     def check_tags(self, tags: Sequence[str]) -> None:
         """Refuses more or longer tags than a session may have."""
         if len(tags) > self.tags:
-            raise InvalidRequest(f"{len(tags)} tags; use at most {self.tags}")
+            raise InvalidRequest(f"{len(tags)} tags; use at most {self.tags}", field="tags")
         for tag in tags:
             self.check_labels(tag=tag)
 
@@ -159,7 +163,8 @@ class Limits:
         """Refuses a name or tag that is too long."""
         for name, value in labels.items():
             if len(value) > self.tag_chars:
-                raise InvalidRequest(f"{name} has {len(value)} characters; use at most {self.tag_chars}")
+                message = f"{name} has {len(value)} characters; use at most {self.tag_chars}"
+                raise InvalidRequest(message, field="tags" if name == "tag" else name)
 
 
 # Bodies up to this size have a room of their own.

@@ -144,7 +144,9 @@ class BaseModels:
         if not model.trainable:
             names = _names(known.name for known in self._served.values() if known.trainable)
             raise InvalidRequest(
-                f"base model {name!r} has no trainer here; trainable base models: {names}", "not_trainable"
+                f"base model {name!r} has no trainer here; trainable base models: {names}",
+                "not_trainable",
+                field="base_model",
             )
         return model
 
@@ -154,7 +156,9 @@ class BaseModels:
         if not model.sampleable:
             names = _names(known.name for known in self._served.values() if known.sampleable)
             raise InvalidRequest(
-                f"base model {name!r} has no sampler here; sampleable base models: {names}", "not_sampleable"
+                f"base model {name!r} has no sampler here; sampleable base models: {names}",
+                "not_sampleable",
+                field="base_model",
             )
         return model
 
@@ -197,6 +201,7 @@ class BaseModels:
         raise InvalidRequest(
             f"base model {name[:200]!r} is not served here; use one of: {_names(self._served)}",
             "unknown_base_model",
+            field="base_model",
         )
 
     async def _look(self, seconds: float) -> View:
@@ -222,6 +227,7 @@ def find(name: str, served: Mapping[str, BaseModel]) -> BaseModel | None:
             f"base model {model.name!r} is served with a context length of {model.context_length}, not of "
             f"{variant['context']}; leave out ':peft:{variant['context']}'",
             "context_length_exceeded",
+            field="base_model",
         )
     return model
 

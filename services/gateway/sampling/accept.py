@@ -95,7 +95,8 @@ class Sampling:
             if not checkpoint_id.startswith("sampler_weights/"):
                 raise InvalidRequest(
                     f"{model_path} cannot be sampled; save_weights_for_sampler writes what can, at "
-                    "tinker://<training_run_id>/sampler_weights/<name>"
+                    "tinker://<training_run_id>/sampler_weights/<name>",
+                    field="model_path",
                 )
             checkpoint = await self._checkpoints.readable(owner, model_id, checkpoint_id)
             if base_model and (await self._base_models.get(base_model)).name != checkpoint.base_model:
@@ -103,7 +104,7 @@ class Sampling:
             base_model, version = checkpoint.base_model, checkpoint.version
             full = checkpoint.lora_rank == 0
         if not base_model:
-            raise InvalidRequest("pass base_model or model_path")
+            raise InvalidRequest("pass base_model or model_path", field="base_model")
         base = await self._base_models.sampleable(base_model)
         return Weights(base.name, model_id, version, model_path or "", full)
 
@@ -228,7 +229,8 @@ class Sampling:
         object_id, _ = ids.parse_request_id(request_id)
         if not ids.is_sampling_session_id(object_id):
             raise InvalidRequest(
-                f"{request_id} is an operation of a model and takes effect; only samples can be cancelled"
+                f"{request_id} is an operation of a model and takes effect; only samples can be cancelled",
+                field="request_id",
             )
         await self.get(owner, object_id)
         outcome = await self._journal.cancel(request_id, "the sample was cancelled by its client")

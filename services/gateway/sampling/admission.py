@@ -78,7 +78,8 @@ class Admission:
             if not room.fits(owner, wanted):
                 raise LimitReached(
                     f"{room.held_by(owner)} {what} of this API key's samples wait on this gateway, which has "
-                    f"{room.free} left for all keys ({flag}); send this again later"
+                    f"{room.free} left for all keys ({flag}); send this again later",
+                    about={"limit": flag},
                 )
 
     def _count(self, held: _Held, sign: int) -> None:

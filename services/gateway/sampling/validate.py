@@ -18,9 +18,10 @@ from tinsmith.v1 import sampling_pb2, types_pb2
 def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: Limits) -> int:
     """Bytes of the largest answer of a sample request; refuses one that a sampler could not run."""
     if not 0 <= request.seq_id < 2**63:
-        raise InvalidRequest("seq_id must be 0 or more")
+        raise InvalidRequest("seq_id must be 0 or more", field="seq_id")
     if not 1 <= request.num_samples <= limits.samples:
-        raise InvalidRequest(f"num_samples must be 1 to {limits.samples}, not {request.num_samples}")
+        message = f"num_samples must be 1 to {limits.samples}, not {request.num_samples}"
+        raise InvalidRequest(message, field="num_samples")
     _check_prompt(request.prompt, model)
     _check_sampling_params(request.params, model, limits)
     prompt_length = request.prompt.shape[0]
@@ -35,13 +36,14 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
 def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
     tensor = tensors.from_pb(prompt, "prompt")
     if tensor.dtype != "int32" or len(tensor.shape) != 1:
-        raise InvalidRequest("prompt must be an int32 tensor of shape [N]")
+        raise InvalidRequest("prompt must be an int32 tensor of shape [N]", field="prompt")
     if tensor.numel == 0:
-        raise InvalidRequest("prompt is empty; send at least one token")
+        raise InvalidRequest("prompt is empty; send at least one token", field="prompt")
     if tensor.numel >= model.context_length:
         raise InvalidRequest(
             f"prompt has {tensor.numel} tokens; {model.name} has a context length of {model.context_length}, "
-            "with at least one token to generate, so shorten it"
+            "with at least one token to generate, so shorten it",
+            field="prompt",
         )
     ids = np.frombuffer(tensor.data, dtype="<i4")
     wrong = (ids < 0) | (ids >= model.vocab_size)
@@ -51,6 +53,7 @@ def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
             f"prompt token {int(ids[place])} at position {place} is outside the vocabulary of {model.name} "
             f"(0 to {model.vocab_size - 1})",
             "token_out_of_range",
+            field="prompt",
         )
 
 
@@ -59,7 +62,9 @@ def _check_sampling_params(params: sampling_pb2.SamplingParams, model: BaseModel
     sample_schema.check_decoding(params.temperature, params.top_k, params.top_p, max_tokens)
     kind = params.stop.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest("stop is not set; choose model_eos, never, strings or tokens")
+        raise InvalidRequest(
+            "stop is not set; choose model_eos, never, strings or tokens", field="params.stop"
+        )
     values: list[str | int] = []
     if kind == "strings":
         values.extend(params.stop.strings.values)
@@ -69,12 +74,16 @@ def _check_sampling_params(params: sampling_pb2.SamplingParams, model: BaseModel
         return
     most = limits.stop_strings if kind == "strings" else limits.stop_tokens
     if not 1 <= len(values) <= most:
-        raise InvalidRequest(f"stop must name 1 to {most} {kind}, not {len(values)}")
+        raise InvalidRequest(
+            f"stop must name 1 to {most} {kind}, not {len(values)}", field=f"params.stop.{kind}"
+        )
     for value in values:
         if isinstance(value, str) and not 1 <= len(value) <= limits.stop_string_chars:
-            raise InvalidRequest(f"a stop string must have 1 to {limits.stop_string_chars} characters")
+            message = f"a stop string must have 1 to {limits.stop_string_chars} characters"
+            raise InvalidRequest(message, field="params.stop.strings")
         if isinstance(value, int) and not 0 <= value < model.vocab_size:
             raise InvalidRequest(
                 f"stop token {value} is outside the vocabulary of {model.name} (0 to {model.vocab_size - 1})",
                 "token_out_of_range",
+                field="params.stop.tokens",
             )

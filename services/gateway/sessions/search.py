@@ -110,7 +110,8 @@ class SessionSearch:
             NotFound, PermissionDenied: as `details`.
         """
         if not project_id:
-            raise InvalidRequest("project_id is empty; a session cannot be taken out of a project")
+            message = "project_id is empty; a session cannot be taken out of a project"
+            raise InvalidRequest(message, field="project_id")
         self._limits.check_labels(project_id=project_id)
         record = await self._owned(owner, session_id)
         await self._store.set_project(record, project_id)
@@ -119,11 +120,12 @@ class SessionSearch:
         """One page of sessions. Raises InvalidRequest when the limit is out of range, or more is looked for
         than each session can be compared with."""
         if not 1 <= query.limit <= 200:
-            raise InvalidRequest(f"limit must be 1 to 200, not {query.limit}")
+            raise InvalidRequest(f"limit must be 1 to 200, not {query.limit}", field="limit")
         self._limits.check_labels(display_name=query.display_name or "")
         self._limits.check_metadata(query.user_metadata or {})
         if len(query.project_ids or ()) > _MOST_PROJECTS:
-            raise InvalidRequest(f"{len(query.project_ids or ())} project_ids; use at most {_MOST_PROJECTS}")
+            message = f"{len(query.project_ids or ())} project_ids; use at most {_MOST_PROJECTS}"
+            raise InvalidRequest(message, field="project_ids")
         found: list[SessionRecord] = []
         after, seen = query.after, 0
         while len(found) < query.limit and seen < _MOST_SEEN:

@@ -174,7 +174,8 @@ class Models:
         source, checkpoint = await self._checkpoints.training(reader or owner, path)
         if base_model is not None and (await self._base_models.get(base_model)).name != checkpoint.base_model:
             raise InvalidRequest(
-                f"{path} was trained on {checkpoint.base_model}; leave base_model out or pass that name"
+                f"{path} was trained on {checkpoint.base_model}; leave base_model out or pass that name",
+                field="base_model",
             )
         if roles.asked_for(user_metadata or {}) not in (None, checkpoint.role):
             raise InvalidRequest(
@@ -314,7 +315,7 @@ class Models:
         record = await self.get(owner, model_id)
         await self._sessions.open(owner, record.session_id)
         if not 1 <= seq_id <= _MAX_SEQ_ID:
-            raise InvalidRequest(f"seq_id must be 1 to {_MAX_SEQ_ID}, not {seq_id}")
+            raise InvalidRequest(f"seq_id must be 1 to {_MAX_SEQ_ID}, not {seq_id}", field="seq_id")
         operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id)
         try:
             await fill(operation, record)

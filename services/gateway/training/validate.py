@@ -21,10 +21,12 @@ def check_lora(lora: models_pb2.LoraConfig, role: Role, model: BaseModel, limits
     if not 1 <= lora.rank <= limits.lora_rank:
         raise InvalidRequest(
             f"lora rank must be 1 to {limits.lora_rank}, not {lora.rank}, or 0 (in gRPC: full) to train all "
-            "weights"
+            "weights",
+            field="lora.rank",
         )
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-        raise InvalidRequest("at least one of train_attn, train_mlp and train_unembed must be true")
+        message = "at least one of train_attn, train_mlp and train_unembed must be true"
+        raise InvalidRequest(message, field="lora")
     roles.check_trains_head(role, lora.train_unembed)
     for what, flag, largest in (
         ("trainers", "trainer", model.max_train_rank),
@@ -34,7 +36,8 @@ def check_lora(lora: models_pb2.LoraConfig, role: Role, model: BaseModel, limits
         if largest and lora.rank > largest:
             raise InvalidRequest(
                 f"lora rank {lora.rank} is more than the {what} of {model.name} take ({largest}); use a "
-                f"smaller rank or have the operator raise --max-lora-rank of the {flag}"
+                f"smaller rank or have the operator raise --max-lora-rank of the {flag}",
+                field="lora.rank",
             )
 
 

@@ -61,7 +61,7 @@ def finish_reason(reason: sessions_pb2.FinishReason.ValueType) -> str:
         InvalidRequest: a number that is no reason.
     """
     if reason not in _REASONS:
-        raise InvalidRequest(f"reason {reason} is not one of FinishReason")
+        raise InvalidRequest(f"reason {reason} is not one of FinishReason", field="reason")
     return _REASONS[reason]
 
 
@@ -72,7 +72,7 @@ def adapter(request: models_pb2.CreateModelRequest) -> models_pb2.LoraConfig | N
         InvalidRequest: neither is asked for, or both.
     """
     if request.HasField("full") == request.HasField("lora"):
-        raise InvalidRequest("set either lora or full")
+        raise InvalidRequest("set either lora or full", field="lora")
     return request.lora if request.HasField("lora") else None
 
 
@@ -186,7 +186,7 @@ def ordinal(name: str, value: int) -> int:
         InvalidRequest: it is negative or has more than nine digits.
     """
     if not 0 <= value <= _MAX_ORDINAL:
-        raise InvalidRequest(f"{name} must be 0 to {_MAX_ORDINAL}, not {value}")
+        raise InvalidRequest(f"{name} must be 0 to {_MAX_ORDINAL}, not {value}", field=name)
     return value
 
 

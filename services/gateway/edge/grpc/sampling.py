@@ -52,6 +52,7 @@ class SamplingCalls(Calls):
     ) -> results_pb2.GetResultResponse:
         owner = self._owner(context)
         if not 0 <= request.timeout_seconds <= MAX_GET_RESULT_SECONDS:
-            raise InvalidRequest(f"timeout_seconds must be 0 to {MAX_GET_RESULT_SECONDS:g}")
+            message = f"timeout_seconds must be 0 to {MAX_GET_RESULT_SECONDS:g}"
+            raise InvalidRequest(message, field="timeout_seconds")
         view = await self._app.wait_result(owner, request.request_id, request.timeout_seconds)
         return convert.result(view)

@@ -59,11 +59,12 @@ def response(page: SearchPage) -> sessions_pb2.SearchSessionsResponse:
 def _statuses(request: sessions_pb2.SearchSessionsRequest) -> dict[str, list[str] | None] | None:
     wanted = list(request.statuses)
     if any(status not in _WORDS for status in wanted):
-        raise InvalidRequest("statuses may be ACTIVE, FINISHED and ABANDONED")
+        raise InvalidRequest("statuses may be ACTIVE, FINISHED and ABANDONED", field="statuses")
     if not request.finish_reasons:
         return {_WORDS[status]: None for status in wanted} or None
     if sessions_pb2.SESSION_STATUS_FINISHED not in wanted:
-        raise InvalidRequest("finish_reasons are of finished sessions; put FINISHED into statuses")
+        message = "finish_reasons are of finished sessions; put FINISHED into statuses"
+        raise InvalidRequest(message, field="finish_reasons")
     reasons = [convert.finish_reason(reason) for reason in request.finish_reasons]
     finished = sessions_pb2.SESSION_STATUS_FINISHED
     return {_WORDS[status]: reasons if status == finished else None for status in wanted}
@@ -76,5 +77,6 @@ def _cursor(token: str) -> Cursor:
     except ValueError:
         place = math.nan
     if not math.isfinite(place):
-        raise InvalidRequest("page_token is not one of ours; pass next_page_token back as it is")
+        message = "page_token is not one of ours; pass next_page_token back as it is"
+        raise InvalidRequest(message, field="page_token")
     return Cursor(place, session_id)
