@@ -116,7 +116,8 @@ configure_uv() {
   [ -z "$index" ] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
   [ -z "$extra" ] || export UV_INDEX=${UV_INDEX:-$extra}
   [ -z "$links" ] || export UV_FIND_LINKS=${UV_FIND_LINKS:-${links// /,}}
-  # As pip does: the version that is asked for, from whichever index has it.
+  # As pip does: the machine's certificates, and the version that is asked for, from whichever index has it.
+  export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-1}
   export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 }
 pip_setting() { $venv/bin/python -m pip config get "global.$1" 2>/dev/null || true; }
