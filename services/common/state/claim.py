@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 TTL_S = 6.0
 """A restart waits for so long when nobody can say that the process before it is gone."""
 _LOOK_S = 0.25
+ELSEWHERE_S = 300.0
+"""A process of another machine is waited for so long: a cluster starts the next one while it still drains."""
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +83,9 @@ class Claim:
 
     Args:
         kind: of the service, as in ServiceRecord.
+        ttl: seconds for which the claim lives without a renewal.
         lost: called when another process has the claim; by default this one ends.
+        elsewhere: seconds for which a process of another machine is waited for.
     """
 
     def __init__(
@@ -91,11 +95,13 @@ class Claim:
         service_id: str,
         ttl: float = TTL_S,
         lost: Callable[[], None] = _end_this_process,
+        elsewhere: float = ELSEWHERE_S,
     ) -> None:
         self._name = f"{kind} {service_id!r}"
         self._key = keys.claim(kind, service_id)
         self._ttl = ttl
         self._lost = lost
+        self._elsewhere = elsewhere
         self._me = msgspec.json.encode(this_process())
         self._claim = Script(client, "claim")
         self._release = Script(client, "renew_lease")
@@ -103,21 +109,26 @@ class Claim:
 
     async def take(self) -> None:
         """Claims the id, and keeps the claim until `give_back`. What is left of a process that was killed is
-        waited for, at most for the claim's life.
+        waited for, at most for the claim's life; a process of another machine, at most `ELSEWHERE_S`.
 
         Raises:
             Conflict: another process runs under this id.
             RedisError: Redis does not answer.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._ttl * 4 / 3
+        began = loop.time()
         gone = b""
+        waits = False
         while holder := await self._ask(gone):
             other = msgspec.json.decode(holder, type=Process)
             gone = holder if is_gone(other) else b""
             if gone:
                 continue
-            if loop.time() > until:
+            near = other.machine == _machine()
+            if not near and not waits:
+                waits = True
+                log.warning("waiting for the %s of another machine to end (pid %d)", self._name, other.pid)
+            if loop.time() > began + (self._ttl * 4 / 3 if near else self._elsewhere):
                 raise Conflict(
                     f"another process runs as {self._name} (pid {other.pid}); give this one another --id, or "
                     "stop that one"

@@ -62,6 +62,31 @@ async def test_what_was_killed_elsewhere_is_waited_for_no_longer_than_its_claim_
     await restarted.give_back()
 
 
+async def test_one_that_drains_on_another_machine_is_waited_for_until_it_is_gone(
+    redis_client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = msgspec.json.encode(Process(machine="another", pid=7, started=1))
+    await redis_client.set(KEY, other)
+    next_one = claim(redis_client, ttl=0.1)
+    taking = asyncio.create_task(next_one.take())
+    # Much longer than a claim lives.
+    done, _ = await asyncio.wait([taking], timeout=0.6)
+    assert not done
+    assert "of another machine to end (pid 7)" in caplog.text
+    await redis_client.delete(KEY)
+    async with asyncio.timeout(5):
+        await taking
+    await next_one.give_back()
+
+
+async def test_one_that_does_not_end_on_another_machine_is_not_waited_for_for_ever(
+    redis_client: redis.asyncio.Redis,
+) -> None:
+    await redis_client.set(KEY, msgspec.json.encode(Process(machine="another", pid=7, started=1)))
+    with pytest.raises(Conflict, match="pid 7"):
+        await Claim(redis_client, "gateway", "gateway-0", 0.1, lambda: None, elsewhere=0.3).take()
+
+
 async def test_what_was_killed_on_this_machine_is_not_waited_for(redis_client: redis.asyncio.Redis) -> None:
     process = await asyncio.create_subprocess_exec("sleep", "60")
     me = this_process()
