@@ -11,7 +11,7 @@ import uvloop
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Internal, TinsmithError
-from services.common.process import logs
+from services.common.process import logs, rpc
 from services.common.process.process import allow_open_files, setup_process, wait_for_signal
 from services.common.state import known_models, redis_client
 from services.common.state.claim import Claim
@@ -64,17 +64,18 @@ async def run(config: GatewayConfig) -> None:
             config.dispatch,
             config.samples,
             config.public_url,
+            config.near_clients,
         )
         http = HttpServer(gateway.application, config.host, config.port, config.connections)
         cleanup.push_async_callback(gateway.stop)
         await gateway.start()
         rpc_server = await service.serve(
-            gateway.application, f"{config.host}:{config.grpc_port}", config.grpc_connections
+            gateway.application, rpc.address(config.host, config.grpc_port), config.grpc_connections
         )
         cleanup.push_async_callback(rpc_server.drain, _GRPC_GRACE_S)
         serving = http.start()
         cleanup.push_async_callback(http.drain)
-        address = f"{config.host}:{rpc_server.port}"
+        address = rpc.address(config.host, rpc_server.port)
         record = ServiceRecord(kind="gateway", id=config.id, address=address, limits=stated(config))
         announcer = Announcer(client, record, gateway.load)
         cleanup.push_async_callback(announcer.stop)

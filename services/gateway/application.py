@@ -55,6 +55,7 @@ class Application:
     redo_log: RedoLog
     readiness: Readiness
     limits: Limits
+    near_clients: bool
     gate: Gate
     budget: BodyBudget
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.common.contract.sample_schema import MAX_SAMPLES
 from services.common.process import flags
-from services.common.process.flags import BYTES, BYTES_OR_0, HTTP_URL, PORT, SECONDS, TEXT, Flag, Kind, number
+from services.common.process.flags import BYTES, BYTES_OR_0, HTTP_URL, PORT, SECONDS, SWITCH, TEXT, Flag, Kind, number
 from services.common.state.journal_records import JournalLimits
 from services.common.state.known_models import EXAMPLE, Configured, parse_configured
 from services.common.state.room import RoomLimits
@@ -39,6 +39,7 @@ class GatewayConfig:
         grpc_port: gRPC port; 0 takes a free one.
         grpc_connections: gRPC connections at once.
         public_url: what clients reach the gateways as; empty: as each request names them.
+        near_clients: whether a client that connects over loopback has the files of this machine.
         data_dir: directory for the pid file and the default keys file.
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
             s3://bucket/prefix; empty = in the data directory.
@@ -65,6 +66,7 @@ class GatewayConfig:
     data_dir: Path = Path()
     checkpoint_store: str = ""
     public_url: str = ""
+    near_clients: bool = True
     api_keys_file: Path = Path()
     base_models: tuple[Configured, ...] = ()
     redis_url: str = ""
@@ -102,6 +104,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--grpc-port", PORT, GatewayConfig, "grpc_port", "gRPC port, shared in the same way"),
         Flag("--public-url", HTTP_URL, GatewayConfig, "public_url",
              "what clients reach the gateways as, for download links; empty: as their requests name them"),
+        Flag("--near-clients", SWITCH, GatewayConfig, "near_clients",
+             "who connects over loopback has this machine's files, and is told where a tokenizer lies; not so in "
+             "a container"),
         Flag("--data-dir", _PATH, GatewayConfig, "data_dir", "data directory of the cluster; must be given"),
         Flag("--api-keys-file", _PATH, GatewayConfig, "api_keys_file", "API keys; empty: DATA_DIR/api_key"),
         Flag("--memory-mib", _MEMORY, GatewayConfig, "memory_mib",

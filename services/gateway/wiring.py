@@ -96,6 +96,7 @@ class Gateway:
         dispatch: DispatchSettings | None = None,
         sampling: SampleSettings | None = None,
         public_url: str = "",
+        near_clients: bool = True,
     ) -> None:
         """Puts everything together over one Redis. Call within the event loop that will run it.
 
@@ -107,6 +108,7 @@ class Gateway:
             dispatch: how operations are sent to trainers.
             sampling: how samples are sent to samplers.
             public_url: what download links begin with; empty: as the request for them names the gateway.
+            near_clients: whether clients that connect over loopback have the files of this machine.
         """
         limits, memory = limits or Limits(), memory or Memory.of()
 
@@ -189,6 +191,7 @@ class Gateway:
             redo_log=redo_log,
             readiness=Readiness(client, gateway_id),
             limits=limits,
+            near_clients=near_clients,
             gate=gate,
             budget=BodyBudget(memory),
         )

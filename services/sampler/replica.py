@@ -71,7 +71,7 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
     service, full = parts.service, parts.full
     name = sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name
     add = sampler_pb2_grpc.add_SamplerServiceServicer_to_server
-    server = await rpc.serve([(add, service, name)], f"{config.host}:{config.port}")
+    server = await rpc.serve([(add, service, name)], rpc.address(config.host, config.port))
     announcer = registry.Announcer(client, wiring.record(config, engine, server.port))
     full.listen(lambda weights: _announce_weights(announcer, weights))
     await announcer.start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.common.process import rpc
 from services.common.process.crashes import CrashLedger
 from services.common.state.registry import ServiceRecord
 from services.common.storage.data_dir import DataDir
@@ -57,7 +58,7 @@ def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
     return ServiceRecord(
         kind="sampler",
         id=config.id,
-        address=f"{config.advertise_host}:{port}",
+        address=rpc.address(config.advertise_host, port),
         base_model=config.base_model,
         model_path=config.model_path,
         arch=engine.arch,

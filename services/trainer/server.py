@@ -119,7 +119,7 @@ class _Server:
         name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
         server = await rpc.serve(
             [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._parts.servicer, name)],
-            f"{self._config.host}:{self._config.port}",
+            rpc.address(self._config.host, self._config.port),
         )
         announcer = Announcer(self._client, self._record(server.port), self._load)
         await announcer.start()
@@ -169,7 +169,7 @@ class _Server:
         return ServiceRecord(
             kind="trainer",
             id=self._config.id,
-            address=f"{self._config.advertise_host}:{port}",
+            address=rpc.address(self._config.advertise_host, port),
             base_model=self._config.base_model,
             model_path=self._config.model_path,
             arch=self._engine.arch,

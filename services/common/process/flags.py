@@ -60,6 +60,7 @@ _PIB = 1 << 50
 TEXT = Kind("text", "TEXT", str)
 PORT = Kind("a port number, 0 to 65535", "PORT", number(0, 65535).parse, "0 to 65535")
 HTTP_URL = Kind("an http(s) URL without credentials or query", "URL", lambda text: _http_url(text))
+SWITCH = Kind("yes or no", "yes|no", lambda text: ("no", "yes").index(text) == 1)
 SECONDS = number(1, _YEARS_10, "seconds")
 BYTES = number(1, _PIB, "bytes")
 BYTES_OR_0 = number(0, _PIB, "bytes")
@@ -105,6 +106,8 @@ class Flag:
         value = getattr(self.settings(), self.field)
         if value in ((), Path()):
             return ""
+        if isinstance(value, bool):
+            return "yes" if value else "no"
         return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
     @property

@@ -246,6 +246,11 @@ async def serve(
     return RpcServer(server, port, checker, names)
 
 
+def address(host: str, port: int) -> str:
+    """`host:port` as gRPC takes it; an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def channel(address: str) -> grpc.aio.Channel:
     """A channel to "host:port". Calls must carry a timeout."""
     received = ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)

@@ -65,6 +65,12 @@ def test_a_flag_that_has_no_meaning_is_refused_with_what_it_takes(
     assert says in refused(flags, capsys, ENVIRONMENT)
 
 
+def test_a_switch_is_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse([], ENVIRONMENT).near_clients is True
+    assert parse(["--near-clients=no"], ENVIRONMENT).near_clients is False
+    assert "--near-clients must be yes or no" in refused(["--near-clients=0"], capsys, ENVIRONMENT)
+
+
 def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--max-models", "none", "--result-life", "0", "--bogus", "--port=-2"]
     told = refused(flags, capsys, {"TINSMITH_BURST_SECONDS": "long"})

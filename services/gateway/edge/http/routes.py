@@ -39,7 +39,10 @@ class Call:
 
     @property
     def from_this_machine(self) -> bool:
-        """The client connected over the loopback interface."""
+        """The client has the files of this machine: it connected over the loopback interface, and that is not a
+        container's."""
+        if not self.app.near_clients:
+            return False
         host = self.request.client.host if self.request.client else ""
         try:
             return ip_address(host).is_loopback

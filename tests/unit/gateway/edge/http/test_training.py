@@ -153,6 +153,16 @@ async def test_get_info_tells_model_tokenizer_and_rank(edges: Edges, tmp_path: P
     assert (info["is_lora"], info["lora_rank"], info["model_id"]) == (True, 4, model)
 
 
+async def test_a_container_does_not_take_who_connects_over_loopback_for_one_that_has_its_files(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vars(edges.app), "near_clients", False)
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        info = (await client.post("get_info", json={"model_id": model, "type": "get_info"})).json()
+    assert info["model_data"] == {"arch": "Qwen3ForCausalLM", "model_name": BASE}
+
+
 async def test_a_batch_is_journaled_and_its_repetition_is_the_same_request(edges: Edges) -> None:
     async with edges.http() as client:
         model = await new_model(edges, client)
