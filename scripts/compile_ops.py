@@ -1,4 +1,7 @@
-"""Compiles DeepSpeed's CPU collectives into PyTorch's extension cache, as the first trainer would.
+"""Compiles DeepSpeed's CPU collectives, as the first trainer would, into this virtual environment.
+
+Two checkouts that share PyTorch's own cache would each find the other's library out of date, and compile it
+again at every start.
 
 With --check it compiles nothing, and exits 0 when the compiled library is there.
 """
@@ -13,18 +16,14 @@ NAME = "deepspeed_shm_comm"
 
 
 def build_folder() -> Path:
-    """Where PyTorch keeps the library: see torch.utils.cpp_extension, which takes a second to import."""
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if chosen is not None:
-        return Path(chosen) / NAME
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return cache / "torch_extensions" / f"{python}_cpu" / NAME
+    """Where PyTorch is told to keep the library."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(sys.prefix) / "torch_extensions") / NAME
 
 
 def main() -> int:
     if "--check" in sys.argv[1:]:
         return 0 if (build_folder() / f"{NAME}.so").is_file() else 1
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder().parent)
     # A compilation that was killed leaves this behind, and the next one would wait for it for ever.
     (build_folder() / "lock").unlink(missing_ok=True)
     os.environ["DS_ACCELERATOR"] = "cpu"

@@ -13,7 +13,18 @@ from pathlib import Path
 
 from services.common.contract.sample_schema import MAX_SAMPLES
 from services.common.process import flags
-from services.common.process.flags import BYTES, BYTES_OR_0, HTTP_URL, PORT, SECONDS, SWITCH, TEXT, Flag, Kind, number
+from services.common.process.flags import (
+    BYTES,
+    BYTES_OR_0,
+    HTTP_URL,
+    PORT,
+    SECONDS,
+    SWITCH,
+    TEXT,
+    Flag,
+    Kind,
+    number,
+)
 from services.common.state.journal_records import JournalLimits
 from services.common.state.known_models import EXAMPLE, Configured, parse_configured
 from services.common.state.room import RoomLimits
@@ -105,8 +116,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--public-url", HTTP_URL, GatewayConfig, "public_url",
              "what clients reach the gateways as, for download links; empty: as their requests name them"),
         Flag("--near-clients", SWITCH, GatewayConfig, "near_clients",
-             "who connects over loopback has this machine's files, and is told where a tokenizer lies; not so in "
-             "a container"),
+             "who connects over loopback has this machine's files, and is told where a tokenizer lies; not "
+             "so in a container"),
         Flag("--data-dir", _PATH, GatewayConfig, "data_dir", "data directory of the cluster; must be given"),
         Flag("--api-keys-file", _PATH, GatewayConfig, "api_keys_file", "API keys; empty: DATA_DIR/api_key"),
         Flag("--memory-mib", _MEMORY, GatewayConfig, "memory_mib",

@@ -100,14 +100,25 @@ def test_what_api_keys_may_have_and_how_much_memory_gateways_take_are_values() -
     assert (settings.snapshot_bytes, settings.snapshot_owner_bytes) == (2 * 10**12, 10**12)
 
 
+def test_gateways_do_not_take_a_port_forward_for_a_client_with_their_files() -> None:
+    from services.gateway import config
+
+    (gateway,) = workloads(render({"gateway": {"publicUrl": "https://a.example"}}), "gateway")
+    settings = config.parse(arguments(gateway))
+    assert (settings.near_clients, settings.public_url) == (False, "https://a.example")
+
+
 def test_gateways_are_told_which_base_models_there_are() -> None:
     from services.common.state.known_models import Configured
     from services.gateway import config
 
-    models = [{"name": 'org/a"b', "path": "x", "id": "a"}, {"name": "org/c", "path": "y"}]
+    models = [
+        {"name": 'org/a"b', "path": "x", "id": "a", "sampler": {"replicas": 0}},
+        {"name": "org/c", "path": "y", "trainer": {"enabled": False}},
+    ]
     (gateway,) = workloads(render({"models": models}), "gateway")
     told = config.parse(arguments(gateway)).base_models
-    assert told == (Configured(name='org/a"b'), Configured(name="org/c"))
+    assert told == (Configured(name='org/a"b', sampled=False), Configured(name="org/c", trained=False))
 
 
 def test_the_trainer_understands_its_command_line_and_advertises_the_address_of_its_pod() -> None:
@@ -118,7 +129,8 @@ def test_the_trainer_understands_its_command_line_and_advertises_the_address_of_
     launcher_args, rank_args = split(arguments(trainer))
     assert launcher_args == ["--ranks=2"]
     settings = config.parse(rank_args)
-    assert (settings.id, settings.host, settings.advertise_host) == ("a-pod-0", "0.0.0.0", "10.1.2.3")
+    assert settings.id == trainer["metadata"]["name"]
+    assert (settings.host, settings.advertise_host) == ("0.0.0.0", "10.1.2.3")
     assert settings.base_model == settings.model_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert (settings.zero_stage, settings.device) == (3, "cpu")
     assert (settings.offload_optimizer, settings.max_full_models, settings.full_snapshot_steps) == (
@@ -132,13 +144,24 @@ def test_the_trainer_understands_its_command_line_and_advertises_the_address_of_
 def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_its_pod() -> None:
     from services.sampler import config
 
-    (sampler,) = workloads(render({"sampler": {"gpuMemoryUtilization": 0.5, "maxLoraRank": 128}}), "sampler")
+    sizes = {
+        "maxContext": 4096,
+        "maxSequences": 7,
+        "kvCacheGiB": 0.5,
+        "snapshotCacheGiB": 1,
+        "drainSeconds": 30,
+    }
+    values = {"gpuMemoryUtilization": 0.5, "maxLoraRank": 128, **sizes}
+    (sampler,) = workloads(render({"sampler": values}), "sampler")
     settings = config.parse(arguments(sampler))
     assert (settings.id, settings.host, settings.advertise_host) == ("a-pod-0", "0.0.0.0", "10.1.2.3")
     assert (settings.gpu_memory_utilization, settings.max_lora_rank) == (0.5, 128)
+    assert (settings.max_context, settings.max_sequences, settings.kv_cache_gib) == (4096, 7, 0.5)
+    assert (settings.snapshot_cache_gib, settings.full_snapshot_cache_gib) == (1, 4)
     assert container(sampler)["ports"][0]["containerPort"] == settings.port
     # Kubernetes must not kill what the sampler still lets finish.
-    assert settings.drain_seconds < pod(sampler)["terminationGracePeriodSeconds"]
+    assert settings.drain_seconds == 30
+    assert pod(sampler)["terminationGracePeriodSeconds"] == 90
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:

@@ -123,9 +123,9 @@ def admitted(objects: list[Object], workload: Object) -> list[Object]:
     """The ingress rules of all policies that select a workload's pods; fails when none does."""
     found = []
     for policy in (one for one in objects if one["kind"] == "NetworkPolicy"):
-        assert policy["spec"]["policyTypes"] == ["Ingress"]
-        if selects(policy["spec"]["podSelector"], workload):
-            found += policy["spec"]["ingress"]
+        spec = policy["spec"]
+        if spec["policyTypes"] == ["Ingress"] and selects(spec["podSelector"], workload):
+            found += spec["ingress"]
     assert found, f"no policy selects {workload['metadata']['name']}"
     return found
 
@@ -137,16 +137,38 @@ def selects(selector: Object, workload: Object) -> bool:
     )
 
 
-def test_trainers_samplers_and_redis_are_reached_by_the_release_alone() -> None:
-    objects, strangers = render(), workloads(render(release="other"))
-    for component in ("trainer", "sampler", "redis"):
+def reached_by(objects: list[Object], workload: Object, others: list[Object]) -> dict[str, str]:
+    """{component: port, or "any"} of those of the others that may reach a workload's pods."""
+    found: dict[str, str] = {}
+    for rule in admitted(objects, workload):
+        (peer,) = rule["from"]
+        assert set(peer) == {"podSelector"}
+        ports = [port["port"] for port in rule.get("ports", [{"port": "any"}])]
+        for one in others:
+            if selects(peer["podSelector"], one):
+                found[one["metadata"]["labels"]["app.kubernetes.io/component"]] = ports[0]
+    return found
+
+
+def test_trainers_samplers_and_redis_are_reached_by_those_of_the_release_that_need_to() -> None:
+    objects = render()
+    weights = {"gateway": "grpc", "trainer": "any", "sampler": "any"}
+    redis = dict.fromkeys(("gateway", "trainer", "sampler"), "redis")
+    for component, expected in (("trainer", weights), ("sampler", weights), ("redis", redis)):
         for one in workloads(objects, component):
-            (rule,) = admitted(objects, one)
-            (peer,) = rule["from"]
-            assert set(peer) == {"podSelector"}
-            assert "ports" not in rule
-            assert all(selects(peer["podSelector"], own) for own in workloads(objects))
-            assert not any(selects(peer["podSelector"], stranger) for stranger in strangers)
+            assert reached_by(objects, one, workloads(objects)) == expected
+            assert reached_by(objects, one, workloads(render(release="other"))) == {}
+
+
+def test_what_pods_may_reach_can_be_bounded() -> None:
+    objects = render({"networkPolicy": {"egress": {"enabled": True}}})
+    (egress,) = [one for one in objects if one.get("spec", {}).get("policyTypes") == ["Egress"]]
+    assert all(selects(egress["spec"]["podSelector"], one) for one in workloads(objects))
+    own, names, web = egress["spec"]["egress"]
+    assert all(selects(own["to"][0]["podSelector"], one) for one in workloads(objects))
+    assert {port["port"] for port in names["ports"]} == {53}
+    assert web["to"] == [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.169.254/32"]}}]
+    assert web["ports"] == [{"port": 443, "protocol": "TCP"}]
 
 
 def test_gateways_are_reached_on_their_ports_by_everybody_unless_told() -> None:

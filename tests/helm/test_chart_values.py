@@ -65,11 +65,43 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"redis": {"appendfsync": "no"}},
         {"redis": {"maxmemory": "0"}},
         {"redis": {"maxmemory": "4Gi"}},
+        {"listen": "localhost"},
+        {"gateway": {"image": {"digest": "latest"}}},
+        {"gateway": {"publicUrl": "tinsmith.example.com"}},
+        {"gateway": {"autoscaling": {"targetCPU": 0}}},
+        {"trainer": {"activationCheckpointing": "sometimes"}},
+        {"trainer": {"terminationGracePeriodSeconds": "long"}},
+        {"sampler": {"kvCacheGiB": -1}},
+        {"modelCache": {"hostPath": "relative"}},
     ],
     ids=json.dumps,
 )
 def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any]) -> None:
     assert "don't meet the specifications of the schema" in refusal(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (
+            {"redis": {"maxmemory": "4gb"}},
+            "redis.maxmemory 4gb is not below redis.resources.limits.memory 4Gi",
+        ),
+        ({"gateway": {"memoryMiB": 3072}}, "gateway.memoryMiB 3072 is not below"),
+        ({"sampler": {"fullSnapshotCacheGiB": 15}}, "take 17 GiB and its memory limit is 16384 MiB"),
+        (
+            {"models": [MODEL | {"trainer": {"enabled": False}, "sampler": {"replicas": 0}}]},
+            'model "a/b" is neither trained nor sampled',
+        ),
+        ({"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.hosts: name at least one host"),
+        ({"gateway": {"grpcRoute": {"enabled": True}}}, "gateway.grpcRoute.parentRefs: name the Gateway"),
+    ],
+    ids=json.dumps,
+)
+def test_values_that_do_not_fit_together_are_refused_with_what_to_change(
+    values: dict[str, Any], says: str
+) -> None:
+    assert says in refusal(values)
 
 
 def test_credentials_of_no_store_are_refused() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,17 @@ def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> No
 def _load_collectives() -> None:
     """Loads DeepSpeed's CPU collectives, compiling them if that was not done.
 
+    They are in this virtual environment, where its set-up puts them, else in PyTorch's own cache.
+
     PyTorch keeps others away meanwhile by a file, and waits for ever for one whose process was killed.
     Whoever holds the lock below, which the kernel takes from a dead process, may take such a file away.
     """
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
     from torch.utils.cpp_extension import _get_build_directory
 
+    prepared = Path(sys.prefix) / "torch_extensions"
+    if prepared.is_dir():
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(prepared))
     builder = ShareMemCommBuilder()
     folder = Path(_get_build_directory(builder.name, False))
     with (folder / "in-use").open("w") as users:

@@ -30,6 +30,9 @@
 {{- range $key, $value := index $model $part -}}{{- $_ := set $settings $key $value -}}{{- end -}}
 {{- $_ := set $one $part $settings -}}
 {{- end -}}
+{{- if and (not $one.trainer.enabled) (eq ($one.sampler.replicas | int64) 0) -}}
+{{- fail (printf "model %q is neither trained nor sampled: set trainer.enabled or sampler.replicas" $model.name) -}}
+{{- end -}}
 {{- $models = append $models $one -}}
 {{- end -}}
 {{- $models | toJson -}}
@@ -39,7 +42,7 @@
 {{- define "tinsmith.baseModelArgs" -}}
 {{- $known := list -}}
 {{- range $model := include "tinsmith.models" . | fromJsonArray -}}
-{{- $known = append $known (dict "name" $model.name "trained" true "sampled" (gt ($model.sampler.replicas | int64) 0)) -}}
+{{- $known = append $known (dict "name" $model.name "trained" $model.trainer.enabled "sampled" (gt ($model.sampler.replicas | int64) 0)) -}}
 {{- end -}}
 - {{ printf "--base-models=%s" ($known | toJson) | quote }}
 {{- end -}}
@@ -54,6 +57,35 @@ tinsmith/model: {{ .id }}
 {{- end }}
 {{- end -}}
 
+{{/* Labels of pods: without versions, so that an upgrade restarts only pods whose own settings change. Takes the same
+     and settings. */}}
+{{- define "tinsmith.podLabels" -}}
+{{ include "tinsmith.selector" . }}
+{{- with .settings.podLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Annotations of pods. Takes root, settings, model and secrets: of ones own, whose change restarts the pods at the next
+     upgrade. */}}
+{{- define "tinsmith.podAnnotations" -}}
+{{- $root := .root -}}
+{{- $found := dict -}}
+{{- with .model }}{{ $_ := set $found "tinsmith/base-model" .name }}{{ end -}}
+{{- range $secret := .secrets -}}
+{{- if $secret -}}
+{{- with (lookup "v1" "Secret" $root.Release.Namespace $secret | default dict).data -}}
+{{- $_ := set $found (printf "checksum/%s" $secret) (toJson . | sha256sum) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $found = merge $found (.settings.podAnnotations | default dict) -}}
+{{- with $found }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* All labels of an object. Takes the same. */}}
 {{- define "tinsmith.labels" -}}
 {{ include "tinsmith.selector" . }}
@@ -62,18 +94,40 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 
-{{/* Image of a component. Takes root and component. */}}
+{{/* Image of a component. Takes root, component and settings. */}}
 {{- define "tinsmith.image" -}}
+{{- $own := .settings.image -}}
+{{- if $own.repository -}}
+{{ $own.repository }}
+{{- else -}}
 {{- with .root.Values.image.registry }}{{ . | trimSuffix "/" }}/{{ end -}}
-tinsmith-{{ .component }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
+tinsmith-{{ .component }}
+{{- end -}}
+{{- if $own.digest -}}
+@{{ $own.digest }}
+{{- else -}}
+:{{ $own.tag | default .root.Values.image.tag | default .root.Chart.AppVersion }}
+{{- end -}}
 {{- end -}}
 
-{{/* First lines of a pod's spec. Takes root, component, uid, settings. */}}
+{{/* Name of a component's service account. Takes root and component. */}}
+{{- define "tinsmith.serviceAccount" -}}
+{{- $own := (index .root.Values .component).serviceAccount -}}
+{{- if $own.create -}}
+{{- $own.name | default (printf "%s-%s" (include "tinsmith.fullname" .root) .component) -}}
+{{- else -}}
+{{- $own.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A pod's spec but for its containers and volumes. Takes root, component, model, settings and grace: seconds until it is
+     killed. */}}
 {{- define "tinsmith.pod" -}}
-serviceAccountName: {{ include "tinsmith.fullname" .root }}-{{ .component }}
+serviceAccountName: {{ include "tinsmith.serviceAccount" . }}
 automountServiceAccountToken: false
 # A Service called "tinsmith" would set TINSMITH_PORT, which the services read as a flag.
 enableServiceLinks: false
+terminationGracePeriodSeconds: {{ .grace | int64 }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
@@ -81,13 +135,19 @@ imagePullSecrets:
   {{- end }}
 {{- end }}
 securityContext:
-  runAsNonRoot: true
-  runAsUser: {{ .uid | int64 }}
-  runAsGroup: {{ .uid | int64 }}
-  fsGroup: {{ .uid | int64 }}
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile:
-    type: RuntimeDefault
+  {{- $security := deepCopy .root.Values.podSecurityContext }}
+  {{- if eq .component "redis" }}
+  {{- range list "runAsUser" "runAsGroup" "fsGroup" }}
+  {{- if hasKey $security . }}{{ $_ := set $security . ($.settings.uid | int64) }}{{ end }}
+  {{- end }}
+  {{- end }}
+  {{- toYaml $security | nindent 2 }}
+{{- with .settings.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .settings.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
 {{- with .settings.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -96,13 +156,27 @@ nodeSelector:
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- end -}}
-
-{{- define "tinsmith.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- with .settings.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .settings.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- toYaml .settings.topologySpreadConstraints | nindent 2 }}
+{{- else if has .component (list "gateway" "sampler") }}
+# Replicas on nodes of their own, where there are several.
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "tinsmith.selector" . | nindent 8 }}
+{{- end }}
+{{- with .settings.initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/* Secret and entry that hold the password of the bundled Redis. */}}
@@ -145,21 +219,50 @@ secretKeyRef:
 {{- .Values.data.existingClaim | default (printf "%s-data" (include "tinsmith.fullname" .)) -}}
 {{- end -}}
 
-{{/* Argument and environment of those who read or write checkpoints. Take the root. */}}
+{{/* Argument of those who read or write checkpoints. Takes the root. */}}
 {{- define "tinsmith.checkpointArgs" -}}
 {{- with .Values.checkpoints.store }}
 - --checkpoint-store={{ . }}
 {{- end }}
 {{- end -}}
 
-{{- define "tinsmith.checkpointEnvFrom" -}}
-{{- with .Values.checkpoints.existingSecret }}
-{{- if not $.Values.checkpoints.store }}
+{{/* Sources of a container's environment. Takes root, component and settings. */}}
+{{- define "tinsmith.envFrom" -}}
+{{- $sources := list -}}
+{{- if and (has .component (list "gateway" "trainer")) .root.Values.checkpoints.existingSecret -}}
+{{- if not .root.Values.checkpoints.store }}
 {{- fail "checkpoints.existingSecret is for an object store: set checkpoints.store, or leave it out" }}
-{{- end }}
+{{- end -}}
+{{- $sources = append $sources (dict "secretRef" (dict "name" .root.Values.checkpoints.existingSecret)) -}}
+{{- end -}}
+{{- with concat $sources (.settings.extraEnvFrom | default list) }}
 envFrom:
-  - secretRef:
-      name: {{ . }}
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* What a user adds: arguments, mounts, volumes, and containers beside ours. Each takes settings. */}}
+{{- define "tinsmith.extraArgs" -}}
+{{- with .settings.extraArgs }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tinsmith.extraMounts" -}}
+{{- with .settings.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tinsmith.extraVolumes" -}}
+{{- with .settings.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "tinsmith.extraContainers" -}}
+{{- with .settings.extraContainers }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
@@ -167,4 +270,44 @@ envFrom:
 {{- define "tinsmith.keep" -}}
 {{- $live := lookup "v1" "Secret" .root.Release.Namespace .secret | default dict -}}
 {{- index ($live.data | default dict) .entry | default (.made | b64enc) -}}
+{{- end -}}
+
+{{/* A Kubernetes quantity so many times, rounded up. Takes quantity and times. */}}
+{{- define "tinsmith.times" -}}
+{{- $text := .quantity | toString -}}
+{{- $number := regexFind "^[0-9.]+" $text -}}
+{{- $unit := trimPrefix $number $text -}}
+{{- $product := mulf ($number | float64) (.times | float64) -}}
+{{- if eq (floor $product) $product }}{{ $product | int64 }}{{ else }}{{ $product }}{{ end }}{{ $unit }}
+{{- end -}}
+
+{{/* Mebibytes of a quantity of memory, as a whole number. Takes the quantity. */}}
+{{- define "tinsmith.mebibytes" -}}
+{{- $number := regexFind "^[0-9.]+" (toString .) -}}
+{{- $unit := trimPrefix $number (toString .) -}}
+{{- $bytes := dict "" 1.0 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "m" 0.001 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
+{{- divf (mulf ($number | float64) (index $bytes $unit)) 1048576.0 | floor | int64 -}}
+{{- end -}}
+
+{{/* Mebibytes of the bundled Redis' maxmemory. Takes the root. */}}
+{{- define "tinsmith.maxmemory" -}}
+{{- include "tinsmith.mebibytes" (.Values.redis.maxmemory | replace "gb" "Gi" | replace "mb" "Mi") -}}
+{{- end -}}
+
+{{/* Fails when Redis may fill more memory than its container may have: it would be killed again at every start. */}}
+{{- define "tinsmith.checkRedis" -}}
+{{- with (.Values.redis.resources.limits | default dict).memory -}}
+{{- if ge (include "tinsmith.maxmemory" $ | int64) (include "tinsmith.mebibytes" . | int64) -}}
+{{- fail (printf "redis.maxmemory %s is not below redis.resources.limits.memory %v: leave about 30 %% of the limit for what Redis needs besides" $.Values.redis.maxmemory .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Fails when a gateway may hold more in flight than its container may have. */}}
+{{- define "tinsmith.checkGateway" -}}
+{{- with (.Values.gateway.resources.limits | default dict).memory -}}
+{{- if ge ($.Values.gateway.memoryMiB | int64) (include "tinsmith.mebibytes" . | int64) -}}
+{{- fail (printf "gateway.memoryMiB %d is not below gateway.resources.limits.memory %v: keep it at about 70 %% of the limit" ($.Values.gateway.memoryMiB | int64) .) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}

@@ -8,9 +8,21 @@
       fieldPath: status.podIP
 - name: OMP_NUM_THREADS
   value: {{ .settings.cpuThreads | int64 | quote }}
+{{- if .root.Values.modelCache.hostPath }}
+# Models are downloaded once a node; what is compiled for its GPUs survives a restart.
+- name: HF_HOME
+  value: /cache/huggingface
+- name: XDG_CACHE_HOME
+  value: /cache
+- name: TRITON_CACHE_DIR
+  value: /cache/triton
+- name: TORCHINDUCTOR_CACHE_DIR
+  value: /cache/inductor
+{{- else }}
 # Models are downloaded once, into the shared volume.
 - name: HF_HOME
   value: /data/huggingface
+{{- end }}
 {{- with .root.Values.huggingFace.existingSecret }}
 - name: HF_TOKEN
   valueFrom:
@@ -21,15 +33,36 @@
 {{ include "tinsmith.env" . }}
 {{- end -}}
 
-{{/* Resources with GPUs. Takes root, settings and gpus. */}}
+{{/* Resources of a pod: those of one rank or worker, as often as there are. Takes root, settings and count. */}}
 {{- define "tinsmith.modelResources" -}}
-{{- $resources := deepCopy .settings.resources -}}
+{{- $count := .count -}}
+{{- $resources := dict -}}
+{{- range $kind, $amounts := .settings.resources -}}
+{{- $all := dict -}}
+{{- range $name, $quantity := $amounts -}}
+{{- $times := ternary 1 $count (eq $name "ephemeral-storage") -}}
+{{- $_ := set $all $name (include "tinsmith.times" (dict "quantity" $quantity "times" $times)) -}}
+{{- end -}}
+{{- $_ := set $resources $kind $all -}}
+{{- end -}}
 {{- if eq .root.Values.device "cuda" -}}
 {{- $limits := $resources.limits | default dict -}}
-{{- $_ := set $limits .root.Values.gpuResource (.gpus | int64 | toString) -}}
+{{- $_ := set $limits (.settings.gpuResource | default .root.Values.gpuResource) ($count | int64 | toString) -}}
 {{- $_ := set $resources "limits" $limits -}}
 {{- end -}}
 {{- toYaml $resources -}}
+{{- end -}}
+
+{{/* Fails when the caches of a sampler alone are more than its pod may have. Takes root, model, settings and count. */}}
+{{- define "tinsmith.checkSampler" -}}
+{{- with (.settings.resources.limits | default dict).memory -}}
+{{- $limit := include "tinsmith.mebibytes" (include "tinsmith.times" (dict "quantity" . "times" $.count)) | int64 -}}
+{{- $caches := addf $.settings.snapshotCacheGiB $.settings.fullSnapshotCacheGiB -}}
+{{- if eq $.root.Values.device "cpu" -}}{{- $caches = addf $caches $.settings.kvCacheGiB -}}{{- end -}}
+{{- if gt (mulf $caches 1024.0 | int64) $limit -}}
+{{- fail (printf "the caches of the sampler of %q take %v GiB and its memory limit is %d MiB: raise sampler.resources.limits.memory, or lower snapshotCacheGiB, fullSnapshotCacheGiB or kvCacheGiB" $.model.name $caches $limit) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Startup, readiness and liveness by the gRPC health service. Takes root and settings. */}}
@@ -71,6 +104,7 @@ exec:
 {{- end -}}
 {{- end -}}
 
+{{/* Each takes root and settings. */}}
 {{- define "tinsmith.modelMounts" -}}
 - name: data
   mountPath: /data
@@ -78,9 +112,13 @@ exec:
   mountPath: /tmp
 - name: shm
   mountPath: /dev/shm
+{{- if .root.Values.modelCache.hostPath }}
+- name: cache
+  mountPath: /cache
+{{- end }}
+{{- include "tinsmith.extraMounts" . }}
 {{- end -}}
 
-{{/* Takes root and settings. */}}
 {{- define "tinsmith.modelVolumes" -}}
 - name: data
   persistentVolumeClaim:
@@ -91,4 +129,11 @@ exec:
   emptyDir:
     medium: Memory
     sizeLimit: {{ .settings.sharedMemory }}
+{{- with .root.Values.modelCache.hostPath }}
+- name: cache
+  hostPath:
+    path: {{ . }}
+    type: DirectoryOrCreate
+{{- end }}
+{{- include "tinsmith.extraVolumes" . }}
 {{- end -}}

@@ -39,7 +39,7 @@ class Call:
 
     @property
     def from_this_machine(self) -> bool:
-        """The client has the files of this machine: it connected over the loopback interface, and that is not a
+        """The client has the files of this machine: it connected over its loopback interface, which is not a
         container's."""
         if not self.app.near_clients:
             return False

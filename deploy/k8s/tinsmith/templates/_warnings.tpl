@@ -1,0 +1,31 @@
+{{/* What may not come up, or not stay up: a line each. */}}
+{{- define "tinsmith.warnings" -}}
+{{- if not (or .Values.image.registry .Values.gateway.image.repository) }}
+images have no registry: tinsmith-gateway, tinsmith-trainer and tinsmith-sampler must be loaded onto the nodes (kind load docker-image, minikube image load), or set image.registry
+{{- end }}
+{{- if and (eq .Values.data.accessMode "ReadWriteOnce") (not .Values.data.existingClaim) }}
+data.accessMode is ReadWriteOnce: all pods must run on one node; with several, set ReadWriteMany and a StorageClass that has it
+{{- end }}
+{{- if not .Values.redis.externalSecret }}
+{{- with (.Values.redis.resources.limits | default dict).memory }}
+{{- if gt (include "tinsmith.maxmemory" $ | int64) (mulf (include "tinsmith.mebibytes" . | float64) 0.75 | int64) }}
+redis.maxmemory is above three quarters of its memory limit, which Redis may pass while it writes its file anew
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with (.Values.gateway.resources.limits | default dict).memory }}
+{{- if gt ($.Values.gateway.memoryMiB | int64) (mulf (include "tinsmith.mebibytes" . | float64) 0.75 | int64) }}
+gateway.memoryMiB is above three quarters of its memory limit; the process itself takes some 200 MiB besides
+{{- end }}
+{{- end }}
+{{- range $model := include "tinsmith.models" . | fromJsonArray }}
+{{- range $part := list "trainer" "sampler" }}
+{{- $settings := index $model $part }}
+{{- $cpu := ($settings.resources.requests | default dict).cpu | default "0" | toString }}
+{{- $cores := hasSuffix "m" $cpu | ternary (divf (trimSuffix "m" $cpu | float64) 1000.0) (trimSuffix "m" $cpu | float64) }}
+{{- if and (eq $.Values.device "cuda") (lt $cores ($settings.cpuThreads | float64)) }}
+{{ $part }} of {{ $model.name }} asks for {{ $cpu }} CPU of each process and runs {{ $settings.cpuThreads }} threads in it
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,243 @@
+"""What a cluster asks of pods beyond the chart's own settings reaches them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helm.rendered import CHART, ROOT, Object, container, identities, pick, pod, render, workloads
+
+COMPONENTS = ("gateway", "trainer", "sampler", "redis")
+EXAMPLES = sorted((ROOT / "examples" / "values").glob("*.yaml"))
+PLACED: dict[str, Any] = {
+    "podLabels": {"team": "ml"},
+    "podAnnotations": {"a/b": "c"},
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"},
+    ],
+    "priorityClassName": "high",
+    "runtimeClassName": "nvidia",
+    "extraEnv": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+    "extraEnvFrom": [{"configMapRef": {"name": "more"}}],
+    "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+    "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}],
+    "extraContainers": [{"name": "beside", "image": "beside:1"}],
+    "initContainers": [{"name": "before", "image": "before:1"}],
+    "serviceAccount": {"annotations": {"iam/role": "reader"}},
+}
+
+
+def test_every_component_takes_what_a_pod_may_have() -> None:
+    own = {"redis": PLACED} | {name: PLACED | {"extraArgs": ["--more=1"]} for name in COMPONENTS[:3]}
+    objects = render(own)
+    for component in COMPONENTS:
+        (one,) = workloads(objects, component)
+        template, spec = one["spec"]["template"], pod(one)
+        first, beside = spec["containers"]
+        assert template["metadata"]["labels"]["team"] == "ml"
+        assert template["metadata"]["annotations"]["a/b"] == "c"
+        for name in ("affinity", "topologySpreadConstraints", "priorityClassName", "runtimeClassName"):
+            assert spec[name] == PLACED[name], name
+        assert spec["initContainers"] == PLACED["initContainers"]
+        assert [beside] == PLACED["extraContainers"]
+        assert PLACED["extraVolumes"][0] in spec["volumes"]
+        assert PLACED["extraVolumeMounts"][0] in first["volumeMounts"]
+        if component != "redis":
+            assert PLACED["extraEnv"][0] in first["env"]
+            assert PLACED["extraEnvFrom"][0] in first["envFrom"]
+            assert first["args"][-1] == "--more=1"
+        account = pick(objects, "ServiceAccount", spec["serviceAccountName"])
+        assert account["metadata"]["annotations"] == {"iam/role": "reader"}
+
+
+def test_accounts_of_ones_own_are_used_and_not_made() -> None:
+    values = {"gateway": {"serviceAccount": {"create": False, "name": "mine"}}}
+    objects = render(values | {"trainer": {"serviceAccount": {"create": False}}})
+    (gateway,), (trainer,) = workloads(objects, "gateway"), workloads(objects, "trainer")
+    assert pod(gateway)["serviceAccountName"] == "mine"
+    assert pod(trainer)["serviceAccountName"] == "default"
+    assert "ServiceAccount tinsmith-trainer" not in identities(objects)
+    assert "ServiceAccount mine" not in identities(objects)
+
+
+def test_each_image_can_come_from_elsewhere_and_be_pinned() -> None:
+    digest = "sha256:" + "a" * 64
+    objects = render(
+        {
+            "image": {"registry": "r.example", "tag": "1.0"},
+            "gateway": {"image": {"digest": digest}},
+            "trainer": {"image": {"tag": "1.0-cuda"}},
+            "sampler": {"image": {"repository": "other.example:5000/vllm", "tag": "2"}},
+        }
+    )
+    images = {name: container(workloads(objects, name)[0])["image"] for name in COMPONENTS[:3]}
+    assert images == {
+        "gateway": f"r.example/tinsmith-gateway@{digest}",
+        "trainer": "r.example/tinsmith-trainer:1.0-cuda",
+        "sampler": "other.example:5000/vllm:2",
+    }
+
+
+def test_a_platform_that_chooses_users_itself_may() -> None:
+    mine = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"))
+    for one in workloads(render({"podSecurityContext": mine})):
+        assert not mine.keys() & pod(one)["securityContext"].keys()
+        assert pod(one)["securityContext"]["runAsNonRoot"] is True
+
+
+def test_a_pod_gets_the_resources_of_one_process_as_often_as_it_has_them() -> None:
+    each = {"requests": {"cpu": "500m", "memory": "1.5Gi", "ephemeral-storage": "2Gi"}, "limits": {"cpu": 3}}
+    models = [{"name": "a/b", "path": "a/b", "trainer": {"ranks": 4, "resources": each}}]
+    (trainer,) = workloads(render({"models": models, "device": "cuda"}), "trainer")
+    assert container(trainer)["resources"] == {
+        "requests": {"cpu": "2000m", "memory": "6Gi", "ephemeral-storage": "2Gi"},
+        "limits": {"cpu": "12", "nvidia.com/gpu": "4"},
+    }
+    assert pod(trainer)["terminationGracePeriodSeconds"] == 90 + 4 * 30
+
+
+def test_trainer_and_sampler_may_have_gpus_of_different_kinds() -> None:
+    objects = render({"device": "cuda", "sampler": {"gpuResource": "nvidia.com/mig-3g.40gb"}})
+    gpus = {
+        name: set(container(workloads(objects, name)[0])["resources"]["limits"]) - {"memory"}
+        for name in ("trainer", "sampler")
+    }
+    assert gpus == {"trainer": {"nvidia.com/gpu"}, "sampler": {"nvidia.com/mig-3g.40gb"}}
+
+
+def test_a_model_may_be_only_trained_or_only_sampled() -> None:
+    objects = render(
+        {
+            "models": [
+                {"name": "org/trained", "path": "x", "sampler": {"replicas": 0}},
+                {"name": "org/sampled", "path": "y", "trainer": {"enabled": False}},
+            ]
+        }
+    )
+    names = {one["metadata"]["name"] for one in workloads(objects)}
+    assert {name for name in names if "trained" in name} == {"tinsmith-trainer-trained"}
+    assert {name for name in names if "sampled" in name} == {"tinsmith-sampler-sampled"}
+
+
+def test_models_may_be_kept_on_each_node() -> None:
+    objects = render({"modelCache": {"hostPath": "/var/lib/tinsmith"}})
+    for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
+        homes = {entry["name"]: entry.get("value", "") for entry in container(one)["env"]}
+        assert homes["HF_HOME"] == "/cache/huggingface"
+        assert {"name": "cache", "mountPath": "/cache"} in container(one)["volumeMounts"]
+        volumes = {volume["name"]: volume for volume in pod(one)["volumes"]}
+        assert volumes["cache"]["hostPath"]["path"] == "/var/lib/tinsmith"
+    (gateway,) = workloads(objects, "gateway")
+    assert "cache" not in {volume["name"] for volume in pod(gateway)["volumes"]}
+
+
+def templates_of(objects: list[Object]) -> dict[str, Object]:
+    return {one["metadata"]["name"]: one["spec"]["template"] for one in workloads(objects)}
+
+
+def test_a_new_version_of_the_chart_alone_restarts_nothing(tmp_path: Any) -> None:
+    chart = tmp_path / "chart"
+    copy_of_chart(chart, version="9.9.9")
+    pinned = {"image": {"tag": "0.1.0"}}
+    assert templates_of(render(pinned, chart=chart)) == templates_of(render(pinned))
+
+
+def test_a_new_version_of_ours_does_not_restart_redis(tmp_path: Any) -> None:
+    chart = tmp_path / "chart"
+    copy_of_chart(chart, version="9.9.9", app="9.9.9")
+    old, new = templates_of(render()), templates_of(render(chart=chart))
+    assert {name for name in old if old[name] != new[name]} == set(old) - {"tinsmith-redis"}
+
+
+def copy_of_chart(to: Any, version: str, app: str | None = None) -> None:
+    import shutil
+
+    shutil.copytree(CHART, to)
+    described = yaml.safe_load((to / "Chart.yaml").read_text())
+    described |= {"version": version, **({"appVersion": app} if app else {})}
+    (to / "Chart.yaml").write_text(yaml.safe_dump(described))
+
+
+def test_drained_nodes_leave_all_but_one_of_several_replicas() -> None:
+    objects = render({"sampler": {"replicas": 3}})
+    budgets = {
+        one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "PodDisruptionBudget"
+    }
+    assert set(budgets) == {"tinsmith-gateway", "tinsmith-sampler-smollm2-135m-instruct"}
+    for name, spec in budgets.items():
+        workload = pick(objects, "Deployment", name)
+        assert spec["maxUnavailable"] == 1
+        assert spec["selector"] == workload["spec"]["selector"]
+    # A budget for a single pod would keep its node from ever being drained.
+    alone = render({"gateway": {"replicas": 1}})
+    assert not [one for one in alone if one["kind"] == "PodDisruptionBudget"]
+
+
+@pytest.mark.parametrize(
+    ("version", "api"), [("1.22.0", "autoscaling/v2beta2"), ("1.30.0", "autoscaling/v2")]
+)
+def test_gateways_may_be_as_many_as_their_load_asks_for(version: str, api: str) -> None:
+    objects = render({"gateway": {"autoscaling": {"enabled": True}}}, kubernetes=version)
+    scaler = pick(objects, "HorizontalPodAutoscaler", "tinsmith-gateway")
+    assert scaler["apiVersion"] == api
+    assert scaler["spec"]["scaleTargetRef"]["name"] == "tinsmith-gateway"
+    # Else each upgrade would set it back.
+    assert "replicas" not in pick(objects, "Deployment", "tinsmith-gateway")["spec"]
+
+
+def test_gateways_are_reached_through_an_ingress_or_routes() -> None:
+    parents = [{"name": "edge", "namespace": "infra"}]
+    objects = render(
+        {
+            "gateway": {
+                "ingress": {
+                    "enabled": True,
+                    "className": "nginx",
+                    "hosts": [{"host": "a.example"}],
+                    "tls": [{"hosts": ["a.example"], "secretName": "tls"}],
+                },
+                "httpRoute": {"enabled": True, "parentRefs": parents, "hostnames": ["b.example"]},
+                "grpcRoute": {"enabled": True, "parentRefs": parents},
+            }
+        }
+    )
+    ingress = pick(objects, "Ingress", "tinsmith-gateway")["spec"]
+    (rule,) = ingress["rules"]
+    assert (ingress["ingressClassName"], rule["host"]) == ("nginx", "a.example")
+    assert rule["http"]["paths"][0]["backend"]["service"] == {
+        "name": "tinsmith-gateway",
+        "port": {"name": "http"},
+    }
+    for kind, port in (("HTTPRoute", 8000), ("GRPCRoute", 8001)):
+        route = pick(objects, kind, "tinsmith-gateway")["spec"]
+        assert route["parentRefs"] == parents
+        assert route["rules"] == [{"backendRefs": [{"name": "tinsmith-gateway", "port": port}]}]
+
+
+def test_pods_listen_where_an_ipv6_cluster_finds_them() -> None:
+    for component in COMPONENTS[:3]:
+        (one,) = workloads(render({"listen": "::"}), component)
+        assert "--host=::" in container(one)["args"]
+
+
+def test_objects_of_ones_own_belong_to_the_release() -> None:
+    mine = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}, "data": {"a": "b"}}
+    assert pick(render({"extraObjects": [copy.deepcopy(mine)]}), "ConfigMap", "mine") == mine
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_each_example_renders_for_what_it_says(example: Any) -> None:
+    values = yaml.safe_load(example.read_text())
+    objects = render(values)
+    kind = "cpu" if "cpu" in example.stem else "cuda"
+    for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
+        assert f"--device={kind}" in container(one)["args"]
+        assert ("nvidia.com/gpu" in container(one)["resources"]["limits"]) == (kind == "cuda")
+
+
+def test_there_is_an_example_for_a_cpu_one_gpu_and_four_nodes() -> None:
+    assert [path.stem for path in EXAMPLES] == ["four-nodes", "one-gpu", "one-node-cpu"]
