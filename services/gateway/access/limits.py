@@ -146,6 +146,12 @@ class Limits:
         if not 0 <= offset < 2**53:
             raise InvalidRequest(f"offset must be 0 or more, not {offset}", field="offset")
 
+    def check_page_size(self, entries: int) -> None:
+        """Refuses a size that no page of a list has."""
+        if not 0 <= entries <= self.page_entries:
+            message = f"page_size must be 0 to {self.page_entries}, not {entries}"
+            raise InvalidRequest(message, field="page_size")
+
     def check_metadata(self, metadata: Mapping[str, object]) -> None:
         """Refuses metadata larger than what may be kept with an object."""
         if len(msgspec.json.encode(metadata)) > self.metadata_bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -17,6 +18,7 @@ from services.common.contract.errors import InvalidRequest, NotFound, Permission
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.records.checkpoint import CheckpointPage, CheckpointRecord, CheckpointStore, key_of
+from services.gateway.records.listed import Cursor
 from services.gateway.records.model import ModelStore
 
 log = logging.getLogger(__name__)
@@ -105,6 +107,31 @@ class Checkpoints:
         self._limits.check_page(offset, limit)
         return await self._store.page(owner, offset, limit)
 
+    async def after(self, owner: str, limit: int, cursor: Cursor | None) -> CheckpointPage:
+        """Some of the caller's checkpoints, newest first, from a cursor on.
+
+        Raises:
+            InvalidRequest: limit is out of range.
+        """
+        self._limits.check_page_size(limit)
+        return await self._store.after(owner, limit, cursor)
+
+    async def of_model_after(
+        self, owner: str, model_id: str, limit: int, cursor: Cursor | None
+    ) -> CheckpointPage:
+        """Some of the checkpoints of one model, newest first, from a cursor on. Raises as `of_model`.
+
+        Raises:
+            InvalidRequest: limit is out of range.
+        """
+        self._limits.check_page_size(limit)
+        every = await self.of_model(owner, model_id)
+        newest = sorted(every, key=_place, reverse=True)
+        left = [record for record in newest if cursor is None or _place(record) < _placed(cursor)]
+        last = left[limit - 1] if 0 < limit < len(left) else None
+        ended = None if last is None else Cursor(*_place(last))
+        return CheckpointPage(left[:limit], len(every), ended)
+
     async def set_public(self, owner: str, model_id: str, checkpoint_id: str, public: bool) -> None:
         """Publishes a checkpoint, or ends that. Raises as `owned`."""
         await self._change(
@@ -125,6 +152,18 @@ class Checkpoints:
             checkpoint_id,
             lambda record: msgspec.structs.replace(record, expires_at=expires_at),
         )
+
+    async def delete_if_there(self, owner: str, model_id: str, checkpoint_id: str) -> None:
+        """Deletes a checkpoint of one of the caller's models, unless there is none.
+
+        Raises:
+            NotFound: no such model.
+            PermissionDenied: somebody else's.
+        """
+        if await self._owner_of(model_id) != owner:
+            raise PermissionDenied(f"training run {model_id} belongs to another API key")
+        with suppress(NotFound):
+            await self.delete(owner, model_id, checkpoint_id)
 
     async def delete(self, owner: str, model_id: str, checkpoint_id: str) -> None:
         """Deletes a checkpoint. Its name is free at once. Raises as `owned`."""
@@ -177,6 +216,15 @@ class Checkpoints:
         if record is None:
             raise NotFound(f"training run {model_id[:100]!r} does not exist")
         return record.owner
+
+
+def _place(record: CheckpointRecord) -> tuple[float, str]:
+    """Where a checkpoint is among those of its model."""
+    return record.version, record.checkpoint_id
+
+
+def _placed(cursor: Cursor) -> tuple[float, str]:
+    return cursor.created_at, cursor.name
 
 
 def _path(record: CheckpointRecord) -> str:

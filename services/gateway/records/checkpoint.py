@@ -26,6 +26,7 @@ from services.common.state import keys
 from services.common.state.poison import Poison, Unreadable
 from services.common.state.scripts import Script
 from services.common.storage.base import Key
+from services.gateway.records.listed import Cursor, Pages
 
 _SETTLE_S = 60.0
 """A version that is losing its record is looked at this much later; longer than any removal can take."""
@@ -56,10 +57,12 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class CheckpointPage:
-    """Some of an owner's checkpoints, newest first. `total` counts all."""
+    """Some checkpoints, newest first. `total` counts all; `next` is where a page of a cursor ended, None =
+    there are no more."""
 
     records: Sequence[CheckpointRecord]
     total: int
+    next: Cursor | None = None
 
 
 class CheckpointStore:
@@ -73,6 +76,7 @@ class CheckpointStore:
         self._page = Script(client, "page_checkpoints")
         self._list_one = Script(client, "list_checkpoint")
         self._unlist_one = Script(client, "unlist_checkpoint")
+        self._pages = Pages(client)
 
     async def put(self, record: CheckpointRecord) -> bool:
         """Stores a checkpoint in place of an earlier one of the same name. A later one stays, and so does
@@ -118,7 +122,18 @@ class CheckpointStore:
     async def page(self, owner: str, offset: int, limit: int) -> CheckpointPage:
         """Some of an owner's checkpoints, newest first."""
         total, members = await self._page(_lists(owner), repr(time.time()), offset, limit)
-        found = [parse_member(member.decode()) for member in members]
+        return CheckpointPage(await self._members(owner, [member.decode() for member in members]), total)
+
+    async def after(self, owner: str, limit: int, cursor: Cursor | None) -> CheckpointPage:
+        """Some of an owner's checkpoints, newest first, from a cursor on."""
+        # Those that expired leave the list.
+        await self._page(_lists(owner), repr(time.time()), 0, 0)
+        listed = await self._pages.read(keys.owner_checkpoints(owner), limit, cursor)
+        return CheckpointPage(await self._members(owner, listed.names), listed.total, listed.next)
+
+    async def _members(self, owner: str, members: Sequence[str]) -> list[CheckpointRecord]:
+        """The records of members of an owner's list, without those that are gone or cannot be read."""
+        found = [parse_member(member) for member in members]
         pipeline = self._redis.pipeline(transaction=False)
         for key in found:
             pipeline.hget(keys.checkpoints(key.model_id), key.checkpoint_id)
@@ -131,7 +146,7 @@ class CheckpointStore:
                     await self._unlist_key(owner, key)
                 elif not has_expired(record):
                     records.append(record)
-        return CheckpointPage(records, total)
+        return records
 
     async def totals(self, owner: str) -> tuple[int, int]:
         """How many checkpoints an owner has, and their bytes. Those that have just expired may be among

@@ -17,6 +17,7 @@ from services.common.contract.roles import Role
 from services.common.state import keys
 from services.common.state.poison import Poison
 from services.common.state.scripts import Script
+from services.gateway.records.listed import Cursor, Listed, Pages
 
 ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
 
@@ -47,6 +48,7 @@ class ModelStore:
         self._redis = client
         self._poison = poison
         self._list_model = Script(client, "list_model")
+        self._pages = Pages(client)
 
     async def create_if_absent(self, record: ModelRecord) -> ModelRecord:
         """Stores a model unless its id is taken; what is stored.
@@ -88,6 +90,10 @@ class ModelStore:
         total: int = await self._redis.zcard(name)
         found: Any = await self._redis.zrevrange(name, offset, offset + limit - 1) if limit else []
         return total, [raw.decode() for raw in found]
+
+    async def after(self, owner: str, entries: int, cursor: Cursor | None) -> Listed:
+        """Ids of an owner's models, newest first, from a cursor on."""
+        return await self._pages.read(keys.owner_models(owner), entries, cursor)
 
     async def set_status(self, model_id: str, status: ModelStatus) -> None:
         """Changes the status of an existing model."""

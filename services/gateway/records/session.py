@@ -16,6 +16,7 @@ import redis.asyncio
 from services.common.state import keys
 from services.common.state.poison import Poison
 from services.common.state.scripts import Script
+from services.gateway.records.listed import Cursor, Listed, Pages
 
 _IDEMPOTENCY_TTL_S = 24 * 3600
 _DETAIL_CHARS = 1000
@@ -50,6 +51,7 @@ class SessionStore:
         self._poison = poison
         self._touch = Script(client, "touch_session")
         self._abandon = Script(client, "abandon_session")
+        self._pages = Pages(client)
 
     async def create(self, record: SessionRecord, idempotency_key: str | None = None) -> SessionRecord:
         """Stores a session; what is stored. Repeating the owner's key for a day gives the first one."""
@@ -174,6 +176,10 @@ class SessionStore:
             return []
         found: Any = await self._redis.zrevrange(keys.owner_sessions(owner), offset, offset + limit - 1)
         return [raw.decode() for raw in found]
+
+    async def after(self, owner: str, entries: int, cursor: Cursor | None) -> Listed:
+        """Ids of an owner's sessions, newest first, from a cursor on."""
+        return await self._pages.read(keys.owner_sessions(owner), entries, cursor)
 
     async def created_before(self, owner: str, at: float | None, limit: int) -> list[tuple[str, float]]:
         """(id, creation time) of an owner's sessions made until a time, newest first."""

@@ -17,6 +17,7 @@ from services.common.process.tasks import a_few_at_once
 from services.common.state.poison import Unreadable
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointStore
+from services.gateway.records.listed import Cursor, Listed
 from services.gateway.records.session import SessionRecord, SessionStore
 
 _ALIVE_S = 120.0
@@ -28,18 +29,11 @@ _MOST_SEEN = 5000
 
 
 @dataclass(frozen=True)
-class Cursor:
-    """Where a page ended: the creation (Unix time) and id of the last session looked at."""
-
-    created_at: float
-    session_id: str
-
-
-@dataclass(frozen=True)
 class SessionQuery:
     """What to look for. All that is set must hold, but of `session_id` and `display_name` one is enough.
 
     Attributes:
+        after: the last session that the page before looked at.
         display_name: words that must each be in the name, in any case.
         statuses: kinds of `status_of`; None = all.
         reasons: with the status "client_finished", only these; None = all.
@@ -92,6 +86,11 @@ class SessionSearch:
         """Ids of some of the caller's sessions, newest first. Raises InvalidRequest."""
         self._limits.check_page(offset, limit)
         return await self._store.page(owner, offset, limit)
+
+    async def after(self, owner: str, limit: int, cursor: Cursor | None) -> Listed:
+        """Ids of some of the caller's sessions, newest first, from a cursor on. Raises InvalidRequest."""
+        self._limits.check_page_size(limit)
+        return await self._store.after(owner, limit, cursor)
 
     async def details(self, owner: str, session_id: str) -> SessionDetails:
         """A session of the caller's, running or over. Raises NotFound, PermissionDenied."""
@@ -151,7 +150,7 @@ class SessionSearch:
         """Sessions after a cursor. Its time may have been rounded to microseconds, as a client's are."""
         if after is None:
             return await self._store.created_before(owner, None, _CHUNK)
-        place = (round(after.created_at, 6), after.session_id)
+        place = (round(after.created_at, 6), after.name)
         chunk = await self._store.created_before(owner, place[0] + 1e-6, _CHUNK)
         return [one for one in chunk if (round(one[1], 6), one[0]) < place]
 

@@ -115,6 +115,10 @@ class Models:
             return ""
         return "" if Path(tokenizer).is_absolute() else tokenizer
 
+    async def last_seq_id(self, record: ModelRecord) -> int:
+        """The highest seq_id that operations of a model used so far; 0 = none."""
+        return max(0, await self._journal.last_seq_id(record.model_id))
+
     async def create(
         self,
         owner: str,

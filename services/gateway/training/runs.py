@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from services.common.contract import ids
-from services.common.contract.errors import NotFound, PermissionDenied
+from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied
 from services.common.process.tasks import a_few_at_once
 from services.common.state.poison import Unreadable
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointRecord, CheckpointStore
+from services.gateway.records.listed import Cursor, Listed
 from services.gateway.records.model import ModelRecord, ModelStore
 from services.gateway.records.session import SessionStore
 
@@ -36,10 +37,24 @@ class Run:
 
 @dataclass(frozen=True)
 class RunPage:
-    """Some of an owner's runs, newest first. `total` counts all."""
+    """Some of an owner's runs, newest first. `total` counts all; `next` is where a page of a cursor ended,
+    None = there are no more."""
 
     runs: Sequence[Run]
     total: int
+    next: Cursor | None = None
+
+
+@dataclass(frozen=True)
+class _Project:
+    """The sessions of a project, newest first, and how many runs they have with those before them."""
+
+    sessions: Sequence[str]
+    ends: Sequence[int]
+
+    @property
+    def total(self) -> int:
+        return self.ends[-1] if self.ends else 0
 
 
 class Runs:
@@ -83,9 +98,28 @@ class Runs:
         if project_id is None:
             total, found = await self._models.page(owner, offset, limit)
         else:
-            total, found = await self._page_of_project(owner, project_id, offset, limit)
-        runs = await a_few_at_once(lambda model_id: self._readable(owner, model_id), found)
-        return RunPage([run for run in runs if run is not None], total)
+            project = await self._project(owner, project_id)
+            total, found = project.total, await self._of_project(project, offset, limit)
+        return RunPage(await self._all_readable(owner, found), total)
+
+    async def after(
+        self, owner: str, limit: int, cursor: Cursor | None, project_id: str | None = None
+    ) -> RunPage:
+        """Some of the caller's runs, newest first, from a cursor on; with a project, only of its sessions.
+
+        Raises:
+            InvalidRequest: limit is out of range, or the cursor's run is in the project no more.
+        """
+        self._limits.check_page_size(limit)
+        if project_id is None:
+            listed = await self._models.after(owner, limit, cursor)
+        else:
+            listed = await self._of_project_after(owner, project_id, limit, cursor)
+        return RunPage(await self._all_readable(owner, listed.names), listed.total, listed.next)
+
+    async def _all_readable(self, owner: str, model_ids: Sequence[str]) -> list[Run]:
+        runs = await a_few_at_once(lambda model_id: self._readable(owner, model_id), model_ids)
+        return [run for run in runs if run is not None]
 
     async def _readable(self, owner: str, model_id: str) -> Run | None:
         """A run of a list, in which those that cannot be read are left out."""
@@ -94,19 +128,42 @@ class Runs:
             return None if record is None else await self._run(owner, record)
         return None
 
-    async def _page_of_project(
-        self, owner: str, project_id: str, offset: int, limit: int
-    ) -> tuple[int, list[str]]:
-        """How many runs the sessions of a project have, and the ids of some, newest session first."""
+    async def _project(self, owner: str, project_id: str) -> _Project:
         sessions = await self._sessions.of_project(owner, project_id)
         counts = await self._sessions.model_counts(sessions)
-        ends = list(accumulate(counts))
+        return _Project(sessions, list(accumulate(counts)))
+
+    async def _of_project(self, project: _Project, offset: int, limit: int) -> list[str]:
+        """Ids of some runs of a project's sessions, newest session first."""
+        ends = project.ends
         first, last = bisect_right(ends, offset), bisect_left(ends, offset + limit)
-        shown = sessions[first : last + 1] if limit else []
+        shown = project.sessions[first : last + 1] if limit else []
         models = await a_few_at_once(self._sessions.models, shown)
         found = [model_id for of_session in models for model_id in reversed(of_session)]
         start = offset - (ends[first - 1] if first else 0)
-        return sum(counts), found[start : start + limit]
+        return found[start : start + limit]
+
+    async def _of_project_after(
+        self, owner: str, project_id: str, limit: int, cursor: Cursor | None
+    ) -> Listed:
+        project = await self._project(owner, project_id)
+        offset = 0 if cursor is None else await self._place(project, cursor.name)
+        found = await self._of_project(project, offset, limit)
+        more = bool(found) and offset + len(found) < project.total
+        return Listed(found, project.total, Cursor(0.0, found[-1]) if more else None)
+
+    async def _place(self, project: _Project, model_id: str) -> int:
+        """How many runs of a project come before the one after a run."""
+        session_id = ids.session_of(model_id) if ids.is_model_id(model_id) else ""
+        if session_id not in project.sessions:
+            message = (
+                "page_token is not one of this project's, or its session moved; begin with the first page"
+            )
+            raise InvalidRequest(message, field="page_token")
+        session = project.sessions.index(session_id)
+        number = _number(model_id)
+        before = [one for one in await self._sessions.models(session_id) if _number(one) >= number]
+        return (project.ends[session - 1] if session else 0) + len(before)
 
     async def _run(self, owner: str, record: ModelRecord) -> Run:
         checkpoints = await self._checkpoints.of_model(record.model_id)
@@ -120,6 +177,11 @@ class Runs:
             _newest(checkpoints, "training"),
             _newest(checkpoints, "sampler"),
         )
+
+
+def _number(model_id: str) -> int:
+    """Place of a model in its session."""
+    return int(model_id.rpartition(":")[2])
 
 
 def _newest(checkpoints: Sequence[CheckpointRecord], kind: str) -> CheckpointRecord | None:

@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from services.common.contract import ids
-from services.gateway.edge.grpc import convert
+from services.gateway.edge.grpc import convert, paging
 from services.gateway.edge.grpc.calls import Calls, Context
 from tinsmith.v1 import checkpoints_pb2
+
+_PAGE = 100
 
 
 class CheckpointCalls(Calls):
@@ -17,16 +19,16 @@ class CheckpointCalls(Calls):
     async def ListCheckpoints(
         self, request: checkpoints_pb2.ListCheckpointsRequest, context: Context
     ) -> checkpoints_pb2.ListCheckpointsResponse:
-        owner = self._owner(context)
+        owner, most = self._owner(context), request.page_size or _PAGE
+        cursor = paging.cursor_of(request.page_token)
         if request.model_id:
-            convert.check_no_page(request)
-            records = await self._app.checkpoints.of_model(owner, request.model_id)
-            records, total = records[::-1], len(records)
+            page = await self._app.checkpoints.of_model_after(owner, request.model_id, most, cursor)
         else:
-            page = await self._app.checkpoints.page(owner, request.offset, request.limit or 100)
-            records, total = list(page.records), page.total
+            page = await self._app.checkpoints.after(owner, most, cursor)
         return checkpoints_pb2.ListCheckpointsResponse(
-            checkpoints=[convert.checkpoint(record) for record in records], total=total
+            checkpoints=[convert.checkpoint(record) for record in page.records],
+            total=page.total,
+            next_page_token=paging.token_of(page.next),
         )
 
     async def GetCheckpoint(
@@ -40,7 +42,7 @@ class CheckpointCalls(Calls):
         self, request: checkpoints_pb2.DeleteCheckpointRequest, context: Context
     ) -> checkpoints_pb2.DeleteCheckpointResponse:
         owner = self._owner(context)
-        await self._app.checkpoints.delete(owner, *ids.parse_tinker_path(request.path))
+        await self._app.checkpoints.delete_if_there(owner, *ids.parse_tinker_path(request.path))
         return checkpoints_pb2.DeleteCheckpointResponse()
 
     async def SetCheckpointTtl(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+from collections.abc import Iterable
+from contextlib import suppress
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.common.contract import ids, roles
+from services.common.contract import ids, loss_schema, roles
 from services.common.contract.errors import InvalidRequest
-from services.gateway.access.limits import Limits
+from services.gateway.access.limits import MAX_GET_RESULT_SECONDS, Limits
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord, ModelStatus
@@ -19,7 +22,15 @@ from services.gateway.sessions.sessions import NewSession
 from services.gateway.training import adapter_shape
 from services.gateway.training.runs import Run
 from services.gateway.training.saves import SaveOptions
-from tinsmith.v1 import checkpoints_pb2, models_pb2, results_pb2, runs_pb2, sessions_pb2, training_pb2
+from tinsmith.v1 import (
+    checkpoints_pb2,
+    models_pb2,
+    results_pb2,
+    runs_pb2,
+    server_pb2,
+    sessions_pb2,
+    training_pb2,
+)
 
 _MAX_ORDINAL = 999_999_999
 
@@ -136,12 +147,6 @@ def checkpoint(record: CheckpointRecord) -> checkpoints_pb2.Checkpoint:
     return found
 
 
-def check_no_page(request: checkpoints_pb2.ListCheckpointsRequest) -> None:
-    """Refuses a limit or offset where there are no pages."""
-    if request.limit or request.offset:
-        raise InvalidRequest("the checkpoints of one model come at once; leave limit and offset out")
-
-
 def training_run(run: Run, tokenizer: str) -> runs_pb2.TrainingRun:
     """What is known of a run."""
     found = runs_pb2.TrainingRun(model=model_info(run.model, tokenizer), owner=run.model.owner)
@@ -224,6 +229,33 @@ def base_model(model: BaseModel, limits: Limits) -> models_pb2.BaseModel:
         max_lora_rank=min(ranks),
         samples_adapters=model.sampleable and model.samples_adapters,
     )
+
+
+def server_info(models: Iterable[BaseModel], limits: Limits) -> server_pb2.GetServerInfoResponse:
+    """What this service is."""
+    return server_pb2.GetServerInfoResponse(
+        version=_version(),
+        limits=server_pb2.ServerLimits(
+            message_bytes=limits.grpc_message_bytes,
+            message_entries=limits.message_entries,
+            message_fields=limits.message_fields,
+            datums=limits.datums,
+            samples=limits.samples,
+            lora_rank=limits.lora_rank,
+            metadata_bytes=limits.metadata_bytes,
+            result_seconds=MAX_GET_RESULT_SECONDS,
+            min_ttl_seconds=limits.min_ttl_seconds,
+            max_ttl_seconds=limits.max_ttl_seconds,
+        ),
+        losses=sorted(loss_schema.LOSS_SCHEMAS),
+        models=[base_model(model, limits) for model in models],
+    )
+
+
+def _version() -> str:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("tinsmith")
+    return ""
 
 
 def result(view: FutureView) -> results_pb2.GetResultResponse:

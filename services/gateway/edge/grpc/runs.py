@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.edge.grpc import convert, session_search
+from services.gateway.edge.grpc import convert, paging, session_search
 from services.gateway.edge.grpc.calls import Calls, Context
 from services.gateway.training.runs import Run
 from tinsmith.v1 import runs_pb2, sessions_pb2
@@ -22,10 +22,12 @@ class RunCalls(Calls):
     async def ListSessions(
         self, request: sessions_pb2.ListSessionsRequest, context: Context
     ) -> sessions_pb2.ListSessionsResponse:
-        found = await self._app.session_search.page(
-            self._owner(context), request.offset, request.limit or _PAGE
+        found = await self._app.session_search.after(
+            self._owner(context), request.page_size or _PAGE, paging.cursor_of(request.page_token)
         )
-        return sessions_pb2.ListSessionsResponse(session_ids=found)
+        return sessions_pb2.ListSessionsResponse(
+            session_ids=found.names, total=found.total, next_page_token=paging.token_of(found.next)
+        )
 
     async def SearchSessions(
         self, request: sessions_pb2.SearchSessionsRequest, context: Context
@@ -51,11 +53,14 @@ class RunCalls(Calls):
     async def ListTrainingRuns(
         self, request: runs_pb2.ListTrainingRunsRequest, context: Context
     ) -> runs_pb2.ListTrainingRunsResponse:
-        page = await self._app.runs.page(
-            self._owner(context), request.offset, request.limit or _PAGE, request.project_id or None
+        owner, cursor = self._owner(context), paging.cursor_of(request.page_token)
+        page = await self._app.runs.after(
+            owner, request.page_size or _PAGE, cursor, request.project_id or None
         )
         return runs_pb2.ListTrainingRunsResponse(
-            training_runs=[await self._described(run) for run in page.runs], total=page.total
+            training_runs=[await self._described(run) for run in page.runs],
+            total=page.total,
+            next_page_token=paging.token_of(page.next),
         )
 
     async def _described(self, run: Run) -> runs_pb2.TrainingRun:

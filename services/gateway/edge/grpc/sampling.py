@@ -1,12 +1,10 @@
-"""gRPC: sampling sessions, samples, and the results of all requests."""
+"""gRPC: sampling sessions and samples."""
 
 from __future__ import annotations
 
-from services.common.contract.errors import InvalidRequest
-from services.gateway.access.limits import MAX_GET_RESULT_SECONDS
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
-from tinsmith.v1 import results_pb2, sampling_pb2
+from tinsmith.v1 import sampling_pb2
 
 
 class SamplingCalls(Calls):
@@ -46,13 +44,3 @@ class SamplingCalls(Calls):
     ) -> sampling_pb2.CancelSampleResponse:
         await self._app.sampling.cancel(self._owner(context), request.request_id)
         return sampling_pb2.CancelSampleResponse()
-
-    async def GetResult(
-        self, request: results_pb2.GetResultRequest, context: Context
-    ) -> results_pb2.GetResultResponse:
-        owner = self._owner(context)
-        if not 0 <= request.timeout_seconds <= MAX_GET_RESULT_SECONDS:
-            message = f"timeout_seconds must be 0 to {MAX_GET_RESULT_SECONDS:g}"
-            raise InvalidRequest(message, field="timeout_seconds")
-        view = await self._app.wait_result(owner, request.request_id, request.timeout_seconds)
-        return convert.result(view)

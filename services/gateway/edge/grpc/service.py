@@ -10,6 +10,7 @@ from services.common.process import rpc
 from services.gateway.application import Application
 from services.gateway.edge.grpc.checkpoints import CheckpointCalls
 from services.gateway.edge.grpc.receive import Reception
+from services.gateway.edge.grpc.results import ResultCalls
 from services.gateway.edge.grpc.runs import RunCalls
 from services.gateway.edge.grpc.sampling import SamplingCalls
 from services.gateway.edge.grpc.sessions import SessionCalls
@@ -21,6 +22,7 @@ class TinsmithService(
     SessionCalls,
     TrainingCalls,
     SamplingCalls,
+    ResultCalls,
     RunCalls,
     CheckpointCalls,
     service_pb2_grpc.TinsmithServiceServicer,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 from services.common.contract.errors import InvalidRequest
-from services.gateway.edge.grpc import convert
-from services.gateway.sessions.search import Cursor, SearchPage, SessionQuery, status_of
+from services.gateway.edge.grpc import convert, paging
+from services.gateway.sessions.search import SearchPage, SessionQuery, status_of
 from tinsmith.v1 import sessions_pb2
 
 _PAGE = 50
+_MOST = 200
 _STATUSES = {
     "active": sessions_pb2.SESSION_STATUS_ACTIVE,
     "client_finished": sessions_pb2.SESSION_STATUS_FINISHED,
@@ -25,14 +25,17 @@ def query(request: sessions_pb2.SearchSessionsRequest) -> SessionQuery:
     Raises:
         InvalidRequest: a status or reason that cannot be looked for, or a page token of another making.
     """
+    if not 0 <= request.page_size <= _MOST:
+        message = f"page_size must be 0 to {_MOST}, not {request.page_size}"
+        raise InvalidRequest(message, field="page_size")
     return SessionQuery(
         session_id=request.session_id or None,
         display_name=request.display_name or None,
         project_ids=list(request.project_ids) or None,
         user_metadata=dict(request.user_metadata),
         statuses=_statuses(request),
-        limit=request.limit or _PAGE,
-        after=_cursor(request.page_token) if request.page_token else None,
+        limit=request.page_size or _PAGE,
+        after=paging.cursor_of(request.page_token),
     )
 
 
@@ -51,8 +54,7 @@ def response(page: SearchPage) -> sessions_pb2.SearchSessionsResponse:
             checkpoint_bytes=found.checkpoint_bytes,
         )
         convert.set_time(one.created_at, record.created_at)
-    if page.next is not None:
-        answer.next_page_token = f"{page.next.created_at!r}/{page.next.session_id}"
+    answer.next_page_token = paging.token_of(page.next)
     return answer
 
 
@@ -68,15 +70,3 @@ def _statuses(request: sessions_pb2.SearchSessionsRequest) -> dict[str, list[str
     reasons = [convert.finish_reason(reason) for reason in request.finish_reasons]
     finished = sessions_pb2.SESSION_STATUS_FINISHED
     return {_WORDS[status]: reasons if status == finished else None for status in wanted}
-
-
-def _cursor(token: str) -> Cursor:
-    created_at, _, session_id = token.partition("/")
-    try:
-        place = float(created_at)
-    except ValueError:
-        place = math.nan
-    if not math.isfinite(place):
-        message = "page_token is not one of ours; pass next_page_token back as it is"
-        raise InvalidRequest(message, field="page_token")
-    return Cursor(place, session_id)

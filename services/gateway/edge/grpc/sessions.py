@@ -1,14 +1,21 @@
-"""gRPC: what the cluster serves, and sessions."""
+"""gRPC: what the service is, what it serves, and sessions."""
 
 from __future__ import annotations
 
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
-from tinsmith.v1 import models_pb2, sessions_pb2
+from tinsmith.v1 import models_pb2, server_pb2, sessions_pb2
 
 
 class SessionCalls(Calls):
     """Methods as service.proto describes them."""
+
+    async def GetServerInfo(
+        self, request: server_pb2.GetServerInfoRequest, context: Context
+    ) -> server_pb2.GetServerInfoResponse:
+        self._owner(context)
+        models = await self._app.base_models.served()
+        return convert.server_info(models, self._app.limits)
 
     async def ListModels(
         self, request: models_pb2.ListModelsRequest, context: Context

@@ -50,7 +50,8 @@ class TrainingCalls(Calls):
     ) -> models_pb2.GetModelInfoResponse:
         record = await self._app.models.current(self._owner(context), request.model_id)
         tokenizer = await self._app.models.tokenizer_of(record)
-        return models_pb2.GetModelInfoResponse(model=convert.model_info(record, tokenizer))
+        last = await self._app.models.last_seq_id(record)
+        return models_pb2.GetModelInfoResponse(model=convert.model_info(record, tokenizer), last_seq_id=last)
 
     async def UnloadModel(
         self, request: models_pb2.UnloadModelRequest, context: Context

@@ -11,8 +11,9 @@ from starlette.responses import Response
 from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied
 from services.gateway.edge.http.codec import messages, paging
 from services.gateway.edge.http.routes import Call, reply
+from services.gateway.records.listed import Cursor
 from services.gateway.records.session import SessionRecord
-from services.gateway.sessions.search import Cursor, FoundSession, SessionQuery, status_of
+from services.gateway.sessions.search import FoundSession, SessionQuery, status_of
 
 
 async def list_sessions(call: Call) -> Response:
@@ -51,7 +52,7 @@ async def search(call: Call) -> Response:
     answer: dict[str, Any] = {"sessions": [_summary(found) for found in page.found]}
     if page.next is not None:
         created_at = paging.time(page.next.created_at)
-        answer["next_cursor"] = {"last_created_at": created_at, "last_session_id": page.next.session_id}
+        answer["next_cursor"] = {"last_created_at": created_at, "last_session_id": page.next.name}
     return reply(answer)
 
 

@@ -11,7 +11,7 @@ METHODS = {
     "create_session": "CreateSession",
     "session_heartbeat": "Heartbeat",
     "finish_session": "FinishSession",
-    "get_server_capabilities": "ListModels",
+    "get_server_capabilities": "ListModels GetServerInfo",
     "create_model": "CreateModel",
     "get_info": "GetModelInfo",
     "forward_backward": "ForwardBackward",

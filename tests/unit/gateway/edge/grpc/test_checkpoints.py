@@ -70,13 +70,14 @@ async def test_checkpoints_are_listed_kept_published_and_deleted(
     everything = await alice("ListCheckpoints")
     assert [one.path for one in everything.checkpoints] == [second, first]
     assert everything.total == 2
-    page = await alice("ListCheckpoints", limit=1, offset=1)
-    assert ([one.path for one in page.checkpoints], page.total) == ([first], 2)
+    page = await alice("ListCheckpoints", page_size=1)
+    assert ([one.path for one in page.checkpoints], page.total) == ([second], 2)
+    page = await alice("ListCheckpoints", page_size=1, page_token=page.next_page_token)
+    assert ([one.path for one in page.checkpoints], page.next_page_token) == ([first], "")
     assert [one.path for one in (await alice("ListCheckpoints", model_id=model)).checkpoints] == [
         second,
         first,
     ]
-    assert await alice.refusal("ListCheckpoints", model_id=model, limit=1) is grpc.StatusCode.INVALID_ARGUMENT
 
     assert await bob.refusal("GetCheckpoint", path=second) is grpc.StatusCode.PERMISSION_DENIED
     await alice("PublishCheckpoint", path=second)
@@ -90,7 +91,11 @@ async def test_checkpoints_are_listed_kept_published_and_deleted(
     assert not (await alice("GetCheckpoint", path=first)).checkpoint.HasField("expires_at")
     too_short = await alice.refusal("SetCheckpointTtl", path=first, ttl_seconds=5)
     assert too_short is grpc.StatusCode.INVALID_ARGUMENT
-    await alice("DeleteCheckpoint", path=first)
+    for _ in range(2):
+        await alice("DeleteCheckpoint", path=first)
+    assert await bob.refusal("DeleteCheckpoint", path=first) is grpc.StatusCode.PERMISSION_DENIED
+    nobodys = "tinker://nobody:train:0/weights/a"
+    assert await alice.refusal("DeleteCheckpoint", path=nobodys) is grpc.StatusCode.NOT_FOUND
     assert await alice.refusal("GetCheckpoint", path=first) is grpc.StatusCode.NOT_FOUND
     assert await alice.refusal("GetCheckpoint", path="tinker://../x") is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -143,7 +148,6 @@ async def test_runs_and_sessions_are_found_again(edges: Edges, callers: tuple[Ca
 
     session_id = ids.session_of(model)
     assert list((await alice("ListSessions")).session_ids) == [session_id, older]
-    assert list((await alice("ListSessions", limit=1, offset=1)).session_ids) == [older]
     session = (await alice("GetSession", session_id=session_id)).session
     assert (session.session_id, list(session.model_ids), session.finished) == (session_id, [model], False)
     assert await bob.refusal("GetSession", session_id=session_id) is grpc.StatusCode.PERMISSION_DENIED
@@ -187,15 +191,72 @@ async def test_sessions_are_searched_page_by_page(edges: Edges, callers: tuple[C
     assert await search(statuses=finished, finish_reasons=[sessions_pb2.FINISH_REASON_SUCCESS]) == []
     assert await search(statuses=finished, finish_reasons=[sessions_pb2.FINISH_REASON_ERRORED]) == [made[0]]
     assert (await bob("SearchSessions")).sessions == []
-    first = await alice("SearchSessions", limit=2)
+    first = await alice("SearchSessions", page_size=2)
     assert [one.session_id for one in first.sessions] == [made[2], made[1]]
-    (last,) = (await alice("SearchSessions", limit=2, page_token=first.next_page_token)).sessions
+    (last,) = (await alice("SearchSessions", page_size=2, page_token=first.next_page_token)).sessions
     assert (last.session_id, last.status) == (made[0], sessions_pb2.SESSION_STATUS_FINISHED)
     for wrong in (
         {"page_token": "x"},
         {"page_token": "nan/x"},
         {"statuses": [0]},
         {"finish_reasons": [sessions_pb2.FINISH_REASON_SUCCESS]},
-        {"limit": 1000},
+        {"page_size": 1000},
     ):
         assert await alice.refusal("SearchSessions", **wrong) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def pages(caller: Caller, method: str, field: str, **fields: Any) -> list[Any]:
+    """All entries of a list, two to a page."""
+    found: list[Any] = []
+    token = ""
+    for _ in range(20):
+        page = await caller(method, page_size=2, page_token=token, **fields)
+        found += getattr(page, field)
+        token = page.next_page_token
+        if not token:
+            return found
+    raise AssertionError(f"{method} has no last page")
+
+
+async def test_all_lists_come_in_pages_that_neither_repeat_nor_leave_out_anything(
+    edges: Edges, callers: tuple[Caller, Caller]
+) -> None:
+    alice, _ = callers
+    async with edges.http() as http:
+        models = [await new_model(edges, http) for _ in range(5)]
+        sessions = [ids.session_of(model) for model in models]
+        paths = [await saved.save(edges, http, models[0], 1 + number, f"c{number}") for number in range(5)]
+    for session in sessions:
+        await alice("SetSessionProject", session_id=session, project_id="p")
+    assert await pages(alice, "ListSessions", "session_ids") == sessions[::-1]
+    for project in ("", "p"):
+        runs = await pages(alice, "ListTrainingRuns", "training_runs", project_id=project)
+        assert [run.model.model_id for run in runs] == models[::-1]
+    for model_id in ("", models[0]):
+        listed = await pages(alice, "ListCheckpoints", "checkpoints", model_id=model_id)
+        assert [one.path for one in listed] == paths[::-1]
+    for method in ("ListSessions", "ListTrainingRuns", "ListCheckpoints"):
+        assert await alice.refusal(method, page_size=1001) is grpc.StatusCode.INVALID_ARGUMENT
+        assert await alice.refusal(method, page_token="x") is grpc.StatusCode.INVALID_ARGUMENT
+    elsewhere = await alice.refusal("ListTrainingRuns", project_id="p", page_token="0.0/x:train:0")
+    assert elsewhere is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_comes_and_goes_between_two_pages_moves_nothing(
+    edges: Edges, callers: tuple[Caller, Caller]
+) -> None:
+    alice, _ = callers
+    async with edges.http() as http:
+        model = await new_model(edges, http)
+        paths = [await saved.save(edges, http, model, 1 + number, f"c{number}") for number in range(5)]
+        for model_id in ("", model):
+            first = await alice("ListCheckpoints", page_size=2, model_id=model_id)
+            # The newest and the last one that was shown go, and another one comes.
+            for shown in first.checkpoints:
+                await alice("DeleteCheckpoint", path=shown.path)
+            newest = await saved.save(edges, http, model, 7 + bool(model_id), f"new{len(model_id)}")
+            token = first.next_page_token
+            second = await alice("ListCheckpoints", page_size=2, page_token=token, model_id=model_id)
+            at = paths.index(first.checkpoints[-1].path)
+            assert [one.path for one in second.checkpoints] == paths[max(0, at - 2) : at][::-1]
+            paths = [path for path in [*paths, newest] if path not in [one.path for one in first.checkpoints]]

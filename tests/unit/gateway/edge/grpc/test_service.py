@@ -1,5 +1,6 @@
 """gRPC: the public service, with the same keys and the same application as HTTP."""
 
+import importlib.metadata
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from tinsmith.v1 import (
     models_pb2,
     results_pb2,
     sampling_pb2,
+    server_pb2,
     service_pb2_grpc,
     sessions_pb2,
     training_pb2,
@@ -181,8 +183,10 @@ async def test_a_model_tells_what_it_is(edges: Edges, channel: grpc.aio.Channel)
     assert time.time() - model.created_at.ToSeconds() < 60
     # A directory of this machine.
     assert model.tokenizer == ""
+    assert (await alice("GetModelInfo", asked)).last_seq_id == 0
     unload = models_pb2.UnloadModelRequest(model_id=model_id, seq_id=1)
     assert (await alice("UnloadModel", unload)).request_id == f"{model_id}:1"
+    assert (await alice("GetModelInfo", asked)).last_seq_id == 1
     await edges.answer(model_id, 1, unload_model=models_pb2.UnloadModelResult())
     assert (await alice("GetModelInfo", asked)).model.status == models_pb2.MODEL_STATUS_UNLOADED
     stranger = Client(channel, BOB)("GetModelInfo", asked)
@@ -401,3 +405,14 @@ async def test_a_model_trains_an_adapter_or_all_its_weights(edges: Edges, channe
     operation = await edges.operation(made.model_id, 0)
     assert operation is not None
     assert operation.create_model.HasField("full") and not operation.create_model.HasField("lora")
+
+
+async def test_the_service_says_what_it_takes(edges: Edges, channel: grpc.aio.Channel) -> None:
+    info = await Client(channel, ALICE)("GetServerInfo", server_pb2.GetServerInfoRequest())
+    assert info.version == importlib.metadata.version("tinsmith")
+    assert info.limits.message_bytes == edges.app.limits.grpc_message_bytes
+    assert (info.limits.datums, info.limits.result_seconds) == (4096, 60)
+    assert "cross_entropy" in info.losses
+    assert [model.name for model in info.models] == [BASE]
+    anybody = Client(channel, "")("GetServerInfo", server_pb2.GetServerInfoRequest())
+    assert await status(anybody) is grpc.StatusCode.UNAUTHENTICATED

@@ -1,0 +1,47 @@
+"""gRPC: the results of all requests.
+
+Invariant: a wait ends before its call's deadline, so that its client hears how far the work is.
+"""
+
+from __future__ import annotations
+
+from services.common.contract.errors import InvalidRequest
+from services.gateway.access.limits import MAX_GET_RESULT_SECONDS
+from services.gateway.edge.grpc import convert
+from services.gateway.edge.grpc.calls import Calls, Context
+from tinsmith.v1 import results_pb2
+
+_ANSWER_SHARE = 0.1
+_ANSWER_S = 1.0
+"""An answer has a tenth of the time that its call has left to get there, and at most so long."""
+
+
+class ResultCalls(Calls):
+    """Methods as service.proto describes them."""
+
+    async def GetResult(
+        self, request: results_pb2.GetResultRequest, context: Context
+    ) -> results_pb2.GetResultResponse:
+        owner = self._owner(context)
+        asked = request.timeout_seconds if request.HasField("timeout_seconds") else None
+        seconds = patience(asked, context.time_remaining())
+        return convert.result(await self._app.wait_result(owner, request.request_id, seconds))
+
+
+def patience(asked: float | None, left: float | None) -> float:
+    """Seconds to wait for a result.
+
+    Args:
+        asked: what the request says; None: nothing.
+        left: until the call's deadline; None: it has none.
+
+    Raises:
+        InvalidRequest: more is asked for than one call waits.
+    """
+    if asked is not None and not 0 <= asked <= MAX_GET_RESULT_SECONDS:
+        message = f"timeout_seconds must be 0 to {MAX_GET_RESULT_SECONDS:g}"
+        raise InvalidRequest(message, field="timeout_seconds")
+    seconds = MAX_GET_RESULT_SECONDS if asked is None else asked
+    if left is None:
+        return seconds
+    return max(0.0, min(seconds, left - min(_ANSWER_S, _ANSWER_SHARE * left)))
