@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 
-.PHONY: help setup proto demo up test test-unit test-component test-cluster test-robustness test-abuse test-soak test-helm lint format bench baseline clean
+.PHONY: help setup proto demo up test test-unit test-component test-cluster compatibility test-robustness test-abuse test-soak test-helm lint format bench baseline clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test-component: setup ## one service at a time, with real models
 
 test-cluster: setup ## a real cluster driven by the real SDK
 	@$(PY) -m pytest tests/cluster
+
+compatibility: setup ## write what of the SDK works anew into docs/compatibility.md
+	@TINSMITH_WRITE_COMPATIBILITY=1 $(PY) -m pytest tests/cluster/test_compatibility.py
 
 test-robustness: setup ## faults of every kind under load, and their table (ROUNDS=n: n long rounds instead of a short one)
 	@ROUNDS=$(ROUNDS) $(PY) -m pytest tests/robustness

@@ -28,6 +28,7 @@ from services.gateway.sampling.completions import Completions, Page, Target
 from services.gateway.sessions.search import SessionSearch
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.training.accept import Models
+from services.gateway.training.copies import Copies
 from services.gateway.training.exports import Exports
 from services.gateway.training.runs import Runs
 from services.gateway.training.saves import Saves
@@ -45,6 +46,7 @@ class Application:
     saves: Saves
     exports: Exports
     checkpoints: Checkpoints
+    copies: Copies
     downloads: Downloads
     runs: Runs
     sampling: Sampling

@@ -53,6 +53,7 @@ from services.gateway.sampling.replicas import Replicas
 from services.gateway.sessions.search import SessionSearch
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.training.accept import Models
+from services.gateway.training.copies import Copies
 from services.gateway.training.exports import Exports
 from services.gateway.training.runs import Runs
 from services.gateway.training.saves import Saves
@@ -181,6 +182,7 @@ class Gateway:
             saves=Saves(models, checkpoints, stores.sampling_sessions, limits),
             exports=Exports(models, checkpoints, journal, stores.models, limits),
             checkpoints=checkpoints,
+            copies=Copies(stores, sessions, checkpoints, storage, data, limits, redo_log),
             downloads=Downloads(client, checkpoints, stores.checkpoints, storage, gate, public_url),
             runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),
             sampling=accepted_samples,

@@ -107,6 +107,16 @@ def settings(loss_fn: str, loss_config: Mapping[str, float]) -> dict[str, float]
     return {**{key: value for key, value in defaults.items() if value is not None}, **loss_config}
 
 
+def check_served(loss_fn: str) -> None:
+    """Refuses a loss that the SDK can name and that cannot be served.
+
+    Raises:
+        InvalidRequest: it is one of those; says what to use instead.
+    """
+    if loss_fn in _UNSERVED:
+        raise InvalidRequest(f"loss_fn {loss_fn!r} is not served: {_UNSERVED[loss_fn]}", "unserved_loss")
+
+
 def check_loss(loss_fn: str, loss_config: Mapping[str, float]) -> LossSchema:
     """The schema of a loss whose name and settings are valid.
 
@@ -114,8 +124,7 @@ def check_loss(loss_fn: str, loss_config: Mapping[str, float]) -> LossSchema:
         InvalidRequest: a loss that is unknown or cannot be served; a setting that is unknown, missing,
             negative or not a finite float32; a lower clip threshold above the upper one.
     """
-    if loss_fn in _UNSERVED:
-        raise InvalidRequest(f"loss_fn {loss_fn!r} is not served: {_UNSERVED[loss_fn]}", "unserved_loss")
+    check_served(loss_fn)
     schema = LOSS_SCHEMAS.get(loss_fn)
     if schema is None:
         raise InvalidRequest(

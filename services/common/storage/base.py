@@ -72,6 +72,16 @@ class Storage(ABC):
         """
 
     @abstractmethod
+    def copy(self, source: Key, target: Key) -> int | None:
+        """Stores the files of one key under another, too, by reference or within the store; their bytes, or
+        None when there are none. Each of the two is deleted by itself. A target that is stored already is
+        left as it is.
+
+        Raises:
+            OSError: it could not be stored; nothing can be found under the target.
+        """
+
+    @abstractmethod
     def versions(self, model_id: str, checkpoint_id: str) -> list[int]:
         """Versions of a name that are stored, in order."""
 

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +29,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _DELETED = ".deleted-"
 _MOST_RESERVED = 1 << 30
+_NO_LINKS = {errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def reserve(total: int) -> int:
@@ -72,6 +74,20 @@ def publish_directory(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def linked_files(directory: Path) -> dict[str, Writer]:
+    """Writers of the files of a published directory: they link them where the file system can, else copy."""
+    return {path.name: partial(_link, path) for path in directory.iterdir()}
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
+
+
 def directory_bytes(target: Path) -> int:
     """Bytes of the files of a published directory. Blocking."""
     return sum(path.stat().st_size for path in target.iterdir())
@@ -105,6 +121,10 @@ class DirectoryStorage(Storage):
                 return publish_directory(self._path(key), files, replace=False, leave_reserve=True)
             stored = self.files(key) or {}
         return sum(stored.values())
+
+    def copy(self, source: Key, target: Key) -> int | None:
+        with self.local(source) as directory:
+            return None if directory is None else self.publish(target, linked_files(directory))
 
     def versions(self, model_id: str, checkpoint_id: str) -> list[int]:
         check_name(model_id, checkpoint_id)

@@ -92,6 +92,23 @@ class ObjectStorage(Storage):
         return sum(manifest.files.values())
 
     @_with_os_errors
+    def copy(self, source: Key, target: Key) -> int | None:
+        origin, manifest = self._manifest(source), self._manifest(target)
+        if manifest is None:
+            if origin is None:
+                return None
+            manifest = Manifest(uuid.uuid4().hex, origin.files)
+            try:
+                for name in manifest.files:
+                    self._fs.cp_file(self._file(source, origin, name), self._file(target, manifest, name))
+                self._fs.pipe_file(self._object(target, _MANIFEST), msgspec.json.encode(manifest))
+            except BaseException:
+                with suppress(Exception):
+                    self._fs.rm(self._object(target, manifest.prefix), recursive=True)
+                raise
+        return sum(manifest.files.values())
+
+    @_with_os_errors
     def versions(self, model_id: str, checkpoint_id: str) -> list[int]:
         check_name(model_id, checkpoint_id)
         found = (

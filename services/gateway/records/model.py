@@ -24,7 +24,7 @@ ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A model in training. `lora_rank` 0: all its weights are trained. `lora_seed` None: not chosen by the
-    client."""
+    client. `copy_of`: path of the checkpoint that it holds a copy of; nothing can be trained there."""
 
     model_id: str
     session_id: str
@@ -38,6 +38,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = "policy"
     user_metadata: dict[str, str] = {}
     created_at: float
+    copy_of: str = ""
     status: ModelStatus = "creating"
 
 

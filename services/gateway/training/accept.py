@@ -318,6 +318,11 @@ class Models:
         """
         record = await self.get(owner, model_id)
         await self._sessions.open(owner, record.session_id)
+        if record.copy_of:
+            raise InvalidRequest(
+                f"{model_id} holds a copy of a checkpoint and cannot be trained; create a model from it",
+                "copy_of_checkpoint",
+            )
         if not 1 <= seq_id <= _MAX_SEQ_ID:
             raise InvalidRequest(f"seq_id must be 1 to {_MAX_SEQ_ID}, not {seq_id}", field="seq_id")
         operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id)

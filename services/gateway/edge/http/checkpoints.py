@@ -13,7 +13,8 @@ from services.gateway.application import Application
 from services.gateway.checkpoints.downloads import Download
 from services.gateway.edge.http.codec import messages, paging
 from services.gateway.edge.http.routes import Call, numbered, promise, reply
-from services.gateway.edge.http.training import lora_fields
+from services.gateway.edge.http.training import lora_fields, reader
+from services.gateway.training.copies import Wanted
 
 API = "/api/v1"
 DOWNLOADS = "downloads"
@@ -103,10 +104,18 @@ async def external_weights_urls(call: Call) -> Response:
 
 
 async def copy_weights(call: Call) -> Response:
-    raise InvalidRequest(
-        "copy_weights is not served: create a model from the checkpoint with "
-        "create_training_client_from_state_with_optimizer, and save_state it"
-    )
+    body = await call.json(messages.CopyWeights)
+    headers, copies = call.request.headers, call.app.copies
+    token = body.weights_access_token or headers.get("x-tinker-weights-access-token")
+    wanted = Wanted(body.source_path, body.ttl_seconds, reader(call, token))
+    if body.session_id is not None and body.model_seq_id is not None and body.destination_project_id is None:
+        path = await copies.into_session(call.owner, wanted, body.session_id, body.model_seq_id)
+    elif body.destination_project_id is not None and body.session_id is body.model_seq_id is None:
+        key = headers.get("x-idempotency-key")
+        path = await copies.into_project(call.owner, wanted, body.destination_project_id, key)
+    else:
+        raise InvalidRequest("pass destination_project_id, or session_id and model_seq_id")
+    return reply({"tinker_path": path})
 
 
 async def download(application: Application, request: Request) -> Response:

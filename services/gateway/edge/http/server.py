@@ -47,6 +47,8 @@ SIGNED = f"{checkpoints.DOWNLOADS}/{{training_run_id}}/{{kind}}/{{name}}/{{versi
 TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "client/config", sessions.client_config),
     ("POST", "client/dynamic_config", sessions.client_dynamic_config),
+    ("GET", "auth/apikey/me", sessions.own_api_key),
+    ("DELETE", "auth/apikey/me", sessions.delete_own_api_key),
     ("POST", "create_session", sessions.create_session),
     ("POST", "session_heartbeat", sessions.session_heartbeat),
     ("POST", "sessions/{session_id}/finish", sessions.finish_session),

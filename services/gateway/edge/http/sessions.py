@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from starlette.responses import Response
 
+from services.common.contract.errors import PermissionDenied
 from services.gateway.edge.http.codec import messages
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.sessions.sessions import NewSession
@@ -56,6 +59,24 @@ async def create_session(call: Call) -> Response:
     return reply(
         {"type": "create_session", "session_id": await call.app.sessions.create(call.owner, new, key)}
     )
+
+
+async def own_api_key(call: Call) -> Response:
+    """What `tinker auth login` stores with the key that it was given."""
+    key = call.request.headers.get("x-api-key", "")
+    return reply(
+        {
+            # An integer that JSON readers keep, and that stays while the key does.
+            "key_id": int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big"),
+            "name": call.owner,
+            "note": "",
+            "details": {"org_details": {"name": "this cluster"}, "user_details": {"email": call.owner}},
+        }
+    )
+
+
+async def delete_own_api_key(call: Call) -> Response:
+    raise PermissionDenied("the operator of this cluster keeps its API keys; ask there to have one removed")
 
 
 async def session_heartbeat(call: Call) -> Response:

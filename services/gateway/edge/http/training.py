@@ -249,14 +249,14 @@ async def _create_from_state(
         body.optimizer,
         body.base_model,
         body.user_metadata,
-        _reader(call, body.weights_access_token),
+        reader(call, body.weights_access_token),
     )
     return reply({"request_id": request_id})
 
 
 async def _load_state(call: Call, body: messages.LoadWeights, model_id: str, seq_id: int) -> Response:
     try:
-        reader = _reader(call, body.weights_access_token)
+        allowed = reader(call, body.weights_access_token)
         for name in ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config"):
             if getattr(body, name) is not None:
                 raise InvalidRequest(
@@ -265,12 +265,12 @@ async def _load_state(call: Call, body: messages.LoadWeights, model_id: str, seq
     except TinsmithError as error:
         return promise(await call.app.models.refuse(call.owner, model_id, seq_id, error), model_id)
     request_id = await call.app.saves.load_state(
-        call.owner, model_id, seq_id, body.path, body.optimizer, reader
+        call.owner, model_id, seq_id, body.path, body.optimizer, allowed
     )
     return promise(request_id, model_id)
 
 
-def _reader(call: Call, token: str | None) -> str | None:
+def reader(call: Call, token: str | None) -> str | None:
     """Whose checkpoint may be loaded: that of the key which is passed as an access token.
 
     Raises:

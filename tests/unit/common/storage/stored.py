@@ -98,3 +98,17 @@ def check_a_deleted_version_can_be_read_to_its_end(storage: Storage) -> None:
     # The name is free at once.
     storage.publish(Key(MODEL, "weights/a", 8), {"x": text("next")})
     assert storage.versions(MODEL, "weights/a") == [8]
+
+
+def check_a_copy_has_a_life_of_its_own(storage: Storage) -> None:
+    copy = Key("t:train:0", "weights/a", 3)
+    assert storage.copy(KEY, copy) is None and storage.files(copy) is None
+    storage.publish(KEY, FILES)
+    for _ in range(2):
+        assert storage.copy(KEY, copy) == sum(SIZES.values())
+    assert storage.delete(KEY, grace=-1) is None
+    assert storage.files(KEY) is None and storage.files(copy) == SIZES
+    with storage.open(copy, "weights.bin") as file:
+        assert file.read() == BIG
+    assert storage.delete(copy, grace=-1) is None
+    assert storage.files(copy) is None

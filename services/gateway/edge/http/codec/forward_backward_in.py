@@ -88,6 +88,8 @@ def forward_backward(
     Raises:
         InvalidRequest: a tensor is malformed, or something is asked for that is not served.
     """
+    # Before its settings, which may be of a kind that only losses have which are not served.
+    loss_schema.check_served(message.loss_fn)
     operation = training_pb2.ForwardBackward(loss_fn=message.loss_fn, forward_only=message.forward_only)
     operation.loss_config.update(_loss_config(message))
     for index, datum in enumerate(message.data):

@@ -148,6 +148,15 @@ class WeightsInfo(Body):
     tinker_path: str
 
 
+class CopyWeights(Body):
+    source_path: str
+    destination_project_id: str | None = None
+    session_id: str | None = None
+    model_seq_id: Ordinal | None = None
+    ttl_seconds: Int64 | None = None
+    weights_access_token: str | None = None
+
+
 class SetTtl(Body):
     # There on purpose without a default: null keeps the checkpoint for ever.
     ttl_seconds: Int64 | None

@@ -143,7 +143,6 @@ async def test_a_model_is_unloaded_after_all_that_was_sent(edges: Edges) -> None
 async def test_what_is_not_served_says_so(edges: Edges) -> None:
     async with edges.http() as client:
         for method, path in (
-            ("POST", "copy_weights"),
             ("GET", "audit?event_type=all"),
             ("GET", "billing/usage/events?starting_on=2026-01-01&ending_before=2026-01-02"),
             ("GET", "billing/usage/checkpoints/current"),
