@@ -11,7 +11,7 @@ import uvloop
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Internal, TinsmithError
-from services.common.process import logs, rpc
+from services.common.process import collector, logs, rpc
 from services.common.process.process import allow_open_files, setup_process, wait_for_signal
 from services.common.state import known_models, redis_client
 from services.common.state.claim import Claim
@@ -73,6 +73,7 @@ async def run(config: GatewayConfig) -> None:
             gateway.application, rpc.address(config.host, config.grpc_port), config.grpc_connections
         )
         cleanup.push_async_callback(rpc_server.drain, _GRPC_GRACE_S)
+        collector.settle()
         serving = http.start()
         cleanup.push_async_callback(http.drain)
         address = rpc.address(config.host, rpc_server.port)

@@ -92,6 +92,7 @@ class Limits:
         message_entries: entries of one repeated field of a protobuf message, before it is parsed.
         message_fields: fields of a protobuf message and all that it holds.
         datums: training examples in one request.
+        prompt_tokens: of one sample, whatever the model's context is.
         samples: sequences of one sample request.
         waiting_sequences: sequences of all unfinished samples of this gateway; see `admission`.
         stop_strings: stop strings of one request. A sampler looks for each after every token.
@@ -116,6 +117,7 @@ class Limits:
     message_entries: int = 4096
     message_fields: int = 2**18
     datums: int = 4096
+    prompt_tokens: int = 2**22
     samples: int = MAX_SAMPLES
     waiting_sequences: int = 32_768
     stop_strings: int = 256

@@ -18,7 +18,7 @@ from services.common.process.pools import COMPUTE
 from services.common.state.journal_records import Accepted
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
-from services.gateway.cluster.base_models import BaseModels
+from services.gateway.cluster.base_models import BaseModel, BaseModels
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
@@ -174,27 +174,11 @@ class Sampling:
         await self._sessions.open(owner, record.session_id)
         base = await self._base_models.in_sampling(record.base_model)
         if request.ByteSize() > THREAD_ABOVE_BYTES:
-            answer = await COMPUTE.run(validate.check_sample, request, base, self._limits)
+            made = await COMPUTE.run(_made, record, request, constraint, base, self._limits)
         else:
-            answer = validate.check_sample(request, base, self._limits)
-        sample = sampler_pb2.SampleRequest(
-            request_id=ids.request_id(record.sampling_session_id, request.seq_id),
-            prompt=request.prompt,
-            num_samples=request.num_samples,
-            params=request.params,
-            prompt_logprobs=request.prompt_logprobs,
-            topk_prompt_logprobs=request.topk_prompt_logprobs,
-            topk_sample_logprobs=request.topk_sample_logprobs,
-            prompt_alt_tokens_k=request.prompt_alt_tokens_k,
-            cache_namespace=_cache_namespace(record),
-            constraint=constraint,
-        )
-        if request.HasField("target_prompt_logprobs"):
-            sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)
-        if request.HasField("prompt_logprobs_last_n"):
-            sample.prompt_logprobs_last_n = request.prompt_logprobs_last_n
-        sample.snapshot.model_id, sample.snapshot.version = record.model_id, record.version
-        request_id, payload = sample.request_id, sample.SerializeToString(deterministic=True)
+            made = _made(record, request, constraint, base, self._limits)
+        sample, payload, answer = made
+        request_id = sample.request_id
         counted = self._admission.admit(request_id, owner, sample.num_samples, len(payload))
         try:
             accepted = await self._journal.accept(
@@ -247,6 +231,40 @@ class Sampling:
             outcome = await self._journal.cancel(request_id, reason)
             cancelled += outcome is Resolution.NOW
         return cancelled
+
+
+def _made(
+    record: SamplingSessionRecord,
+    request: sampling_pb2.SampleRequest,
+    constraint: sampler_pb2.Constraint | None,
+    base: BaseModel,
+    limits: Limits,
+) -> tuple[sampler_pb2.SampleRequest, bytes, int]:
+    """What a sampler is sent, the same serialized, and bytes of the largest answer. Proportional to the
+    request.
+
+    Raises:
+        InvalidRequest: the sampler could not run it.
+    """
+    answer = validate.check_sample(request, base, limits)
+    sample = sampler_pb2.SampleRequest(
+        request_id=ids.request_id(record.sampling_session_id, request.seq_id),
+        prompt=request.prompt,
+        num_samples=request.num_samples,
+        params=request.params,
+        prompt_logprobs=request.prompt_logprobs,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        cache_namespace=_cache_namespace(record),
+        constraint=constraint,
+    )
+    if request.HasField("target_prompt_logprobs"):
+        sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)
+    if request.HasField("prompt_logprobs_last_n"):
+        sample.prompt_logprobs_last_n = request.prompt_logprobs_last_n
+    sample.snapshot.model_id, sample.snapshot.version = record.model_id, record.version
+    return sample, sample.SerializeToString(deterministic=True), answer
 
 
 def _cache_namespace(record: SamplingSessionRecord) -> str:

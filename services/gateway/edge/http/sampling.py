@@ -10,10 +10,10 @@ from starlette.responses import Response
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import MAX_CELLS
 from services.common.process.pools import COMPUTE
-from services.gateway.access.limits import THREAD_ABOVE_BYTES
+from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.edge.http.body import received
 from services.gateway.edge.http.codec import messages
-from services.gateway.edge.http.codec.long_lists import LongLists
+from services.gateway.edge.http.codec.long_lists import LongLists, widened
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.sampling.accept import sequence_ids
 from tinsmith.v1 import sampling_pb2, types_pb2
@@ -50,23 +50,24 @@ async def get_sampler(call: Call) -> Response:
 
 async def asample(call: Call) -> Response:
     call.app.sampling.check_room(call.owner)
+    limits = call.app.limits
     with call.budget.account(call.owner) as account:
-        data = await received(call.request, account, call.app.limits.sample_body_bytes)
+        data = await received(call.request, account, limits.sample_body_bytes)
         if len(data) > THREAD_ABOVE_BYTES:
             # Before it is known what becomes of it: of "1," a number of 4 bytes.
             account.hold(3 * len(data))
-            request = await COMPUTE.run(sample_request, data)
+            request = await COMPUTE.run(sample_request, data, limits)
             account.hold(len(data) + request.ByteSize())
         else:
-            request = sample_request(data)
+            request = sample_request(data, limits)
         request_id = await call.app.sampling.sample(call.owner, request)
     return reply(
         {"request_id": request_id, "sample_sequence_ids": sequence_ids(request_id, request.num_samples)}
     )
 
 
-def sample_request(data: bytes) -> sampling_pb2.SampleRequest:
-    """The request of an asample body. Proportional to its size.
+def sample_request(data: bytes, limits: Limits) -> sampling_pb2.SampleRequest:
+    """The request of an asample body. Proportional to its size, in steps that are not.
 
     Raises:
         InvalidRequest: the body is malformed, or asks for something that is not served.
@@ -76,14 +77,14 @@ def sample_request(data: bytes) -> sampling_pb2.SampleRequest:
     _refuse_unserved(body)
     if body.sampling_session_id is None or body.seq_id is None:
         raise InvalidRequest("sampling_session_id and seq_id are missing; open a sampling session first")
-    tokens = _tokens(body.prompt, lists)
+    tokens = _tokens(body.prompt, lists, limits)
     targets = body.target_prompt_logprobs
     request = sampling_pb2.SampleRequest(
         sampling_session_id=body.sampling_session_id,
         seq_id=body.seq_id,
         prompt=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[len(tokens)], data=tokens.tobytes()),
         num_samples=body.num_samples,
-        params=_params(body.sampling_params, lists),
+        params=_params(body.sampling_params, lists, limits),
         prompt_logprobs=bool(body.prompt_logprobs),
         topk_prompt_logprobs=body.topk_prompt_logprobs,
         topk_sample_logprobs=body.topk_sample_logprobs,
@@ -101,7 +102,7 @@ def _refuse_unserved(body: messages.Sample) -> None:
             raise InvalidRequest(f"{name} is not served: {advice}")
 
 
-def _tokens(prompt: messages.ModelInput, lists: LongLists) -> array[int]:
+def _tokens(prompt: messages.ModelInput, lists: LongLists, limits: Limits) -> array[int]:
     """All text chunks of a prompt as 32-bit ids."""
     tokens = array("i")
     for chunk in prompt.chunks:
@@ -110,6 +111,8 @@ def _tokens(prompt: messages.ModelInput, lists: LongLists) -> array[int]:
         more = lists.take(chunk.tokens)
         if more.typecode != tokens.typecode:
             raise InvalidRequest("a prompt token is outside of any vocabulary", "token_out_of_range")
+        if len(tokens) + len(more) > limits.prompt_tokens:
+            raise InvalidRequest(f"the prompt has more than {limits.prompt_tokens} tokens; shorten it")
         if tokens:
             tokens.extend(more)
         else:
@@ -129,29 +132,32 @@ def _matrix(given: messages.TensorData, lists: LongLists) -> types_pb2.Matrix:
 def _int64(values: array[int]) -> types_pb2.Tensor:
     if len(values) > MAX_CELLS + 1:
         raise InvalidRequest(f"target_prompt_logprobs has {len(values)} cells; send at most {MAX_CELLS}")
-    data = array("q", values).tobytes()
+    data = widened(values).tobytes()
     return types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT64, shape=[len(values)], data=data)
 
 
-def _params(given: messages.SamplingParams, lists: LongLists) -> sampling_pb2.SamplingParams:
+def _params(given: messages.SamplingParams, lists: LongLists, limits: Limits) -> sampling_pb2.SamplingParams:
     if given.seed is not None and not 0 <= given.seed < 2**64:
         raise InvalidRequest(f"seed must be 0 to {2**64 - 1}")
     return sampling_pb2.SamplingParams(
         max_tokens=given.max_tokens,
         seed=given.seed,
-        stop=_stop(given.stop, lists),
+        stop=_stop(given.stop, lists, limits),
         temperature=given.temperature,
         top_k=given.top_k,
         top_p=given.top_p,
     )
 
 
-def _stop(stop: str | list[str | int] | None, lists: LongLists) -> sampling_pb2.StopCondition:
+def _stop(stop: str | list[str | int] | None, lists: LongLists, limits: Limits) -> sampling_pb2.StopCondition:
     """None stops at the model's end-of-sequence tokens, an empty list never."""
     condition = sampling_pb2.StopCondition()
     values: Sequence[str | int] | None = [stop] if isinstance(stop, str) else stop
     if isinstance(stop, str) and lists.is_mark(stop):
         values = lists.take(stop)
+    most = max(limits.stop_tokens, limits.stop_strings)
+    if values is not None and len(values) > most:
+        raise InvalidRequest(f"stop has {len(values)} entries; send at most {most}")
     if values is None:
         condition.model_eos.SetInParent()
     elif not values:

@@ -3,11 +3,16 @@
 import json
 import random
 import tracemalloc
+from array import array
+from typing import Any
 
+import msgspec
 import pytest
 
 from services.common.contract.errors import InvalidRequest
-from services.gateway.edge.http.codec.long_lists import LongLists
+from services.gateway.access.limits import Limits
+from services.gateway.edge.http.codec import long_lists
+from services.gateway.edge.http.codec.long_lists import LongLists, widened
 from services.gateway.edge.http.sampling import sample_request
 
 MIB = 1024 * 1024
@@ -114,7 +119,7 @@ def test_reading_a_sample_takes_memory_in_proportion_to_its_body(token: str) -> 
     body = sample_body(",".join([token] * count))
     tracemalloc.start()
     try:
-        request = sample_request(body)
+        request = sample_request(body, Limits())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -127,4 +132,59 @@ def test_reading_a_sample_takes_memory_in_proportion_to_its_body(token: str) -> 
 def test_a_list_where_none_belongs_is_refused() -> None:
     body = sample_body("1").replace(b'"s:sample:1"', json.dumps([1] * 400).encode())
     with pytest.raises(InvalidRequest, match="none belongs"):
-        sample_request(body)
+        sample_request(body, Limits())
+
+
+class Steps:
+    """How many integers, or bytes of JSON, each call of the interpreter's own code is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.integers: list[int] = []
+        self.parsed: list[int] = []
+        steps, decode = self, msgspec.json.decode
+
+        class Counted(array):  # type: ignore[type-arg]
+            def __new__(cls, code: str, given: Any = ()) -> Any:
+                steps.integers.append(len(given))
+                return super().__new__(cls, code, given)
+
+        def counted(body: bytes, **options: Any) -> Any:
+            steps.parsed.append(len(body))
+            return decode(body, **options)
+
+        monkeypatch.setattr(long_lists, "array", Counted)
+        monkeypatch.setattr(long_lists.msgspec.json, "decode", counted)
+
+
+@pytest.mark.parametrize("last", [0, 2**40], ids=["32 bits", "64 bits, told at the end"])
+def test_no_step_of_reading_a_long_list_is_long(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter changes threads between calls of its own code, never within one."""
+    steps = Steps(monkeypatch)
+    count = 2 * MIB
+    lists = LongLists(b"[" + b"1," * (count - 1) + b"%d]" % last)
+    assert lists.nbytes == count * (8 if last else 4)
+    assert max(steps.parsed) <= 33_000
+    assert max(steps.integers) <= 2**16
+    assert len(steps.integers) >= count / 2**16
+
+
+def test_integers_are_the_same_in_8_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = array("i", [-(2**31), 0, 2**31 - 1] * 100_000)
+    steps = Steps(monkeypatch)
+    wide = widened(values)
+    assert (wide.typecode, wide.tolist()) == ("q", values.tolist())
+    assert max(steps.integers) <= 2**16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "said"),
+    [("1," * 2**22 + "1", "[]", "more than 4194304 tokens"), ("1", "[%s1]" % ("1," * 4096), "at most 4096")],
+)
+def test_lists_that_nothing_can_use_are_refused_before_they_are_copied(
+    tokens: str, stop: str, said: str
+) -> None:
+    body = sample_body(tokens).replace(
+        b'"sampling_params":{}', b'"sampling_params":{"stop":%s}' % stop.encode()
+    )
+    with pytest.raises(InvalidRequest, match=said):
+        sample_request(body, Limits())

@@ -1,0 +1,39 @@
+"""One request's lists and objects do not have the interpreter walk through all others."""
+
+import subprocess
+import sys
+
+_PARSE = """
+import gc
+import msgspec
+from services.common.process import collector
+if {settled}:
+    collector.settle()
+before = gc.get_stats()
+msgspec.json.decode(b"[" + b"[]," * 350_000 + b"[]]")
+print(*(after["collections"] - was["collections"] for after, was in zip(gc.get_stats(), before)))
+print(gc.get_freeze_count())
+"""
+
+
+def looks(*, settled: bool) -> tuple[list[int], int]:
+    """How often the young, older and oldest objects were looked at during a parse, and how many never are."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PARSE.format(settled=settled)], capture_output=True, text=True, check=True
+    )
+    counts, frozen = done.stdout.splitlines()
+    return [int(count) for count in counts.split()], int(frozen)
+
+
+def test_a_settled_process_hardly_looks_for_garbage_during_a_parse() -> None:
+    young, older, oldest = looks(settled=True)[0]
+    assert young <= 8
+    assert older == oldest == 0
+    assert looks(settled=False)[0][0] > 400, (
+        "the interpreter has changed, and this may not be needed any more"
+    )
+
+
+def test_what_was_loaded_before_is_not_looked_at_again() -> None:
+    assert looks(settled=True)[1] > 10_000
+    assert looks(settled=False)[1] == 0
