@@ -1,12 +1,14 @@
 """What API keys may do at once, and how fast.
 
 Invariants: no key holds more of a gateway's calls or downloads than is left for the others. What a key sends
-is bounded over a while, so that none keeps a gateway busy with refusals of it; the bound is per gateway.
+is bounded over a while, so that none keeps a gateway busy with refusals of it; the bound is per gateway. Of a
+key that has sent nothing for that while nothing is kept.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,7 +25,8 @@ class Gate:
         self._clock = clock
         self._calls = Shares(limits.calls)
         self._downloads = Shares(limits.downloads)
-        self._allowances: dict[str, tuple[float, float]] = {}
+        # What each key has left and since when, in the order of when; who is not here has all of it.
+        self._allowances: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     @property
     def calls(self) -> int:
@@ -55,16 +58,25 @@ class Gate:
         """Takes one from the owner's allowance, which fills up again with time."""
         rate, now = self._limits.requests_per_second, self._clock()
         most = float(rate * self._limits.burst_seconds)
+        self._forget_full(now)
         left, at = self._allowances.get(owner, (most, now))
         left = min(most, left + (now - at) * rate)
+        self._allowances[owner] = (left - 1 if left >= 1 else left, now)
+        self._allowances.move_to_end(owner)
         if left < 1:
-            self._allowances[owner] = (left, now)
             raise LimitReached(
                 f"this API key sends this gateway more than {rate} requests a second "
                 "(--requests-per-second); send fewer",
                 about={"limit": "--requests-per-second"},
             )
-        self._allowances[owner] = (left - 1, now)
+
+    def _forget_full(self, now: float) -> None:
+        """An allowance is full again after a burst's time."""
+        while self._allowances:
+            owner, (_, at) = next(iter(self._allowances.items()))
+            if now - at < self._limits.burst_seconds:
+                return
+            del self._allowances[owner]
 
 
 @contextmanager

@@ -68,3 +68,19 @@ def test_a_call_that_is_refused_for_its_pace_holds_nothing() -> None:
     with pytest.raises(LimitReached, match="--requests-per-second"), gate.call("ann"):
         pass
     assert gate.calls == 0
+
+
+def test_of_keys_that_send_nothing_for_a_burst_nothing_is_kept() -> None:
+    clock = Clock()
+    gate = Gate(OwnerLimits(requests_per_second=10, burst_seconds=3), clock)
+    for number in range(100):
+        burst(gate, f"key {number}")
+    clock.now += 2
+    assert burst(gate, "ann") == 30
+    assert len(gate._allowances) == 101
+    assert burst(gate, "key 50") == 20
+    clock.now += 1
+    assert burst(gate, "bob") == 30
+    # One that sent again meanwhile keeps what it has left.
+    assert set(gate._allowances) == {"ann", "key 50", "bob"}
+    assert burst(gate, "key 50") == 10
