@@ -155,6 +155,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "most bytes of requests and results in Redis; 0: half of its maxmemory"),
         Flag("--owner-bytes", BYTES_OR_0, RoomLimits, "owner_bytes",
              "most of those of one API key; 0: as many as are left for others"),
+        Flag("--owner-operations", number(16, 10**8), RoomLimits, "owner_operations",
+             "most operations of one API key that wait to run, over all its models"),
         Flag("--result-life", SECONDS, RoomLimits, "result_life",
              "time that a result stays which nobody fetches"),
         Flag("--fetched-result-life", SECONDS, RoomLimits, "fetched_life",

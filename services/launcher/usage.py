@@ -28,9 +28,10 @@ async def collect(client: Redis) -> dict[str, dict[str, int]]:
         pipeline.zcard(keys.owner_models(owner))
         pipeline.zcard(keys.owner_checkpoints(owner))
         pipeline.hget(keys.owner_checkpoint_bytes(owner), "total")
+        pipeline.hget(keys.WAITING_OPERATIONS, owner)
         pipeline.hget(keys.HELD_BYTES, owner)
     replies: Any = await pipeline.execute()
-    names = ("sessions", "models", "checkpoints", "checkpoint_bytes", "state_bytes")
+    names = ("sessions", "models", "checkpoints", "checkpoint_bytes", "waiting_operations", "state_bytes")
     rows = [replies[start : start + len(names)] for start in range(0, len(replies), len(names))]
     return {
         owner: {name: int(value or 0) for name, value in zip(names, row, strict=True)}
@@ -50,5 +51,8 @@ def show(limited: Mapping[str, Mapping[str, int]], owners: Mapping[str, Mapping[
     for owner, has in owners.items():
         counts = ", ".join(f"{has[name]} {name}" for name in ("sessions", "models", "checkpoints"))
         files, state = (has[name] / _GIB for name in ("checkpoint_bytes", "state_bytes"))
-        lines.append(f"  {owner}  {counts} ({files:.2f} GiB), {state:.2f} GiB of requests and results")
+        waiting = f"{has['waiting_operations']} operations that wait"
+        lines.append(
+            f"  {owner}  {counts} ({files:.2f} GiB), {waiting}, {state:.2f} GiB of requests and results"
+        )
     return lines

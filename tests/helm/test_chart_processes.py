@@ -86,7 +86,7 @@ def test_what_api_keys_may_have_and_how_much_memory_gateways_take_are_values() -
     values = {
         "memoryMiB": 600,
         "sessions": {"forgetAfter": 86400},
-        "state": {"bytes": 3_000_000_000, "ownerBytes": 1_000_000_000},
+        "state": {"bytes": 3_000_000_000, "ownerBytes": 1_000_000_000, "ownerOperations": 23},
         "snapshots": {"bytes": 2_000_000_000_000, "ownerBytes": 1_000_000_000_000},
         "ownerLimits": owner,
     }
@@ -95,7 +95,7 @@ def test_what_api_keys_may_have_and_how_much_memory_gateways_take_are_values() -
     assert settings.limits.owners == OwnerLimits(11, 12, 13, 14, 5_000_000_000_000, 16, 17, 18, 19)
     assert settings.limits.waiting_sequences == 20
     assert settings.journal == JournalLimits(pending_bytes=22, entries=21)
-    assert settings.room == RoomLimits(3_000_000_000, 1_000_000_000)
+    assert settings.room == RoomLimits(3_000_000_000, 1_000_000_000, 23)
     assert (settings.memory_mib, settings.retention.forget_after) == (600, 86400)
     assert (settings.snapshot_bytes, settings.snapshot_owner_bytes) == (2 * 10**12, 10**12)
 

@@ -105,7 +105,7 @@ class Journal:
         Raises:
             Conflict: seq_id was used for another request.
             InvalidRequest: seq_id is out of range.
-            Overloaded: the model's journal is full, or its owner holds too much.
+            Overloaded: the model's journal is full, or its owner holds or has waiting too much.
         """
         model_id, seq_id = operation.model_id, operation.seq_id
         if not 0 <= seq_id <= _MAX_SEQ_ID:
@@ -132,6 +132,7 @@ class Journal:
                 keys.journal_pending(model_id),
                 keys.journal_meta(model_id),
                 keys.lease(model_id),
+                keys.WAITING_OPERATIONS,
                 *ACCOUNT,
             ],
             seq_id,
@@ -154,6 +155,7 @@ class Journal:
             self._gateway_id,
             int(kind == "forward_backward"),
             *self.room.bounds,
+            self.room.limits.owner_operations,
         )
         self._check_accepted(outcome, model_id, seq_id)
         return Accepted(request_id, outcome == b"new")
@@ -179,6 +181,11 @@ class Journal:
                 f"more than {self._limits.pending_bytes} bytes (--pending-bytes) or {self._limits.entries} "
                 f"operations (--pending-operations) of model {model_id} wait to run; send this again later",
                 about={"limit": "--pending-bytes"},
+            )
+        if outcome == b"waiting":
+            raise LimitReached(
+                f"this API key has {self.room.limits.owner_operations} operations that wait to run over all "
+                "its models, and may have no more (--owner-operations); send this again later"
             )
         if outcome == b"held":
             raise self.room.refusal()
@@ -267,6 +274,7 @@ class Journal:
                 keys.journal_pending(model_id),
                 keys.journal_meta(model_id),
                 keys.epoch(model_id),
+                keys.WAITING_OPERATIONS,
                 *ACCOUNT,
             ],
             seq_id,

@@ -30,12 +30,15 @@ class RoomLimits:
         total_bytes: requests and results of all API keys; 0 = half of the memory that Redis may use, or 4 GiB
             when it has no bound.
         owner_bytes: of one API key; 0 = what is left for others bounds it.
+        owner_operations: that wait to run, of one API key over all its models. The first that a model waits
+            for gets in all the same, or those behind it would wait for ever.
         result_life: how long a result stays that nobody fetches.
         fetched_life: how long one stays that was fetched, for an answer that was lost on its way.
     """
 
     total_bytes: int = 0
     owner_bytes: int = 0
+    owner_operations: int = 2**18
     result_life: int = 24 * 3600
     fetched_life: int = 600
 

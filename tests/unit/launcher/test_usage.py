@@ -25,15 +25,19 @@ async def test_status_tells_the_limits_of_gateways_and_what_each_owner_has(
     await redis_client.zadd(keys.owner_models("ann"), {"s1:train:0": 1})
     await redis_client.zadd(keys.owner_checkpoints("ann"), {"v": 1})
     await redis_client.hset(keys.owner_checkpoint_bytes("ann"), mapping={"v": 2**29, "total": 2**29})
+    await redis_client.hset(keys.WAITING_OPERATIONS, "ann", 5)
     await redis_client.hset(keys.HELD_BYTES, "ann", 2**30)
 
     report = await status.collect(DataDir(tmp_path), redis_url)
     assert report["limits"] == {"gateway-0": {"--max-models": 7}, "gateway-1": {"--max-models": 7}}
-    none = dict.fromkeys(("sessions", "models", "checkpoints", "checkpoint_bytes", "state_bytes"), 0)
-    ann = {"sessions": 2, "models": 1, "checkpoints": 1, "checkpoint_bytes": 2**29, "state_bytes": 2**30}
-    assert report["owners"] == {"ann": ann, "bob": none}
+    ann = {"sessions": 2, "models": 1, "checkpoints": 1, "checkpoint_bytes": 2**29}
+    ann |= {"waiting_operations": 5, "state_bytes": 2**30}
+    assert report["owners"] == {"ann": ann, "bob": dict.fromkeys(ann, 0)}
 
     shown = status.show(report)
     assert "limits of gateway-0, gateway-1: --max-models 7" in shown
-    assert "ann  2 sessions, 1 models, 1 checkpoints (0.50 GiB), 1.00 GiB of requests and results" in shown
+    assert (
+        "ann  2 sessions, 1 models, 1 checkpoints (0.50 GiB), 5 operations that wait, "
+        "1.00 GiB of requests and results"
+    ) in shown
     assert shown.count("its event loop stood still 3 times, for 80 ms at most") == 2

@@ -1,15 +1,15 @@
 -- Accepts one operation of a model: dedupes, journals, creates its future.
 -- USES held
--- KEYS future, journal, order, pending, meta, lease, held, expiring
+-- KEYS future, journal, order, pending, meta, lease, waiting of all owners, held, expiring
 -- ARGV seq, payload, digest, owner, refusal ('' = not refused), base model ('' unless a creation),
 --      result of a seq_id that was used before, result ttl (s), model id, request id,
 --      work channel, done channel, max pending bytes, max journal bytes, max entries, max ahead,
 --      '1' = it was accepted before, and Redis may have lost that,
 --      gateway whose dispatcher is told otherwise ('' = none),
 --      '1' = it is a batch, which a replay may need until the next step,
---      max bytes that all owners hold, max bytes that this one holds
+--      max bytes that all owners hold, max bytes that this one holds, max operations of this one that wait
 -- Returns 'new' journaled and to be run, 'resolved' nothing is to be run, 'same' accepted before, or why not:
---      'conflict', 'ahead', 'full', 'busy', 'held'
+--      'conflict', 'ahead', 'full', 'busy', 'waiting', 'held'
 local seq = tonumber(ARGV[1])
 local payload, digest, owner, refusal = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local ttl, most, again, batch = tonumber(ARGV[8]), tonumber(ARGV[15]), ARGV[17] == '1', ARGV[19] == '1'
@@ -55,9 +55,13 @@ else
   local size, waiting = #payload, redis.call('ZCARD', KEYS[4])
   local lowest = redis.call('ZRANGE', KEYS[4], 0, 0)[1]
   -- What the waiting ones wait for themselves gets in, or they would wait for ever.
-  if lowest and not (seq == through + 1 and seq < tonumber(lowest)) then
+  local awaited = lowest and seq == through + 1 and seq < tonumber(lowest)
+  if lowest and not awaited then
     -- They drain by themselves; batches that a replay needs go with a step, which has to get in for that.
     if tonumber(meta[4] or 0) + size > tonumber(ARGV[13]) or waiting >= most then return 'busy' end
+  end
+  if not (awaited or again) and tonumber(redis.call('HGET', KEYS[7], owner) or 0) >= tonumber(ARGV[22]) then
+    return 'waiting'
   end
   if batch and redis.call('ZCARD', KEYS[3]) >= most then return 'full' end
   if batch and tonumber(meta[5] or 0) + size > tonumber(ARGV[14]) then return 'full' end
@@ -66,6 +70,7 @@ else
     return 'held'
   end
   hold(owner, size + ENTRY)
+  redis.call('HINCRBY', KEYS[7], owner, 1)
   redis.call('HSET', KEYS[1], 'state', 'pending', 'digest', digest, 'owner', owner)
   redis.call('HSET', KEYS[2], ARGV[1], payload)
   redis.call('ZADD', KEYS[4], seq, ARGV[1])

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Resolves the future of an operation, once, for the holder of the current epoch.
 -- USES held
--- KEYS future, journal, order, pending, meta, epoch, held, expiring
+-- KEYS future, journal, order, pending, meta, epoch, waiting of all owners, held, expiring
 -- ARGV seq, epoch, result, ttl (s), '1' when a replay may pass the operation over,
 --      result of all later operations ('' = the model stays open), request id, done channel
 -- Returns 1 published, 0 not pending, -1 stale epoch
@@ -14,6 +14,7 @@ local size = redis.call('HSTRLEN', KEYS[2], ARGV[1])
 hold(owner, -ENTRY)
 resolve(KEYS[1], owner, ARGV[3], tonumber(ARGV[4]))
 redis.call('ZREM', KEYS[4], ARGV[1])
+if redis.call('HINCRBY', KEYS[7], owner, -1) == 0 then redis.call('HDEL', KEYS[7], owner) end
 
 local meta = redis.call('HMGET', KEYS[5], 'durable', 'floor', 'through')
 local durable, passed = seq <= tonumber(meta[1] or -1), ARGV[5] == '1'

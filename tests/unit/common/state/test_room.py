@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio
 
 from services.common.contract import errors, ids
-from services.common.contract.errors import Conflict, InvalidRequest, Overloaded, TooLarge
+from services.common.contract.errors import Conflict, InvalidRequest, LimitReached, Overloaded, TooLarge
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.journal_records import JournalLimits
@@ -206,6 +206,44 @@ async def test_an_owner_has_a_bound_of_its_own(any_redis: redis.asyncio.Redis) -
     # What is accepted already is so again, also after Redis has lost it.
     await journal.accept(batch("ann", 1, 8 * KIB), "ann")
     await journal.accept(batch("ann", 2, 8 * KIB), "ann", accepted_before=True)
+
+
+async def test_an_owner_may_have_so_many_operations_waiting_over_all_its_models(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    def of(number: int, seq_id: int) -> operation_pb2.Operation:
+        operation = batch("ann", seq_id)
+        operation.model_id = ids.model_id("of-ann", number)
+        return operation
+
+    async def waiting(owner: str) -> int:
+        return int(await any_redis.hget(keys.WAITING_OPERATIONS, owner) or 0)
+
+    journal = Journal(any_redis, room=Room(RoomLimits(owner_operations=2)))
+    await journal.accept(creation("ann"), "ann")
+    lease = await lead(any_redis, "ann")
+    for _ in range(2):
+        await journal.publish(model("ann"), lease.epoch, 0, b"")
+    assert await waiting("ann") == 0
+    for accepted in (of(0, 2), of(1, 1)):
+        await journal.accept(accepted, "ann")
+    for refused in (of(0, 3), of(1, 2), of(2, 1), step("ann", 3)):
+        with pytest.raises(LimitReached, match=r"2 operations that wait.*--owner-operations"):
+            await journal.accept(refused, "ann")
+    # What was accepted is so again; what one that waits waits for gets in, and so do others' operations.
+    await journal.accept(of(0, 2), "ann")
+    await journal.accept(of(0, 1), "ann")
+    assert await waiting("ann") == 3
+    await journal.accept(creation("ben"), "ben")
+    assert await waiting("ben") == 1
+
+    for seq_id in (1, 2):
+        await journal.publish(model("ann"), lease.epoch, seq_id, b"")
+    assert await waiting("ann") == 1
+    await journal.accept(of(2, 1), "ann")
+    lease = await lead(any_redis, "ben")
+    await journal.publish(model("ben"), lease.epoch, 0, b"")
+    assert {name.decode() for name in await any_redis.hkeys(keys.WAITING_OPERATIONS)} == {"ann"}
 
 
 async def test_a_step_gets_in_where_there_is_no_room_and_makes_some(any_redis: redis.asyncio.Redis) -> None:
