@@ -15,6 +15,7 @@ from services.gateway.access.auth import KeyRing
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
+from services.gateway.access.turns import Turns
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.cluster.base_models import BaseModels
@@ -60,6 +61,7 @@ class Application:
     near_clients: bool
     gate: Gate
     budget: BodyBudget
+    turns: Turns
 
     async def wait_result(self, owner: str, request_id: str, seconds: float) -> FutureView:
         """The state of a future: as soon as it is resolved, at the latest after `seconds`.

@@ -21,6 +21,7 @@ from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
 from services.gateway.access.memory import Memory
+from services.gateway.access.turns import Turns
 from services.gateway.application import Application
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
@@ -123,7 +124,7 @@ class Gateway:
         # Who is there, and who waits.
         self.discovery = discovery = Discovery(client, stores.poison)
         base_models = BaseModels(discovery)
-        gate, self.lag = Gate(limits.owners), LoopLag()
+        gate, self.lag, turns = Gate(limits.owners), LoopLag(), Turns()
         futures, fetched = Futures(client), FetchedResults(client, room)
 
         # What carries out what was accepted.
@@ -172,6 +173,7 @@ class Gateway:
             replicas,
             futures,
             fetched,
+            turns,
         )
         self.application = Application(
             keys=keys,
@@ -196,6 +198,7 @@ class Gateway:
             near_clients=near_clients,
             gate=gate,
             budget=BodyBudget(memory),
+            turns=turns,
         )
 
         # What lets go of it.

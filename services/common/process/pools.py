@@ -48,7 +48,8 @@ class Pool:
             raise Unavailable(f"no {self._name} within {self._deadline:g} s; try again later") from error
 
 
-COMPUTE = Pool("compute", 2, None)
+COMPUTE_THREADS = 2
+COMPUTE = Pool("compute", COMPUTE_THREADS, None)
 """Parsing, checking and encoding of large messages."""
 
 READS = Pool("storage read", 16, 60.0)

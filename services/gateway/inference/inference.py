@@ -19,8 +19,8 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Gone, TinsmithError, Unavailable
-from services.common.process.pools import COMPUTE
 from services.common.process.tasks import cancel_all
+from services.gateway.access.turns import Turns
 from services.gateway.inference import convert
 from services.gateway.inference.question import Done, ModelName, New, Question
 from services.gateway.inference.sessions import InferenceSessions, Sampler
@@ -60,6 +60,7 @@ class Inference:
         replicas: Replicas,
         futures: Futures,
         fetched: FetchedResults,
+        turns: Turns,
     ) -> None:
         self._sampling = sampling
         self._sessions = sessions
@@ -68,6 +69,7 @@ class Inference:
         self._replicas = replicas
         self._futures = futures
         self._fetched = fetched
+        self._turns = turns
 
     async def model(self, owner: str, name: ModelName) -> Model:
         """What a name stands for now.
@@ -192,7 +194,7 @@ class _Answer:
             if self._on._futures.draining:
                 await asyncio.sleep(_DRAINING_S)
             await self._on._sessions.note_alive(session_id)
-        done = await COMPUTE.run(convert.done, view.result, self._question, prompt)
+        done = await self._on._turns.run(self._owner, convert.done, view.result, self._question, prompt)
         for index, sequence in enumerate(done.sequences):
             _check_beginning(self._told.get((prompt, index), []), sequence.tokens)
         return done

@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.common.process.pools import COMPUTE
 from services.gateway.application import Application
 from services.gateway.edge.anthropic import answers, questions, requests
 from services.gateway.edge.http.codec import messages as messages_in
 from services.gateway.edge.http.routes import Call, Handler, reply
-from services.gateway.edge.inference.chat import Conversation, Reply, constraint_of, prompt_of
+from services.gateway.edge.inference.chat import Conversation, Reply, prompt_of, prompted
 from services.gateway.edge.inference.endpoint import endpoint, streamed, typed
 from services.gateway.edge.inference.unserved import refuse_unserved
 from services.gateway.inference.inference import Model
@@ -32,31 +31,39 @@ async def messages(call: Call) -> Response:
             lambda parts: _streamed(call, name, len(prompt), found, parts),
         )
     done = await call.while_there(_done(call, model, question))
-    return await COMPUTE.run(_message, name, found, done)
+    return await call.computed(_message, name, found, done)
 
 
 async def _asked(call: Call) -> tuple[str, Model, Question, Reply]:
     """What a body asks, and what is to become its answer. The body's memory counts, and is held, only until
     then."""
     async with call.body() as data:
-        body = messages_in.parse(requests.Message, data)
-        refuse_unserved(body, requests.MESSAGE_UNSERVED)
-        conversation = questions.conversation(body)
+        body, conversation = await call.computed(_read, data)
         model = await call.app.inference.model(call.owner, parse_model(body.model))
-        prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
-        question = questions.question(body, prompt, constraint_of(model.tokenizer, conversation))
+        prompt, limit = await call.computed(prompted, model.tokenizer, conversation)
+        question = questions.question(body, prompt, limit)
         return body.model, model, question, _reply(model, conversation, question)
+
+
+def _read(data: bytes) -> tuple[requests.Message, Conversation]:
+    body = messages_in.parse(requests.Message, data)
+    refuse_unserved(body, requests.MESSAGE_UNSERVED)
+    return body, questions.conversation(body)
+
+
+def _counted(data: bytes) -> tuple[requests.Count, Conversation]:
+    body = messages_in.parse(requests.Count, data)
+    refuse_unserved(body, requests.COUNT_UNSERVED)
+    return body, questions.conversation(body)
 
 
 async def count_tokens(call: Call) -> Response:
     """The tokens that a message's prompt has."""
     call.app.sampling.check_room(call.owner)
     async with call.body() as data:
-        body = messages_in.parse(requests.Count, data)
-        refuse_unserved(body, requests.COUNT_UNSERVED)
-        conversation = questions.conversation(body)
+        body, conversation = await call.computed(_counted, data)
         model = await call.app.inference.model(call.owner, parse_model(body.model))
-        return reply({"input_tokens": len(await COMPUTE.run(prompt_of, model.tokenizer, conversation))})
+        return reply({"input_tokens": len(await call.computed(prompt_of, model.tokenizer, conversation))})
 
 
 def _message(model: str, found: Reply, done: Done) -> Response:

@@ -68,6 +68,10 @@ class Call:
             account.hold(JSON_TIMES * len(data))
             yield data
 
+    async def computed(self, work: Callable[..., T], *args: object) -> T:
+        """What work comes to in a thread, when it is this caller's turn."""
+        return await self.app.turns.run(self.owner, work, *args)
+
     async def while_there(self, wait: Coroutine[Any, Any, T]) -> T:
         """What a wait comes to. It ends with its client: nobody else hears of it, and it counts as a call.
 

@@ -64,6 +64,11 @@ def prompt_of(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
     return tokenizer.tokens(template.render(conversation.messages, tools, variables), special=False)
 
 
+def prompted(tokenizer: Tokenizer, conversation: Conversation) -> tuple[list[int], Constraint | None]:
+    """A conversation's tokens, and what its answer must match. Raises as `prompt_of` and `constraint_of`."""
+    return prompt_of(tokenizer, conversation), constraint_of(tokenizer, conversation)
+
+
 def constraint_of(tokenizer: Tokenizer, conversation: Conversation) -> Constraint | None:
     """What the answer must match.
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from services.common.process.pools import COMPUTE
 from services.gateway.edge.http.codec import messages
 from services.gateway.edge.http.routes import Call, reply
-from services.gateway.edge.inference.chat import Reply, Said, constraint_of, prompt_of
+from services.gateway.edge.inference.chat import Conversation, Reply, Said, prompted
 from services.gateway.edge.inference.endpoint import event, streamed, typed
 from services.gateway.edge.openai import answers, questions, requests
 from services.gateway.inference.inference import Model
@@ -52,21 +51,24 @@ async def chat_completions(call: Call) -> Response:
         )
     head = answers.Head.new("chatcmpl", "chat.completion", chat.name, chat.model.weights)
     done = await call.while_there(_done(chat))
-    return await COMPUTE.run(lambda: reply(head.of(_choices(chat, done), answers.usage([done]))))
+    return await call.computed(lambda: reply(head.of(_choices(chat, done), answers.usage([done]))))
 
 
 async def _asked(call: Call) -> _Chat:
     """What a body asks. The body's memory counts, and is held, only until the prompt is made of it."""
     async with call.body() as data:
-        body = messages.parse(requests.Chat, data)
-        conversation = questions.conversation(body)
+        body, conversation = await call.computed(_read, data)
         model = await call.app.inference.model(call.owner, parse_model(body.model))
-        prompt = await COMPUTE.run(prompt_of, model.tokenizer, conversation)
-        limit = constraint_of(model.tokenizer, conversation)
+        prompt, limit = await call.computed(prompted, model.tokenizer, conversation)
         question = replace(questions.chat(body, prompt), constraint=limit)
         form = model.tokenizer.tool_format if conversation.functions else None
         counted = body.stream_options is not None and bool(body.stream_options.include_usage)
         return _Chat(call, body.model, model, question, form, bool(body.logprobs), counted)
+
+
+def _read(data: bytes) -> tuple[requests.Chat, Conversation]:
+    body = messages.parse(requests.Chat, data)
+    return body, questions.conversation(body)
 
 
 async def _done(chat: _Chat) -> Done:

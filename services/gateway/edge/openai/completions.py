@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
-from services.common.process.pools import COMPUTE
 from services.gateway.edge.http.codec import messages
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.edge.inference.chat import Reply, Said
@@ -30,7 +29,7 @@ async def completions(call: Call) -> Response:
             lambda parts: _streamed(call, asked, head, parts),
         )
     done = await call.while_there(_done(call, asked))
-    return await COMPUTE.run(lambda: reply(head.of(_choices(asked, done), answers.usage(done))))
+    return await call.computed(lambda: reply(head.of(_choices(asked, done), answers.usage(done))))
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ class _Asked:
 async def _asked(call: Call) -> _Asked:
     """The body's memory counts, and is held, only until it is read."""
     async with call.body() as data:
-        body = messages.parse(requests.Completion, data)
+        body = await call.computed(messages.parse, requests.Completion, data)
         model = await call.app.inference.model(call.owner, parse_model(body.model))
-        question = await COMPUTE.run(questions.completion, body, model.tokenizer)
-        before = await COMPUTE.run(_echoed, body, model) if body.echo else None
+        question = await call.computed(questions.completion, body, model.tokenizer)
+        before = await call.computed(_echoed, body, model) if body.echo else None
         counted = body.stream_options is not None and bool(body.stream_options.include_usage)
         return _Asked(body.model, model, question, before, body.logprobs, counted)
 
