@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.common.contract.sample_schema import MAX_SAMPLES
+from services.common.contract.stand_ins import STAND_INS
 from services.common.process import flags
 from services.common.process.flags import (
     BYTES,
@@ -99,6 +100,7 @@ def _checked_location(text: str) -> str:
 
 
 _LOCATION = Kind("a directory or a URL", "URL", _checked_location)
+_STAND_IN = Kind(f"one of {', '.join(STAND_INS)}, or empty", "LOSS", lambda text: _stand_in(text))
 _MODELS = Kind(f"JSON like {EXAMPLE}", "JSON", parse_configured)
 _PATH = Kind("a path", "PATH", lambda text: Path(text) if text else Path())
 _MEMORY = number(LEAST_MIB, 1 << 20, "MiB")
@@ -129,6 +131,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              f"base models to wait for, also before they loaded for the first time: {EXAMPLE}"),
         Flag("--checkpoint-store", _LOCATION, GatewayConfig, "checkpoint_store",
              "directory or URL of checkpoints and exports; empty: in DATA_DIR"),
+        Flag("--stable-reinforce-as", _STAND_IN, Limits, "stable_reinforce_as",
+             "loss that runs where a client asks for stable_reinforce, whose formula is not public; empty: "
+             "such requests are refused"),
         Flag("--snapshot-bytes", BYTES_OR_0, GatewayConfig, "snapshot_bytes",
              "most bytes of unnamed sampler snapshots; 0: half of their volume"),
         Flag("--snapshot-owner-bytes", BYTES_OR_0, GatewayConfig, "snapshot_owner_bytes",
@@ -214,6 +219,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
 }
 # fmt: on
+
+
+def _stand_in(text: str) -> str:
+    if text not in ("", *STAND_INS):
+        raise ValueError
+    return text
 
 
 def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> GatewayConfig:

@@ -51,6 +51,7 @@ class Options:
     port: int = 8000
     grpc_port: int = 8001
     public_url: str | None = None
+    stable_reinforce_as: str | None = None
     max_context: int | None = None
     max_lora_rank: int = 128
     dtype: str = "auto"
@@ -174,6 +175,7 @@ def _gateway(options: Options, index: int) -> Process:
         *("--base-models", _base_models(options)),
         *_store(options),
         *_given("--public-url", options.public_url),
+        *_given("--stable-reinforce-as", options.stable_reinforce_as),
     )
     return Process(name, argv, announces=("gateway", name))
 

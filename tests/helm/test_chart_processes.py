@@ -108,6 +108,13 @@ def test_gateways_do_not_take_a_port_forward_for_a_client_with_their_files() -> 
     assert (settings.near_clients, settings.public_url) == (False, "https://a.example")
 
 
+def test_gateways_are_told_which_loss_runs_in_place_of_stable_reinforce() -> None:
+    from services.gateway import config
+
+    (gateway,) = workloads(render({"gateway": {"stableReinforceAs": "cispo"}}), "gateway")
+    assert config.parse(arguments(gateway)).limits.stable_reinforce_as == "cispo"
+
+
 def test_gateways_are_told_which_base_models_there_are() -> None:
     from services.common.state.known_models import Configured
     from services.gateway import config

@@ -91,7 +91,10 @@ LOSS_SCHEMAS: dict[str, LossSchema] = {
 
 # Losses that the SDK can name and that cannot be served, with what to do instead.
 _UNSERVED = {
-    "stable_reinforce": "its formula is not public; use importance_sampling, ppo, cispo, dro or gspo",
+    "stable_reinforce": (
+        "its formula is not public; use importance_sampling, ppo, cispo, dro or gspo, or have the operator "
+        "let one of them run in its place (--stable-reinforce-as)"
+    ),
     "custom": (
         "no loss graph is run on the server; use the SDK's forward_backward_custom, which computes any loss "
         "on the client, or one of importance_sampling, ppo, cispo, dro, gspo and cross_entropy"

@@ -106,6 +106,7 @@ class Limits:
         min_ttl_seconds: shortest life of a checkpoint that has a ttl.
         max_ttl_seconds: longest.
         owners: what one API key may have.
+        stable_reinforce_as: the loss that runs where stable_reinforce is asked for; empty: that is refused.
     """
 
     json_body_bytes: int = MIB
@@ -131,6 +132,7 @@ class Limits:
     min_ttl_seconds: int = 3600
     max_ttl_seconds: int = 10 * 365 * 24 * 3600
     owners: OwnerLimits = field(default_factory=OwnerLimits)
+    stable_reinforce_as: str = ""
 
     def check_ttl(self, ttl_seconds: int | None) -> None:
         """Refuses a lifetime that checkpoints cannot have. None = for ever."""

@@ -54,6 +54,7 @@ class ResultRecorder:
             await self._models.set_status(operation.model_id, "failed" if failed else "ready")
         elif kind == "unload_model" and not failed:
             await self._models.note_unloaded(operation.model_id)
+        _tell_stand_in(operation, result)
         if failed or kind not in ("save_state", "save_for_sampler", "save_external"):
             return result
         model = await self._models.get(operation.model_id)
@@ -151,3 +152,11 @@ def _taken(sampling_session_id: str) -> results_pb2.OperationResult:
         "sampling_session_taken",
     )
     return results_pb2.OperationResult(error=errors.to_pb(error))
+
+
+def _tell_stand_in(operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
+    """Adds to a result's metrics which loss ran in place of the one that was asked for, if one did."""
+    if operation.asked_loss and result.WhichOneof("kind") == "forward_backward":
+        # Equal in every chunk of a batch, so that the greatest is the value.
+        name = f"{operation.asked_loss}_as_{operation.forward_backward.loss_fn}:max"
+        result.forward_backward.metrics[name] = 1.0

@@ -16,7 +16,7 @@ import msgspec
 from cachetools import TTLCache
 from google.protobuf.message import Message
 
-from services.common.contract import errors, ids, roles
+from services.common.contract import errors, ids, roles, stand_ins
 from services.common.contract.errors import (
     Conflict,
     InvalidRequest,
@@ -261,6 +261,10 @@ class Models:
 
             def make() -> None:
                 built = build(base)
+                asked_loss = built.loss_fn
+                built.loss_fn = stand_ins.that_runs(asked_loss, self._limits.stable_reinforce_as)
+                if built.loss_fn != asked_loss:
+                    operation.asked_loss = asked_loss
                 coerce(built)
                 validate.check_forward_backward(built, record.role, base, self._limits)
                 operation.forward_backward.CopyFrom(built)

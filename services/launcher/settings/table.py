@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.contract.stand_ins import STAND_INS
 from services.common.process.flags import HTTP_URL
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
@@ -207,6 +208,15 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             _whole(1),
             10,
             "optimizer steps of such a model that a restart may have to repeat (default: 10)",
+        ),
+    ),
+    "losses": (
+        Setting(
+            "stable-reinforce-as",
+            _one_of(*STAND_INS),
+            None,
+            "loss that runs where a client asks for stable_reinforce, whose formula is not public; results "
+            "name it in their metrics (default: such requests are refused)",
         ),
     ),
     "sampling": (

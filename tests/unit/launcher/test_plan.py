@@ -166,3 +166,9 @@ def test_gateways_and_trainers_are_told_where_checkpoints_are_kept(tmp_path: Pat
         "trainer-1": True,
         "sampler-1": False,
     }
+
+
+def test_gateways_are_told_which_loss_runs_in_place_of_stable_reinforce(tmp_path: Path) -> None:
+    gateway, *others = plan.processes(options(tmp_path, stable_reinforce_as="ppo"), [1, 2], launch)
+    assert dict(itertools.pairwise(gateway.argv))["--stable-reinforce-as"] == "ppo"
+    assert not any("--stable-reinforce-as" in process.argv for process in others)

@@ -22,14 +22,13 @@ from tinsmith.v1 import sampling_pb2, types_pb2
 _UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "base_model": ((None,), "create a sampling session with it"),
     "model_path": ((None,), "create a sampling session with it"),
-    # Refused and not ignored: whoever sets it is about to train with a loss that is refused, and should
-    # know before the rollouts are paid for.
-    "record_stability_info": (
-        (None, False),
-        "only the loss stable_reinforce reads it, whose formula is not public; use importance_sampling, "
-        "ppo, cispo, dro or gspo (in tinker-cookbook: loss_fn=importance_sampling)",
-    ),
 }
+_NO_STABILITY = (
+    "record_stability_info is not served: only the loss stable_reinforce reads it, whose formula is not "
+    "public; use importance_sampling, ppo, cispo, dro or gspo (in tinker-cookbook: "
+    "loss_fn=importance_sampling), or have the operator let one of them run in its place "
+    "(--stable-reinforce-as)"
+)
 
 
 async def create_sampling_session(call: Call) -> Response:
@@ -75,6 +74,10 @@ def sample_request(data: bytes, limits: Limits) -> sampling_pb2.SampleRequest:
     lists = LongLists(data)
     body = messages.parse(messages.Sample, lists.rest)
     _refuse_unserved(body)
+    # Refused and not ignored: whoever sets it is about to train with a loss that is refused, and should know
+    # before the rollouts are paid for. What runs in that loss's place needs nothing recorded.
+    if body.record_stability_info and not limits.stable_reinforce_as:
+        raise InvalidRequest(_NO_STABILITY)
     if body.sampling_session_id is None or body.seq_id is None:
         raise InvalidRequest("sampling_session_id and seq_id are missing; open a sampling session first")
     tokens = _tokens(body.prompt, lists, limits)

@@ -108,4 +108,7 @@ async def get_server_capabilities(call: Call) -> Response:
         }
         for model in await call.app.base_models.served()
     ]
-    return reply({"supported_models": models})
+    answer: dict[str, object] = {"supported_models": models}
+    if call.app.limits.stable_reinforce_as:
+        answer["stable_reinforce_as"] = call.app.limits.stable_reinforce_as
+    return reply(answer)

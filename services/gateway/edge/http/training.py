@@ -67,9 +67,18 @@ def lora_fields(record: ModelRecord | CheckpointRecord) -> dict[str, Any]:
     return {"is_lora": True, "lora_rank": record.lora_rank}
 
 
+def _unserved(optimizer: object) -> InvalidRequest:
+    why = "what it does is not public, only the names of its settings are; " * (optimizer == "dimuon")
+    return InvalidRequest(
+        f"optimizer {str(optimizer)[:100]!r} is not served: {why}use AdamOptimizerConfig, the default, and "
+        "step with AdamParams",
+        "unserved_optimizer",
+    )
+
+
 def _check_optimizer_config(config: Mapping[str, Any] | None) -> None:
     if config is not None and config != {"type": "adamw"}:
-        raise InvalidRequest(f"optimizer_config {config!r:.200} is not served; use {{'type': 'adamw'}}")
+        raise _unserved(config.get("type"))
 
 
 async def get_info(call: Call) -> Response:
@@ -151,8 +160,7 @@ async def _read(data: bytes, limits: Limits) -> tuple[tinker_pb2.TinkerForwardBa
 async def optim_step(call: Call) -> Response:
     async def accept(body: messages.OptimStep) -> Response:
         if body.optimizer_params is not None:
-            kind = str(body.optimizer_params.get("type"))
-            error = InvalidRequest(f"optimizer {kind[:100]!r} is not served; step with AdamParams")
+            error = _unserved(body.optimizer_params.get("type"))
             return promise(await models.refuse(call.owner, body.model_id, body.seq_id, error), body.model_id)
         given = body.adam_params or messages.AdamParams()
         adam = training_pb2.AdamParams(

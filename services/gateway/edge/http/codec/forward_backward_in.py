@@ -88,8 +88,6 @@ def forward_backward(
     Raises:
         InvalidRequest: a tensor is malformed, or something is asked for that is not served.
     """
-    # Before its settings, which may be of a kind that only losses have which are not served.
-    loss_schema.check_served(message.loss_fn)
     operation = training_pb2.ForwardBackward(loss_fn=message.loss_fn, forward_only=message.forward_only)
     operation.loss_config.update(_loss_config(message))
     for index, datum in enumerate(message.data):
@@ -108,6 +106,8 @@ def _loss_config(message: tinker_pb2.TinkerForwardBackwardRequest) -> dict[str, 
     config = {}
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
+            # A loss that takes text is none that is served.
+            loss_schema.check_served(message.loss_fn)
             raise InvalidRequest(f"loss_fn_config {name!r} must be a number; no served loss takes text")
         config[name] = value.number
     return config
@@ -193,9 +193,9 @@ def _vector(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 def _check_spans(datum: tinker_pb2.TinkerDatum, target: training_pb2.Datum, where: str) -> None:
     """Checks that provenance spans tile what they describe.
 
-    They tell from which sampled sequence a token came. No served loss depends on that
-    (stable_reinforce does, and is refused by name), so they have no further effect: the cookbook's
-    RL loops send them with every loss.
+    They tell from which sampled sequence a token came. No served loss depends on that, nor does one that
+    runs in place of stable_reinforce, so they have no further effect: the cookbook's RL loops send them with
+    every loss.
     """
     spans, loss_spans = datum.model_input_spans, datum.loss_fn_input_spans
     if not spans and not loss_spans:
