@@ -22,6 +22,7 @@ from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.readiness import Readiness
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.inference.inference import Inference
+from services.gateway.inference.tokenizer_files import TokenizerFiles
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures, FutureView
 from services.gateway.sampling.accept import Sampling
@@ -52,6 +53,7 @@ class Application:
     runs: Runs
     sampling: Sampling
     inference: Inference
+    tokenizer_files: TokenizerFiles
     futures: Futures
     fetched: FetchedResults
     completions: Completions

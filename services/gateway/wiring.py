@@ -36,6 +36,7 @@ from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.inference.inference import Inference
 from services.gateway.inference.sessions import InferenceSessions
+from services.gateway.inference.tokenizer_files import TokenizerFiles
 from services.gateway.inference.tokenizers import Tokenizers
 from services.gateway.records.stores import Stores
 from services.gateway.results.fetched import FetchedResults
@@ -189,6 +190,7 @@ class Gateway:
             runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),
             sampling=accepted_samples,
             inference=inference,
+            tokenizer_files=TokenizerFiles(base_models, replicas.tokenizer),
             futures=futures,
             fetched=fetched,
             completions=Completions(stores.samples, futures, fetched),

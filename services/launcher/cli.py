@@ -65,6 +65,17 @@ def _parser() -> argparse.ArgumentParser:
         help="say where the memory goes for a size (8B), a directory with a config.json, or a known name",
     )
     doctor.add_argument("--data-dir", type=Path, default=_DATA_DIR, help="as given to `up` (default: ./data)")
+    tokenizer = commands.add_parser(
+        "tokenizer",
+        help="put a served tokenizer where the SDK looks for it",
+        description="Fetches the tokenizer of a served base model to DIR/NAME. The SDK and tinker-cookbook "
+        "load tokenizers by name, and find it there when they run in DIR. Reads TINKER_BASE_URL and "
+        "TINKER_API_KEY.",
+    )
+    tokenizer.add_argument("name", metavar="NAME", help="what SDK users pass as base_model")
+    tokenizer.add_argument(
+        "directory", type=Path, nargs="?", default=Path(), metavar="DIR", help="default: the current one"
+    )
     models = commands.add_parser("models", help="make models, and end serving one").add_subparsers(
         dest="kind", required=True, metavar="KIND"
     )
@@ -153,6 +164,15 @@ def _doctor(args: argparse.Namespace) -> int:
     return doctor(args.data_dir.resolve(), args.model)
 
 
+def _tokenizer(args: argparse.Namespace) -> int:
+    from services.launcher.clients import tokenizer
+
+    environment = os.environ
+    url, key = environment.get("TINKER_BASE_URL"), environment.get("TINKER_API_KEY")
+    print(tokenizer.run(url, key, args.name, args.directory))
+    return 0
+
+
 def _models(args: argparse.Namespace) -> int:
     return {"tiny": _tiny, "retire": _retire}[args.kind](args)
 
@@ -195,7 +215,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.unknown = unknown
     try:
-        return {"up": _up, "status": _status, "doctor": _doctor, "models": _models}[args.command](args)
+        commands = {"up": _up, "status": _status, "doctor": _doctor, "models": _models}
+        return {**commands, "tokenizer": _tokenizer}[args.command](args)
     except InvalidRequest as error:
         print(f"tinsmith: {error.message}", file=sys.stderr)
         return 2

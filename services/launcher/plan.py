@@ -145,6 +145,16 @@ def mistakes(options: Options) -> list[str]:
     return found
 
 
+def aliases(options: Options) -> list[str]:
+    """What users of names that are not their weights' own need to know."""
+    return [
+        f"{model.name} is {model.source}. Clients that load its tokenizer by name need it from here: in "
+        f"their directory, `tinsmith tokenizer {model.name}`"
+        for model in options.models
+        if model.source != model.name
+    ]
+
+
 def processes(options: Options, master_ports: list[int], launch_trainer: TrainerCommand) -> list[Process]:
     """All processes but Redis.
 

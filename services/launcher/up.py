@@ -90,6 +90,8 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
             running.was_ready = True
         ports = [machine.free_port() for _ in options.models]
         progress.note(show(options))
+        for note in plan.aliases(options):
+            progress.note(note)
         for process in plan.processes(options, ports, launch_command):
             await supervisor.start(process)
         ready = asyncio.create_task(_until_ready(client, supervisor, progress), name="ready")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
@@ -13,6 +14,7 @@ import tinker
 from tinker import types
 from tinker.lib.retry_handler import RetryConfig
 
+from services.launcher.cli import main as tinsmith
 from tests.cluster.compatibility.walk import ClientOnly, Walk, probe
 from tests.cluster.conftest import BASE_MODEL
 
@@ -92,8 +94,15 @@ def compute_logprobs(walk: Walk) -> None:
 
 
 @probe("SamplingClient.get_tokenizer")
-def get_tokenizer(walk: Walk) -> None:
-    raise ClientOnly("the SDK loads it by the base model's name")
+def get_tokenizer(walk: Walk) -> str:
+    with mock.patch.dict(os.environ, walk.environment), contextlib.chdir(walk.directory):
+        assert tinsmith(["tokenizer", BASE_MODEL]) == 0
+        found = walk.call(walk.sampler, "get_tokenizer")
+    text = "The quick brown fox 123"
+    assert found.encode(text) == walk.training.get_tokenizer().encode(text)
+    return (
+        "once `tinsmith tokenizer NAME` has put it where the SDK looks, unless the hub has it under that name"
+    )
 
 
 @probe("SamplingClient.get_base_model")

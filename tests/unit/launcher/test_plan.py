@@ -105,6 +105,12 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
     assert (said["--max-lora-rank"], said["--max-loras"]) == ("128", "8")
 
 
+def test_a_name_that_is_not_its_weights_own_is_told(tmp_path: Path) -> None:
+    models = (plan.Model("org/one", "org/one"), plan.Model("org/two", "/models/two"))
+    (told,) = plan.aliases(options(tmp_path, models=models))
+    assert told.startswith("org/two is /models/two.") and "tinsmith tokenizer org/two" in told
+
+
 def test_only_gateways_listen_on_the_address_that_is_asked_for(tmp_path: Path) -> None:
     planned = plan.processes(options(tmp_path, host="0.0.0.0"), [1, 2], launch)
     hosts = {process.name: dict(itertools.pairwise(process.argv))["--host"] for process in planned}

@@ -131,14 +131,14 @@ async def download(application: Application, request: Request) -> Response:
         "cache-control": "private, no-store",
         "x-content-type-options": "nosniff",
     }
-    return _Sending(found, headers)
+    return Sending(found, headers, "application/octet-stream")
 
 
-class _Sending(StreamingResponse):
+class Sending(StreamingResponse):
     """The answer with a file, which it closes, also when it was never begun."""
 
-    def __init__(self, found: Download, headers: dict[str, str]) -> None:
-        super().__init__(found.pieces(), headers=headers, media_type="application/octet-stream")
+    def __init__(self, found: Download, headers: dict[str, str], media_type: str) -> None:
+        super().__init__(found.pieces(), headers=headers, media_type=media_type)
         self._found = found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

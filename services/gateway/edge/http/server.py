@@ -33,6 +33,7 @@ from services.gateway.edge.http import (
     sampling,
     session_search,
     sessions,
+    tokenizers,
     training,
 )
 from services.gateway.edge.http.checkpoints import API
@@ -54,6 +55,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "sessions/{session_id}/finish", sessions.finish_session),
     ("POST", "telemetry", sessions.telemetry),
     ("GET", "get_server_capabilities", sessions.get_server_capabilities),
+    ("GET", "tokenizers/{base_model:path}", tokenizers.get_tokenizer),
     ("POST", "create_model", training.create_model),
     ("POST", "get_info", training.get_info),
     ("POST", "forward_backward", training.forward_backward),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import PurePath
 
 from starlette.responses import Response
 
 from services.common.contract.errors import PermissionDenied
+from services.gateway.cluster.base_models import BaseModel
 from services.gateway.edge.http.codec import messages
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.sessions.sessions import NewSession
@@ -98,6 +100,15 @@ async def telemetry(call: Call) -> Response:
         return reply({"status": "accepted"})
 
 
+def _weights(model: BaseModel) -> str | None:
+    """Which weights a base model has, where its name says something else: the hub id, or that they are a
+    directory's, whose place is nobody's business."""
+    found = model.tokenizer_id
+    if found in ("", model.name):
+        return None
+    return "a directory of the cluster" if PurePath(found).is_absolute() else found
+
+
 async def get_server_capabilities(call: Call) -> Response:
     models = [
         {
@@ -105,6 +116,8 @@ async def get_server_capabilities(call: Call) -> Response:
             "max_context_length": model.context_length or None,
             "trainable": model.trainable,
             "sampleable": model.sampleable,
+            # The SDK passes over what it does not know.
+            "weights": _weights(model),
         }
         for model in await call.app.base_models.served()
     ]

@@ -45,7 +45,7 @@ METHODS = {
 }
 # The SDK's own affairs, and what is refused over HTTP too.
 OF_THE_SDK = {"client_config", "client_dynamic_config", "telemetry", "own_api_key"}
-HTTP_ONLY = {"copy_weights"}
+HTTP_ONLY = {"copy_weights", "get_tokenizer"}
 REFUSED = {"delete_own_api_key", "trace_export", "audit", "billing_usage", "checkpoint_storage"}
 
 
