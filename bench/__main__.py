@@ -35,6 +35,7 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[Stack], list[Row]]]] = {
     "exactness": ("Comparing log-probabilities", exactness.measure),
     "loss-memory": ("Measuring the loss's memory", lambda _: loss_memory.measure()),
     "training": ("Training", throughput.training),
+    "shared-prefixes": ("Training on answers to one prompt", throughput.shared_prefixes),
     "small-tenants": ("Training in small steps", throughput.small_tenants),
     "small-forward": ("Small requests", latency.small_forward),
     "waiting": ("Small requests beside training", waiting.small_forwards),

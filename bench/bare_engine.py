@@ -32,13 +32,17 @@ class BareEngine(Child):
         }
         super().__init__("bench.bare_engine", [str(model_dir)], environment, log)
 
-    def train(self, batch: list[list[int]], learning_rate: float) -> float:
-        """Seconds of one pass over the batch with its gradient, and one optimizer step."""
-        return float(self.ask({"batch": batch, "learning_rate": learning_rate}))
+    def train(self, batch: list[list[int]], learning_rate: float, *, shared: bool = True) -> float:
+        """Seconds of one pass over the batch with its gradient, and one optimizer step.
+
+        Args:
+            shared: what sequences begin with alike is computed once.
+        """
+        return float(self.ask({"batch": batch, "learning_rate": learning_rate, "shared": shared}))
 
     def forward(self, batch: list[list[int]]) -> float:
         """Seconds of one pass over the batch without a gradient."""
-        return float(self.ask({"batch": batch, "learning_rate": None}))
+        return float(self.ask({"batch": batch, "learning_rate": None, "shared": True}))
 
 
 def _load(model_dir: str) -> Callable[[Any], float]:
@@ -50,14 +54,15 @@ def _load(model_dir: str) -> Callable[[Any], float]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0, rank=0, world_size=1)
     engine.create_model("m", LoraSpec(RANK, SEED))
-    seq_id = 0
+    seq_id, shares = 0, engine.shares_prefixes
 
     def run(job: Any) -> float:
         nonlocal seq_id
         seq_id += 1
         learning_rate = job["learning_rate"]
         op = PassOp("m", seq_id, "cross_entropy", forward_only=learning_rate is None)
-        work = _pass(op, job["batch"])
+        engine.shares_prefixes = shares and job["shared"]
+        work = _pass(op, job["batch"], shared=engine.shares_prefixes)
         start = time.perf_counter()
         engine.run_pass(work)
         if learning_rate is not None:
@@ -67,7 +72,7 @@ def _load(model_dir: str) -> Callable[[Any], float]:
     return run
 
 
-def _pass(op: Any, batch: list[list[int]]) -> Any:
+def _pass(op: Any, batch: list[list[int]], *, shared: bool = True) -> Any:
     from services.common.contract.tensors import HostTensor
     from services.trainer.compute.data import MicroBatch, Pass, Row
     from services.trainer.order.microbatch import split_operation
@@ -81,8 +86,8 @@ def _pass(op: Any, batch: list[list[int]]) -> Any:
             "weights": HostTensor("float32", (count,), np.ones(count, "<f4").tobytes()),
         }
         rows.append(Row("m", 0, index, np.array(sequence[:-1], "<i4").tobytes(), inputs))
-    units = split_operation([row.length for row in rows], MICRO_BATCH_TOKENS)
-    return Pass([op], [MicroBatch([rows[index] for index in unit]) for unit in units])
+    units = split_operation([row.tokens for row in rows], MICRO_BATCH_TOKENS, shared=shared)
+    return Pass([op], [MicroBatch([rows[index] for index in unit.datums]) for unit in units])
 
 
 if __name__ == "__main__":

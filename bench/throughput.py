@@ -10,6 +10,8 @@ import numpy as np
 import tinker
 from tinker import types
 
+from services.trainer.order.microbatch import split_operation
+
 from .bare_engine import BareEngine
 from .bare_torch import BareLoop
 from .stack import RANK, Row, Stack, alternate, next_token_datum, random_tokens, ratio_row, seconds, train
@@ -17,6 +19,7 @@ from .stack import RANK, Row, Stack, alternate, next_token_datum, random_tokens,
 LEARNING_RATE = 1e-4
 ROWS, TOKENS, REPETITIONS = 32, 128, 3
 TENANTS = 4
+PROMPT, ANSWERS, ANSWER = 512, 16, 64
 SMALL_TOKENS, SMALL_STEPS, SMALL_REPETITIONS = 16, 8, 5
 
 
@@ -69,6 +72,43 @@ def _train_together(tenants: list[tinker.TrainingClient], shares: list[list[type
         sent.append(tenant.optim_step(types.AdamParams(learning_rate=LEARNING_RATE)))
     for future in sent:
         future.result()
+
+
+def shared_prefixes(stack: Stack) -> list[Row]:
+    """Answers to one prompt, as every RL group is: its engine with the prompt once, and for every answer."""
+    rng = np.random.default_rng(8)
+    (prompt,) = random_tokens(rng, stack.vocab, 1, PROMPT)
+    # One token more, as the last is a target only.
+    batch = [prompt + answer for answer in random_tokens(rng, stack.vocab, ANSWERS, ANSWER + 1)]
+    engine = BareEngine(stack.model_dir, stack.threads, stack.scratch / "prefix-engine.log")
+    sides: list[Callable[[int], float]] = [
+        lambda _: engine.train(batch, LEARNING_RATE),
+        lambda _: engine.train(batch, LEARNING_RATE, shared=False),
+    ]
+    try:
+        alternate(1, *sides)
+        ours, apart = alternate(REPETITIONS, *sides)
+    finally:
+        engine.close()
+    name = f"training on {ANSWERS} answers of {ANSWER} tokens to a prompt of {PROMPT}"
+    sequences = [np.array(sequence[:-1], "<i4").tobytes() for sequence in batch]
+    sent = ANSWERS * (PROMPT + ANSWER)
+    return [
+        ratio_row(f"{name}: shared prefix / without", ours, apart, sent, at_least=4.0),
+        computed_row(name, sum(unit.tokens for unit in split_operation(sequences, sent, shared=True)), sent),
+    ]
+
+
+def computed_row(name: str, computed: int, sent: int) -> Row:
+    """How many of the tokens that were sent are computed, of one prompt and its answers."""
+    return Row(
+        f"{name}: tokens computed / tokens sent",
+        computed / sent,
+        "x tokens",
+        at_most=(PROMPT + ANSWERS * ANSWER) / sent,
+        required=True,
+        details={"computed": computed, "sent": sent},
+    )
 
 
 def small_tenants(stack: Stack) -> list[Row]:

@@ -14,8 +14,7 @@ from services.common.contract.errors import InvalidRequest
 from services.common.contract.tensors import DTYPES, HostTensor
 from services.trainer.compute.data import AdamSpec, LoraSpec, RowResult
 from services.trainer.compute.losses import combine_metrics
-from services.trainer.order.microbatch import split_operation
-from services.trainer.order.scheduler import Unit
+from services.trainer.order.microbatch import Unit, split_operation
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import checkpoints_pb2, models_pb2, results_pb2, training_pb2
 
@@ -27,10 +26,12 @@ class Target:
     Attributes:
         base_model: registered name of the base model.
         unit_tokens: tokens of one unit of work.
+        shares_prefixes: the trainer computes shared prefixes once, see `compute.engine.Engine`.
     """
 
     base_model: str
     unit_tokens: int
+    shares_prefixes: bool
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _adam(adam: training_pb2.AdamParams) -> AdamSpec:
 def _forward(request: training_pb2.ForwardBackward, target: Target) -> Forward:
     if not request.data:
         raise InvalidRequest("data is empty; give at least one datum", "empty_data")
-    data, lengths = [], []
+    data = []
     for index, pb in enumerate(request.data):
         tokens = tensors.from_pb(pb.tokens, f"data[{index}]: tokens")
         if tokens.dtype != "int32" or len(tokens.shape) != 1 or not tokens.numel:
@@ -183,13 +184,12 @@ def _forward(request: training_pb2.ForwardBackward, target: Target) -> Forward:
             key: tensors.from_pb(value, f"data[{index}]: {key}")
             for key, value in sorted(pb.loss_inputs.items())
         }
-        lengths.append(tokens.numel)
         data.append(Datum(tokens.data, inputs))
-    units = tuple(
-        Unit(tuple(indices), sum(lengths[i] for i in indices))
-        for indices in split_operation(lengths, target.unit_tokens)
+    units = split_operation(
+        [datum.tokens for datum in data], target.unit_tokens, shared=target.shares_prefixes
     )
-    return Forward(tuple(data), request.loss_fn, dict(request.loss_config), request.forward_only, units)
+    config = dict(request.loss_config)
+    return Forward(tuple(data), request.loss_fn, config, request.forward_only, tuple(units))
 
 
 def lora_to_pb(lora: LoraSpec) -> models_pb2.LoraConfig:

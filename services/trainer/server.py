@@ -112,7 +112,7 @@ class _Server:
         self._world = world
         self._engine = engine
         self._client = client
-        self._parts = Trainer(config, place, world, client)
+        self._parts = Trainer(config, place, world, client, shares_prefixes=engine.shares_prefixes)
 
     async def run(self, stop: asyncio.Task[Signals]) -> int:
         """Serves until `stop` is done or the world fails."""

@@ -40,9 +40,19 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainerConfig, place: Place, world: World, client: redis.asyncio.Redis
+        self,
+        config: TrainerConfig,
+        place: Place,
+        world: World,
+        client: redis.asyncio.Redis,
+        *,
+        shares_prefixes: bool,
     ) -> None:
-        """Puts everything together over one Redis. Call within the event loop that will run it."""
+        """Puts everything together over one Redis. Call within the event loop that will run it.
+
+        Args:
+            shares_prefixes: what the world's engines do, see `Engine`.
+        """
         data = DataDir(config.data_dir)
         base = Base(config.base_model, config.model_path)
         self.models: dict[str, Model] = {}
@@ -82,7 +92,7 @@ class Trainer:
             world,
             models,
             control,
-            Target(config.base_model, config.micro_batch_tokens),
+            Target(config.base_model, config.micro_batch_tokens, shares_prefixes),
             Limits(place.world_size, config.micro_batch_tokens),
             self.crashes,
         )

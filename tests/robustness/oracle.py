@@ -119,9 +119,10 @@ def _forward_backward(
     from services.trainer.order.microbatch import split_operation
 
     rows = [_row(model_id, index, *one) for index, one in enumerate(data)]
-    cut = split_operation([row.length for row in rows], MICRO_BATCH_TOKENS)
+    cut = split_operation([row.tokens for row in rows], MICRO_BATCH_TOKENS, shared=engine.shares_prefixes)
     passes = Pass(
-        [PassOp(model_id, seq_id, "cross_entropy")], [MicroBatch([rows[i] for i in unit]) for unit in cut]
+        [PassOp(model_id, seq_id, "cross_entropy")],
+        [MicroBatch([rows[i] for i in unit.datums]) for unit in cut],
     )
     results = engine.run_pass(passes)
     total = hashlib.sha256()

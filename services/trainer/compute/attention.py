@@ -1,7 +1,9 @@
 """Attention over a flat batch: sequences end to end in one run of tokens, without padding.
 
-Invariant: no token sees one of another sequence, and each sequence's numbers are those of the model's own
-attention on that sequence alone. An architecture for which that is not known to hold is not `is_flat`; it
+Sequences that begin alike may be a tree of pieces there, in which what they share lies once.
+
+Invariant: no token sees one that is not of its sequence, and each sequence's numbers are those of the model's
+own attention on that sequence alone. An architecture for which that is not known to hold is not `is_flat`; it
 computes one sequence at a time, as the library does.
 """
 
@@ -17,6 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from services.trainer.compute.prefix.attention import Rules, attend_tree
+from services.trainer.compute.prefix.layout import Layout, TreeRun
+
 FLAT_ATTENTION = "tinsmith_flat"
 """Its name as transformers' `attn_implementation`."""
 
@@ -30,14 +35,16 @@ class Sequences:
     """How a flat batch is cut.
 
     Attributes:
-        lengths: tokens of each sequence, at least 1.
-        offsets: int32 [sequences + 1], where each begins, and the end.
+        lengths: tokens of each sequence, or of each piece of several, at least 1.
+        offsets: int32 [lengths + 1], where each begins, and the end.
         positions: int64 [1, T], each token's place in its own sequence.
+        trees: those of `Layout`: pieces that see others. Any other piece is a sequence.
     """
 
     lengths: tuple[int, ...]
     offsets: Tensor
     positions: Tensor
+    trees: tuple[tuple[int, TreeRun], ...] = ()
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: str) -> Sequences:
@@ -47,6 +54,23 @@ class Sequences:
         positions = torch.arange(int(ends[-1])) - (ends - sizes).repeat_interleave(sizes)
         offsets = nn.functional.pad(ends, (1, 0)).int()
         return cls(tuple(lengths), offsets.to(device), positions[None].to(device))
+
+    @classmethod
+    def laid_out(cls, layout: Layout, device: str) -> Sequences:
+        """How a layout is cut."""
+        offsets = nn.functional.pad(torch.tensor(layout.lengths).cumsum(0), (1, 0)).int()
+        positions = torch.from_numpy(layout.positions)[None]
+        return cls(layout.lengths, offsets.to(device), positions.to(device), layout.trees)
+
+    def runs(self) -> Iterator[tuple[int, int] | TreeRun]:
+        """What is computed at once, in order: neighbours of equal length (length, how many), or a tree."""
+        done = 0
+        for first, tree in (*self.trees, (len(self.lengths), None)):
+            for length, group in groupby(self.lengths[done:first]):
+                yield length, sum(1 for _ in group)
+            if tree is not None:
+                yield tree
+                done = first + len(tree.lengths)
 
 
 def register() -> None:
@@ -111,13 +135,17 @@ def attend(
         [1, T, heads, head size of `value`].
     """
     plain = all(options.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
-    if plain and _has_kernel(query, value):
+    if plain and not sequences.trees and _has_kernel(query, value):
         return _fused(query, key, value, window, sequences, scaling), None
-    runs = list(_runs(sequences.lengths))
-    sizes = [length * count for length, count in runs]
+    runs = list(sequences.runs())
+    sizes = [run.tokens if isinstance(run, TreeRun) else run[0] * run[1] for run in runs]
     split = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
     outputs = []
-    for (length, count), *parts in zip(runs, *split, strict=True):
+    for run, positions, *parts in zip(runs, sequences.positions[0].split(sizes), *split, strict=True):
+        if isinstance(run, TreeRun):
+            outputs.append(_tree(run, positions, parts, window, scaling, options))
+            continue
+        length, count = run
         stacked = [_stack(part, length, count) for part in parts]
         seen = _seen(length, window, query.device)
         if plain:
@@ -159,10 +187,20 @@ def _fused(
     return output[None]
 
 
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours of equal length, which are computed at once: (length, how many)."""
-    for length, group in groupby(lengths):
-        yield length, sum(1 for _ in group)
+def _tree(
+    tree: TreeRun,
+    positions: Tensor,
+    parts: Sequence[Tensor],
+    window: int | None,
+    scaling: float | None,
+    options: dict[str, Any],
+) -> Tensor:
+    if options.get("position_bias") is not None:
+        raise RuntimeError("the model adds to its scores what a shared prefix cannot have")
+    query, key, value = (part[0] for part in parts)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rules = Rules(scale, window, options.get("softcap"))
+    return attend_tree(query, key, value, positions, tree, rules, options.get("s_aux")).transpose(0, 1)[None]
 
 
 def _stack(part: Tensor, length: int, count: int) -> Tensor:

@@ -1,24 +1,27 @@
-"""Turns rows of host bytes into the tensors of one micro-batch, and results back into host bytes.
+"""Turns rows of host bytes into the tensors of one micro-batch, and its outputs back into those of rows.
 
-Invariant: a micro-batch is one run of tokens, its rows' sequences end to end, and nothing else. A row without
-targets is a critic's: its positions have values, the others' have log-probabilities of targets. Critics' rows
-come last.
+Invariant: a micro-batch is one run of tokens, its rows' sequences end to end, and nothing else; what rows of
+one operation begin with alike may be there once. A row without targets is a critic's: its positions have
+values, the others' have log-probabilities of targets. Critics' rows come last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.common.contract.loss_schema import TARGETS
-from services.common.contract.tensors import DTYPES, HostTensor, from_values
+from services.common.contract.tensors import HostTensor
 from services.trainer.compute.attention import Sequences
-from services.trainer.compute.data import Row, RowResult
-from services.trainer.compute.logprobs import Targets, widths_of
+from services.trainer.compute.data import Row
+from services.trainer.compute.logprobs import Targets
+from services.trainer.compute.prefix.layout import lay_out
+from services.trainer.order.prefixes import PrefixTree, prefix_tree, unshared
 
 
 @dataclass(frozen=True)
@@ -27,17 +30,18 @@ class Collated:
 
     Attributes:
         tokens: int64 [1, T].
-        targets: those of the first P tokens, Q in all. The other T - P tokens are critics'.
+        targets: those of the first P tokens, Q in all; a token that several rows have has each row's. The
+            other T - P tokens are critics'.
         sequences: how the rows share T.
-        spans: each row's (start, stop) in Q, or in T - P.
-        inputs: each row's other loss inputs, in their own shape, on the device.
+        places: of each row where its outputs are among the Q, or the T - P: int64, on the host.
+        ops: the operations in order, and how many of the T tokens each has.
     """
 
     tokens: Tensor
     targets: Targets
     sequences: Sequences
-    spans: list[tuple[int, int]]
-    inputs: list[dict[str, Tensor]]
+    places: list[Tensor]
+    ops: list[tuple[int, int]]
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
@@ -45,31 +49,55 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (TARGETS not in row.loss_inputs, row.op, row.index))
 
 
-def collate(rows: Sequence[Row], device: str) -> Collated:
-    """The batch of `rows`, at least one, `in_order`, which passed `loss_schema.check_datum`."""
-    lengths = [row.length for row in rows]
-    tokens = np.concatenate([np.frombuffer(row.tokens, DTYPES["int32"].numpy) for row in rows])
-    targets: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
-    widths: list[tuple[int, int]] = []
-    spans: list[tuple[int, int]] = []
-    start = value_start = 0
-    for row in rows:
-        if TARGETS in row.loss_inputs:
-            row_targets = row.loss_inputs[TARGETS].values().ravel()
-            targets.append(row_targets)
-            widths.append((row.length, row_targets.size // row.length))
-            spans.append((start, start + row_targets.size))
-            start += row_targets.size
-        else:
-            spans.append((value_start, value_start + row.length))
-            value_start += row.length
+def collate(rows: Sequence[Row], device: str, *, shared: bool) -> Collated:
+    """The batch of `rows`, at least one, `in_order`, which passed `loss_schema.check_datum`.
+
+    Args:
+        shared: prefixes that rows of one operation share are there once.
+    """
+    cut = prefix_tree if shared else unshared
+    ops: list[int] = []
+    groups: list[tuple[list[bytes], PrefixTree]] = []
+    for op, group in groupby(rows, key=lambda row: row.op):
+        sequences = [row.tokens for row in group]
+        ops.append(op)
+        groups.append((sequences, cut(sequences)))
+    layout = lay_out(groups)
+    scored = [number for number, row in enumerate(rows) if TARGETS in row.loss_inputs]
+    targets, places = _targets([(rows[number], layout.places[number]) for number in scored], device)
+    first = int(layout.places[len(scored)][0]) if len(scored) < len(rows) else 0
     return Collated(
-        tokens=torch.from_numpy(tokens.astype(np.int64))[None].to(device),
-        targets=Targets(torch.from_numpy(np.concatenate(targets)).to(device), widths_of(widths)),
-        sequences=Sequences.of(lengths, device),
-        spans=spans,
-        inputs=_loss_inputs(rows, device),
+        tokens=torch.from_numpy(layout.tokens)[None].to(device),
+        targets=targets,
+        sequences=Sequences.laid_out(layout, device),
+        places=places + [torch.from_numpy(place - first) for place in layout.places[len(scored) :]],
+        ops=list(zip(ops, layout.groups, strict=True)),
     )
+
+
+def _targets(rows: Sequence[tuple[Row, np.ndarray]], device: str) -> tuple[Targets, list[Tensor]]:
+    """The targets of rows in the order of the tokens that predict them, and where each row's are.
+
+    Args:
+        rows: with where the tokens of each are.
+    """
+    nothing = np.zeros(0, dtype=np.int64)
+    ids, tokens, counts = [nothing], [nothing], []
+    for row, place in rows:
+        mine = row.loss_inputs[TARGETS].values().ravel()
+        ids.append(mine)
+        tokens.append(place.repeat(mine.size // row.length))
+        counts.append(mine.size)
+    of_token = np.concatenate(tokens)
+    order = np.argsort(of_token, kind="stable")
+    places = np.empty_like(order)
+    places[order] = np.arange(order.size)
+    widths = np.bincount(of_token)
+    # Where the number of targets changes, a run begins.
+    begins = np.flatnonzero(np.diff(widths, prepend=-1))
+    runs = zip(np.diff(begins, append=widths.size).tolist(), widths[begins].tolist(), strict=True)
+    targets = Targets(torch.from_numpy(np.concatenate(ids)[order]).to(device), tuple(runs))
+    return targets, list(torch.from_numpy(places).split(counts)) if counts else []
 
 
 def idle_batch(device: str) -> Collated:
@@ -82,38 +110,13 @@ def row_output(logprobs: Tensor, values: Tensor, batch: Collated, number: int, r
     """A row's part of what the model computed: log-probabilities in the shape of its targets, or values.
 
     Args:
-        logprobs: [P, K].
-        values: [T - P].
+        logprobs: [Q], on the host.
+        values: [T - P], on the host.
         number: the row's place in the batch.
     """
-    start, stop = batch.spans[number]
     if TARGETS not in row.loss_inputs:
-        return values[start:stop]
-    return logprobs[start:stop].view(row.loss_inputs[TARGETS].shape)
-
-
-def row_results(
-    rows: Sequence[Row],
-    names: Sequence[str],
-    logprobs: Tensor,
-    values: Tensor,
-    batch: Collated,
-    parts: Sequence[Mapping[str, Tensor]],
-) -> list[RowResult]:
-    """What each row came to.
-
-    Args:
-        names: what each row's output is called.
-        parts: each row's parts of the metrics.
-    """
-    on_host = logprobs.cpu(), values.cpu()
-    outputs = [
-        from_values(row_output(*on_host, batch, number, row).numpy()) for number, row in enumerate(rows)
-    ]
-    return [
-        RowResult(row.op, row.index, {name: output}, metrics)
-        for row, name, output, metrics in zip(rows, names, outputs, metric_values(parts), strict=True)
-    ]
+        return values[batch.places[number]]
+    return logprobs[batch.places[number]].view(row.loss_inputs[TARGETS].shape)
 
 
 def with_dtype(tensors: Mapping[str, HostTensor], dtype: str) -> dict[str, HostTensor]:
@@ -125,23 +128,3 @@ def with_dtype(tensors: Mapping[str, HostTensor], dtype: str) -> dict[str, HostT
         rounded = torch.from_numpy(array.values().copy()).to(torch.bfloat16)
         result[name] = HostTensor("bfloat16", array.shape, rounded.view(torch.int16).numpy().tobytes())
     return result
-
-
-def _loss_inputs(rows: Sequence[Row], device: str) -> list[dict[str, Tensor]]:
-    """Every row's inputs; one transfer to the device per input name, not per row."""
-    result: list[dict[str, Tensor]] = [{} for _ in rows]
-    for name in sorted({name for row in rows for name in row.loss_inputs} - {TARGETS}):
-        owners = [number for number, row in enumerate(rows) if name in row.loss_inputs]
-        arrays = [rows[number].loss_inputs[name].values() for number in owners]
-        flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
-        parts = flat.split([array.size for array in arrays])
-        for number, array, part in zip(owners, arrays, parts, strict=True):
-            result[number][name] = part.view(array.shape)
-    return result
-
-
-def metric_values(parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """Host values of 0-d tensors, in one transfer."""
-    values = [value.detach().double() for part in parts for value in part.values()]
-    numbers = iter(torch.stack(values).tolist() if values else [])
-    return [{name: next(numbers) for name in part} for part in parts]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,8 @@ from services.common.contract.errors import Internal, InvalidRequest, ModelNotRe
 from services.common.contract.loss_schema import check_datum, check_loss
 from services.common.contract.tensors import HostTensor
 from services.trainer.compute.base_model import BaseModel
-from services.trainer.compute.collate import collate, idle_batch, in_order, row_output, row_results
+from services.trainer.compute.batch_losses import BatchLosses
+from services.trainer.compute.collate import Collated, collate, idle_batch, in_order
 from services.trainer.compute.data import (
     AdamSpec,
     Failure,
@@ -38,7 +38,6 @@ from services.trainer.compute.exchange import ELSEWHERE, any_rank, collect
 from services.trainer.compute.full_model import FullModel, FullModelConfig
 from services.trainer.compute.lora.adapter import HEAD, Adapter, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
-from services.trainer.compute.losses import LOSS_SUM, LOSSES
 from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.tenant import LoraTenant, Tenant
 from services.trainer.order.microbatch import deal
@@ -53,6 +52,7 @@ class Engine:
         vocab_size: token ids are below this.
         context_length: most tokens of a datum.
         arch: the base model's architecture class name.
+        shares_prefixes: what datums of one operation begin with alike is computed once for all of them.
     """
 
     def __init__(
@@ -112,6 +112,8 @@ class Engine:
             )
         self.context_length = max_context or self._base.context_length
         self.arch = self._base.arch
+        # On CUDA no kernel attends to a tree.
+        self.shares_prefixes = self._base.flat and device == "cpu"
 
     def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
         """Makes a fresh adapter: equal on all ranks and any world size; it changes nothing until trained.
@@ -335,35 +337,24 @@ class Engine:
         Args:
             rows: of operations that all want a backward pass, or all none.
         """
-        batch = collate(rows, self._device) if rows else idle_batch(self._device)
-        segments = self._segments(ops, rows, grad) if model is self._base else []
+        batch = collate(rows, self._device, shared=self.shares_prefixes) if rows else idle_batch(self._device)
+        segments = self._segments(ops, batch, grad) if model is self._base else []
         with torch.set_grad_enabled(grad), self._router.route(segments):
             logprobs, values = model.score(batch.tokens, batch.targets, batch.sequences)
-            losses, parts = [], []
-            # A rank without rows to learn from still goes through the backward pass of a collective.
-            if grad and model.collective:
-                losses.append((logprobs * 0).sum() + (values * 0).sum())
-            for number, row in enumerate(rows):
-                op = ops[row.op]
-                loss, metrics = LOSSES[op.loss_fn].compute(
-                    row_output(logprobs, values, batch, number, row), batch.inputs[number], op.loss_config
-                )
-                parts.append({LOSS_SUM: loss, **metrics})
-                losses.append(loss)
+            losses = BatchLosses(ops, rows, batch, logprobs, values, self._device)
             if grad:
-                model.backward(torch.stack(losses).sum())
+                model.backward(losses.total(collective=model.collective))
             # Within the context, as the gradients are kept when it ends: nothing may fail after that.
-            names = [LOSSES[ops[row.op].loss_fn].output for row in rows]
-            return row_results(rows, names, logprobs.detach(), values.detach(), batch, parts)
+            return losses.results()
 
-    def _segments(self, ops: Sequence[PassOp], rows: Sequence[Row], grad: bool) -> list[Segment]:
+    def _segments(self, ops: Sequence[PassOp], batch: Collated, grad: bool) -> list[Segment]:
         segments = []
-        for number, group in groupby(rows, key=lambda row: row.op):
+        for number, tokens in batch.ops:
             op = ops[number]
             tenant = self._tenants[op.model_id]
             assert isinstance(tenant, LoraTenant)
             gradient, fresh = tenant.gradient(op.seq_id) if grad else (None, False)
-            segments.append(Segment(sum(row.length for row in group), tenant.adapter, gradient, fresh))
+            segments.append(Segment(tokens, tenant.adapter, gradient, fresh))
         return segments
 
     def _agree_on_failures(

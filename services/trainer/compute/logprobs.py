@@ -1,13 +1,14 @@
 """Log-probabilities of target tokens, computed without ever holding all the logits.
 
 Invariant: the logits ([positions, vocabulary]) of at most one chunk, of `CHUNK_ELEMENTS` elements, exist at a
-time, in the forward and in the backward pass; the log-softmax itself is always float32. Targets are never
-padded: one position with many costs the others nothing.
+time, in the forward and in the backward pass. They and their log-softmax are float32 whatever the model is,
+and were never rounded to less (an adapter's part of them is). Targets are never padded: one position with
+many costs the others nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +22,9 @@ from services.trainer.compute.lora.grouped import LoraRouter
 CHUNK_ELEMENTS = 1 << 26
 """Logits in one chunk: 256 MiB of float32."""
 
+
+_CAST_ELEMENTS = 1 << 24
+"""Weights of a low precision of which there is a float32 copy at a time, where the device needs one."""
 
 Widths = tuple[tuple[int, int], ...]
 """Runs of positions that have equally many targets: (positions, targets of each)."""
@@ -58,17 +62,6 @@ class Targets:
         return Targets(self.ids[start:stop], tuple(widths))
 
 
-def widths_of(runs: Sequence[tuple[int, int]]) -> Widths:
-    """The fewest runs that say the same."""
-    joined: list[tuple[int, int]] = []
-    for count, width in runs:
-        if joined and joined[-1][1] == width:
-            joined[-1] = (joined[-1][0] + count, width)
-        else:
-            joined.append((count, width))
-    return tuple(joined)
-
-
 class _SelectiveLogSoftmax(torch.autograd.Function):
     """log_softmax(logits)[targets]; saves the logits and one normaliser per position, no softmax."""
 
@@ -93,6 +86,41 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
             above = grad[flat].view(shape)
             result[rows].mul_(-above.sum(-1, keepdim=True)).scatter_add_(-1, ids[flat].view(shape), above)
         return result.to(logits.dtype), None, None
+
+
+class _Float32Logits(torch.autograd.Function):
+    """hidden weight^T + bias in float32, of operands that have less precision. Gradients have theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda:
+            logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+        else:
+            rows = max(1, _CAST_ELEMENTS // weight.shape[1])
+            full = hidden.float()
+            logits = full.new_empty(hidden.shape[0], weight.shape[0])
+            for part, made in zip(weight.split(rows), logits.split(rows, dim=1), strict=True):
+                made.copy_(full @ part.float().T)
+        return logits if bias is None else logits.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        grad = grads[0].to(weight.dtype)
+        below, weights, biases = ctx.needs_input_grad
+        return (
+            grad @ weight if below else None,
+            grad.T @ hidden if weights else None,
+            grads[0].sum(0).to(weight.dtype) if biases else None,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """float32 [positions, vocabulary]."""
+    if hidden.dtype == torch.float32:
+        return F.linear(hidden, weight, bias)
+    return cast(Tensor, _Float32Logits.apply(hidden, weight, bias))
 
 
 def _runs(widths: Widths) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
@@ -164,7 +192,7 @@ class LogprobHead(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _chunk(self, hidden: Tensor, targets: Targets, start: int) -> Tensor:
-        logits = F.linear(hidden, self.weight, self.bias)
+        logits = _logits(hidden, self.weight, self.bias)
         if hidden.shape[0]:
             logits = self._router.add_to_logits(start, hidden, logits)
         return selective_log_softmax(logits, targets)

@@ -1,8 +1,9 @@
-"""Loss functions over target log-probabilities, or a critic's values, of one datum.
+"""Loss functions over target log-probabilities, or a critic's values, of many datums at once.
 
 Every loss is a token SUM. Invariant: a position whose weight or advantage is zero contributes exactly
 zero to the loss and to every gradient, whatever stands there, so masked positions may hold garbage.
 (gspo's sequence ratio is the one thing that such a position can enter: it has a mask of its own.)
+Nothing of one datum enters another's loss, not even what is not finite.
 
 In formulas lp is `logprobs`, v a critic's value, q and A are the inputs "logprobs" and "advantages",
 r = exp(lp - q), sg stops the gradient, and lo and hi are the clip thresholds, absolute bounds of a ratio.
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,14 +23,49 @@ from services.common.contract.loss_schema import (
     CLIP_HIGH,
     CLIP_LOW,
     SEQUENCE_RATIO_MASK,
+    TARGETS,
     VALUE_CLIP,
     settings,
 )
 
 LOSS_SUM = "loss:sum"
 
-RowMetrics = dict[str, Tensor]
-LossFunction = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], tuple[Tensor, RowMetrics]]
+
+@dataclass(frozen=True)
+class Datums:
+    """How Q outputs are shared by D datums, one after the other.
+
+    Attributes:
+        outputs: Q.
+        counts: int64 [D], at least 1 each.
+        offsets: int64 [D + 1], where each begins, and the end.
+    """
+
+    outputs: int
+    counts: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: str) -> Datums:
+        """Datums of these many outputs."""
+        made = torch.tensor(counts)
+        offsets = torch.nn.functional.pad(made.cumsum(0), (1, 0))
+        return cls(sum(counts), made.to(device), offsets.to(device))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Each datum's sum of `values` [Q], in float64 [D]."""
+        # Counts are known to fit; checking them would wait for the device.
+        return torch.segment_reduce(values.double(), "sum", offsets=self.offsets, unsafe=True)
+
+    def spread(self, each: Tensor) -> Tensor:
+        """[Q], at every output of a datum that datum's number of `each` [D]."""
+        return each.repeat_interleave(self.counts, output_size=self.outputs)
+
+
+Inputs = Mapping[str, Tensor]
+Parts = dict[str, Tensor]
+"""Of a metric, each datum's part: float64 [D]."""
+LossFunction = Callable[[Tensor, Inputs, Datums], tuple[Tensor, Parts]]
 
 
 @dataclass(frozen=True)
@@ -37,133 +74,137 @@ class Loss:
 
     Attributes:
         name: its key in `LOSSES` and `common.loss_schema.LOSS_SCHEMAS`.
-        function: like `compute`, but takes all settings.
+        function: see `compute`.
         combine: joins the parts of all rows of an operation, in row order, into metrics
             named "name:reduction".
         output: what it is a function of, as results name it.
+        absent: makes an optional input of a datum from its others.
     """
 
     name: str
     function: LossFunction
     combine: Callable[[Sequence[Mapping[str, float]]], dict[str, float]]
     output: str = "logprobs"
+    absent: Mapping[str, Callable[[Mapping[str, np.ndarray]], np.ndarray]] = field(default_factory=dict)
 
-    def compute(
-        self, outputs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-    ) -> tuple[Tensor, RowMetrics]:
-        """The loss of one datum.
+    def complete(
+        self, inputs: Mapping[str, np.ndarray], config: Mapping[str, float]
+    ) -> dict[str, np.ndarray]:
+        """All that the function takes of one datum, float32 and flat.
 
         Args:
-            outputs: log-probabilities, float32 [N] or [N, K]; or values, float32 [N].
-            inputs: those of `common.loss_schema`, on the same device.
-            config: the request's settings; what it lacks has its default.
+            inputs: those of `common.loss_schema`; the target ids are left out.
+            config: the request's settings, which hold at every output; what it lacks has its default.
+        """
+        made = {name: values.ravel() for name, values in inputs.items() if name != TARGETS}
+        size = next(iter(made.values())).size
+        for name, value in settings(self.name, config).items():
+            made.setdefault(name, np.full(size, value, np.float32))
+        for name, make in self.absent.items():
+            if name not in made:
+                made[name] = make(made)
+        return made
+
+    def compute(self, outputs: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:
+        """The losses of datums.
+
+        Args:
+            outputs: log-probabilities or values, float32 [Q].
+            inputs: what `complete` made of each datum, one after the other, [Q] on the same device.
 
         Returns:
-            The scalar loss, and this datum's parts of the metrics as 0-d tensors.
+            float64 [D], and the datums' parts of the metrics.
         """
-        return self.function(outputs, inputs, settings(self.name, config))
+        return self.function(outputs, inputs, datums)
 
 
-def cross_entropy(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, RowMetrics]:
+def cross_entropy(logprobs: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:
     """-sum(weights * lp). Weights may be fractional or negative; [N, K] has K targets a position."""
     weights = inputs["weights"]
-    return -_masked(weights, weights * logprobs).sum(), {}
+    return -datums.sum(_masked(weights, weights * logprobs)), {}
 
 
-def importance_sampling(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, RowMetrics]:
+def importance_sampling(logprobs: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:
     """-sum(r * A)."""
-    log_ratio = _log_ratio(logprobs, inputs)
-    loss = -(log_ratio.exp() * inputs["advantages"]).sum()
-    return loss, _policy_metrics(logprobs, inputs)
+    loss = -datums.sum(_log_ratio(logprobs, inputs).exp() * inputs["advantages"])
+    return loss, _policy_metrics(logprobs, inputs, datums)
 
 
-def ppo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, RowMetrics]:
+def ppo(logprobs: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:
     """-sum(min(r * A, clamp(r, lo, hi) * A))."""
-    loss, clipped = _clipped_surrogate(_log_ratio(logprobs, inputs), inputs, config)
-    return loss, {**_policy_metrics(logprobs, inputs), "clipped_tokens": clipped.sum()}
+    terms, clipped = _clipped_surrogate(_log_ratio(logprobs, inputs), inputs)
+    parts = {**_policy_metrics(logprobs, inputs, datums), "clipped_tokens": datums.sum(clipped)}
+    return -datums.sum(terms), parts
 
 
-def cispo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, RowMetrics]:
+def cispo(logprobs: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:
     """-sum(sg(clamp(r, lo, hi)) * lp * A): a clipped token keeps its gradient, with a bounded weight."""
-    advantages = inputs["advantages"]
+    advantages, low, high = inputs["advantages"], inputs[CLIP_LOW], inputs[CLIP_HIGH]
     ratio = _log_ratio(logprobs.detach(), inputs).exp()
-    low, high = _clip_range(ratio, inputs, config)
-    loss = -(ratio.clamp(low, high) * _masked(advantages, logprobs) * advantages).sum()
+    loss = -datums.sum(ratio.clamp(low, high) * _masked(advantages, logprobs) * advantages)
     clipped = ((ratio < low) | (ratio > high)) & (advantages != 0)
-    return loss, {**_policy_metrics(logprobs, inputs), "clipped_tokens": clipped.sum()}
+    return loss, {**_policy_metrics(logprobs, inputs, datums), "clipped_tokens": datums.sum(clipped)}
 
 
-def dro(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, RowMetrics]:
+def dro(logprobs: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:
     """-sum(lp * A - beta / 2 * (lp - q)^2), over the sampled positions: a sampled token whose advantage is
     zero keeps its penalty."""
     advantages = inputs["advantages"]
-    penalty = 0.5 * config["beta"] * _masked(_sampled(inputs), logprobs - inputs["logprobs"]).square()
-    loss = -(_masked(advantages, logprobs) * advantages - penalty).sum()
-    return loss, _policy_metrics(logprobs, inputs)
+    penalty = 0.5 * inputs["beta"] * _masked(_sampled(inputs), logprobs - inputs["logprobs"]).square()
+    loss = -datums.sum(_masked(advantages, logprobs) * advantages - penalty)
+    return loss, _policy_metrics(logprobs, inputs, datums)
 
 
-def gspo(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, RowMetrics]:
+def gspo(logprobs: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:
     """-sum(min(r * A, clamp(r, lo, hi) * A)) with r = s * exp(lp - sg(lp)).
 
     s = exp(mean of sg(lp) - q where the mask is not 0) is the datum's sequence ratio: all tokens share its
     value, and each has the gradient of its own log-probability. Without a mask these are the sampled tokens.
     """
-    mask = inputs[SEQUENCE_RATIO_MASK] if SEQUENCE_RATIO_MASK in inputs else _sampled(inputs)
+    mask = inputs[SEQUENCE_RATIO_MASK]
     fixed = logprobs.detach()
     # Without a masked position there is no advantage either (`loss_schema`), and any ratio will do.
-    sequence = _masked(mask, fixed - inputs["logprobs"]).sum() / (mask != 0).sum().clamp(min=1)
-    log_ratio = _masked(inputs["advantages"], sequence + (logprobs - fixed))
-    loss, clipped = _clipped_surrogate(log_ratio, inputs, config)
-    metrics = _policy_metrics(logprobs, inputs)
-    return loss, {
+    marked = datums.sum(mask != 0).clamp(min=1)
+    sequence = datums.sum(_masked(mask, fixed - inputs["logprobs"])) / marked
+    own = datums.spread(sequence.float()) + (logprobs - fixed)
+    terms, clipped = _clipped_surrogate(_masked(inputs["advantages"], own), inputs)
+    metrics = _policy_metrics(logprobs, inputs, datums)
+    tokens = metrics["sampled_tokens"]
+    return -datums.sum(terms), {
         **metrics,
-        "importance_ratio": _masked(metrics["sampled_tokens"], metrics["sampled_tokens"] * sequence.exp()),
-        "clipped_tokens": clipped.sum(),
+        "importance_ratio": _masked(tokens, tokens * sequence.exp()),
+        "clipped_tokens": datums.sum(clipped),
     }
 
 
-def ppo_critic(
-    values: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, RowMetrics]:
+def ppo_critic(values: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:
     """sum(w / 2 * max((v - R)^2, (clamp(v, v_old - c, v_old + c) - R)^2)), the clipped value loss of PPO.
 
     R and v_old are the inputs "returns" and "values", w is the input "weights" or 1, c the setting
     value_clip: with 0 nothing is clipped, and the loss is sum(w / 2 * (v - R)^2).
     """
-    returns, old, clip = inputs["returns"], inputs["values"], config[VALUE_CLIP]
-    weights = inputs["weights"] if "weights" in inputs else torch.ones_like(values)
+    returns, old, clip = inputs["returns"], inputs["values"], inputs[VALUE_CLIP]
+    weights = inputs["weights"]
     error = _masked(weights, values - returns).square()
     fixed = values.detach()
-    bounded = fixed.clamp(old - clip, old + clip) if clip else fixed
+    bounded = torch.where(clip != 0, fixed.clamp(old - clip, old + clip), fixed)
     bounded_error = _masked(weights, bounded - returns).square()
     # Clipping only ever makes the loss larger; a clipped value has no gradient.
     clipped = bounded_error > error.detach()
-    loss = 0.5 * (weights * torch.where(clipped, bounded_error, error)).sum()
+    loss = 0.5 * datums.sum(weights * torch.where(clipped, bounded_error, error))
     counted = weights != 0
     return loss, {
-        "value_tokens": counted.sum(),
-        "value": _masked(counted, fixed).sum(),
-        "return": _masked(counted, returns).sum(),
-        "return_squared": _masked(counted, returns).square().sum(),
-        "value_error": error.detach().sum(),
-        "clipped_values": clipped.sum(),
+        "value_tokens": datums.sum(counted),
+        "value": datums.sum(_masked(counted, fixed)),
+        "return": datums.sum(_masked(counted, returns)),
+        "return_squared": datums.sum(_masked(counted, returns).square()),
+        "value_error": datums.sum(error.detach()),
+        "clipped_values": datums.sum(clipped),
     }
 
 
-def _sampled(inputs: Mapping[str, Tensor]) -> Tensor:
-    """bool [N]. By the SDK's convention a position that was not sampled has logprob 0 and advantage 0."""
+def _sampled(inputs: Inputs) -> Tensor:
+    """bool [Q]. By the SDK's convention a position that was not sampled has logprob 0 and advantage 0."""
     return (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
 
 
@@ -172,45 +213,38 @@ def _masked(selector: Tensor, values: Tensor) -> Tensor:
     return torch.where(selector != 0, values, torch.zeros_like(values))
 
 
-def _log_ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+def _log_ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
     """log r where there is an advantage, else 0."""
     return _masked(inputs["advantages"], logprobs - inputs["logprobs"])
 
 
-def _clip_range(
-    like: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, Tensor]:
-    """The lower and the upper threshold of every position: the datum's own, else the setting."""
-    low, high = (
-        inputs[key] if key in inputs else torch.full_like(like, config[key]) for key in (CLIP_LOW, CLIP_HIGH)
-    )
-    return low, high
-
-
-def _clipped_surrogate(
-    log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, Tensor]:
-    """-sum(min(ratio * A, clamp(ratio, lo, hi) * A)), and where the clamped term is the smaller one."""
+def _clipped_surrogate(log_ratio: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """min(ratio * A, clamp(ratio, lo, hi) * A), and where the clamped term is the smaller one."""
     advantages = inputs["advantages"]
     ratio = log_ratio.detach().exp()
-    bound = ratio.clamp(*_clip_range(ratio, inputs, config))
+    bound = ratio.clamp(inputs[CLIP_LOW], inputs[CLIP_HIGH])
     clipped = bound * advantages < ratio * advantages
     # A clipped token has no gradient. Its ratio, which may have overflowed, stays out of the graph, where
     # zero times its infinite derivative would be NaN.
     unclipped = torch.where(clipped, torch.zeros_like(log_ratio), log_ratio).exp()
-    return -(torch.where(clipped, bound, unclipped) * advantages).sum(), clipped
+    return torch.where(clipped, bound, unclipped) * advantages, clipped
 
 
-def _policy_metrics(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> RowMetrics:
+def _policy_metrics(logprobs: Tensor, inputs: Inputs, datums: Datums) -> Parts:
     """Sums over the sampled tokens, of r and of the k1 and k2 estimates of KL(sampler || learner)."""
     sampled = _sampled(inputs)
     log_ratio = _masked(sampled, logprobs.detach() - inputs["logprobs"])
     return {
-        "sampled_tokens": sampled.sum(),
-        "importance_ratio": _masked(sampled, log_ratio.exp()).sum(),
-        "kl_k1": -log_ratio.sum(),
-        "kl_k2": 0.5 * log_ratio.square().sum(),
+        "sampled_tokens": datums.sum(sampled),
+        "importance_ratio": datums.sum(_masked(sampled, log_ratio.exp())),
+        "kl_k1": -datums.sum(log_ratio),
+        "kl_k2": 0.5 * datums.sum(log_ratio.square()),
     }
+
+
+def _sampled_mask(inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """gspo's mask of a datum that has none: the sampled positions."""
+    return ((inputs["advantages"] != 0) | (inputs["logprobs"] != 0)).astype(np.float32)
 
 
 _MEANS = {
@@ -267,8 +301,14 @@ LOSSES: dict[str, Loss] = {
         Loss("ppo", ppo, _combine_policy),
         Loss("cispo", cispo, _combine_policy),
         Loss("dro", dro, _combine_policy),
-        Loss("gspo", gspo, _combine_policy),
-        Loss("ppo_critic", ppo_critic, _combine_critic, output="values"),
+        Loss("gspo", gspo, _combine_policy, absent={SEQUENCE_RATIO_MASK: _sampled_mask}),
+        Loss(
+            "ppo_critic",
+            ppo_critic,
+            _combine_critic,
+            output="values",
+            absent={"weights": lambda inputs: np.ones_like(inputs["returns"])},
+        ),
     )
 }
 

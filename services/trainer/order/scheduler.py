@@ -16,18 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-
-@dataclass(frozen=True)
-class Unit:
-    """Datums of one operation that stay together in one micro-batch.
-
-    Attributes:
-        datums: their indices in the operation.
-        tokens: of all of them.
-    """
-
-    datums: tuple[int, ...]
-    tokens: int
+from services.trainer.order.microbatch import Unit
 
 
 @dataclass

@@ -186,7 +186,8 @@ def _shape(adapter: Adapter) -> tuple[object, ...]:
 
 
 class _Adapted(torch.autograd.Function):
-    """output + x A^T B^T * scale, with each token's own A, B and scale."""
+    """output + x A^T B^T * scale, with each token's own A, B and scale. `output` may be of more precision
+    than x and the matrices, as logits are: what is added to it has theirs."""
 
     @staticmethod
     def forward(
@@ -197,7 +198,7 @@ class _Adapted(torch.autograd.Function):
         low = _product(flat, a.transpose(1, 2), cut).mul_(cut.scale)
         ctx.save_for_backward(x, low)
         ctx.stack, ctx.name, ctx.cut = stack, name, cut
-        if len(cut.tokens) == 1:
+        if len(cut.tokens) == 1 and made.dtype == low.dtype:
             return made.addmm(low, b[0].T).view_as(output)
         return (made + _product(low, b.transpose(1, 2), cut)).view_as(output)
 
@@ -207,7 +208,8 @@ class _Adapted(torch.autograd.Function):
         x, low = ctx.saved_tensors
         stack, name, cut = ctx.stack, ctx.name, ctx.cut
         # A sum's gradient is one number seen everywhere, which a kernel does not take for a matrix.
-        above, flat = grad.reshape(-1, grad.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
+        above = grad.reshape(-1, grad.shape[-1]).to(x.dtype).contiguous()
+        flat = x.reshape(-1, x.shape[-1])
         a, b = stack.matrices(name)
         inner = _product(above, b, cut).mul_(cut.scale)
         stack.accumulate(name, "lora_B", above, low, cut)

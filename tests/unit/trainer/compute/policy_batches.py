@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.trainer.compute.losses import LOSSES
+from services.trainer.compute.losses import LOSSES, Datums
 
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 WIDE = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
@@ -17,9 +17,19 @@ def loss_and_gradient(
     name: str, lp: torch.Tensor, config: dict[str, float] | None = None, /, **inputs: torch.Tensor
 ) -> tuple[float, torch.Tensor]:
     leaf = lp.clone().requires_grad_()
-    loss, _ = LOSSES[name].compute(leaf, inputs, config or {})
+    loss, _ = compute(name, leaf, inputs, config)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return float(loss.detach()), gradient
+
+
+def compute(
+    name: str, outputs: torch.Tensor, inputs: dict[str, torch.Tensor], config: dict[str, float] | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one datum, and its parts of the metrics."""
+    arrays = LOSSES[name].complete({key: value.numpy() for key, value in inputs.items()}, config or {})
+    completed = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    losses, parts = LOSSES[name].compute(outputs.flatten(), completed, Datums.of([outputs.numel()], "cpu"))
+    return losses[0], {key: part[0] for key, part in parts.items()}
 
 
 def episode(name: str, seed: int = 0, drift: float = 0.3) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from services.trainer.compute.losses import LOSSES, combine_metrics
-from tests.unit.trainer.compute.policy_batches import loss_and_gradient
+from services.trainer.compute.losses import combine_metrics
+from tests.unit.trainer.compute.policy_batches import compute, loss_and_gradient
 
 VALUES = torch.tensor([0.5, 2.0, -1.0, 3.0, 0.0])
 OLD = torch.tensor([0.4, 0.5, -0.5, 1.0, 0.0])
@@ -46,7 +46,7 @@ def test_garbage_where_a_critics_weight_is_zero_changes_nothing() -> None:
 
 def test_ppo_critic_metrics_are_of_the_positions_that_count() -> None:
     inputs = {"values": OLD, "returns": RETURNS, "weights": VALUE_WEIGHTS}
-    _, parts = LOSSES["ppo_critic"].compute(VALUES, inputs, {"value_clip": 0.2})
+    _, parts = compute("ppo_critic", VALUES, inputs, {"value_clip": 0.2})
     row = {"loss:sum": 0.0, **{name: float(part) for name, part in parts.items()}}
     metrics = combine_metrics("ppo_critic", [row, row])
     values, returns = VALUES[:4].double(), RETURNS[:4].double()
@@ -62,8 +62,6 @@ def test_ppo_critic_metrics_are_of_the_positions_that_count() -> None:
 
 def test_a_critics_request_without_positions_that_count_has_no_means() -> None:
     zero = torch.zeros(2)
-    _, parts = LOSSES["ppo_critic"].compute(
-        torch.ones(2), {"values": zero, "returns": zero, "weights": zero}, {}
-    )
+    _, parts = compute("ppo_critic", torch.ones(2), {"values": zero, "returns": zero, "weights": zero})
     row = {"loss:sum": 0.0, **{name: float(part) for name, part in parts.items()}}
     assert not any(name.endswith(":mean") for name in combine_metrics("ppo_critic", [row]))

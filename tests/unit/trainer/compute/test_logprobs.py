@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from services.trainer.compute.data import LoraSpec
-from services.trainer.compute.logprobs import LogprobHead, Targets, selective_log_softmax, widths_of
+from services.trainer.compute.logprobs import LogprobHead, Targets, selective_log_softmax
 from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
 
@@ -44,6 +44,30 @@ def test_logits_of_bfloat16_are_normalised_in_float32() -> None:
     torch.testing.assert_close(result, logits.float().log_softmax(-1).gather(-1, targets)[:, 0])
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_head_of_bfloat16_never_rounds_a_logit(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several parts of the weight, and a last one that is smaller.
+    monkeypatch.setattr("services.trainer.compute.logprobs._CAST_ELEMENTS", 7 * HIDDEN)
+    linear = nn.Linear(HIDDEN, VOCAB, bias=biased).bfloat16()
+    hidden = (torch.randn(POSITIONS, HIDDEN) * 8).bfloat16().requires_grad_()
+    targets = rectangular(torch.randint(VOCAB, (POSITIONS, 1)))
+    result = LogprobHead(linear, LoraRouter(), chunk_elements=10 * VOCAB)(hidden, targets)
+    parameters = [hidden, *linear.parameters()]
+    gradients = torch.autograd.grad(result.square().sum(), parameters)
+
+    exact = [parameter.detach().double().requires_grad_() for parameter in parameters]
+    logits = torch.nn.functional.linear(*exact)
+    expected = logits.log_softmax(-1).gather(-1, targets.ids[:, None])[:, 0]
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-5)
+    rounded = logits.bfloat16().double().log_softmax(-1).gather(-1, targets.ids[:, None])[:, 0]
+    assert (rounded - expected).abs().max() > 1e-2
+    wanted = torch.autograd.grad(expected.square().sum(), exact)
+    for found, wants in zip(gradients, wanted, strict=True):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), wants, rtol=0.02, atol=0.02 * float(wants.abs().max()))
+
+
 def adapter(rank: int, seed: int, name: str = HEAD) -> Adapter:
     made = Adapter(LoraSpec(rank), {name: LinearShape(HIDDEN, VOCAB)}, "m", "cpu", HIDDEN)
     made.flat.normal_(std=0.2, generator=torch.Generator().manual_seed(seed))
@@ -67,7 +91,7 @@ def test_the_head_equals_a_plain_head_with_each_segments_adapter(chunk_positions
         for tokens, each, gradient in zip((9, 6, 8), adapters, gradients, strict=True)
     ]
     with router.route(segments):
-        result = head(hidden, Targets(torch.cat([part.flatten() for part in targets]), widths_of(runs)))
+        result = head(hidden, Targets(torch.cat([part.flatten() for part in targets]), tuple(runs)))
         result.square().sum().backward()
 
     alone = hidden.detach().clone().requires_grad_()

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from services.trainer.compute.losses import LOSSES, combine_metrics
+from services.trainer.compute.losses import combine_metrics
 from tests.unit.trainer.compute.policy_batches import (
     CLIPPED_LOSSES,
     POLICY_LOSSES,
+    compute,
     episode,
     loss_and_gradient,
     settings_of,
@@ -16,7 +17,7 @@ from tests.unit.trainer.compute.policy_batches import (
 
 
 def metric_parts(name: str, lp: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
-    loss, parts = LOSSES[name].compute(lp, inputs, settings_of(name))
+    loss, parts = compute(name, lp, inputs, settings_of(name))
     return {"loss:sum": float(loss), **{part: float(value) for part, value in parts.items()}}
 
 
@@ -81,7 +82,7 @@ def test_a_token_without_an_advantage_is_never_a_clipped_one() -> None:
     inputs["advantages"][10:] = 0.0
     for low, high in ((2.0, 3.0), (0.1, 0.2)):
         config = {"clip_low_threshold": low, "clip_high_threshold": high}
-        _, parts = LOSSES["cispo"].compute(lp, inputs, config)
+        _, parts = compute("cispo", lp, inputs, config)
         assert float(parts["clipped_tokens"]) == 0.0
 
 

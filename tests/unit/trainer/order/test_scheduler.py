@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import replace
 
+from services.trainer.order.microbatch import Unit
 from services.trainer.order.scheduler import (
     Cursor,
     Limits,
     NextControlOp,
     NextPass,
     QueuedOp,
-    Unit,
     UnitRef,
     only_suspect,
     plan_next,

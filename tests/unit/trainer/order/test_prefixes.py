@@ -1,0 +1,112 @@
+"""What sequences begin with alike is found once, however they are nested, at a bounded cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer.order import prefixes
+from services.trainer.order.prefixes import Piece, PrefixTree, prefix_tree, unshared
+
+# Few tokens, so that sequences begin alike, are equal, and are prefixes of each other.
+NESTED = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=14)
+
+
+def packed(sequences: list[list[int]]) -> list[bytes]:
+    return [np.array(each, "<i4").tobytes() for each in sequences]
+
+
+def path(tree: PrefixTree, number: int) -> list[Piece]:
+    """The pieces of a sequence from its start."""
+    found, piece = [], tree.last[number]
+    while piece >= 0:
+        found.append(tree.pieces[piece])
+        piece = tree.pieces[piece].parent
+    return found[::-1]
+
+
+@settings(deadline=None)
+@given(NESTED, st.integers(1, 4))
+def test_every_sequence_is_the_pieces_on_its_path(sequences: list[list[int]], block: int) -> None:
+    tree = prefix_tree(packed(sequences), block)
+    for number, sequence in enumerate(sequences):
+        read: list[int] = []
+        for piece in path(tree, number):
+            assert piece.start == len(read) < piece.stop
+            assert piece.sequence <= number
+            read += sequences[piece.sequence][piece.start : piece.stop]
+        assert read == sequence
+
+
+@settings(deadline=None)
+@given(NESTED, st.integers(1, 4))
+def test_whole_blocks_that_begin_sequences_are_there_once(sequences: list[list[int]], block: int) -> None:
+    whole = {tuple(each[:stop]) for each in sequences for stop in range(block, len(each) + 1, block)}
+    rests = sum(len(each) % block for each in sequences)
+    assert prefix_tree(packed(sequences), block).tokens == block * len(whole) + rests
+
+
+@settings(deadline=None)
+@given(NESTED, st.integers(1, 4))
+def test_pieces_come_before_what_continues_them_and_nothing_comes_between(
+    sequences: list[list[int]], block: int
+) -> None:
+    pieces = prefix_tree(packed(sequences), block).pieces
+    ancestors: list[int] = []
+    for number, piece in enumerate(pieces):
+        while ancestors and ancestors[-1] != piece.parent:
+            ancestors.pop()
+        assert ancestors or piece.parent == -1
+        assert piece.start == (pieces[piece.parent].stop if piece.parent >= 0 else 0)
+        ancestors.append(number)
+    for parent in range(-1, len(pieces)):
+        firsts = [piece.sequence for piece in pieces if piece.parent == parent]
+        assert firsts == sorted(firsts)
+    assert len(pieces) < max(1, 2 * len(sequences))
+
+
+@settings(deadline=None)
+@given(NESTED, st.sets(st.integers(0, 13)), st.integers(1, 4))
+def test_what_some_share_does_not_depend_on_the_rest(
+    sequences: list[list[int]], chosen: set[int], block: int
+) -> None:
+    some = sorted(number for number in chosen if number < len(sequences))
+    tree = prefix_tree(packed(sequences), block)
+    counted = {piece for number in some for piece in path(tree, number)}
+    part = prefix_tree(packed([sequences[number] for number in some]), block)
+    assert part.tokens == sum(piece.tokens for piece in counted)
+
+
+def test_sequences_that_begin_alike_for_less_than_a_block_are_kept_as_they_came() -> None:
+    sequences = packed([[7] * 15 + [number] for number in (3, 1, 2)])
+    assert prefix_tree(sequences) == unshared(sequences)
+
+
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        [[5] * 512 + [number] for number in range(10_000)],
+        [[5] * 512] * 10_000,
+        [[5] * (1 + number) for number in range(1500)],
+        [[5] * (1500 - number) + [6] * number for number in range(1500)],
+    ],
+    ids=["of one prefix", "equal", "each a prefix of the next", "long and nearly alike"],
+)
+def test_each_sequence_is_compared_with_one_other(
+    sequences: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    original = prefixes._alike
+
+    def counted(one: bytes, other: bytes, block: int) -> int:
+        compared.append(min(len(one), len(other)) // 4)
+        return original(one, other, block)
+
+    monkeypatch.setattr(prefixes, "_alike", counted)
+    tree = prefix_tree(packed(sequences))
+    assert len(compared) == len(sequences)
+    assert sum(compared) <= sum(map(len, sequences))
+    assert len(tree.pieces) < 2 * len(sequences)
+    assert tree.tokens <= sum(map(len, sequences))
