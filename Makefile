@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 
-.PHONY: help setup proto demo up test test-unit test-component test-cluster compatibility test-robustness test-abuse test-soak test-helm lint format bench baseline clean
+.PHONY: help setup proto demo up test test-unit test-component test-cluster compatibility test-ecosystem test-robustness test-abuse test-soak test-helm lint format bench baseline clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +20,8 @@ demo: setup ## fine-tune a real small model with the tinker SDK and show the res
 up: setup ## start a cluster: make up MODEL=NAME=PATH_OR_HUB_ID
 	@.venv/bin/tinsmith up $(if $(MODEL),--model $(MODEL))
 
-test: setup ## the whole suite, but for the soak
-	@$(PY) -m pytest tests --ignore=tests/soak
+test: setup ## the whole suite, but for the soak and most of the ecosystem
+	@$(PY) -m pytest tests --ignore=tests/soak -m "not long"
 
 test-unit: setup ## pure logic and small parts; seconds
 	@$(PY) -m pytest tests/unit
@@ -40,6 +40,9 @@ test-robustness: setup ## faults of every kind under load, and their table (ROUN
 
 test-abuse: setup ## hostile requests of every kind beside a bystander, and their table (REQUESTS=n: at least n, default 10000)
 	@REQUESTS=$(or $(REQUESTS),10000) $(PY) -m pytest tests/abuse -s
+
+test-ecosystem: setup ## other people's programs on a real cluster: the cookbook's recipes, and their table in docs/cookbook.md
+	@COOKBOOK_TABLE=docs/cookbook.md $(PY) -m pytest tests/ecosystem
 
 test-soak: setup ## sessions that come and go, and what is left of them (MINUTES=n, default 60)
 	@MINUTES=$(or $(MINUTES),60) $(PY) -m pytest tests/soak -s

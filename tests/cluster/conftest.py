@@ -111,13 +111,15 @@ class Cluster:
         )
 
 
-def start_cluster(directory: Path, model_dir: Path, *options: str, timeout: float = 300) -> Cluster:
-    """Starts `tinsmith up` and returns when it serves.
+def start_cluster(
+    directory: Path, model_dir: Path, *options: str, name: str = BASE_MODEL, timeout: float = 300
+) -> Cluster:
+    """Starts `tinsmith up` with a model of this name and returns when it serves.
 
     Raises:
         AssertionError: it did not come up; the message holds the logs' ends.
     """
-    cluster = launch_cluster(directory, model_dir, *options)
+    cluster = launch_cluster(directory, model_dir, *options, name=name)
     until(
         cluster,
         lambda: "TINKER_BASE_URL" in cluster.log.read_text(errors="replace") and serves(cluster),
@@ -142,15 +144,15 @@ def until(cluster: Cluster, holds: Callable[[], bool], timeout: float) -> None:
     raise AssertionError(f"the cluster did not come up in {timeout:.0f} s:\n{report}")
 
 
-def launch_cluster(directory: Path, model_dir: Path, *options: str) -> Cluster:
-    """Starts `tinsmith up` and returns at once."""
+def launch_cluster(directory: Path, model_dir: Path, *options: str, name: str = BASE_MODEL) -> Cluster:
+    """Starts `tinsmith up` with a model of this name and returns at once."""
     port, grpc_port = free_port(), free_port()
     data_dir = directory / "data"
     log = directory / "up.log"
     armed = directory / "failpoints"
     armed.mkdir(exist_ok=True)
     command = [
-        *(sys.executable, "-m", "services.launcher.cli", "up", "--model", f"{BASE_MODEL}={model_dir}"),
+        *(sys.executable, "-m", "services.launcher.cli", "up", "--model", f"{name}={model_dir}"),
         *("--port", str(port), "--grpc-port", str(grpc_port), "--data-dir", str(data_dir)),
         *("--device", "cpu", "--dtype", "float32", *options),
     ]

@@ -1,0 +1,108 @@
+"""The cookbook's recipes of reinforcement learning run as they are: rewards differ, and training moves them.
+
+So do those that learn from a teacher's log-probabilities of what they say.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ecosystem.conftest import Table
+from tests.ecosystem.recipes import POLICY, RENDERER, Kitchen, Run
+
+# The first test of a session waits for the cluster.
+pytestmark = pytest.mark.timeout(1200)
+
+SAME_POLICY = 5e-9
+"""What `optim/kl_sample_train_v2` (half the mean squared difference between a sampled token's log-probability
+at the sampler and at the trainer, nats squared) stays below when both have the same weights: 1e-4 nats."""
+
+
+def trained(run: Run, *, on_policy: bool = True) -> str:
+    """What the table says of a run in which rewards differed within groups, and the model was moved by it."""
+    rewards, mixed = run.series("env/all/reward/total"), run.series("env/all/by_group/frac_mixed")
+    norms = run.series("grad_norm")
+    assert max(mixed) > 0, rewards
+    assert max(norms) > 0
+    said = f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}; gradients' norms up to {max(norms):.2g}"
+    if not on_policy:
+        return said
+    apart = max(run.series("optim/kl_sample_train_v2"))
+    assert apart < SAME_POLICY
+    return f"{said}; sampler and trainer apart by {apart:.0e}"
+
+
+MATH = (
+    f"model_name={POLICY}",
+    RENDERER,
+    "env=arithmetic",
+    "groups_per_batch=8",
+    "group_size=4",
+    "learning_rate=2e-3",
+)
+
+
+@pytest.mark.long
+def test_math_rl_trains_on_arithmetic(kitchen: Kitchen, table: Table) -> None:
+    run = kitchen.cook(
+        "math_rl.train", *MATH, "loss_fn=importance_sampling", "max_steps=4", "compute_post_kl=true"
+    )
+    moved = trained(run)
+    rewards = run.series("env/all/reward/total")
+    assert max(rewards[1:]) > rewards[0], rewards
+    table.add("math_rl", run, 4, moved)
+
+
+@pytest.mark.long
+def test_shorter_answers_win(kitchen: Kitchen, table: Table) -> None:
+    run = kitchen.cook(
+        "preference.shorter.train",
+        f"model_name={POLICY}",
+        RENDERER,
+        "batch_size=4",
+        "group_size=4",
+        "learning_rate=2e-3",
+        "max_steps=3",
+        "eval_every=0",
+    )
+    lengths = run.series("env/all/ac_tokens_per_turn")
+    trained(run)
+    table.add("preference.shorter", run, 3, f"answers of {lengths[0]:.1f} to {lengths[-1]:.1f} tokens")
+
+
+@pytest.mark.long
+def test_guess_number_plays_turns(kitchen: Kitchen, table: Table) -> None:
+    run = kitchen.cook(
+        "multiplayer_rl.guess_number.train",
+        f"model_name={POLICY}",
+        RENDERER,
+        "batch_size=2",
+        "group_size=4",
+        "learning_rate=2e-3",
+        "max_tokens=16",
+        "max_steps=2",
+        "eval_every=0",
+    )
+    table.add("multiplayer_rl.guess_number", run, 2, trained(run))
+
+
+@pytest.mark.long
+def test_sdft_learns_from_its_own_golden_answers(kitchen: Kitchen, table: Table) -> None:
+    run = kitchen.cook(
+        "sdft.train",
+        f"model_name={POLICY}",
+        RENDERER,
+        "groups_per_batch=4",
+        "learning_rate=2e-3",
+        "max_tokens=24",
+        "max_steps=3",
+        "eval_every=0",
+    )
+    norms = run.series("grad_norm")
+    assert len(norms) == 3
+    assert min(norms) > 0
+    entropy = run.series("sdft/mean_teacher_entropy")
+    assert min(entropy) > 0
+    table.add(
+        "sdft", run, 3, f"gradients of norm {min(norms):.2g} to {max(norms):.2g} towards 20 tokens a place"
+    )

@@ -1,0 +1,29 @@
+"""The table of docs/cookbook.md keeps what did not run again, and takes what did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ecosystem.report import Row, write
+
+
+def text_of(path: Path, *rows: Row) -> str:
+    write(path, list(rows), cookbook="0.6.1", machine="a machine", policy="org/name")
+    return path.read_text()
+
+
+def test_a_row_is_replaced_and_the_others_stay_in_their_order(tmp_path: Path) -> None:
+    path = tmp_path / "cookbook.md"
+    text_of(path, Row("b", "b.train x=1", 2, "loss 2 to 1", 3.2), Row("a, killed", "a", 1, "", 1.0))
+    text = text_of(path, Row("b", "b.train x=2", 4, "loss 3 to 1", 5.0))
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and "`" in line and "Recipe" not in line
+    ]
+    assert rows[:2] == ["| a, killed | `a` | 1 |  | 1 |", "| b | `b.train x=2` | 4 | loss 3 to 1 | 5 |"]
+
+
+def test_what_comes_after_the_table_is_there_once(tmp_path: Path) -> None:
+    path = tmp_path / "cookbook.md"
+    row = Row("a", "a", 1, "", 1.0)
+    assert text_of(path, row) == text_of(path, row)
+    assert path.read_text().count("## Not in the table") == 1
