@@ -6,11 +6,12 @@ another gateway would need; what is kept is caches of records that no longer cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from services.common.contract import ids
-from services.common.contract.errors import Gone, InvalidRequest, NotFound
+from services.common.contract.errors import Gone, InvalidRequest, NotFound, PermissionDenied, TinsmithError
 from services.gateway.access.auth import KeyRing
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.gate import Gate
@@ -22,9 +23,11 @@ from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.readiness import Readiness
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.inference.inference import Inference
+from services.gateway.inference.streams import SampleStreams
 from services.gateway.inference.tokenizer_files import TokenizerFiles
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures, FutureView
+from services.gateway.results.several import Several
 from services.gateway.sampling.accept import Sampling
 from services.gateway.sampling.completions import Completions, Page, Target
 from services.gateway.sessions.search import SessionSearch
@@ -34,6 +37,9 @@ from services.gateway.training.copies import Copies
 from services.gateway.training.exports import Exports
 from services.gateway.training.runs import Runs
 from services.gateway.training.saves import Saves
+
+ACKNOWLEDGED_S = 60
+"""A result that its client says it has may be asked for so much longer."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,10 @@ class Application:
     runs: Runs
     sampling: Sampling
     inference: Inference
+    sample_streams: SampleStreams
     tokenizer_files: TokenizerFiles
     futures: Futures
+    several: Several
     fetched: FetchedResults
     completions: Completions
     redo_log: RedoLog
@@ -75,12 +83,53 @@ class Application:
             Gone: the same of a sample, which may simply be sampled anew.
             PermissionDenied: somebody else's.
         """
+        await self._check_asker(owner, request_id)
+        view = await self.futures.wait(request_id, seconds)
+        await self._check_known(request_id, view)
+        if view.state == "done":
+            self.fetched.note(request_id)
+        return view
+
+    async def read_results(
+        self, owner: str, request_ids: Sequence[str], seconds: float
+    ) -> AsyncGenerator[tuple[str, bytes | TinsmithError]]:
+        """What came of each request, as soon as it is resolved: its result, or why there is none. Ends when
+        all were told, at the latest after `seconds`, and early when this gateway drains."""
+        asked = []
+        for request_id in dict.fromkeys(request_ids):
+            try:
+                await self._check_asker(owner, request_id)
+                asked.append(request_id)
+            except (NotFound, Gone, PermissionDenied) as error:
+                yield request_id, error
+        async with aclosing(self.several.resolved(asked, seconds)) as resolved:
+            async for request_id, view in resolved:
+                try:
+                    await self._check_known(request_id, view)
+                except (NotFound, Gone) as error:
+                    yield request_id, error
+                    continue
+                yield request_id, view.result or b""
+                self.fetched.note(request_id)
+
+    async def acknowledge_results(self, owner: str, request_ids: Sequence[str]) -> None:
+        """Lets results go that their client has.
+
+        Raises:
+            NotFound, Gone, PermissionDenied: one is no request of the caller's. Nothing was let go.
+        """
+        for request_id in request_ids:
+            await self._check_asker(owner, request_id)
+        await self.fetched.let_go(request_ids, ACKNOWLEDGED_S)
+
+    async def _check_asker(self, owner: str, request_id: str) -> None:
+        """Notes a sign of life of a request's session, if the request may be the caller's. Raises as
+        `wait_result`."""
         try:
             object_id, _ = ids.parse_request_id(request_id)
         except InvalidRequest as error:
             raise NotFound(error.message) from error
-        sample = ids.is_sampling_session_id(object_id)
-        if sample:
+        if ids.is_sampling_session_id(object_id):
             try:
                 await self.sampling.get(owner, object_id)
             except NotFound as error:
@@ -88,16 +137,15 @@ class Application:
         else:
             await self.models.get(owner, object_id)
         await self.sessions.note_alive(ids.session_of(object_id))
-        view = await self.futures.wait(request_id, seconds)
-        if view.state == "unknown":
-            message = f"request {request_id} does not exist, or its result expired"
-            if sample:
-                raise Gone(message)
-            await self.redo_log.refuse_while_restoring()
-            raise NotFound(message)
-        if view.state == "done":
-            self.fetched.note(request_id)
-        return view
+
+    async def _check_known(self, request_id: str, view: FutureView) -> None:
+        if view.state != "unknown":
+            return
+        message = f"request {request_id} does not exist, or its result expired"
+        if ids.is_sampling_session_id(ids.parse_request_id(request_id)[0]):
+            raise Gone(message)
+        await self.redo_log.refuse_while_restoring()
+        raise NotFound(message)
 
     async def finish_session(self, owner: str, session_id: str, reason: str, detail: str) -> None:
         """Ends a session for good, with the samples that wait or run for it. Raises as `Sessions.finish`."""

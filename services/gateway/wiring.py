@@ -36,11 +36,13 @@ from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.inference.inference import Inference
 from services.gateway.inference.sessions import InferenceSessions
+from services.gateway.inference.streams import SampleStreams
 from services.gateway.inference.tokenizer_files import TokenizerFiles
 from services.gateway.inference.tokenizers import Tokenizers
 from services.gateway.records.stores import Stores
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures
+from services.gateway.results.several import Several
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
 from services.gateway.retention.forget import Forgetting
 from services.gateway.retention.plan import RetentionSettings
@@ -191,7 +193,9 @@ class Gateway:
             sampling=accepted_samples,
             inference=inference,
             tokenizer_files=TokenizerFiles(base_models, replicas.tokenizer),
+            sample_streams=SampleStreams(accepted_samples, sessions, replicas, futures, fetched),
             futures=futures,
+            several=Several(futures),
             fetched=fetched,
             completions=Completions(stores.samples, futures, fetched),
             redo_log=redo_log,

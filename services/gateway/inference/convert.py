@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 
 import numpy as np
 
-from services.common.contract import errors
+from services.common.contract import errors, ids
 from services.common.contract.errors import Internal
 from services.gateway.inference.question import Constraint, Done, Question, Sequenced
 from services.gateway.text.generated import Scored, Token
@@ -91,3 +92,27 @@ def _tokens(ids: Sequence[int], logprobs: Sequence[float], topk: sampling_pb2.To
         values = np.frombuffer(topk.logprobs.data, "<f4").reshape(shape).tolist()
         likely = [tuple(map(Scored, *row)) for row in zip(rows, values, strict=True)]
     return [Token(*row) for row in zip(ids, logprobs, likely, strict=True)]
+
+
+def seeded(request: sampling_pb2.SampleRequest) -> tuple[sampling_pb2.SampleRequest, str]:
+    """A sample that another replica goes on with as it was begun, and its request id. A seed that is not
+    given follows from the id, so the same request stays the same."""
+    request_id = ids.request_id(request.sampling_session_id, request.seq_id)
+    if not request.params.HasField("seed"):
+        changed = sampling_pb2.SampleRequest()
+        changed.CopyFrom(request)
+        changed.params.seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "little")
+        request = changed
+    return request, request_id
+
+
+def sequences(result: bytes) -> Sequence[sampling_pb2.SampledSequence]:
+    """The sequences of a sample.
+
+    Raises:
+        TinsmithError: it failed.
+    """
+    outcome = results_pb2.OperationResult.FromString(result)
+    if outcome.WhichOneof("kind") == "error":
+        raise errors.from_pb(outcome.error)
+    return list(outcome.sample.sequences)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -13,6 +13,7 @@ from services.common.contract import ids, loss_schema, roles
 from services.common.contract.errors import InvalidRequest
 from services.gateway.access.limits import MAX_GET_RESULT_SECONDS, Limits
 from services.gateway.cluster.base_models import BaseModel
+from services.gateway.inference.streams import Accepted, Ended, New
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord, ModelStatus
 from services.gateway.records.session import SessionRecord
@@ -27,9 +28,11 @@ from tinsmith.v1 import (
     models_pb2,
     results_pb2,
     runs_pb2,
+    sampling_pb2,
     server_pb2,
     sessions_pb2,
     training_pb2,
+    types_pb2,
 )
 
 _MAX_ORDINAL = 999_999_999
@@ -250,6 +253,40 @@ def server_info(models: Iterable[BaseModel], limits: Limits) -> server_pb2.GetSe
         losses=sorted(loss_schema.LOSS_SCHEMAS),
         models=[base_model(model, limits) for model in models],
     )
+
+
+PIECE_BYTES = 1024 * 1024
+"""Most bytes of a piece of something that comes in pieces."""
+
+_MOST_REQUESTS = 1024
+
+
+def check_request_ids(request_ids: Sequence[str]) -> None:
+    """Refuses to look for the results of none, or of more than are looked for at once."""
+    if not 1 <= len(request_ids) <= _MOST_REQUESTS:
+        message = f"{len(request_ids)} request_ids; send 1 to {_MOST_REQUESTS}"
+        raise InvalidRequest(message, field="request_ids")
+
+
+def result_piece(request_id: str, result: bytes, start: int) -> results_pb2.ReadResultsResponse:
+    """The piece of a result that begins at a byte."""
+    piece = results_pb2.ResultPiece(data=result[start : start + PIECE_BYTES], total_bytes=len(result))
+    return results_pb2.ReadResultsResponse(request_id=request_id, piece=piece)
+
+
+def stream_part(part: Accepted | New | Ended) -> sampling_pb2.StreamSampleResponse:
+    """What a stream tells of a sample."""
+    if isinstance(part, Accepted):
+        return sampling_pb2.StreamSampleResponse(request_id=part.request_id)
+    if isinstance(part, Ended):
+        end = sampling_pb2.SequenceEnd(index=part.index)
+        end.stop_reason = part.reason  # type: ignore[assignment]
+        return sampling_pb2.StreamSampleResponse(end=end)
+    shape = [len(part.tokens) // 4]
+    tokens = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=shape, data=part.tokens)
+    logprobs = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=shape, data=part.logprobs)
+    new = sampling_pb2.NewTokens(index=part.index, start=part.start, tokens=tokens, logprobs=logprobs)
+    return sampling_pb2.StreamSampleResponse(new_tokens=new)
 
 
 def _version() -> str:

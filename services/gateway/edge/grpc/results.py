@@ -5,6 +5,10 @@ Invariant: a wait ends before its call's deadline, so that its client hears how 
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from services.common.contract import errors
 from services.common.contract.errors import InvalidRequest
 from services.gateway.access.limits import MAX_GET_RESULT_SECONDS
 from services.gateway.edge.grpc import convert
@@ -26,6 +30,30 @@ class ResultCalls(Calls):
         asked = request.timeout_seconds if request.HasField("timeout_seconds") else None
         seconds = patience(asked, context.time_remaining())
         return convert.result(await self._app.wait_result(owner, request.request_id, seconds))
+
+    async def ReadResults(
+        self, request: results_pb2.ReadResultsRequest, context: Context
+    ) -> AsyncIterator[results_pb2.ReadResultsResponse]:
+        owner = self._owner(context)
+        convert.check_request_ids(request.request_ids)
+        asked = request.timeout_seconds if request.HasField("timeout_seconds") else None
+        seconds = patience(asked, context.time_remaining())
+        async with aclosing(self._app.read_results(owner, request.request_ids, seconds)) as found:
+            async for request_id, result in found:
+                if isinstance(result, bytes):
+                    for start in range(0, max(1, len(result)), convert.PIECE_BYTES):
+                        yield convert.result_piece(request_id, result, start)
+                else:
+                    error = errors.to_pb(result)
+                    yield results_pb2.ReadResultsResponse(request_id=request_id, error=error)
+
+    async def AcknowledgeResults(
+        self, request: results_pb2.AcknowledgeResultsRequest, context: Context
+    ) -> results_pb2.AcknowledgeResultsResponse:
+        owner = self._owner(context)
+        convert.check_request_ids(request.request_ids)
+        await self._app.acknowledge_results(owner, request.request_ids)
+        return results_pb2.AcknowledgeResultsResponse()
 
 
 def patience(asked: float | None, left: float | None) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
 from tinsmith.v1 import sampling_pb2
@@ -38,6 +41,14 @@ class SamplingCalls(Calls):
     ) -> sampling_pb2.SampleResponse:
         request_id = await self._app.sampling.sample(self._owner(context), request)
         return sampling_pb2.SampleResponse(request_id=request_id)
+
+    async def StreamSample(
+        self, request: sampling_pb2.StreamSampleRequest, context: Context
+    ) -> AsyncIterator[sampling_pb2.StreamSampleResponse]:
+        owner = self._owner(context)
+        async with aclosing(self._app.sample_streams.tell(owner, request.sample)) as parts:
+            async for part in parts:
+                yield convert.stream_part(part)
 
     async def CancelSample(
         self, request: sampling_pb2.CancelSampleRequest, context: Context

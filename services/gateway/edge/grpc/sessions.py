@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
 from tinsmith.v1 import models_pb2, server_pb2, sessions_pb2
@@ -25,6 +27,17 @@ class SessionCalls(Calls):
         return models_pb2.ListModelsResponse(
             models=[convert.base_model(model, self._app.limits) for model in models]
         )
+
+    async def GetTokenizer(
+        self, request: models_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[models_pb2.GetTokenizerResponse]:
+        owner = self._owner(context)
+        with self._app.gate.download(owner):
+            for name, text in (await self._app.tokenizer_files.of(request.base_model)).items():
+                data = text.encode()
+                for start in range(0, len(data), convert.PIECE_BYTES):
+                    piece = data[start : start + convert.PIECE_BYTES]
+                    yield models_pb2.GetTokenizerResponse(file=name, file_bytes=len(data), data=piece)
 
     async def CreateSession(
         self, request: sessions_pb2.CreateSessionRequest, context: Context

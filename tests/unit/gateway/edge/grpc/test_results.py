@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from services.common.contract.errors import InvalidRequest
 from services.common.process import rpc
+from services.common.state import keys
 from services.gateway.edge.grpc.results import patience
-from tests.unit.gateway.edges import ALICE, Edges, new_model
+from tests.unit.gateway.edges import ALICE, BOB, Edges, new_model
 from tinsmith.v1 import results_pb2, service_pb2_grpc, training_pb2
 
 METADATA = (("x-api-key", ALICE),)
@@ -71,3 +74,70 @@ async def holds(condition: Any) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+
+async def test_many_results_come_with_one_call_each_as_soon_as_it_is_there(
+    edges: Edges, stub: Any, model: str
+) -> None:
+    first, second, third = [await step(stub, model, seq_id) for seq_id in (1, 2, 3)]
+    await edges.answer(model, 2, optim_step=training_pb2.OptimStepResult(metrics={"grad_norm": 2.0}))
+    nobodys = f"{model.split(':')[0]}:train:9:1"
+    ids = [first, second, third, nobodys]
+    request = results_pb2.ReadResultsRequest(request_ids=ids)
+    found: dict[str, results_pb2.ReadResultsResponse] = {}
+    async for answer in stub.ReadResults(request, timeout=20, metadata=METADATA):
+        found[answer.request_id] = answer
+        if len(found) == 2:
+            await edges.answer(model, 1, optim_step=training_pb2.OptimStepResult(metrics={"grad_norm": 1.0}))
+            await edges.answer(model, 3, optim_step=training_pb2.OptimStepResult(metrics={"grad_norm": 3.0}))
+    assert list(found)[:2] == [nobodys, second]
+    assert found[nobodys].error.code == "not_found"
+    for request_id, norm in ((first, 1.0), (second, 2.0), (third, 3.0)):
+        result = results_pb2.OperationResult.FromString(found[request_id].piece.data)
+        assert result.optim_step.metrics["grad_norm"] == norm
+    assert not edges.app.several._watches
+
+
+async def test_a_result_that_is_larger_than_a_message_comes_in_pieces(
+    edges: Edges, stub: Any, model: str
+) -> None:
+    request_id = await step(stub, model)
+    output = training_pb2.BatchedTensor(dtype=1, data=bytes(range(256)) * 20_000)
+    result = training_pb2.ForwardBackwardResult(outputs={"logprobs": output})
+    await edges.answer(model, 1, forward_backward=result)
+    request = results_pb2.ReadResultsRequest(request_ids=[request_id])
+    pieces = [answer.piece async for answer in stub.ReadResults(request, timeout=20, metadata=METADATA)]
+    assert len(pieces) == 5 and {piece.total_bytes for piece in pieces} == {sum(len(p.data) for p in pieces)}
+    whole = results_pb2.OperationResult.FromString(b"".join(piece.data for piece in pieces))
+    assert whole.forward_backward == result
+
+
+async def test_a_read_of_results_ends_before_its_call_with_those_that_are_there(
+    edges: Edges, stub: Any, model: str
+) -> None:
+    ids = [await step(stub, model, seq_id) for seq_id in (1, 2)]
+    await edges.answer(model, 1, optim_step=training_pb2.OptimStepResult())
+    request = results_pb2.ReadResultsRequest(request_ids=ids)
+    found = [answer async for answer in stub.ReadResults(request, timeout=2, metadata=METADATA)]
+    assert [answer.request_id for answer in found] == ids[:1]
+    for wrong in ([], ["x"] * 1025):
+        refused = stub.ReadResults(
+            results_pb2.ReadResultsRequest(request_ids=wrong), timeout=5, metadata=METADATA
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await refused.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_is_acknowledged_goes_in_a_minute(edges: Edges, stub: Any, model: str) -> None:
+    done, pending = [await step(stub, model, seq_id) for seq_id in (1, 2)]
+    await edges.answer(model, 1, optim_step=training_pb2.OptimStepResult())
+    request = results_pb2.AcknowledgeResultsRequest(request_ids=[done, pending])
+    for _ in range(2):
+        await stub.AcknowledgeResults(request, timeout=10, metadata=METADATA)
+    assert 0 < await edges.redis.ttl(keys.future(model, 1)) <= 60
+    assert await edges.redis.ttl(keys.future(model, 2)) == -1
+    other = results_pb2.AcknowledgeResultsRequest(request_ids=[done])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.AcknowledgeResults(other, timeout=10, metadata=(("x-api-key", BOB),))
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
