@@ -18,6 +18,7 @@ from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
+from services.common.telemetry import metrics
 from services.gateway.access.auth import KeyRing
 from services.gateway.access.limits import MIB
 from services.gateway.access.memory import Memory
@@ -65,6 +66,9 @@ async def run(config: GatewayConfig) -> None:
             config.samples,
             config.public_url,
             config.near_clients,
+        )
+        await cleanup.enter_async_context(
+            metrics.served(config.host, config.metrics_port, gateway.readings())
         )
         http = HttpServer(gateway.application, config.host, config.port, config.connections)
         cleanup.push_async_callback(gateway.stop)

@@ -49,6 +49,7 @@ class GatewayConfig:
         host: address that both ports listen on.
         port: HTTP port; 0 takes a free one.
         grpc_port: gRPC port; 0 takes a free one.
+        metrics_port: port of Prometheus' /metrics, of this process alone; 0 = none.
         grpc_connections: gRPC connections at once.
         public_url: what clients reach the gateways as; empty: as each request names them.
         near_clients: whether a client that connects over loopback has the files of this machine.
@@ -74,6 +75,7 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 8001
+    metrics_port: int = 0
     grpc_connections: int = 2048
     data_dir: Path = Path()
     checkpoint_store: str = ""
@@ -115,6 +117,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--host", TEXT, GatewayConfig, "host", "address to listen on"),
         Flag("--port", PORT, GatewayConfig, "port", "HTTP port, shared with other gateways of this machine"),
         Flag("--grpc-port", PORT, GatewayConfig, "grpc_port", "gRPC port, shared in the same way"),
+        Flag("--metrics-port", PORT, GatewayConfig, "metrics_port", "port of Prometheus' /metrics, 0 = none"),
         Flag("--public-url", HTTP_URL, GatewayConfig, "public_url",
              "what clients reach the gateways as, for download links; empty: as their requests name them"),
         Flag("--near-clients", SWITCH, GatewayConfig, "near_clients",

@@ -10,12 +10,13 @@ from typing import Protocol
 
 import redis.asyncio
 
-from services.common.process.loop_lag import LoopLag
 from services.common.state.journal import Journal
 from services.common.state.journal_records import JournalLimits
 from services.common.state.room import Room, RoomLimits
 from services.common.storage.base import Storage
 from services.common.storage.data_dir import DataDir
+from services.common.telemetry.loop_lag import LoopLag
+from services.common.telemetry.metrics import Reading
 from services.gateway.access.auth import KeyRing
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.gate import Gate
@@ -132,7 +133,7 @@ class Gateway:
 
         # What carries out what was accepted.
         self.recorder = ResultRecorder(stores)
-        dispatcher = Dispatcher(
+        self.dispatcher = dispatcher = Dispatcher(
             client,
             journal,
             stores,
@@ -143,7 +144,7 @@ class Gateway:
             dispatch,
             memory=memory.dispatch,
         )
-        admission = Admission(limits.waiting_sequences, memory.samples)
+        self.admission = admission = Admission(limits.waiting_sequences, memory.samples)
         replicas = Replicas(discovery.samplers)
         samples = SampleDispatcher(
             client, stores, replicas, discovery.gateways, gateway_id, admission, sampling
@@ -244,6 +245,25 @@ class Gateway:
         """What this gateway announces of itself as it is now: fields of ServiceRecord."""
         seen = self.lag.seen
         return {"stalls": seen.times, "longest_stall_ms": round(seen.longest * 1000)}
+
+    def readings(self) -> tuple[Reading, ...]:
+        """What it holds at present, for its metrics."""
+        held, admission = self.application, self.admission
+        return (
+            Reading(
+                "models_led",
+                "Models whose operations this gateway sends to trainers",
+                lambda: self.dispatcher.led,
+            ),
+            Reading(
+                "futures_waited_for", "Futures that clients wait for here", lambda: held.futures.waited_for
+            ),
+            Reading(
+                "request_bytes", "Memory of requests that are not in the journal", lambda: held.budget.used
+            ),
+            Reading("sample_sequences", "Sequences of samples that wait or run", lambda: admission.sequences),
+            Reading("sample_request_bytes", "Memory of their requests", lambda: admission.nbytes),
+        )
 
     async def start(self) -> None:
         """Starts listening for results and carrying out what was accepted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -52,6 +52,7 @@ class Options:
     grpc_port: int = 8001
     public_url: str | None = None
     stable_reinforce_as: str | None = None
+    metrics_port: int | None = None
     max_context: int | None = None
     max_lora_rank: int = 128
     dtype: str = "auto"
@@ -173,7 +174,13 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
         for replica in range(options.samplers):
             index = number * options.samplers + replica
             planned.append(_sampler(options, index, model, placed[count + index]))
-    return planned
+    return [_measured(options, index, process) for index, process in enumerate(planned)]
+
+
+def _measured(options: Options, index: int, process: Process) -> Process:
+    """The process, with a port of its own for its metrics; or with none, whatever the environment says."""
+    port = 0 if options.metrics_port is None else options.metrics_port + index
+    return replace(process, argv=(*process.argv, "--metrics-port", str(port)))
 
 
 def _gateway(options: Options, index: int) -> Process:

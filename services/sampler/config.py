@@ -33,6 +33,7 @@ class SamplerConfig:
         device: "auto" takes what the installed vLLM runs on.
         dtype: "auto" is float32 on CPU and the model's own on CUDA.
         host, port, advertise_host: where gRPC listens (0 = a free port), and the name others use.
+        metrics_port: of Prometheus' /metrics; 0 = none.
         data_dir: shared directory with the snapshots.
         redis_url: of the cluster's Redis.
         max_context: most tokens of a prompt and its answer; 0 = as many as the model takes, or on CPU as
@@ -61,6 +62,7 @@ class SamplerConfig:
     dtype: Dtype = "auto"
     host: str = "127.0.0.1"
     port: int = 0
+    metrics_port: int = 0
     advertise_host: str = "127.0.0.1"
     max_context: int = 0
     max_loras: int = 8
@@ -77,6 +79,7 @@ class SamplerConfig:
 
 _RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
+    "metrics_port": (0, 65535),
     "max_context": (0, math.inf),
     "max_loras": (1, math.inf),
     "snapshot_cache_gib": (0, math.inf),
@@ -110,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--dtype", "default auto: float32 on CPU", "auto", choices=("auto", "float32", "bfloat16"))
     flag("--host", "address to listen on", "127.0.0.1")
     flag("--port", "port to listen on, 0 = a free one", 0, type=int)
+    flag("--metrics-port", "port of Prometheus' /metrics; 0 = none", 0, type=int)
     flag("--advertise-host", "name under which others reach this host", "127.0.0.1")
     flag("--max-context", "most tokens of prompt and answer; 0 = choose", 0, type=int)
     flag("--max-loras", "adapters in one engine step", 8, type=int)

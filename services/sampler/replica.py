@@ -19,6 +19,7 @@ from services.common.process import process, rpc
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client, registry
 from services.common.state.claim import Claim
+from services.common.telemetry import metrics
 from services.sampler import wiring
 from services.sampler.config import SamplerConfig
 from services.sampler.engine import watchdog
@@ -61,9 +62,24 @@ async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis) ->
     try:
         await engine.prepare()
         log.info("engine ready after %.1f s", time.monotonic() - started)
-        return await _serve(config, engine, client)
+        async with metrics.served(config.host, config.metrics_port, _readings(engine)):
+            return await _serve(config, engine, client)
     finally:
         engine.shutdown(_ENGINE_SHUTDOWN_S)
+
+
+def _readings(engine: Engine) -> tuple[metrics.Reading, ...]:
+    """What the engine is at, for its metrics."""
+    return (
+        metrics.Reading(
+            "engine_sequences", "Sequences that the engine has not finished", lambda: engine.running
+        ),
+        metrics.Reading(
+            "generated_tokens_total",
+            "Tokens generated since the engine started",
+            lambda: engine.generated_tokens,
+        ),
+    )
 
 
 async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Redis) -> int:

@@ -31,6 +31,7 @@ class TrainerConfig:
         full_snapshot_steps: optimizer steps between durable snapshots of a full model.
         device: "cpu" or "cuda".
         dtype: element type of the base, "float32" or "bfloat16".
+        metrics_port: of Prometheus' /metrics of the first rank; 0 = none.
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
             s3://bucket/prefix; empty = in the data directory.
         micro_batch_tokens: tokens of one micro-batch.
@@ -51,6 +52,7 @@ class TrainerConfig:
     dtype: str
     host: str
     port: int
+    metrics_port: int
     advertise_host: str
     data_dir: Path
     checkpoint_store: str
@@ -121,6 +123,7 @@ def parse(argv: list[str]) -> TrainerConfig:
     flag("dtype", "auto", "auto = bfloat16 on CUDA, float32 on CPU", choices=("auto", "float32", "bfloat16"))
     flag("host", "127.0.0.1", "address to serve gRPC on")
     flag("port", "0", "port to serve gRPC on; 0 takes a free one", type=int)
+    flag("metrics-port", "0", "port of Prometheus' /metrics of the first rank; 0 = none", type=int)
     flag("advertise-host", "127.0.0.1", "host name under which gateways reach this trainer")
     flag("data-dir", None, "directory shared with gateways and samplers", type=Path)
     flag("checkpoint-store", "", "directory or URL for named checkpoints and exports; empty: in DATA_DIR")
@@ -171,6 +174,7 @@ def parse(argv: list[str]) -> TrainerConfig:
         dtype=("bfloat16" if device == "cuda" else "float32") if args.dtype == "auto" else args.dtype,
         host=args.host,
         port=args.port,
+        metrics_port=args.metrics_port,
         advertise_host=args.advertise_host,
         data_dir=args.data_dir.resolve(),
         checkpoint_store=args.checkpoint_store,

@@ -20,6 +20,7 @@ from services.common.process.tasks import cancel_all
 from services.common.state import redis_client
 from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
+from services.common.telemetry import metrics
 from services.trainer.compute.base_model import COLLECTIVE_TIMEOUT
 from services.trainer.compute.engine import Engine
 from services.trainer.config import Place, TrainerConfig
@@ -116,6 +117,10 @@ class _Server:
 
     async def run(self, stop: asyncio.Task[Signals]) -> int:
         """Serves until `stop` is done or the world fails."""
+        async with metrics.served(self._config.host, self._config.metrics_port, self._readings()):
+            return await self._serve(stop)
+
+    async def _serve(self, stop: asyncio.Task[Signals]) -> int:
         name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
         server = await rpc.serve(
             [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._parts.servicer, name)],
@@ -164,6 +169,19 @@ class _Server:
         models = self._parts.models
         queued = sum(len(model.sequence.unfinished) for model in models.values())
         return {"models": len(models), "queued": queued}
+
+    def _readings(self) -> tuple[metrics.Reading, ...]:
+        """What it holds at present, for its metrics."""
+        parts = self._parts
+        return (
+            metrics.Reading("models", "Models in this trainer's memory", lambda: len(parts.models)),
+            metrics.Reading(
+                "queued_operations", "Operations that wait or run here", lambda: self._load()["queued"]
+            ),
+            metrics.Reading(
+                "queued_operation_bytes", "Bytes of their requests", lambda: parts.executor.queued_bytes
+            ),
+        )
 
     def _record(self, port: int) -> ServiceRecord:
         return ServiceRecord(

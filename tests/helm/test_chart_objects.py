@@ -93,6 +93,7 @@ def test_the_defaults_install_one_of_everything() -> None:
         "Deployment tinsmith-sampler-smollm2-135m-instruct",
         "Deployment tinsmith-trainer-smollm2-135m-instruct",
         "NetworkPolicy tinsmith-gateway",
+        "NetworkPolicy tinsmith-metrics",
         "NetworkPolicy tinsmith-redis",
         "NetworkPolicy tinsmith-sampler",
         "NetworkPolicy tinsmith-trainer",

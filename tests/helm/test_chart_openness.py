@@ -224,6 +224,21 @@ def test_pods_listen_where_an_ipv6_cluster_finds_them() -> None:
         assert "--host=::" in container(one)["args"]
 
 
+def test_every_process_of_ours_is_measured_and_an_operator_may_scrape_it() -> None:
+    monitor = {"enabled": True, "labels": {"release": "prometheus"}}
+    objects = render({"metrics": {"port": 9999, "podMonitor": monitor}})
+    for component in COMPONENTS[:3]:
+        (one,) = workloads(objects, component)
+        assert "--metrics-port=9999" in container(one)["args"]
+        assert {"name": "metrics", "containerPort": 9999} in container(one)["ports"]
+    spec = pick(objects, "PodMonitor", "tinsmith")["spec"]
+    assert spec["podMetricsEndpoints"] == [{"port": "metrics", "interval": "30s"}]
+    assert not [one for one in render() if one["kind"] == "PodMonitor"]
+    for one in workloads(render({"metrics": {"enabled": False}})):
+        assert "metrics" not in {port["name"] for port in container(one)["ports"]}
+        assert "--metrics-port=0" in container(one).get("args", ["--metrics-port=0"])
+
+
 def test_objects_of_ones_own_belong_to_the_release() -> None:
     mine = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}, "data": {"a": "b"}}
     assert pick(render({"extraObjects": [copy.deepcopy(mine)]}), "ConfigMap", "mine") == mine

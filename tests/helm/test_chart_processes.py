@@ -40,7 +40,7 @@ def test_the_gateway_understands_its_command_line() -> None:
     assert (settings.id, settings.host) == ("a-pod-0", "0.0.0.0")
     assert settings.api_keys_file == Path("/etc/tinsmith/api-keys")
     ports = {port["name"]: port["containerPort"] for port in container(gateway)["ports"]}
-    assert ports == {"http": settings.port, "grpc": settings.grpc_port}
+    assert ports == {"http": settings.port, "grpc": settings.grpc_port, "metrics": settings.metrics_port}
 
 
 def test_without_values_the_chart_gives_the_gateway_its_own_defaults() -> None:
@@ -145,7 +145,10 @@ def test_the_trainer_understands_its_command_line_and_advertises_the_address_of_
         2,
         5,
     )
-    assert container(trainer)["ports"][0]["containerPort"] == settings.port
+    assert [port["containerPort"] for port in container(trainer)["ports"]] == [
+        settings.port,
+        settings.metrics_port,
+    ]
 
 
 def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_its_pod() -> None:
@@ -165,7 +168,10 @@ def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_
     assert (settings.gpu_memory_utilization, settings.max_lora_rank) == (0.5, 128)
     assert (settings.max_context, settings.max_sequences, settings.kv_cache_gib) == (4096, 7, 0.5)
     assert (settings.snapshot_cache_gib, settings.full_snapshot_cache_gib) == (1, 4)
-    assert container(sampler)["ports"][0]["containerPort"] == settings.port
+    assert [port["containerPort"] for port in container(sampler)["ports"]] == [
+        settings.port,
+        settings.metrics_port,
+    ]
     # Kubernetes must not kill what the sampler still lets finish.
     assert settings.drain_seconds == 30
     assert pod(sampler)["terminationGracePeriodSeconds"] == 90

@@ -141,6 +141,8 @@ def reached_by(objects: list[Object], workload: Object, others: list[Object]) ->
     """{component: port, or "any"} of those of the others that may reach a workload's pods."""
     found: dict[str, str] = {}
     for rule in admitted(objects, workload):
+        if rule.get("ports") == [{"port": "metrics"}]:
+            continue
         (peer,) = rule["from"]
         assert set(peer) == {"podSelector"}
         ports = [port["port"] for port in rule.get("ports", [{"port": "any"}])]
@@ -172,12 +174,19 @@ def test_what_pods_may_reach_can_be_bounded() -> None:
 
 
 def test_gateways_are_reached_on_their_ports_by_everybody_unless_told() -> None:
-    (rule,) = admitted(render(), workloads(render(), "gateway")[0])
-    assert rule == {"ports": [{"port": "http"}, {"port": "grpc"}]}
+    edges, metrics = admitted(render(), workloads(render(), "gateway")[0])
+    assert edges == {"ports": [{"port": "http"}, {"port": "grpc"}]}
+    assert metrics == {"ports": [{"port": "metrics"}]}
     peers = [{"namespaceSelector": {"matchLabels": {"team": "ml"}}}]
     objects = render({"networkPolicy": {"gatewayFrom": peers}})
-    (rule,) = admitted(objects, workloads(objects, "gateway")[0])
-    assert rule["from"] == peers
+    edges, metrics = admitted(objects, workloads(objects, "gateway")[0])
+    assert edges["from"] == peers
+    assert "from" not in metrics
+    objects = render({"networkPolicy": {"metricsFrom": peers}})
+    for component in ("gateway", "trainer", "sampler"):
+        assert {"ports": [{"port": "metrics"}], "from": peers} in admitted(
+            objects, workloads(objects, component)[0]
+        )
 
 
 def test_network_policies_can_be_left_out() -> None:

@@ -12,12 +12,15 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from prometheus_client import Counter
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
 from services.common.process.tasks import cancel_all, keep_running
 
 log = logging.getLogger(__name__)
+
+FAILURES = Counter("tinsmith_periodic_failures_total", "Steps of background work that failed", ["work"])
 
 _EXPECTED = (TinsmithError, RedisError, OSError)
 """What the world does to a step. Anything else is a mistake of the program, and is logged with its place."""
@@ -82,6 +85,7 @@ class Periodic:
         except MemoryError:
             raise
         except Exception as error:
+            FAILURES.labels(self.name).inc()
             self.counts.failures += 1
             self.counts.streak += 1
             if self.counts.streak == 1:

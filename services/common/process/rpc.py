@@ -7,9 +7,12 @@ and answers INTERNAL. `from_rpc_error` turns the status back into the same type 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +20,12 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import Histogram
 from redis.exceptions import RedisError
 
 from services.common.contract import errors
 from services.common.process import error_details, redis_errors
+from services.common.telemetry.metrics import LONG_S
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +86,11 @@ class ServerLimits:
 
 
 _HANDSHAKE_MS = 10_000
+SECONDS = Histogram(
+    "tinsmith_rpc_seconds", "gRPC calls, by how they ended", ["method", "code"], buckets=LONG_S
+)
+
+_CODES = {number: code.name for code in grpc.StatusCode for number in (code, code.value[0])}
 
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 """(generated add_..._to_server function, servicer, full service name)."""
@@ -118,14 +128,29 @@ def _parts(handler: grpc.RpcMethodHandler) -> tuple[Any, Callable[..., grpc.RpcM
     return handler.stream_stream, grpc.stream_stream_rpc_method_handler
 
 
+@contextmanager
+def _measured(method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
+    began = time.monotonic()
+    ended = ""
+    try:
+        yield
+    except asyncio.CancelledError:
+        ended = "CANCELLED"
+        raise
+    finally:
+        ended = ended or _CODES.get(context.code(), "OK")
+        SECONDS.labels(method, ended).observe(time.monotonic() - began)
+
+
 def _guarded(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        try:
-            return await inner(request, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            await _abort(context, _typed(error, method))
+        with _measured(method, context):
+            try:
+                return await inner(request, context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:
+                await _abort(context, _typed(error, method))
 
     return guarded
 
@@ -134,13 +159,14 @@ def _guarded_stream(
     inner: Callable[..., AsyncIterator[Any]], method: str
 ) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        try:
-            async for reply in inner(request, context):
-                yield reply
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            await _abort(context, _typed(error, method))
+        with _measured(method, context):
+            try:
+                async for reply in inner(request, context):
+                    yield reply
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:
+                await _abort(context, _typed(error, method))
 
     return guarded
 

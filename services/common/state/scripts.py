@@ -16,6 +16,16 @@ from importlib import resources
 from typing import Any
 
 import redis.asyncio
+from prometheus_client import Histogram
+
+from services.common.telemetry.metrics import SHORT_S
+
+SECONDS = Histogram(
+    "tinsmith_redis_script_seconds",
+    "Atomic steps on Redis, waiting for a connection included",
+    ["script"],
+    buckets=SHORT_S,
+)
 
 _USES = re.compile(r"^-- USES (\w+)$", re.MULTILINE)
 
@@ -31,7 +41,9 @@ class Script:
 
     def __init__(self, client: redis.asyncio.Redis, name: str) -> None:
         self._script = client.register_script(_source(name))
+        self._seconds = SECONDS.labels(name)
 
     async def __call__(self, keys: Sequence[str], *args: bytes | str | int | float) -> Any:
         """Runs the script; its reply, with strings as bytes."""
-        return await self._script(keys=list(keys), args=list(args))
+        with self._seconds.time():
+            return await self._script(keys=list(keys), args=list(args))

@@ -34,6 +34,11 @@ class BodyBudget:
         self._small = Shares(memory.small_requests)
 
     @property
+    def used(self) -> int:
+        """Bytes that all requests hold at present."""
+        return self._large.used + self._small.used
+
+    @property
     def largest(self) -> int:
         """Bytes of the largest request that is ever taken."""
         return self._large.room // 2 // COPIES

@@ -19,6 +19,11 @@ class Shares:
         self._used_by: Counter[str] = Counter()
 
     @property
+    def used(self) -> int:
+        """What is held by all."""
+        return self._used
+
+    @property
     def free(self) -> int:
         """What nobody holds; negative when more was added than there is room for."""
         return self.room - self._used

@@ -87,6 +87,11 @@ class Dispatcher:
         self._acquiring = asyncio.Semaphore(_ACQUIRING)
         self._running = False
 
+    @property
+    def led(self) -> int:
+        """Models whose operations this gateway sends to trainers."""
+        return len(self._leases)
+
     async def start(self) -> None:
         """Starts listening for work. Models left over by other gateways are found by the first sweep."""
         self._running = True

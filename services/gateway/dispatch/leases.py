@@ -58,6 +58,9 @@ class Leases:
         self._held: dict[str, Lease] = {}
         self._renewals = Periodic("lease renewal", ttl / 3, self._renew_all, deadline=ttl)
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def start(self) -> None:
         self._renewals.start()
 

@@ -68,6 +68,11 @@ class Futures:
         """Has functions called: with each request id that is resolved, and when some may have been missed."""
         self._listeners.append((on_resolved, on_gap))
 
+    @property
+    def waited_for(self) -> int:
+        """Futures that somebody waits for here."""
+        return len(self._waiters)
+
     async def start(self) -> None:
         self._subscription.start()
 

@@ -33,6 +33,16 @@ class Admission:
         self._held: dict[str, _Held] = {}
 
     @property
+    def sequences(self) -> int:
+        """Sequences of the samples that wait or run."""
+        return self._sequences.used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their requests."""
+        return self._bytes.used
+
+    @property
     def is_full(self) -> bool:
         """Whether nothing more should be taken over from others."""
         return self._sequences.free <= 0 or self._bytes.free <= 0

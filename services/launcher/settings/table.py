@@ -113,6 +113,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         Setting("port", _PORT, 8000, "HTTP port for the SDK (default: 8000)"),
         Setting("grpc-port", _PORT, 8001, "port of the gRPC service (default: 8001)"),
         Setting(
+            "metrics-port",
+            _PORT,
+            None,
+            "port of Prometheus' /metrics of the first gateway; every other process has the next one: first "
+            "gateways, then each model's trainer and samplers (default: none)",
+        ),
+        Setting(
             "public-url",
             Kind(HTTP_URL.says, HTTP_URL.unit, HTTP_URL.parse),
             None,

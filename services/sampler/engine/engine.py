@@ -42,7 +42,7 @@ from services.sampler.engine.sampling import (
     ServedTokenizer,
     Tell,
 )
-from services.sampler.engine.settings import adapts, engine_args
+from services.sampler.engine.settings import EngineStats, adapts, engine_args
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.engine.workers import ENDED, Workers
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
@@ -75,7 +75,11 @@ class Engine:
         # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU. Without a usage
         # context it takes 128 and 2048 on any.
         context = UsageContext.OPENAI_API_SERVER
-        self._llm = AsyncLLM.from_engine_args(engine_args(config, device), usage_context=context)
+        self._llm = AsyncLLM.from_engine_args(
+            engine_args(config, device),
+            usage_context=context,
+            stat_loggers=[EngineStats] if config.metrics_port else None,
+        )
         model, settings = self._llm.model_config, self._llm.vllm_config
         self.device = device
         self.dtype = str(model.dtype).removeprefix("torch.")

@@ -10,7 +10,10 @@ import logging
 import secrets
 from typing import Any
 
+from prometheus_client import REGISTRY
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from services.common.process.process import machine_memory
 from services.sampler.config import GIB, SamplerConfig
@@ -47,7 +50,8 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         "seed": secrets.randbits(31),
         "scheduler_cls": "services.sampler.engine.scheduler.make_scheduler",
         "worker_extension_cls": "services.sampler.worker.extension.WorkerExtension",
-        "disable_log_stats": True,
+        # vLLM's own measurements stand beside ours.
+        "disable_log_stats": not config.metrics_port,
         # A supervisor that signals every process must not cut off what is being drained.
         "shutdown_timeout": int(config.drain_seconds),
     }
@@ -106,3 +110,14 @@ def _cpu_cache(config: SamplerConfig) -> CpuCache:
             model.max_position_embeddings,
         )
     return cache
+
+
+class EngineStats(PrometheusStatLogger):
+    """What vLLM measures, but for the gauge whose labels are adapters: it keeps each that ever ran."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+        super().__init__(vllm_config, engine_indexes)
+        gauge: Any = vars(self).get("gauge_lora_info")
+        if gauge is not None:
+            REGISTRY.unregister(gauge)
+            self.gauge_lora_info = None

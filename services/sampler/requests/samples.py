@@ -6,13 +6,22 @@ snapshot, no engine request.
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from prometheus_client import Histogram
+
+from services.common.telemetry.metrics import LONG_S
 from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, Tell, check
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import LATE_S, Admission
 from services.sampler.requests.suspects import Suspects
+
+SECONDS = Histogram(
+    "tinsmith_sample_seconds", "Samples that were generated, their wait included", buckets=LONG_S
+)
+WAITED = Histogram("tinsmith_sample_wait_seconds", "Until a sample's weights were there", buckets=LONG_S)
 
 
 class SamplingEngine(Protocol):
@@ -60,6 +69,7 @@ class Samples:
             GivenUp: this request has ended the engine too often.
             TinsmithError: as Snapshots.use and Engine.sample.
         """
+        began = time.monotonic()
         check(job, self._engine.limits)
         self._suspects.check(job.request_id)
         ready, late = self._snapshots.is_ready(job.snapshot), self._engine.late(LATE_S)
@@ -71,7 +81,10 @@ class Samples:
                     self._snapshots.use(job.snapshot) as adapter,
                 ):
                     place.enter()
+                    WAITED.observe(time.monotonic() - began)
                     with self._suspects.executing(job.request_id):
-                        return await self._engine.sample(job, adapter, tell)
+                        output = await self._engine.sample(job, adapter, tell)
+                SECONDS.observe(time.monotonic() - began)
+                return output
             finally:
                 self.running -= 1

@@ -11,6 +11,8 @@ import asyncio
 import logging
 import time
 
+from prometheus_client import Counter, Histogram
+
 from services.common.contract.errors import (
     Internal,
     InvalidRequest,
@@ -24,6 +26,7 @@ from services.common.contract.errors import to_pb as error_to_pb
 from services.common.process import failpoints
 from services.common.process.crashes import CrashLedger
 from services.common.storage.base import failure
+from services.common.telemetry.metrics import LONG_S
 from services.trainer import convert
 from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row, RowResult
 from services.trainer.convert import Forward, Target
@@ -47,6 +50,18 @@ from tinsmith.internal.v1 import operation_pb2
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 2 * 1024**3
+
+SECONDS = Histogram(
+    "tinsmith_operation_seconds",
+    "Operations, from their arrival at the trainer to their result",
+    ["kind", "outcome"],
+    buckets=LONG_S,
+)
+PASS_SECONDS = Histogram("tinsmith_pass_seconds", "Forward and backward passes of the world", buckets=LONG_S)
+PASS_TOKENS = Histogram(
+    "tinsmith_micro_batch_tokens", "Tokens of a micro-batch", buckets=[4**power for power in range(2, 10)]
+)
+TOKENS = Counter("tinsmith_passed_tokens_total", "Tokens that went through passes", ["direction"])
 
 
 class Executor:
@@ -76,6 +91,11 @@ class Executor:
         self._wake = asyncio.Event()
         self._stopping = False
         self._queued_bytes = 0
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the operations that wait or run."""
+        return self._queued_bytes
 
     def submit(
         self, operation: operation_pb2.Operation, after: int, epoch: int
@@ -233,6 +253,8 @@ class Executor:
         model.sequence.finish(operation.seq_id, result)
         self._crashes.survived((model.model_id, operation.seq_id))
         model.unsaved_bytes += operation.size
+        outcome = "failed" if result.HasField("error") else "done"
+        SECONDS.labels(_kind(operation), outcome).observe(time.monotonic() - operation.admitted)
         model.last_used = time.monotonic()
         self._wake.set()
         if not operation.result.done():
@@ -242,12 +264,14 @@ class Executor:
         plan, operations = self._plan(decision)
         keys = [(operation.model_id, operation.seq_id) for operation in operations]
         self._crashes.begin(keys)
+        began = time.monotonic()
         try:
             rows: list[RowResult] = await self._world.call(RunPass(plan))
         except TinsmithError as error:
             # The engine reports failed operations row by row; an error of the whole pass leaves the
             # gradients in doubt.
             raise RuntimeError(f"a pass failed: {error}") from error
+        _count_pass(plan, time.monotonic() - began)
         await failpoints.reach("trainer.before_pass_reply")
         self._crashes.end(keys)
         for row in rows:
@@ -294,6 +318,23 @@ class Executor:
                     f"the model was not created: {model.broken.message}",
                 )
                 self._finish(model, operation, OperationResult(error=error_to_pb(error)))
+
+
+def _kind(operation: Operation) -> str:
+    """What an operation is, in a word."""
+    work = operation.work
+    if isinstance(work, Forward):
+        return "forward" if work.forward_only else "forward_backward"
+    return type(work).__name__.lower()
+
+
+def _count_pass(plan: Pass, seconds: float) -> None:
+    PASS_SECONDS.observe(seconds)
+    for batch in plan.micro_batches:
+        PASS_TOKENS.observe(sum(row.length for row in batch.rows))
+        for row in batch.rows:
+            direction = "forward" if plan.ops[row.op].forward_only else "forward_backward"
+            TOKENS.labels(direction).inc(row.length)
 
 
 def _rows(ref: UnitRef, numbers: dict[tuple[str, int], int], operations: list[Operation]) -> list[Row]:

@@ -37,6 +37,7 @@ class Operation(QueuedOp):
         result: resolves when the operation is done.
         rows: results of a forward so far, by datum.
         failed: why a forward failed, if it did.
+        admitted: when it was, in seconds of the monotonic clock.
     """
 
     model_id: str
@@ -45,6 +46,7 @@ class Operation(QueuedOp):
     result: asyncio.Future[OperationResult]
     rows: dict[int, RowResult] = field(default_factory=dict)
     failed: TinsmithError | None = None
+    admitted: float = field(default_factory=time.monotonic)
 
     @property
     def is_complete(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import grpc.aio
 import redis.asyncio
 import torch
+from prometheus_client import Counter
 from redis.exceptions import RedisError
 from torch import Tensor
 
@@ -40,6 +41,9 @@ SEND_TIMEOUT_S = 10.0
 SLOWEST_BYTES_PER_S = 20e6
 _ANSWER_S = 5.0
 LEFT_OUT_S = 60.0
+LEFT_OUT = Counter(
+    "tinsmith_samplers_left_out_total", "Times that a sampler was left out of broadcasts for a while"
+)
 _JOIN_ATTEMPTS = 3
 _MEDIA: dict[Medium, sampler_pb2.WeightMedium.ValueType] = {
     "gloo": sampler_pb2.WEIGHT_MEDIUM_GLOO,
@@ -256,6 +260,7 @@ class Broadcaster:
         future.add_done_callback(ended)
 
     def _leave_out(self, members: Sequence[_Member]) -> None:
+        LEFT_OUT.inc(len(members))
         until = time.monotonic() + LEFT_OUT_S
         self._left_out.update({member.key: until for member in members})
 

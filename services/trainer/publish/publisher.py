@@ -15,12 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client import Counter, Histogram
+
 from services.common.contract.tensors import HostTensor
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import directory_bytes, publish_directory
+from services.common.telemetry.metrics import LONG_S
 from services.trainer.compute.data import LoraSpec
 from services.trainer.files.export_format import Base, read_adapter, weight_files
 from services.trainer.publish.broadcast import Broadcaster
+
+SECONDS = Histogram("tinsmith_publish_seconds", "Snapshots stored and sent to every sampler", buckets=LONG_S)
+BYTES = Counter("tinsmith_published_bytes_total", "Bytes of snapshots, stored and sent", ["way"])
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,15 @@ class Publisher:
             OSError: it could not be stored.
             Internal: the base model's configuration, which a full model needs, cannot be had.
         """
+        with SECONDS.time():
+            published = await self._publish(model_id, version, lora, tensors)
+        BYTES.labels("stored").inc(published.size_bytes)
+        BYTES.labels("sent").inc(published.wire_bytes)
+        return published
+
+    async def _publish(
+        self, model_id: str, version: int, lora: LoraSpec | None, tensors: Mapping[str, HostTensor]
+    ) -> Published:
         target = self._data.snapshot(model_id, version)
         if await asyncio.to_thread(target.is_dir):
             # Executed again after a restart: the first one stands, somebody may sample from it.

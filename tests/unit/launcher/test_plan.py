@@ -35,6 +35,15 @@ def test_every_model_gets_a_trainer_and_its_samplers(tmp_path: Path) -> None:
     assert "org/two=/models/two" in second_trainer.argv
 
 
+def test_every_process_has_a_port_of_its_own_for_its_metrics_or_none(tmp_path: Path) -> None:
+    def ports(settings: plan.Options) -> list[str]:
+        planned = plan.processes(settings, [1, 2], launch)
+        return [dict(itertools.pairwise(process.argv))["--metrics-port"] for process in planned]
+
+    assert ports(options(tmp_path, metrics_port=9100)) == ["9100", "9101", "9102", "9103", "9104"]
+    assert ports(options(tmp_path)) == ["0"] * 5
+
+
 def test_gateways_are_told_what_they_are_to_wait_for(tmp_path: Path) -> None:
     for samplers in (0, 2):
         gateway = plan.processes(options(tmp_path, samplers=samplers), [1, 2], launch)[0]

@@ -311,3 +311,15 @@ envFrom:
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{/* Argument and port of a pod's metrics. Take the root. */}}
+{{- define "tinsmith.metricsArg" -}}
+- --metrics-port={{ ternary (.Values.metrics.port | int64) 0 .Values.metrics.enabled }}
+{{- end -}}
+
+{{- define "tinsmith.metricsPort" -}}
+{{- if .Values.metrics.enabled }}
+- name: metrics
+  containerPort: {{ .Values.metrics.port | int64 }}
+{{- end }}
+{{- end -}}

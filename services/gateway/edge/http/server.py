@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ExceptionHandler
+from starlette.types import ASGIApp, ExceptionHandler
 
 from services.common.contract.errors import Internal, TinsmithError, Unavailable
 from services.common.process import redis_errors
@@ -38,6 +38,7 @@ from services.gateway.edge.http import (
 )
 from services.gateway.edge.http.checkpoints import API
 from services.gateway.edge.http.connection import ConnectionLimits, Connections, bounded
+from services.gateway.edge.http.measured import measured
 from services.gateway.edge.http.routes import Call, Handler, reply
 from services.gateway.edge.openai import routes as openai
 
@@ -94,7 +95,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
 """Method, path below /api/v1, handler."""
 
 
-def create_app(application: Application) -> Starlette:
+def create_app(application: Application) -> ASGIApp:
     """The ASGI application over the application layer."""
 
     def route(method: str, path: str, handler: Handler) -> Route:
@@ -132,7 +133,7 @@ def create_app(application: Application) -> Starlette:
     ]
     routes += [route(*row) for row in TABLE] + openai.routes(application)
     routes += anthropic.routes(application)
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return measured(Starlette(routes=routes, exception_handlers=handlers), routes)
 
 
 def _error(error: TinsmithError) -> Response:

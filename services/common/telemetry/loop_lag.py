@@ -12,7 +12,12 @@ import logging
 from asyncio.events import TimerHandle
 from dataclasses import dataclass
 
+from prometheus_client import Counter
+
 log = logging.getLogger(__name__)
+
+STALLS = Counter("tinsmith_loop_stalls_total", "Times that the event loop stood still for over 50 ms")
+STALLED = Counter("tinsmith_loop_stalled_seconds_total", "Seconds that it stood still for in all")
 
 THRESHOLD_S = 0.05
 _EVERY_S = 0.02
@@ -61,6 +66,8 @@ class LoopLag:
         self._timer = loop.call_at(due, look)
 
     def _count(self, late: float, now: float) -> None:
+        STALLS.inc()
+        STALLED.inc(late)
         seen = self.seen
         self.seen = Lag(seen.times + 1, seen.seconds + late, max(seen.longest, late))
         if now >= self._log_after:

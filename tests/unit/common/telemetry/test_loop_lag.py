@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from services.common.process.loop_lag import LoopLag
+from services.common.telemetry.loop_lag import LoopLag
 
 
 async def test_a_loop_that_stood_still_is_counted_and_logged_once_for_a_while(
