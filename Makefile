@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 
-.PHONY: help setup proto demo up test test-unit test-component test-cluster compatibility test-ecosystem test-robustness test-abuse test-soak test-helm lint format bench baseline clean
+.PHONY: help setup proto proto-docs demo up test test-unit test-component test-cluster compatibility test-ecosystem test-robustness test-abuse test-soak test-helm lint format bench baseline clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -13,6 +13,9 @@ setup: ## make .venv with everything pinned (DEVICE=cpu|cuda, default: as before
 
 proto: ## generate the packages tinsmith.v1 and tinsmith.internal.v1 from proto/
 	@./scripts/proto.sh
+
+proto-docs: setup ## write the reference of docs/grpc.md from the comments of proto/
+	@$(PY) scripts/grpc_docs.py
 
 demo: setup ## fine-tune a real small model with the tinker SDK and show the result (MODEL=path or hub id)
 	@$(PY) -m examples.demo

@@ -23,7 +23,8 @@ class BuildPackages(build_py):
             super().run()
             return
         target = Path(self.build_lib).resolve()
-        shutil.rmtree(target / "services", ignore_errors=True)
+        for package in ("services", "tinsmith_client"):
+            shutil.rmtree(target / package, ignore_errors=True)
         super().run()
         # What the tree may hold was generated for its developers, at some time.
         shutil.rmtree(target / "tinsmith", ignore_errors=True)

@@ -22,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     clone = tmp_path_factory.mktemp("clone")
     for name in BUILT_FROM:
         shutil.copy(ROOT / name, clone / name)
-    for name in ("proto", "services"):
+    for name in ("proto", "services", "tinsmith_client"):
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
     # A module that an earlier version had, left by an earlier build.
     gone = clone / "build" / "lib" / "services" / "gone.py"
@@ -43,11 +43,12 @@ def metadata(wheel: zipfile.ZipFile, name: str) -> str:
 def test_a_wheel_holds_all_of_the_services_and_nothing_of_an_earlier_build(wheel: zipfile.ZipFile) -> None:
     source = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "services").rglob("*")
+        for package in ("services", "tinsmith_client")
+        for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert any(name.endswith(".lua") for name in source)
-    assert {name for name in wheel.namelist() if name.startswith("services/")} == source
+    assert {name for name in wheel.namelist() if name.startswith(("services/", "tinsmith_client/"))} == source
 
 
 def test_a_wheel_holds_the_packages_of_every_proto_file(wheel: zipfile.ZipFile) -> None:
