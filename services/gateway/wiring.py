@@ -17,6 +17,7 @@ from services.common.storage.base import Storage
 from services.common.storage.data_dir import DataDir
 from services.common.telemetry.loop_lag import LoopLag
 from services.common.telemetry.metrics import Reading
+from services.gateway.access.answer_room import AnswerRoom
 from services.gateway.access.auth import KeyRing
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.gate import Gate
@@ -178,6 +179,7 @@ class Gateway:
             futures,
             fetched,
             turns,
+            AnswerRoom(memory.answers),
         )
         self.application = Application(
             keys=keys,

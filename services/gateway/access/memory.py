@@ -25,6 +25,7 @@ class Memory:
     Attributes:
         requests: for requests from when they are received until they are in the journal.
         small_requests: the same for those that are small.
+        answers: for answers in text, until they are made into bytes.
         receiving: for gRPC messages whose size is not known yet.
         dispatch: for operations that were sent to trainers and are not answered.
         samples: for the requests of samples that wait or run.
@@ -33,6 +34,7 @@ class Memory:
 
     requests: int
     small_requests: int
+    answers: int
     receiving: int
     dispatch: int
     samples: int
@@ -44,7 +46,8 @@ class Memory:
         part = total // 16
         return cls(
             requests=7 * part,
-            small_requests=2 * part,
+            small_requests=part,
+            answers=part,
             receiving=2 * part,
             dispatch=2 * part,
             samples=2 * part,

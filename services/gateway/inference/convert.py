@@ -11,7 +11,8 @@ import numpy as np
 from services.common.contract import errors, ids
 from services.common.contract.errors import Internal
 from services.gateway.inference.question import Constraint, Done, Question, Sequenced
-from services.gateway.text.generated import Scored, Token
+from services.gateway.text.generated import Token
+from services.gateway.text.told import Told
 from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
@@ -62,10 +63,10 @@ def done(result: bytes, question: Question, prompt: int) -> Done:
     sample = outcome.sample
     if len(sample.sequences) != question.num_samples:
         raise Internal(f"the sample has {len(sample.sequences)} sequences, not {question.num_samples}")
-    scored: list[Token] = []
+    scored: Sequence[Token] = ()
     if question.prompt_likely is not None:
-        logprobs = np.frombuffer(sample.prompt_logprobs.data, "<f4").tolist()
-        scored = _tokens(question.prompts[prompt], logprobs, sample.topk_prompt_logprobs)
+        logprobs = np.frombuffer(sample.prompt_logprobs.data, "<f4")
+        scored = _told(np.array(question.prompts[prompt], "<i4"), logprobs, sample.topk_prompt_logprobs)
     return Done(
         prompt=prompt,
         sequences=[
@@ -78,20 +79,16 @@ def done(result: bytes, question: Question, prompt: int) -> Done:
     )
 
 
-def tokens_of(sequence: sampling_pb2.SampledSequence) -> list[Token]:
+def tokens_of(sequence: sampling_pb2.SampledSequence) -> Told:
     """The tokens of a sequence, or of a part of one, with their log-probabilities."""
-    ids = np.frombuffer(sequence.tokens.data, "<i4").tolist()
-    return _tokens(ids, np.frombuffer(sequence.logprobs.data, "<f4").tolist(), sequence.topk_logprobs)
+    tokens = np.frombuffer(sequence.tokens.data, "<i4")
+    return _told(tokens, np.frombuffer(sequence.logprobs.data, "<f4"), sequence.topk_logprobs)
 
 
-def _tokens(ids: Sequence[int], logprobs: Sequence[float], topk: sampling_pb2.TopkLogprobs) -> list[Token]:
-    likely: list[tuple[Scored, ...]] = [()] * len(ids)
-    if topk.token_ids.data:
-        shape = tuple(topk.token_ids.shape)
-        rows = np.frombuffer(topk.token_ids.data, "<i4").reshape(shape).tolist()
-        values = np.frombuffer(topk.logprobs.data, "<f4").reshape(shape).tolist()
-        likely = [tuple(map(Scored, *row)) for row in zip(rows, values, strict=True)]
-    return [Token(*row) for row in zip(ids, logprobs, likely, strict=True)]
+def _told(tokens: np.ndarray, logprobs: np.ndarray, topk: sampling_pb2.TopkLogprobs) -> Told:
+    shape = tuple(topk.token_ids.shape) if topk.token_ids.data else (len(tokens), 0)
+    likely = np.frombuffer(topk.token_ids.data, "<i4").reshape(shape)
+    return Told(tokens, logprobs, likely, np.frombuffer(topk.logprobs.data, "<f4").reshape(shape))
 
 
 def seeded(request: sampling_pb2.SampleRequest) -> tuple[sampling_pb2.SampleRequest, str]:

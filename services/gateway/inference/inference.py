@@ -2,7 +2,8 @@
 
 Invariants: every prompt is a sample like any other, in a session of the question's owner. Once an answer
 ends, however it ends, nothing of it waits or runs on. What was told of a sequence is its beginning for ever:
-a replica's loss changes nothing of it, or the answer fails.
+a replica's loss changes nothing of it, or the answer fails. What it holds is counted (`answer_room`): a
+stream whose client reads too slowly for its share is told the rest at its end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +22,10 @@ from redis.exceptions import RedisError
 
 from services.common.contract.errors import Gone, TinsmithError, Unavailable
 from services.common.process.tasks import cancel_all
+from services.gateway.access.answer_room import PART_BYTES, AnswerAccount, AnswerRoom
 from services.gateway.access.turns import Turns
 from services.gateway.inference import convert
-from services.gateway.inference.question import Done, ModelName, New, Question
+from services.gateway.inference.question import Done, ModelName, New, Question, check_answer
 from services.gateway.inference.sessions import InferenceSessions, Sampler
 from services.gateway.inference.tokenizers import Tokenizers
 from services.gateway.results.fetched import FetchedResults
@@ -30,8 +33,8 @@ from services.gateway.results.futures import Futures
 from services.gateway.sampling.accept import Sampling, Weights
 from services.gateway.sampling.replicas import Replicas
 from services.gateway.sessions.sessions import Sessions
-from services.gateway.text.generated import Token
 from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.text.told import Told
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class Inference:
         futures: Futures,
         fetched: FetchedResults,
         turns: Turns,
+        room: AnswerRoom,
     ) -> None:
         self._sampling = sampling
         self._sessions = sessions
@@ -70,6 +74,7 @@ class Inference:
         self._futures = futures
         self._fetched = fetched
         self._turns = turns
+        self._room = room
 
     async def model(self, owner: str, name: ModelName) -> Model:
         """What a name stands for now.
@@ -89,13 +94,15 @@ class Inference:
         that, when the question streams, what is New.
 
         Raises:
+            InvalidRequest: the answer may become too large.
             TinsmithError: as `Sampling.sample`; while iterating, what a sample failed with.
         """
+        check_answer(question, self._room.largest)
         if question.stream and question.seed is None:
             # Another replica that takes over goes on with the same tokens.
             question = replace(question, seed=secrets.randbits(64))
         async with AsyncExitStack() as held:
-            answer = _Answer(self, owner, question)
+            answer = _Answer(self, owner, question, held.enter_context(self._room.account(owner)))
             sampler: Sampler | None = None
             try:
                 sampler = await held.enter_async_context(self._kept.sampler(owner, model.weights))
@@ -116,15 +123,17 @@ class Inference:
 class _Answer:
     """One question under way."""
 
-    def __init__(self, inference: Inference, owner: str, question: Question) -> None:
+    def __init__(self, inference: Inference, owner: str, question: Question, account: AnswerAccount) -> None:
         self._on = inference
+        self._account = account
         self._owner = owner
         self._question = question
-        self._parts: asyncio.Queue[New | Done | Exception] = asyncio.Queue()
+        # With what each takes of the account until it is taken from here.
+        self._parts: asyncio.Queue[tuple[New | Done | Exception, int]] = asyncio.Queue()
         self._waits: dict[str, asyncio.Task[None]] = {}
         self._open: set[str] = set()
         """Samples that may run."""
-        self._told: dict[tuple[int, int], list[Token]] = {}
+        self._told: dict[tuple[int, int], array[int]] = {}
 
     @property
     def begun(self) -> bool:
@@ -155,7 +164,8 @@ class _Answer:
         """Raises what a sample failed with."""
         left = len(self._question.prompts)
         while left:
-            part = await self._parts.get()
+            part, taken = await self._parts.get()
+            self._account.give(taken)
             if isinstance(part, Exception):
                 raise part
             yield part
@@ -176,9 +186,9 @@ class _Answer:
 
     async def _wait(self, prompt: int, request_id: str) -> None:
         try:
-            self._parts.put_nowait(await self._result(prompt, request_id))
+            self._parts.put_nowait((await self._result(prompt, request_id), 0))
         except Exception as error:
-            self._parts.put_nowait(error)
+            self._parts.put_nowait((error, 0))
 
     async def _result(self, prompt: int, request_id: str) -> Done:
         session_id = request_id.rpartition(":sample:")[0]
@@ -194,30 +204,33 @@ class _Answer:
             if self._on._futures.draining:
                 await asyncio.sleep(_DRAINING_S)
             await self._on._sessions.note_alive(session_id)
+        await self._account.take(self._question.answer_bytes(prompt, len(view.result)))
         done = await self._on._turns.run(self._owner, convert.done, view.result, self._question, prompt)
         for index, sequence in enumerate(done.sequences):
-            _check_beginning(self._told.get((prompt, index), []), sequence.tokens)
+            _check_beginning(self._told.get((prompt, index), array("i")), sequence.tokens)
         return done
 
     def _tell(self, prompt: int, new: Any) -> None:
         for part in new:
             tokens = convert.tokens_of(part.added)
-            told = self._told.setdefault((prompt, part.index), [])
+            told = self._told.setdefault((prompt, part.index), array("i"))
             known = told[part.start : part.start + len(tokens)]
             try:
-                _check_beginning(known, tokens[: len(known)])
+                _check_beginning(known, tokens)
             except Unavailable as error:
-                self._parts.put_nowait(error)
+                self._parts.put_nowait((error, 0))
                 return
-            fresh = tokens[len(told) - part.start :] if part.start <= len(told) else []
-            if fresh:
-                told += fresh
-                self._parts.put_nowait(New(prompt, part.index, fresh))
+            fresh = tokens[len(told) - part.start :] if part.start <= len(told) else tokens[:0]
+            takes = PART_BYTES + self._question.times * fresh.nbytes
+            # What there is no room for, and what follows it, comes with the end of the sequence.
+            if fresh and self._account.take_now(takes):
+                told.extend(fresh.ids.tolist())
+                self._parts.put_nowait((New(prompt, part.index, fresh), takes))
 
 
-def _check_beginning(told: list[Token], tokens: Any) -> None:
+def _check_beginning(told: Sequence[int], tokens: Told) -> None:
     """Refuses a sequence that does not begin with what was told of it."""
-    if [token.id for token in told] != [token.id for token in tokens[: len(told)]]:
+    if not tokens.begins_with(told):
         raise Unavailable(
             "a sampler was lost, and another one does not go on with the same tokens; send the request again"
         )

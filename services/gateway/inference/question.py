@@ -8,7 +8,12 @@ from typing import Literal
 
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
+from services.gateway.access.answer_room import SCORED_TIMES, TEXT_TIMES
 from services.gateway.text.generated import Token
+from services.gateway.text.told import Told
+
+_PAIR_BYTES = 8
+"""A token and its log-probability, as a sampler tells them."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,10 @@ class Question:
         top_k: -1 = all tokens.
         seed: prompt i has the seeds from seed + i * num_samples on; None = every request differs.
         stop: strings that end a sequence besides the model's end-of-sequence tokens.
+        scored: the log-probabilities of sampled tokens are told.
         likely: the most likely tokens that are told at each sampled position.
         prompt_likely: the same at each prompt position; None = prompts are not scored.
+        echo: every sequence is answered with its prompt before it.
         stream: tokens are told as they come.
     """
 
@@ -43,10 +50,26 @@ class Question:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    scored: bool = False
     likely: int = 0
     prompt_likely: int | None = None
+    echo: bool = False
     constraint: Constraint | None = None
     stream: bool = False
+
+    @property
+    def times(self) -> int:
+        """Memory that its answer takes, in times of what a sampler tells."""
+        return SCORED_TIMES if self.scored else TEXT_TIMES
+
+    def echoed(self, prompt: int) -> int:
+        """Tokens that the answer has before the sequences of a prompt, likely ones included."""
+        repeated = self.num_samples * len(self.prompts[prompt]) if self.echo else 0
+        return repeated * (1 + (self.prompt_likely or 0))
+
+    def answer_bytes(self, prompt: int, told: int) -> int:
+        """Memory that the answer to a prompt takes, of which a sampler told so many bytes."""
+        return self.times * (told + _PAIR_BYTES * self.echoed(prompt))
 
 
 @dataclass(frozen=True)
@@ -62,7 +85,7 @@ class New:
 class Sequenced:
     """A whole sequence. `stopped`: at a stop string or end-of-sequence token, not at its length."""
 
-    tokens: Sequence[Token]
+    tokens: Told
     stopped: bool
 
 
@@ -79,6 +102,30 @@ class Done:
     prompt_tokens: int
     cached_tokens: int
     scored: Sequence[Token] = ()
+
+
+def check_answer(question: Question, largest: int) -> None:
+    """Refuses a question whose answer is known to be able to become too large.
+
+    Args:
+        largest: bytes of memory that one answer may take.
+
+    Raises:
+        InvalidRequest: with what to lower.
+    """
+    if question.max_tokens is None:
+        return
+    sequences = len(question.prompts) * question.num_samples
+    tokens = sequences * question.max_tokens * (1 + question.likely)
+    tokens += sum(map(question.echoed, range(len(question.prompts))))
+    most = largest // (_PAIR_BYTES * question.times)
+    if tokens > most:
+        raise InvalidRequest(
+            f"{sequences} sequences of {question.max_tokens} tokens at most, with {question.likely} likely "
+            f"ones each, may come to {tokens} in one answer, which may have {most} (--memory-mib); lower "
+            "max_tokens, n, the number of prompts or that of log-probabilities",
+            "answer_too_large",
+        )
 
 
 @dataclass(frozen=True)

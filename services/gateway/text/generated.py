@@ -17,7 +17,7 @@ _CHARACTER_TOKENS = 8
 """No character has more tokens; what is none after so many will not be one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Scored:
     """A token with its log-probability."""
 
@@ -25,7 +25,7 @@ class Scored:
     logprob: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Token:
     """A generated token.
 

@@ -30,8 +30,7 @@ async def messages(call: Call) -> Response:
             call.app.inference.ask(call.owner, model, question),
             lambda parts: _streamed(call, name, len(prompt), found, parts),
         )
-    done = await call.while_there(_done(call, model, question))
-    return await call.computed(_message, name, found, done)
+    return await call.while_there(_whole(call, name, model, question, found))
 
 
 async def _asked(call: Call) -> tuple[str, Model, Question, Reply]:
@@ -80,10 +79,11 @@ def _reply(model: Model, conversation: Conversation, question: Question) -> Repl
     return Reply(model.tokenizer, question.stop, form)
 
 
-async def _done(call: Call, model: Model, question: Question) -> Done:
+async def _whole(call: Call, name: str, model: Model, question: Question, found: Reply) -> Response:
     async with call.app.inference.ask(call.owner, model, question) as parts:
         (done,) = [part async for part in parts if isinstance(part, Done)]
-    return done
+        # The memory of what was told is held until nothing but the response is left of it.
+        return await call.computed(_message, name, found, done)
 
 
 async def _streamed(

@@ -18,6 +18,8 @@ from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tool_calls import Call, CallReader, Function, ToolFormat
 
 MAX_SCHEMA_BYTES = 64 * 1024
+_AT_ONCE = 256
+"""Tokens of which objects are made at once."""
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -177,7 +179,9 @@ class Reply:
             tokens: all of the sequence.
             stopped: it ended at a stop string or token.
         """
-        yield from self.push(tokens[self._taken :])
+        rest = tokens[self._taken :]
+        for start in range(0, len(rest), _AT_ONCE):
+            yield from self.push(rest[start : start + _AT_ONCE])
         piece = self._generated.finish(stopped)
         yield from self._read(piece.text, piece.tokens)
         if self._reader is not None:

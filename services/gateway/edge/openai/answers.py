@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from services.common.contract.errors import TinsmithError
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.inference.question import Done
@@ -91,40 +93,49 @@ def finish_reason(stopped: bool, calls: int = 0) -> str:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[Token], start: int, likely: int
+    tokenizer: Tokenizer, tokens: Iterable[Token], start: int, likely: int
 ) -> dict[str, Any]:
-    """The tokens of a completion's text, the first of which begins at character `start`."""
-    texts = [tokenizer.piece(token.id) for token in tokens]
-    offsets = [start]
-    for text in texts:
-        offsets.append(offsets[-1] + len(text))
+    """The tokens of a completion's text, the first of which begins at character `start`. Goes over them once,
+    and keeps none."""
+    texts: list[str] = []
+    logprobs: list[float | None] = []
+    tops: list[msgspec.Raw] = []
+    offsets: list[int] = []
+    for token in tokens:
+        texts.append(tokenizer.piece(token.id))
+        logprobs.append(_number(token.logprob))
+        offsets.append(start)
+        start += len(texts[-1])
+        if likely:
+            top = {tokenizer.piece(one.id): one.logprob for one in token.likely}
+            tops.append(_written(None if math.isnan(token.logprob) else top))
     return {
         "tokens": texts,
-        "token_logprobs": [_number(token.logprob) for token in tokens],
-        "top_logprobs": [
-            {tokenizer.piece(one.id): one.logprob for one in token.likely}
-            if not math.isnan(token.logprob)
-            else None
-            for token in tokens
-        ]
-        if likely
-        else None,
-        "text_offset": offsets[:-1],
+        "token_logprobs": logprobs,
+        "top_logprobs": tops if likely else None,
+        "text_offset": offsets,
     }
+
+
+def _written(value: Any) -> msgspec.Raw:
+    """The JSON of a value, which takes a tenth of its memory."""
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
-    """The tokens of a message's content."""
+def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[Token]) -> dict[str, Any]:
+    """The tokens of a message's content. Goes over them once, and keeps none."""
     return {
         "content": [
-            {
-                **_named(tokenizer, token.id, token.logprob),
-                "top_logprobs": [_named(tokenizer, one.id, one.logprob) for one in token.likely],
-            }
+            _written(
+                {
+                    **_named(tokenizer, token.id, token.logprob),
+                    "top_logprobs": [_named(tokenizer, one.id, one.logprob) for one in token.likely],
+                }
+            )
             for token in tokens
         ],
         "refusal": None,

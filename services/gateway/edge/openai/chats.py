@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ class _Chat:
     def reply(self) -> Reply:
         return Reply(self.model.tokenizer, self.question.stop, self.calls)
 
-    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+    def logprobs(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
         return answers.chat_logprobs(self.model.tokenizer, tokens) if self.scored else None
 
 
@@ -50,8 +51,7 @@ async def chat_completions(call: Call) -> Response:
             lambda parts: _streamed(chat, head, parts),
         )
     head = answers.Head.new("chatcmpl", "chat.completion", chat.name, chat.model.weights)
-    done = await call.while_there(_done(chat))
-    return await call.computed(lambda: reply(head.of(_choices(chat, done), answers.usage([done]))))
+    return await call.while_there(_whole(chat, head))
 
 
 async def _asked(call: Call) -> _Chat:
@@ -71,20 +71,24 @@ def _read(data: bytes) -> tuple[requests.Chat, Conversation]:
     return body, questions.conversation(body)
 
 
-async def _done(chat: _Chat) -> Done:
+async def _whole(chat: _Chat, head: answers.Head) -> Response:
     async with chat.call.app.inference.ask(chat.call.owner, chat.model, chat.question) as parts:
         (done,) = [part async for part in parts if isinstance(part, Done)]
-    return done
+        # The memory of what was told is held until nothing but the response is left of it.
+        return await chat.call.computed(lambda: reply(head.of(_choices(chat, done), answers.usage([done]))))
 
 
 def _choices(chat: _Chat, done: Done) -> list[dict[str, Any]]:
     choices = []
     for index, sequence in enumerate(done.sequences):
         found = chat.reply()
-        parts = list(found.finish(sequence.tokens, sequence.stopped))
-        said = [part for part in parts if isinstance(part, Said)]
-        calls = [answers.tool_call(part) for part in parts if isinstance(part, ToolCall)]
-        text = "".join(part.text for part in said)
+        texts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        tokens = _tokens(found.finish(sequence.tokens, sequence.stopped), texts, calls)
+        logprobs = chat.logprobs(tokens)
+        # Text and calls are there once all tokens were gone over.
+        deque(tokens, 0)
+        text = "".join(texts)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": (text.strip() and text) or None, "tool_calls": calls}
@@ -92,11 +96,23 @@ def _choices(chat: _Chat, done: Done) -> list[dict[str, Any]]:
             {
                 "index": index,
                 "message": message,
-                "logprobs": chat.logprobs([token for part in said for token in part.tokens]),
+                "logprobs": logprobs,
                 "finish_reason": answers.finish_reason(sequence.stopped, found.calls),
             }
         )
     return choices
+
+
+def _tokens(
+    parts: Iterable[Said | ToolCall], texts: list[str], calls: list[dict[str, Any]]
+) -> Iterator[Token]:
+    """The tokens of what was said, whose text it adds to `texts`; and to `calls` what is called."""
+    for part in parts:
+        if isinstance(part, ToolCall):
+            calls.append(answers.tool_call(part))
+        else:
+            texts.append(part.text)
+            yield from part.tokens
 
 
 async def _streamed(

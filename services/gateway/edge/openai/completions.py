@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from starlette.responses import Response
 
@@ -28,8 +30,7 @@ async def completions(call: Call) -> Response:
             call.app.inference.ask(call.owner, asked.model, asked.question),
             lambda parts: _streamed(call, asked, head, parts),
         )
-    done = await call.while_there(_done(call, asked))
-    return await call.computed(lambda: reply(head.of(_choices(asked, done), answers.usage(done))))
+    return await call.while_there(_whole(call, asked, head))
 
 
 @dataclass(frozen=True)
@@ -66,30 +67,42 @@ def _echoed(body: requests.Completion, model: Model) -> list[str]:
     return [prompt if isinstance(prompt, str) else model.tokenizer.text(prompt) for prompt in prompts]
 
 
-async def _done(call: Call, asked: _Asked) -> list[Done]:
+async def _whole(call: Call, asked: _Asked, head: answers.Head) -> Response:
     async with call.app.inference.ask(call.owner, asked.model, asked.question) as parts:
         found = [part async for part in parts if isinstance(part, Done)]
-    return sorted(found, key=lambda part: part.prompt)
+        done = sorted(found, key=lambda part: part.prompt)
+        # The memory of what was told is held until nothing but the response is left of it.
+        return await call.computed(lambda: reply(head.of(_choices(asked, done), answers.usage(done))))
 
 
 def _choices(asked: _Asked, done: Sequence[Done]) -> list[dict[str, object]]:
     made: list[dict[str, object]] = []
     for part in done:
-        before, scored = ("", []) if asked.before is None else (asked.before[part.prompt], part.scored)
+        before, scored = ("", ()) if asked.before is None else (asked.before[part.prompt], part.scored)
         for sequence in part.sequences:
             found = Reply(asked.model.tokenizer, asked.question.stop)
-            said = [one for one in found.finish(sequence.tokens, sequence.stopped) if isinstance(one, Said)]
-            text = before + "".join(one.text for one in said)
-            tokens = [*scored, *(token for one in said for token in one.tokens)]
-            made.append(_choice(asked, len(made), text, tokens, 0, sequence.stopped))
+            texts = [before]
+            tokens = chain(scored, _tokens(found.finish(sequence.tokens, sequence.stopped), texts))
+            # The text is there once all tokens were gone over.
+            choice = _choice(asked, len(made), "", tokens, 0, sequence.stopped)
+            deque(tokens, 0)
+            made.append({**choice, "text": "".join(texts)})
     return made
+
+
+def _tokens(events: Iterable[Said | ToolCall], texts: list[str]) -> Iterator[Token]:
+    """The tokens of what was said, whose text it adds to `texts`."""
+    for one in events:
+        if isinstance(one, Said):
+            texts.append(one.text)
+            yield from one.tokens
 
 
 def _choice(
     asked: _Asked,
     index: int,
     text: str,
-    tokens: Sequence[Token],
+    tokens: Iterable[Token],
     start: int,
     stopped: bool | None,
 ) -> dict[str, object]:

@@ -40,8 +40,9 @@ def completion(body: requests.Completion, tokenizer: Tokenizer) -> Question:
         body,
         prompts,
         _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
-        logprobs or 0,
+        logprobs,
         prompt_likely=logprobs if echo else None,
+        echo=echo,
     )
 
 
@@ -72,16 +73,19 @@ def chat(body: requests.Chat, prompt: Sequence[int]) -> Question:
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise InvalidRequest("max_tokens and max_completion_tokens differ; send one of them")
-    return _question(body, [prompt], limits.pop() if limits else None, body.top_logprobs or 0)
+    likely = body.top_logprobs or 0 if body.logprobs else None
+    return _question(body, [prompt], limits.pop() if limits else None, likely)
 
 
 def _question(
     body: requests.Chat | requests.Completion,
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,
-    likely: int,
+    likely: int | None,
     prompt_likely: int | None = None,
+    echo: bool = False,
 ) -> Question:
+    """`likely`: None = no log-probabilities are asked for."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream=true")
     if body.seed is not None and not 0 <= body.seed < 2**64:
@@ -98,8 +102,10 @@ def _question(
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=body.seed,
         stop=tuple(stop),
-        likely=likely,
+        scored=likely is not None,
+        likely=likely or 0,
         prompt_likely=prompt_likely,
+        echo=echo,
         stream=bool(body.stream),
     )
 

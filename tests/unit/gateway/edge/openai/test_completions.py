@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from services.common.contract.errors import InvalidRequest
+from services.gateway.access.answer_room import AnswerAccount
 from tests.unit.gateway.edge.talking import ALICE, BASE, END, Says, Talking
 
 
@@ -126,6 +127,38 @@ async def test_a_stream_tells_text_while_it_is_generated(talks: Talking, client:
     assert usage is not None
     assert usage.completion_tokens == talks.sampler.count(texts[0] + END) + talks.sampler.count(texts[1])
     assert talks.sampler.asked[0].params.HasField("seed"), "another replica could not go on with it"
+
+
+@pytest.mark.parametrize("room_for", [0, 2])
+async def test_a_stream_without_room_for_more_has_the_rest_at_its_end(
+    room_for: int, talks: Talking, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(talks, Says(f"one two three four five{END}"))
+    asked: list[int] = []
+
+    def take_now(self: AnswerAccount, nbytes: int) -> bool:
+        asked.append(nbytes)
+        self.held += nbytes * (fits := len(asked) <= room_for)
+        self._room._shares.add("alice", nbytes * fits)
+        return fits
+
+    monkeypatch.setattr(AnswerAccount, "take_now", take_now)
+    stream = await client.completions.create(model=BASE, prompt="x", stream=True, logprobs=1)
+    choices = [choice async for chunk in stream for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == "one two three four five"
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    assert "".join(tokens) == "one two three four five"
+    assert len(asked) > room_for
+    assert talks.gateway.application.inference._room.held == 0
+
+
+async def test_an_answer_that_may_be_too_large_is_refused_before_it_is_sampled(
+    talks: Talking, client: openai.AsyncOpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="--memory-mib") as refused:
+        await client.completions.create(model=BASE, prompt="x", n=64, max_tokens=10_000, logprobs=5)
+    assert refused.value.code == "answer_too_large"
+    assert talks.sampler.asked == []
 
 
 async def test_a_client_that_goes_away_ends_what_it_asked_for(talks: Talking) -> None:
