@@ -47,6 +47,7 @@ from services.gateway.results.futures import Futures
 from services.gateway.results.several import Several
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
 from services.gateway.retention.forget import Forgetting
+from services.gateway.retention.orphan_sweep import OrphanSweep
 from services.gateway.retention.plan import RetentionSettings
 from services.gateway.retention.retention import Retention
 from services.gateway.retention.snapshot_plan import SnapshotBudget
@@ -240,6 +241,7 @@ class Gateway:
             letting_go,
             Forgetting(client, stores, gateway_id, retention.forget_after),
             snapshot_sweep,
+            OrphanSweep(client, data),
             self.checkpoint_sweep,
         )
 

@@ -1,0 +1,68 @@
+"""Snapshots that no model goes with are deleted, a day after they were first seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from services.common.state import keys
+from services.common.storage.data_dir import DataDir
+from services.gateway.retention.orphan_sweep import OrphanSweep
+
+DAY = 24 * 3600
+KNOWN, LOST = (f"0b0e9f2c-7a55-4c3e-9a43-000000000001:train:{number}" for number in range(2))
+
+
+class Stage:
+    def __init__(self, client: redis.asyncio.Redis, root: Path) -> None:
+        self.redis = client
+        self.data = DataDir(root)
+        self.sweep = OrphanSweep(client, self.data)
+        for model_id in (KNOWN, LOST):
+            self.data.snapshot(model_id, 3).mkdir(parents=True)
+
+    async def know(self, model_id: str) -> None:
+        await self.redis.hset(keys.model(model_id), "record", "one that cannot be read")
+
+    def there(self) -> set[str]:
+        return {path.name for path in (self.data.root / "snapshots").iterdir()}
+
+
+@pytest.fixture
+async def stage(redis_client: redis.asyncio.Redis, tmp_path: Path) -> Stage:
+    stage = Stage(redis_client, tmp_path)
+    await stage.know(KNOWN)
+    return stage
+
+
+async def test_snapshots_of_a_model_that_nothing_knows_go_after_a_day(stage: Stage) -> None:
+    (stage.data.root / "snapshots" / "not a model").mkdir()
+    await stage.sweep.look(1000)
+    await stage.sweep.look(1000 + DAY - 1)
+    assert stage.there() == {KNOWN, LOST, "not a model"}
+    await stage.sweep.look(1000 + DAY)
+    assert stage.there() == {KNOWN, "not a model"}
+    await stage.sweep.look(1000 + DAY)
+    assert await stage.redis.exists(keys.ORPHANED_MODELS) == 0
+
+
+async def test_a_model_that_is_known_again_keeps_its_snapshots(stage: Stage) -> None:
+    await stage.sweep.look(1000)
+    await stage.know(LOST)
+    await stage.sweep.look(1000 + DAY)
+    assert stage.there() == {KNOWN, LOST}
+    assert await stage.redis.exists(keys.ORPHANED_MODELS) == 0
+    await stage.redis.delete(keys.model(LOST))
+    await stage.sweep.look(1000 + 2 * DAY)
+    assert stage.there() == {KNOWN, LOST}
+
+
+async def test_gateways_look_once_a_day_between_them(stage: Stage) -> None:
+    await stage.sweep._look_if_due()
+    assert await stage.redis.zrange(keys.ORPHANED_MODELS, 0, -1) == [LOST.encode()]
+    await stage.redis.delete(keys.ORPHANED_MODELS)
+    await OrphanSweep(stage.redis, stage.data)._look_if_due()
+    assert await stage.redis.exists(keys.ORPHANED_MODELS) == 0
+    assert DAY - 60 < await stage.redis.ttl(keys.ORPHAN_SEARCH) <= DAY
