@@ -30,7 +30,10 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
     directory = tmp_path_factory.mktemp("kitchen")
     lay_out_tokenizer(directory / POLICY, model)
     data.write_all(directory)
-    running = start_cluster(tmp_path_factory.mktemp("cookbook"), model, name=POLICY, timeout=420)
+    # Recipes ask for stable_reinforce unless they are told otherwise.
+    running = start_cluster(
+        tmp_path_factory.mktemp("cookbook"), model, "--stable-reinforce-as", "ppo", name=POLICY, timeout=420
+    )
     yield Kitchen(directory, running)
     left = stop_cluster(running)
     assert left == [], f"processes left behind: {left}"

@@ -18,7 +18,8 @@ Written by `make test-ecosystem`. Each row is a recipe of `tinker-cookbook` {coo
 started with `python -m tinker_cookbook.recipes.` and the command below, against one cluster of `tinsmith up`,
 without a hub, on {machine}. POLICY is a Qwen3 of two layers that has learned to
 guess, served as `{policy}`; data sets are small files under the hub's names in the working directory. The
-tests in `tests/ecosystem` assert what each row says.
+cluster has `--stable-reinforce-as ppo`, for the recipes that use stable_reinforce unless `loss_fn` says
+otherwise. The tests in `tests/ecosystem` assert what each row says.
 
 | Recipe | Command | Steps | What moved | Seconds |
 |---|---|---:|---|---:|
@@ -30,6 +31,8 @@ _TAIL = """
 | Recipe | Why |
 |---|---|
 | prompt_distillation.create_data | its teacher's name is fixed: serve a model as `Qwen/Qwen3.6-35B-A3B` |
+| rl_basic | rl_loop by another way; no option makes its batches of 128 problems smaller |
+| multiplayer_rl.twenty_questions | it plays its turns, but so small a model never wins |
 | math_rl on other problems, preference.rlhf, true_thinking_score | calls of rows above, other data |
 | distillation.on_policy_multi_teacher | as on_policy_distillation, with two teachers |
 | code_rl, harbor_rl, search_tool | need sandboxes or other services |

@@ -32,6 +32,23 @@ def trained(run: Run, *, on_policy: bool = True) -> str:
     return f"{said}; sampler and trainer apart by {apart:.0e}"
 
 
+def test_rl_loop_earns_more(kitchen: Kitchen, table: Table) -> None:
+    run = kitchen.cook(
+        "rl_loop",
+        f"model_name={POLICY}",
+        "batch_size=4",
+        "group_size=16",
+        "learning_rate=5e-3",
+        "max_tokens=24",
+        "max_steps=5",
+        "save_every=2",
+    )
+    seen = run.series("reward/total")
+    assert max(seen[1:]) > seen[0], seen
+    assert [row["name"] for row in run.checkpoints()] == ["000002", "000004", "final"]
+    table.add("rl_loop", run, 5, f"reward/total {seen[0]:.2f} to {seen[-1]:.2f}; 3 checkpoints")
+
+
 MATH = (
     f"model_name={POLICY}",
     RENDERER,
@@ -51,6 +68,25 @@ def test_math_rl_trains_on_arithmetic(kitchen: Kitchen, table: Table) -> None:
     rewards = run.series("env/all/reward/total")
     assert max(rewards[1:]) > rewards[0], rewards
     table.add("math_rl", run, 4, moved)
+
+
+@pytest.mark.long
+def test_math_rl_trains_while_it_samples(kitchen: Kitchen, table: Table) -> None:
+    run = kitchen.cook("math_rl.train", *MATH, "max_steps=4", "max_steps_off_policy=2")
+    table.add("math_rl, asynchronous", run, 4, trained(run, on_policy=False))
+
+
+@pytest.mark.long
+def test_math_rl_trains_on_minibatches_as_they_come(kitchen: Kitchen, table: Table) -> None:
+    run = kitchen.cook(
+        "math_rl.train",
+        *MATH,
+        "loss_fn=importance_sampling",
+        "max_steps=3",
+        "stream_minibatch_config.groups_per_batch=8",
+        "stream_minibatch_config.num_minibatches=2",
+    )
+    table.add("math_rl, streaming", run, 3, trained(run))
 
 
 @pytest.mark.long
@@ -87,6 +123,36 @@ def test_guess_number_plays_turns(kitchen: Kitchen, table: Table) -> None:
 
 
 @pytest.mark.long
+def test_a_teacher_is_imitated(kitchen: Kitchen, table: Table) -> None:
+    taught = kitchen.cook(
+        "chat_sl.train",
+        f"model_name={POLICY}",
+        RENDERER,
+        "dataset=answers.jsonl",
+        "batch_size=16",
+        "learning_rate=5e-3",
+        "max_steps=3",
+        "eval_every=0",
+    )
+    teacher = taught.checkpoints()[-1]["sampler_path"]
+    run = kitchen.cook(
+        "distillation.on_policy_distillation",
+        f"model_name={POLICY}",
+        RENDERER,
+        f"teacher_model={POLICY}",
+        f"teacher_checkpoint={teacher}",
+        "groups_per_batch=8",
+        "learning_rate=5e-3",
+        "max_tokens=24",
+        "max_steps=4",
+        "eval_every=0",
+    )
+    kl = run.series("teacher_kl")
+    assert min(kl[1:]) < kl[0], kl
+    table.add("distillation.on_policy_distillation", run, 4, f"teacher_kl {kl[0]:.3f} to {kl[-1]:.3f}")
+
+
+@pytest.mark.long
 def test_sdft_learns_from_its_own_golden_answers(kitchen: Kitchen, table: Table) -> None:
     run = kitchen.cook(
         "sdft.train",
@@ -106,3 +172,22 @@ def test_sdft_learns_from_its_own_golden_answers(kitchen: Kitchen, table: Table)
     table.add(
         "sdft", run, 3, f"gradients of norm {min(norms):.2g} to {max(norms):.2g} towards 20 tokens a place"
     )
+
+
+@pytest.mark.long
+def test_rubric_has_a_model_grade(kitchen: Kitchen, table: Table) -> None:
+    from tinker_cookbook.recipes.rubric.generate_data import generate_dataset
+
+    generate_dataset(16, 4, 0, str(kitchen.directory))
+    run = kitchen.cook(
+        "rubric.train",
+        f"model_name={POLICY}",
+        f"grader_llm_name={POLICY}",
+        "train_jsonl_path=example_rubric_train.jsonl",
+        "test_jsonl_path=example_rubric_test.jsonl",
+        "groups_per_batch=4",
+        "learning_rate=2e-3",
+        "max_steps=2",
+        "eval_every=0",
+    )
+    table.add("rubric", run, 2, trained(run))
