@@ -24,7 +24,7 @@ up: setup ## start a cluster: make up MODEL=NAME=PATH_OR_HUB_ID
 	@.venv/bin/tinsmith up $(if $(MODEL),--model $(MODEL))
 
 test: setup ## the whole suite, but for the soak and most of the ecosystem
-	@$(PY) -m pytest tests --ignore=tests/soak -m "not long"
+	@./scripts/test.sh
 
 test-unit: setup ## pure logic and small parts; seconds
 	@$(PY) -m pytest tests/unit

@@ -6,11 +6,13 @@ What may import what is written down in pyproject.toml, and checked by `make lin
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
-SERVICES = Path(__file__).parents[2] / "services"
+ROOT = Path(__file__).parents[2]
+SERVICES = ROOT / "services"
 MOST_FILES = 12
 MOST_LINES = 400
 
@@ -48,3 +50,15 @@ def test_a_room_says_what_it_is_for_its_invariant_and_who_imports_it(folder: Pat
 def test_every_folder_with_code_is_a_package() -> None:
     folders = {path.parent for path in SERVICES.rglob("*.py")}
     assert folders == set(FOLDERS)
+
+
+def test_the_whole_suite_has_every_folder_of_tests_but_the_soak() -> None:
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    parts = re.search(r"^parts=\((.*)\)$", script, re.MULTILINE)
+    assert parts is not None
+    folders = {
+        folder.name
+        for folder in (ROOT / "tests").iterdir()
+        if folder.is_dir() and any(folder.rglob("test_*.py"))
+    }
+    assert set(parts[1].split()) == folders - {"soak"}

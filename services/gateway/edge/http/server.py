@@ -38,8 +38,8 @@ from services.gateway.edge.http import (
 )
 from services.gateway.edge.http.checkpoints import API
 from services.gateway.edge.http.connection import ConnectionLimits, Connections, bounded
-from services.gateway.edge.http.measured import measured
 from services.gateway.edge.http.routes import Call, Handler, reply
+from services.gateway.edge.measured import measured
 from services.gateway.edge.openai import routes as openai
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,5 @@
 """forward_backward bodies, made by the SDK's own encoder."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 import tinker
@@ -16,6 +14,7 @@ from services.common.contract.errors import InvalidRequest, TooLarge
 from services.gateway.access.limits import Limits
 from services.gateway.edge.http import body
 from services.gateway.edge.http.codec import forward_backward_in
+from tests.peak_memory import peak_bytes
 from tinsmith.internal.v1 import tinker_pb2
 from tinsmith.v1 import training_pb2, types_pb2
 
@@ -188,14 +187,20 @@ def test_a_tiny_sparse_tensor_of_enormous_shape_is_refused_by_its_size(columns: 
 
 
 def test_a_sparse_tensor_that_the_vocabulary_cannot_have_is_not_allocated() -> None:
-    message = with_sparse_weights(1, 25_000_000, [0, 0], [], tokens=1)
-    tracemalloc.start()
-    try:
-        with pytest.raises(InvalidRequest, match="send at most 100"):
-            decoded(message, Limits())
-        assert tracemalloc.get_traced_memory()[1] < MIB
-    finally:
-        tracemalloc.stop()
+    peak = peak_bytes(
+        f"""
+import pytest
+from services.common.contract.errors import InvalidRequest
+from services.gateway.access.limits import Limits
+from {__name__} import decoded, with_sparse_weights
+def refuse(columns):
+    with pytest.raises(InvalidRequest, match="send at most 100"):
+        decoded(with_sparse_weights(1, columns, [0, 0], [], tokens=1), Limits())
+refuse(101)
+""",
+        "refuse(25_000_000)",
+    )
+    assert peak < MIB
 
 
 def test_the_bytes_of_sparse_tensors_add_up_before_they_are_dense() -> None:

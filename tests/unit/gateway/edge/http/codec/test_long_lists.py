@@ -2,7 +2,6 @@
 
 import json
 import random
-import tracemalloc
 from array import array
 from typing import Any
 
@@ -14,6 +13,7 @@ from services.gateway.access.limits import Limits
 from services.gateway.edge.http.codec import long_lists
 from services.gateway.edge.http.codec.long_lists import LongLists, widened
 from services.gateway.edge.http.sampling import sample_request
+from tests.peak_memory import peak_bytes
 
 MIB = 1024 * 1024
 
@@ -116,17 +116,23 @@ def sample_body(tokens: str) -> bytes:
 @pytest.mark.parametrize("token", ["1", "257", "100000"])
 def test_reading_a_sample_takes_memory_in_proportion_to_its_body(token: str) -> None:
     count = MIB // 4 // (len(token) + 1)
-    body = sample_body(",".join([token] * count))
-    tracemalloc.start()
-    try:
-        request = sample_request(body, Limits())
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert list(request.prompt.shape) == [count]
-    assert request.prompt.data == int(token).to_bytes(4, "little") * count
+    peak = peak_bytes(
+        f"""
+from services.gateway.access.limits import Limits
+from services.gateway.edge.http.sampling import sample_request
+from tests.peak_memory import peak_bytes
+from {__name__} import sample_body
+body = sample_body(",".join(["{token}"] * {count}))
+sample_request(sample_body("1"), Limits())
+""",
+        "request = sample_request(body, Limits())",
+        f"""
+assert list(request.prompt.shape) == [{count}]
+assert request.prompt.data == int("{token}").to_bytes(4, "little") * {count}
+""",
+    )
     # As parsed, joined and serialized, each 4 bytes a token. Objects took 28 and 8 more.
-    assert peak < 4 * 4 * count + len(body) // 2 + MIB // 2
+    assert peak < 4 * 4 * count + (len(token) + 1) * count // 2 + MIB // 2
 
 
 def test_a_list_where_none_belongs_is_refused() -> None:
