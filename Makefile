@@ -44,8 +44,8 @@ test-robustness: setup ## faults of every kind under load, and their table (ROUN
 test-abuse: setup ## hostile requests of every kind beside a bystander, and their table (REQUESTS=n: at least n, default 10000)
 	@REQUESTS=$(or $(REQUESTS),10000) $(PY) -m pytest tests/abuse -s
 
-test-ecosystem: setup ## other people's programs on a real cluster: the cookbook's recipes, and their table in docs/cookbook.md
-	@COOKBOOK_TABLE=docs/cookbook.md $(PY) -m pytest tests/ecosystem
+test-ecosystem: setup ## other programs on a real cluster: clients of gRPC, the cookbook's recipes, and their table in docs/cookbook.md
+	@COOKBOOK_TABLE=docs/cookbook.md $(PY) -m pytest tests/ecosystem tests/cluster/test_examples.py
 
 test-soak: setup ## sessions that come and go, and what is left of them (MINUTES=n, default 60)
 	@MINUTES=$(or $(MINUTES),60) $(PY) -m pytest tests/soak -s

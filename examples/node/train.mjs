@@ -1,6 +1,11 @@
 // Fine-tunes a model to say one sequence by heart, from Node, over gRPC: no SDK, only proto/ and a key.
 //
 //   npm install && TINSMITH_GRPC=127.0.0.1:8001 TINKER_API_KEY=tml-... npm start
+//
+// TINSMITH_STATE names a file in which a run leaves its session and model. Started again with it, a run that was
+// killed goes on after its last request.
+import {randomUUID} from "node:crypto";
+import {existsSync, readFileSync, writeFileSync} from "node:fs";
 import {fileURLToPath} from "node:url";
 import grpc from "@grpc/grpc-js";
 import loader from "@grpc/proto-loader";
@@ -44,6 +49,28 @@ async function result({request_id}) {
   }
 }
 
+/** Tokens of a sample as they are generated. A stream that breaks off is asked for again, and begins anew. */
+async function* tokens(sample, seconds = 600) {
+  let known = 0;
+  for (let attempt = 1; ; attempt++) {
+    const stream = client.StreamSample({sample}, metadata, {deadline: Date.now() + 1000 * seconds});
+    try {
+      for await (const {new_tokens} of stream) {
+        if (!new_tokens) continue;
+        const {data} = new_tokens.tokens;
+        const fresh = Array.from({length: data.length / 4}, (_, i) => data.readInt32LE(4 * i));
+        const added = fresh.slice(known - (new_tokens.start ?? 0));
+        known += added.length;
+        if (added.length) yield added;
+      }
+      return;
+    } catch (error) {
+      if (attempt === 8 || ![grpc.status.UNAVAILABLE, grpc.status.RESOURCE_EXHAUSTED].includes(error.code)) throw error;
+      await new Promise((wake) => setTimeout(wake, 250 * 2 ** Math.min(attempt, 4)));
+    }
+  }
+}
+
 /** A tensor of one dimension: little-endian bytes with their type and shape. */
 function tensor(dtype, array, values) {
   const typed = array.from(values);
@@ -66,15 +93,25 @@ async function baseModel(minutes = 15) {
   throw new Error(`no base model after ${minutes} minutes; tinsmith status says what the cluster is doing`);
 }
 
-const base = await baseModel();
-console.log(`training ${base.name}`);
+/** A new session with a model. */
+async function begin() {
+  const base = await baseModel();
+  console.log(`training ${base.name}`);
+  const {session_id} = await call("CreateSession", {tags: ["node"], idempotency_key: randomUUID()});
+  const lora = {rank: 8, seed: 1, train_attn: true, train_mlp: true, train_unembed: true};
+  const created = await call("CreateModel", {session_id, model_seq_id: 0, base_model: base.name, lora});
+  await result(created);
+  return {session_id, model_id: created.model_id};
+}
 
-const {session_id} = await call("CreateSession", {tags: ["node"]});
+const kept = process.env.TINSMITH_STATE;
+const earlier = kept && existsSync(kept) ? JSON.parse(readFileSync(kept, "utf8")) : undefined;
+const {session_id, model_id} = earlier ?? (await begin());
+if (kept) writeFileSync(kept, JSON.stringify({session_id, model_id}));
 const heartbeat = setInterval(() => call("Heartbeat", {session_id}).catch(console.error), 10_000);
-const lora = {rank: 8, seed: 1, train_attn: true, train_mlp: true, train_unembed: true};
-const created = await call("CreateModel", {session_id, model_seq_id: 0, base_model: base.name, lora});
-await result(created);
-const {model_id} = created;
+// The last number that was used: requests of a model are numbered 1, 2, 3 ...
+let seq_id = (await call("GetModelInfo", {model_id})).last_seq_id ?? 0;
+if (earlier) console.log(`going on after request ${seq_id}`);
 
 const sequence = Array.from({length: 24}, (_, i) => (37 * i + 11) % 200);
 const datum = {
@@ -85,9 +122,8 @@ const datum = {
   },
 };
 const adam = {learning_rate: 0.002, beta1: 0.9, beta2: 0.95, eps: 1e-8};
-let seq_id = 0; // the last one used: requests of a model are numbered 1, 2, 3 ...
 // Until the sequence is known by heart, which a model with random weights does not get to in sixty steps.
-for (let step = 1, loss = Infinity; step <= 60 && loss > 1; step++) {
+for (let step = Math.floor(seq_id / 2) + 1, loss = Infinity; step <= 60 && loss > 1; step++) {
   const forward_backward = {data: [datum], loss_fn: "cross_entropy"};
   const sent = await call("ForwardBackward", {model_id, seq_id: ++seq_id, forward_backward});
   const stepped = await call("OptimStep", {model_id, seq_id: ++seq_id, adam});
@@ -97,19 +133,22 @@ for (let step = 1, loss = Infinity; step <= 60 && loss > 1; step++) {
   if (step % 5 === 0) console.log(`step ${step} loss ${loss.toFixed(3)}`);
 }
 
+const {save_state} = await result(await call("SaveState", {model_id, seq_id: ++seq_id, name: "by-heart", overwrite: true}));
+console.log(`saved ${save_state.path}`);
 const saved = await call("SaveForSampler", {model_id, seq_id: ++seq_id, sampling_session_seq_id: 0});
 await result(saved);
-const sampled = await call("Sample", {
+const said = [];
+for await (const added of tokens({
   sampling_session_id: saved.sampling_session_id,
   seq_id: 0,
   prompt: tensor("INT32", Int32Array, sequence.slice(0, 4)),
   num_samples: 1,
   params: {max_tokens: sequence.length - 4, temperature: 0, top_k: -1, top_p: 1, stop: {never: {}}},
-});
-const {sequences} = (await result(sampled)).sample;
-const bytes = sequences[0].tokens.data;
-const tokens = Array.from({length: bytes.length / 4}, (_, i) => bytes.readInt32LE(4 * i));
-const right = tokens.filter((token, i) => token === sequence[4 + i]).length;
+})) {
+  said.push(...added);
+  console.log(`said ${added.join(" ")}`);
+}
+const right = said.filter((token, i) => token === sequence[4 + i]).length;
 console.log(`said ${right} of ${sequence.length - 4} tokens by heart`);
 
 clearInterval(heartbeat);

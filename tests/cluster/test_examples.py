@@ -12,19 +12,26 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import BASE_MODEL, Cluster
+from tests.go_example import go_example
 from tests.node_example import node_example
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(cluster: Cluster, *command: str, seconds: float = 120) -> str:
-    """The output of a command that was told where the cluster is."""
-    environment = {
+def told(cluster: Cluster) -> dict[str, str]:
+    """An environment that says where the cluster is."""
+    return {
         **os.environ,
+        "PYTHONPATH": str(ROOT),
         "TINKER_BASE_URL": cluster.base_url,
         "TINKER_API_KEY": cluster.api_key,
         "TINSMITH_GRPC": f"127.0.0.1:{cluster.grpc_port}",
     }
+
+
+def run(cluster: Cluster, *command: str, seconds: float = 120, **variables: str) -> str:
+    """The output of a command that was told where the cluster is."""
+    environment = {**told(cluster), **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -51,11 +58,46 @@ def test_the_quickstart_teaches_a_sentence(cluster: Cluster) -> None:
     assert seen[-1] < seen[0]
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="Node's npm is not installed")
-def test_the_node_example_trains_and_says_its_sequence(cluster: Cluster, tmp_path: Path) -> None:
-    train = node_example(tmp_path)
-    output = run(cluster, "node", str(train), seconds=240)
+def killed_and_started_again(cluster: Cluster, kept: Path, *command: str, seconds: float = 240) -> str:
+    """The output of a program that is killed after its first step, and of the run that goes on from there."""
+    environment = {**told(cluster), "TINSMITH_STATE": str(kept)}
+    first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    begun = ""
+    for line in first.stdout:
+        begun += line
+        if line.startswith("step "):
+            break
+    first.kill()
+    first.wait(timeout=30)
+    assert re.search(r"^step \d+ loss", begun, re.MULTILINE), begun
+    return begun + run(cluster, *command, seconds=seconds, TINSMITH_STATE=str(kept))
+
+
+def check_journey(output: str) -> None:
+    """A model was trained by two processes, saved, and sampled with a stream."""
     assert f"training {BASE_MODEL}" in output
+    going_on = re.search(r"^going on after request (\d+)$", output, re.MULTILINE)
+    assert going_on is not None and int(going_on[1]) >= 2, output
     seen = [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)$", output, re.MULTILINE)]
     assert seen[-1] < seen[0]
-    assert re.search(r"^said \d+ of 20 tokens by heart$", output, re.MULTILINE)
+    assert re.search(r"^saved tinker://\S+/weights/by-heart$", output, re.MULTILINE)
+    assert re.search(r"^said \[?[\d, ]+\]?$", output, re.MULTILINE), "no token came with the stream"
+    assert re.search(r"^said \d+ of 20 tokens by heart", output, re.MULTILINE)
+
+
+def test_the_python_example_trains_in_two_processes_and_streams(cluster: Cluster, tmp_path: Path) -> None:
+    command = (sys.executable, "examples/python/train.py")
+    check_journey(killed_and_started_again(cluster, tmp_path / "state.json", *command))
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="Node's npm is not installed")
+def test_the_node_example_trains_in_two_processes_and_streams(cluster: Cluster, tmp_path: Path) -> None:
+    train = node_example(tmp_path)
+    check_journey(killed_and_started_again(cluster, tmp_path / "state.json", "node", str(train)))
+
+
+@pytest.mark.skipif(shutil.which("go") is None, reason="Go is not installed")
+def test_the_go_example_trains_in_two_processes_and_streams(cluster: Cluster, tmp_path: Path) -> None:
+    program = go_example(tmp_path)
+    check_journey(killed_and_started_again(cluster, tmp_path / "state.json", str(program)))

@@ -1,0 +1,60 @@
+"""The Go example, compiled with what protoc makes of proto/ and the packages of Debian (golang-go,
+golang-google-grpc-dev, golang-google-protobuf-dev, protobuf-compiler): no module proxy is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DEBIAN = "/usr/share/gocode"
+_GENERATORS = (
+    "google.golang.org/protobuf/cmd/protoc-gen-go",
+    "google.golang.org/grpc/cmd/protoc-gen-go-grpc",
+)
+_CODEC = """// Debian's grpc is built on an older protobuf, which cannot read what protoc-gen-go makes now.
+package main
+
+import (
+	"google.golang.org/grpc/encoding"
+	"google.golang.org/protobuf/proto"
+)
+
+type codec struct{}
+
+func (codec) Marshal(v interface{}) ([]byte, error)      { return proto.Marshal(v.(proto.Message)) }
+func (codec) Unmarshal(data []byte, v interface{}) error { return proto.Unmarshal(data, v.(proto.Message)) }
+func (codec) Name() string                               { return "proto" }
+
+func init() { encoding.RegisterCodec(codec{}) }
+"""
+
+
+def go_example(directory: Path) -> Path:
+    """The compiled program."""
+    tools, source = directory / "bin", directory / "src" / "example"
+    for folder in (tools, source):
+        folder.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "GO111MODULE": "off",
+        "GOPATH": f"{directory}:{DEBIAN}",
+        "PATH": f"{tools}:{os.environ['PATH']}",
+    }
+
+    def execute(*command: str) -> None:
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+
+    for package in _GENERATORS:
+        execute("go", "build", "-o", str(tools / package.rpartition("/")[2]), package)
+    protos = sorted(str(path) for path in (ROOT / "proto" / "tinsmith" / "v1").glob("*.proto"))
+    generated = str(directory / "src")
+    execute("protoc", f"-I{ROOT / 'proto'}", f"--go_out={generated}", f"--go-grpc_out={generated}", *protos)
+    (source / "main.go").write_text((ROOT / "examples" / "go" / "main.go").read_text())
+    (source / "codec.go").write_text(_CODEC)
+    execute("go", "build", "-o", str(directory / "train"), "example")
+    return directory / "train"
