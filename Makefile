@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 
-.PHONY: help setup proto proto-docs demo up test test-unit test-component test-cluster compatibility test-ecosystem test-robustness test-abuse test-soak test-helm lint format bench baseline clean
+.PHONY: help setup proto proto-docs demo up test test-unit test-component test-cluster compatibility test-sdks test-ecosystem test-robustness test-abuse test-soak test-helm lint format bench baseline clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ demo: setup ## fine-tune a real small model with the tinker SDK and show the res
 up: setup ## start a cluster: make up MODEL=NAME=PATH_OR_HUB_ID
 	@.venv/bin/tinsmith up $(if $(MODEL),--model $(MODEL))
 
-test: setup ## the whole suite, but for the soak and most of the ecosystem
+test: setup ## the whole suite, but for the soak, other SDKs and most of the ecosystem
 	@./scripts/test.sh
 
 test-unit: setup ## pure logic and small parts; seconds
@@ -37,6 +37,9 @@ test-cluster: setup ## a real cluster driven by the real SDK
 
 compatibility: setup ## write what of the SDK works anew into docs/compatibility.md
 	@TINSMITH_WRITE_COMPATIBILITY=1 $(PY) -m pytest tests/cluster/test_compatibility.py
+
+test-sdks: setup ## versions of the SDK from 0.20 on against one cluster (WRITE=1: write their table anew)
+	@TINSMITH_WRITE_COMPATIBILITY=$(WRITE) $(PY) -m pytest tests/sdks
 
 test-robustness: setup ## faults of every kind under load, and their table (ROUNDS=n: n long rounds instead of a short one)
 	@ROUNDS=$(ROUNDS) $(PY) -m pytest tests/robustness

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -11,9 +14,10 @@ from services.common.contract.errors import InvalidRequest
 from services.common.storage.base import Key
 from services.gateway.application import Application
 from services.gateway.checkpoints.downloads import Download
-from services.gateway.edge.http.codec import messages, paging
+from services.gateway.edge.http.codec import messages, paging, sdk_versions
 from services.gateway.edge.http.routes import Call, numbered, promise, reply
 from services.gateway.edge.http.training import lora_fields, reader
+from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.training.copies import Wanted
 
 API = "/api/v1"
@@ -57,7 +61,7 @@ async def list_all(call: Call) -> Response:
     page = await call.app.checkpoints.page(call.owner, offset, limit)
     return reply(
         {
-            "checkpoints": [paging.checkpoint(record) for record in page.records],
+            "checkpoints": _listed(call, page.records),
             "cursor": paging.cursor(offset, limit, page.total),
         }
     )
@@ -66,7 +70,13 @@ async def list_all(call: Call) -> Response:
 async def list_of_run(call: Call) -> Response:
     call.check_query()
     records = await call.app.checkpoints.of_model(call.owner, call.request.path_params["training_run_id"])
-    return reply({"checkpoints": [paging.checkpoint(record) for record in reversed(records)]})
+    return reply({"checkpoints": _listed(call, list(reversed(records)))})
+
+
+def _listed(call: Call, records: Sequence[CheckpointRecord]) -> list[dict[str, Any] | None]:
+    """Checkpoints as the client's SDK can read them: one that has no word for exports could read none."""
+    exports = sdk_versions.knows_exports(call.request.headers.get("x-stainless-package-version", ""))
+    return [paging.checkpoint(record) for record in records if exports or record.kind != "external"]
 
 
 async def delete(call: Call) -> Response:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from services.common.contract.errors import PermissionDenied
 from services.gateway.cluster.base_models import BaseModel
-from services.gateway.edge.http.codec import messages
+from services.gateway.edge.http.codec import messages, sdk_versions
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.sessions.sessions import NewSession
 
@@ -19,6 +19,10 @@ CLIENT_CONFIG = {
     "credential_default_source": "api_key",
     # All chunks of a batch are in the journal at once, so they train as one pass.
     "parallel_fwdbwd_chunks": True,
+    # Without these SDKs before 0.25 train with JSON, and resume in steps that suit adapters alone.
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+    "create_model_via_load_weights": True,
     # Compressing costs more than it saves on a local network. Compressed bodies are taken all the same.
     "proto_compress_fwdbwd": False,
     "fwdbwd_max_chunk_len": 1024,
@@ -50,6 +54,7 @@ async def client_dynamic_config(call: Call) -> Response:
 
 async def create_session(call: Call) -> Response:
     body = await call.json(messages.CreateSession)
+    warning = sdk_versions.warning(body.sdk_version)
     new = NewSession(
         tags=body.tags,
         user_metadata=body.user_metadata,
@@ -58,9 +63,9 @@ async def create_session(call: Call) -> Response:
         display_name=body.display_name or "",
     )
     key = call.request.headers.get("x-idempotency-key")
-    return reply(
-        {"type": "create_session", "session_id": await call.app.sessions.create(call.owner, new, key)}
-    )
+    session_id = await call.app.sessions.create(call.owner, new, key)
+    said = {} if warning is None else {"warning_message": warning}
+    return reply({"type": "create_session", "session_id": session_id, **said})
 
 
 async def own_api_key(call: Call) -> Response:

@@ -266,3 +266,14 @@ async def test_a_checkpoint_whose_record_cannot_be_read_hides_no_other_and_keeps
         assert edges.files.storage.versions(model, "weights/broken") == [1]
         assert await due_in(edges, member) > 0
         assert await due_in(edges, "no checkpoint") > 3600
+
+
+async def test_an_sdk_that_knows_no_exports_can_still_list_the_others(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        await save(edges, client, model, 1, "a")
+        await export(edges, client, model, 2, "e")
+        client.headers["x-stainless-package-version"] = "0.25.0"
+        assert await names(client) == ["weights/a"]
+        client.headers["x-stainless-package-version"] = "0.28.0"
+        assert await names(client) == ["external_weights/e", "weights/a"]

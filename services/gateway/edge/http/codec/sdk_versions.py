@@ -1,0 +1,52 @@
+"""What a session is told of the version of the tinker SDK that it was opened with.
+
+Invariant: a version that nothing can be done with is refused before anything is done; one of which some
+methods are not served learns which, and what to upgrade to. docs/compatibility.md has what was tried.
+"""
+
+from __future__ import annotations
+
+import re
+
+from services.common.contract.errors import InvalidRequest
+
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\..*)?")
+_SAMPLES = (0, 20)
+_TRAINS = (0, 22)
+_KNOWS_EXPORTS = (0, 28)
+
+
+def warning(sdk_version: str) -> str | None:
+    """What to tell the user of a version, if anything.
+
+    Raises:
+        InvalidRequest: it cannot be served; says what to upgrade to.
+    """
+    version = _parsed(sdk_version)
+    if version < _SAMPLES:
+        raise InvalidRequest(
+            f"tinker {sdk_version[:50]} cannot read this cluster's results; pip install -U 'tinker>=0.28'",
+            "sdk_too_old",
+        )
+    if version < _TRAINS:
+        return (
+            f"forward() and custom losses of tinker {sdk_version[:50]} are not served by this cluster; "
+            "pip install -U 'tinker>=0.28'"
+        )
+    if version < _KNOWS_EXPORTS:
+        return (
+            f"tinker {sdk_version[:50]} knows no exports, so lists of checkpoints leave them out; "
+            "pip install -U 'tinker>=0.28'"
+        )
+    return None
+
+
+def knows_exports(sdk_version: str) -> bool:
+    """Whether this version of the SDK can read a list of checkpoints that has exports in it."""
+    return _parsed(sdk_version) >= _KNOWS_EXPORTS
+
+
+def _parsed(sdk_version: str) -> tuple[int, int]:
+    """(major, minor); that of a version that can do all when it is none."""
+    match = _VERSION.fullmatch(sdk_version)
+    return (int(match[1]), int(match[2])) if match else _KNOWS_EXPORTS

@@ -1,0 +1,1 @@
+"""Versions of the tinker SDK other than the pinned one."""
