@@ -15,7 +15,8 @@ from torch import Tensor
 from services.common.contract.tensors import from_values
 from services.trainer.compute.collate import Collated, row_output
 from services.trainer.compute.data import PassOp, Row, RowResult
-from services.trainer.compute.losses import LOSS_SUM, LOSSES, Datums, Loss, Parts
+from services.trainer.compute.logprobs import Slope
+from services.trainer.compute.losses import LOSS_SUM, LOSSES, Datums, Loss
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,15 @@ class _Group:
 
     Attributes:
         numbers: the rows' places in the batch.
-        losses: float64, of each of them.
-        parts: of their metrics.
+        places: of their outputs in those of the batch, int64 [q], on the host.
+        inputs: see `Loss.compute`.
     """
 
+    loss: Loss
     numbers: list[int]
-    losses: Tensor
-    parts: Parts
+    places: Tensor
+    inputs: dict[str, Tensor]
+    datums: Datums
 
 
 class BatchLosses:
@@ -39,27 +42,58 @@ class BatchLosses:
     Args:
         ops: what the rows belong to.
         rows: of `batch`, in its order.
-        logprobs: float32 [Q], and
-        values: float32 [T - P], as `BaseModel.score` gives them.
-        device: where both are.
+        device: where the model's outputs are.
     """
 
-    def __init__(
-        self,
-        ops: Sequence[PassOp],
-        rows: Sequence[Row],
-        batch: Collated,
-        logprobs: Tensor,
-        values: Tensor,
-        device: str,
-    ) -> None:
+    def __init__(self, ops: Sequence[PassOp], rows: Sequence[Row], batch: Collated, device: str) -> None:
         self._rows, self._batch = rows, batch
-        self._outputs = (logprobs, values)
         self._losses = [LOSSES[ops[row.op].loss_fn] for row in rows]
         by_loss: dict[str, list[int]] = {}
         for number, loss in enumerate(self._losses):
             by_loss.setdefault(loss.name, []).append(number)
         self._groups = [self._group(LOSSES[name], numbers, ops, device) for name, numbers in by_loss.items()]
+
+    def slope(self) -> Slope | None:
+        """The derivative of `total` by log-probabilities; None if it depends on more than each alone."""
+        groups = [group for group in self._groups if group.loss.output == "logprobs"]
+        if not all(group.loss.by_output for group in groups):
+            return None
+        ordered = [(group, *group.places.sort()) for group in groups]
+
+        def of(logprobs: Tensor, where: slice) -> Tensor:
+            slopes = torch.zeros_like(logprobs)
+            bounds = torch.tensor([where.start, where.stop])
+            for group, places, order in ordered:
+                low, high = torch.searchsorted(places, bounds).tolist()
+                if low == high:
+                    continue
+                mine = order[low:high].to(logprobs.device)
+                at = (places[low:high] - where.start).to(logprobs.device)
+                given = logprobs[at].requires_grad_()
+                inputs = {name: values[mine] for name, values in group.inputs.items()}
+                datums = Datums.of([high - low], str(logprobs.device))
+                loss, _ = group.loss.compute(given, inputs, datums)
+                (slopes[at],) = torch.autograd.grad(loss.sum(), given)
+            return slopes
+
+        return of
+
+    def take(self, logprobs: Tensor, values: Tensor) -> None:
+        """Computes the losses.
+
+        Args:
+            logprobs: float32 [Q], and
+            values: float32 [T - P], as `BaseModel.score` gives them.
+        """
+        self._outputs = (logprobs, values)
+        self._computed = [
+            group.loss.compute(
+                _taken(logprobs if group.loss.output == "logprobs" else values, group.places),
+                group.inputs,
+                group.datums,
+            )
+            for group in self._groups
+        ]
 
     def total(self, *, collective: bool) -> Tensor:
         """Their sum, differentiable: float32.
@@ -68,7 +102,7 @@ class BatchLosses:
             collective: all ranks go through the whole graph alike, with whatever rows, or none.
         """
         zeros = [(output * 0).sum()[None] for output in self._outputs] if collective else []
-        return torch.cat([*zeros, *(group.losses for group in self._groups)]).sum().float()
+        return torch.cat([*zeros, *(losses for losses, _ in self._computed)]).sum().float()
 
     def results(self) -> list[RowResult]:
         """What each row came to; waits for the device."""
@@ -92,15 +126,13 @@ class BatchLosses:
         ]
         places = [self._batch.places[number] for number in numbers]
         datums = Datums.of([len(place) for place in places], device)
-        outputs = _taken(self._outputs[0 if loss.output == "logprobs" else 1], torch.cat(places))
-        losses, parts = loss.compute(outputs, _on_device(completed, device), datums)
-        return _Group(numbers, losses, parts)
+        return _Group(loss, numbers, torch.cat(places), _on_device(completed, device), datums)
 
     def _metrics(self) -> list[dict[str, float]]:
         """Of each row, in one transfer from the device."""
-        names = [[LOSS_SUM, *group.parts] for group in self._groups]
+        names = [[LOSS_SUM, *parts] for _, parts in self._computed]
         columns = [
-            column.detach() for group in self._groups for column in (group.losses, *group.parts.values())
+            column.detach() for losses, parts in self._computed for column in (losses, *parts.values())
         ]
         found = iter(torch.cat(columns).tolist() if columns else [])
         metrics: list[dict[str, float]] = [{} for _ in self._rows]

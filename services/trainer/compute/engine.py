@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -339,9 +340,11 @@ class Engine:
         """
         batch = collate(rows, self._device, shared=self.shares_prefixes) if rows else idle_batch(self._device)
         segments = self._segments(ops, batch, grad) if model is self._base else []
+        losses, targets = BatchLosses(ops, rows, batch, self._device), batch.targets
+        if grad and model is self._base and not model.collective:
+            targets = replace(targets, slope=losses.slope())
         with torch.set_grad_enabled(grad), self._router.route(segments):
-            logprobs, values = model.score(batch.tokens, batch.targets, batch.sequences)
-            losses = BatchLosses(ops, rows, batch, logprobs, values, self._device)
+            losses.take(*model.score(batch.tokens, targets, batch.sequences))
             if grad:
                 model.backward(losses.total(collective=model.collective))
             # Within the context, as the gradients are kept when it ends: nothing may fail after that.

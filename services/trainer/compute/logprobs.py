@@ -1,14 +1,15 @@
 """Log-probabilities of target tokens, computed without ever holding all the logits.
 
 Invariant: the logits ([positions, vocabulary]) of at most one chunk, of `CHUNK_ELEMENTS` elements, exist at a
-time, in the forward and in the backward pass. They and their log-softmax are float32 whatever the model is,
-and were never rounded to less (an adapter's part of them is). Targets are never padded: one position with
-many costs the others nothing.
+time, in the forward and in the backward pass. Where the loss's derivative by each log-probability follows
+from that one alone, a chunk is differentiated right after it was computed, and nothing is computed twice.
+Logits and their log-softmax are float32 whatever the model is, and were never rounded to less (an adapter's
+part of them is). Targets are never padded: one position with many costs the others nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,6 +31,11 @@ Widths = tuple[tuple[int, int], ...]
 """Runs of positions that have equally many targets: (positions, targets of each)."""
 
 
+Slope = Callable[[Tensor, slice], Tensor]
+"""The derivative by log-probabilities of the loss that will be differentiated, from their values [q] and from
+where they are among the Q targets."""
+
+
 @dataclass(frozen=True)
 class Targets:
     """The targets of P positions, which may have different numbers of them.
@@ -37,10 +43,12 @@ class Targets:
     Attributes:
         ids: int64 [Q], those of one position after the other.
         widths: the runs that make up the P positions and Q targets.
+        slope: None where a log-probability's derivative depends on others too.
     """
 
     ids: Tensor
     widths: Widths
+    slope: Slope | None = None
 
     @property
     def positions(self) -> int:
@@ -144,6 +152,19 @@ def selective_log_softmax(logits: Tensor, targets: Targets) -> Tensor:
     return cast(Tensor, _SelectiveLogSoftmax.apply(logits, targets.ids, targets.widths))
 
 
+class _Differentiated(torch.autograd.Function):
+    """Log-probabilities whose backward pass was done: that of the loss of which the slope was."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, logprobs: Tensor, below: Tensor) -> Tensor:
+        ctx.save_for_backward(below)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.saved_tensors[0], None, None
+
+
 class LogprobHead(nn.Module):
     """The output head of a language model, from hidden states straight to target log-probabilities.
 
@@ -169,8 +190,11 @@ class LogprobHead(nn.Module):
         Returns:
             float32 [Q].
         """
-        # One chunk alone is kept for the backward pass; of several, each is computed again there.
+        # One chunk alone is kept for the backward pass; of several, each is computed again there, unless that
+        # can follow at once.
         recompute = torch.is_grad_enabled() and hidden.shape[0] > self.chunk_positions
+        if recompute and targets.slope is not None:
+            return self._at_once(hidden, targets, targets.slope)
         if not hidden.shape[0]:
             # Only critics' rows. Under ZeRO-3 the call as such matters: the other ranks gather the weight.
             return self._chunk(hidden, targets, 0)
@@ -190,6 +214,19 @@ class LogprobHead(nn.Module):
                 output = self._chunk(hidden[chunk], targets[chunk], low)
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _at_once(self, hidden: Tensor, targets: Targets, slope: Slope) -> Tensor:
+        below, outputs, first = torch.empty_like(hidden), [], 0
+        for low in range(0, hidden.shape[0], self.chunk_positions):
+            chunk = slice(low, min(low + self.chunk_positions, hidden.shape[0]))
+            given = hidden[chunk].detach().requires_grad_()
+            output = self._chunk(given, targets[chunk], low)
+            where = slice(first, first + output.shape[0])
+            outputs.append(output.detach())
+            # The adapters have their gradients of the chunk now.
+            (below[chunk],) = torch.autograd.grad(output, given, slope(outputs[-1], where))
+            first = where.stop
+        return cast(Tensor, _Differentiated.apply(hidden, torch.cat(outputs), below))
 
     def _chunk(self, hidden: Tensor, targets: Targets, start: int) -> Tensor:
         logits = _logits(hidden, self.weight, self.bias)

@@ -79,6 +79,7 @@ class Loss:
             named "name:reduction".
         output: what it is a function of, as results name it.
         absent: makes an optional input of a datum from its others.
+        by_output: each output's term, and so its derivative, depends on that output alone.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Loss:
     combine: Callable[[Sequence[Mapping[str, float]]], dict[str, float]]
     output: str = "logprobs"
     absent: Mapping[str, Callable[[Mapping[str, np.ndarray]], np.ndarray]] = field(default_factory=dict)
+    by_output: bool = True
 
     def complete(
         self, inputs: Mapping[str, np.ndarray], config: Mapping[str, float]
@@ -301,7 +303,7 @@ LOSSES: dict[str, Loss] = {
         Loss("ppo", ppo, _combine_policy),
         Loss("cispo", cispo, _combine_policy),
         Loss("dro", dro, _combine_policy),
-        Loss("gspo", gspo, _combine_policy, absent={SEQUENCE_RATIO_MASK: _sampled_mask}),
+        Loss("gspo", gspo, _combine_policy, absent={SEQUENCE_RATIO_MASK: _sampled_mask}, by_output=False),
         Loss(
             "ppo_critic",
             ppo_critic,

@@ -131,3 +131,42 @@ def test_at_most_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.Monkey
     assert max(seen) == 4
     # Every chunk once more in the backward pass: its logits were not kept.
     assert sum(seen) == 2 * POSITIONS
+
+
+def test_where_the_slope_is_known_every_chunk_is_computed_once_and_comes_to_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear = nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
+    router = LoraRouter()
+    head = LogprobHead(linear, router, chunk_elements=4 * VOCAB)
+    runs = ((7, 1), (2, 5), (14, 2))
+    ids = torch.randint(VOCAB, (sum(count * width for count, width in runs),))
+    weights = torch.randn(ids.shape)
+    adapters = [adapter(3, 1), adapter(5, 3)]
+    seen: list[int] = []
+    original = torch.nn.functional.linear
+
+    def watched(x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return original(x, *rest)
+
+    def slope(logprobs: torch.Tensor, where: slice) -> torch.Tensor:
+        return weights[where] * logprobs
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    hidden = torch.randn(POSITIONS, HIDDEN)
+    came_to = []
+    for targets in (Targets(ids, runs), Targets(ids, runs, slope)):
+        given = hidden.clone().requires_grad_()
+        gradients = [torch.zeros_like(each.flat) for each in adapters]
+        segments = [Segment(*each) for each in zip((9, 14), adapters, gradients, strict=True)]
+        seen.clear()
+        with router.route(segments):
+            result = head(given, targets)
+            (weights * result.square() / 2).sum().backward()
+        assert given.grad is not None
+        came_to.append((result.detach(), given.grad, *gradients))
+        assert sum(seen) == (POSITIONS if targets.slope else 2 * POSITIONS)
+    for found, expected in zip(*came_to, strict=True):
+        assert expected.any()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
