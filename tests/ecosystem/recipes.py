@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.common.process.process import die_with_parent
 from tests.cluster.conftest import Cluster
 
 POLICY = "Qwen/Qwen3.5-9B"
@@ -94,6 +95,8 @@ class Kitchen:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # A test run that is killed leaves no recipe behind.
+            preexec_fn=die_with_parent,
         )
 
     def environment(self) -> dict[str, str]:
