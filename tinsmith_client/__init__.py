@@ -12,7 +12,7 @@ number that it had.
 """
 
 from tinsmith_client.client import Client
-from tinsmith_client.errors import CallFailed, Refused, RequestFailed, TinsmithError, Unreachable
+from tinsmith_client.errors import CallFailed, Changed, Refused, RequestFailed, TinsmithError, Unreachable
 from tinsmith_client.results import Pending
 from tinsmith_client.sampling import Sampler, Stream
 from tinsmith_client.sessions import Session
@@ -21,6 +21,7 @@ from tinsmith_client.training import Model
 
 __all__ = [
     "CallFailed",
+    "Changed",
     "Client",
     "Model",
     "Pending",

@@ -64,6 +64,10 @@ class Unreachable(CallFailed):
     """The call failed for as long as it was repeated. It may have been accepted."""
 
 
+class Changed(TinsmithError):
+    """A sample goes on otherwise than it was begun. Ask for a new one."""
+
+
 class RequestFailed(TinsmithError):
     """Accepted work failed. Its number is used up.
 

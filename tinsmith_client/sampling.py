@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tinsmith.v1 import sampling_pb2
 from tinsmith_client.calls import Calls
-from tinsmith_client.errors import CallFailed
+from tinsmith_client.errors import CallFailed, Changed
 from tinsmith_client.results import Pending
 from tinsmith_client.tensors import floats, ints, tensor
 
@@ -78,10 +78,11 @@ class Sampler:
 
         Raises:
             Refused, Unreachable: while iterating.
+            Changed: the stream broke off, and goes on otherwise than it was begun.
         """
         params = _params(max_tokens, temperature, top_k, top_p, seed, stop)
         request = sampling_pb2.StreamSampleRequest(sample=self._request(prompt, num_samples, params))
-        told = [0] * num_samples
+        told: list[list[int]] = [[] for _ in range(num_samples)]
         ended: set[int] = set()
         for attempt in self._calls.attempts():
             try:
@@ -89,11 +90,11 @@ class Sampler:
                     attempt.went_well()
                     if answer.HasField("new_tokens"):
                         new = answer.new_tokens
-                        known = told[new.index] - new.start
-                        tokens = ints(new.tokens.data)[known:]
-                        if tokens:
-                            told[new.index] += len(tokens)
-                            yield Stream(new.index, tokens, floats(new.logprobs.data)[known:])
+                        fresh = _fresh(told[new.index], ints(new.tokens.data), new.start)
+                        if fresh:
+                            told[new.index] += fresh
+                            logprobs = floats(new.logprobs.data)[-len(fresh) :]
+                            yield Stream(new.index, fresh, logprobs)
                     elif answer.HasField("end") and answer.end.index not in ended:
                         ended.add(answer.end.index)
                         yield Stream(
@@ -113,6 +114,14 @@ class Sampler:
             num_samples=num_samples,
             params=params,
         )
+
+
+def _fresh(told: Sequence[int], tokens: Sequence[int], start: int) -> list[int]:
+    """Tokens of a sequence, from a place on, that come after those that were told."""
+    known = len(told) - start
+    if list(told[start:]) != list(tokens[:known]) and list(tokens) != list(told[start : start + len(tokens)]):
+        raise Changed("a sampler was lost, and another one does not go on with the same tokens")
+    return list(tokens[known:])
 
 
 def _params(

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.contract.errors import Unavailable
+from services.common.contract.errors import DataLoss, Unavailable
 from services.common.process.pools import COMPUTE
 from services.common.process.tasks import cancel_all
 from services.gateway.inference import convert
@@ -85,10 +85,10 @@ class _Told:
         """What the client does not have yet.
 
         Raises:
-            Unavailable: a sequence was begun anew, and with other tokens.
+            DataLoss: a sequence was begun anew, and with other tokens.
         """
         if self.differs:
-            raise Unavailable(
+            raise DataLoss(
                 "a sampler was lost, and another one does not go on with the same tokens; send this as a new "
                 "sample"
             )
@@ -124,7 +124,8 @@ class SampleStreams:
 
         Raises:
             TinsmithError: as `Sampling.sample`; while iterating, what the sample failed with.
-            Unavailable: this gateway ends, or the sample changed under way; the sample may go on.
+            Unavailable: this gateway ends; the sample goes on.
+            DataLoss: the sample changed under way. Told again it would go on otherwise than it was begun.
         """
         # Whose it is, before anything is listened to.
         session = await self._sampling.get(owner, request.sampling_session_id)

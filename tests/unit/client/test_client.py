@@ -13,7 +13,19 @@ import pytest
 
 from tests.unit.gateway.edges import ALICE, BASE, LORA, Edges, running
 from tinsmith.v1 import models_pb2, training_pb2
-from tinsmith_client import Client, Model, Refused, RequestFailed, Session, Unreachable, datum, floats, ints
+from tinsmith_client import (
+    Changed,
+    Client,
+    Model,
+    Refused,
+    RequestFailed,
+    Session,
+    Unreachable,
+    datum,
+    floats,
+    ints,
+)
+from tinsmith_client.sampling import _fresh
 from tinsmith_client.tensors import tensor
 
 T = TypeVar("T")
@@ -60,6 +72,17 @@ def test_numbers_become_tensors_and_come_back() -> None:
     assert floats(made.loss_inputs["weights"].data) == [0.5, 1.0]
     with pytest.raises(OverflowError):
         tensor("i", [2**31])
+
+
+def test_a_stream_that_is_told_again_goes_on_after_what_was_told_or_fails() -> None:
+    assert _fresh([], [1, 2], 0) == [1, 2]
+    assert _fresh([1, 2], [3], 2) == [3]
+    assert _fresh([1, 2], [1, 2, 3], 0) == [3]
+    assert _fresh([1, 2, 3], [1, 2], 0) == []
+    assert _fresh([1, 2, 3], [3, 4], 2) == [4]
+    for told, tokens, start in (([1, 2], [1, 3, 4], 0), ([1, 2, 3], [9], 1), ([1], [2], 0)):
+        with pytest.raises(Changed):
+            _fresh(told, tokens, start)
 
 
 async def test_a_refusal_says_what_to_change_and_is_not_repeated(edges: Edges) -> None:
