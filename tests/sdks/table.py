@@ -34,4 +34,6 @@ def reason(text: str) -> str:
     match = _DETAIL.search(text)
     if match is not None:
         text = str(ast.literal_eval(match[1])["detail"])
+    else:
+        text = text.partition("Request failed: ")[2].partition(" for self.request_id=")[0] or text
     return " ".join(text.replace("|", "\\|").split())

@@ -60,6 +60,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "create_model", training.create_model),
     ("POST", "get_info", training.get_info),
     ("POST", "forward_backward", training.forward_backward),
+    ("POST", "forward", training.forward),
     ("POST", "optim_step", training.optim_step),
     ("POST", "save_weights", training.save_weights),
     ("POST", "load_weights", training.load_weights),

@@ -157,6 +157,16 @@ async def _read(data: bytes, limits: Limits) -> tuple[tinker_pb2.TinkerForwardBa
     return await COMPUTE.run(read) if len(data) > THREAD_ABOVE_BYTES else read()
 
 
+async def forward(call: Call) -> Response:
+    """Refuses what SDKs before 0.22 send, in its place in the model's order, so that the model goes on."""
+    body = await call.json(messages.Forward)
+    error = InvalidRequest(
+        "forward() and custom losses of tinker before 0.22 are not served; pip install -U 'tinker>=0.28'",
+        "sdk_too_old",
+    )
+    return promise(await call.app.models.refuse(call.owner, body.model_id, body.seq_id, error), body.model_id)
+
+
 async def optim_step(call: Call) -> Response:
     async def accept(body: messages.OptimStep) -> Response:
         if body.optimizer_params is not None:

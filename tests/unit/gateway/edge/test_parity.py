@@ -48,7 +48,7 @@ OF_GRPC = {"StreamSample"}
 # The SDK's own affairs, and what is refused over HTTP too.
 OF_THE_SDK = {"client_config", "client_dynamic_config", "telemetry", "own_api_key"}
 HTTP_ONLY = {"copy_weights"}
-REFUSED = {"delete_own_api_key", "trace_export", "audit", "billing_usage", "checkpoint_storage"}
+REFUSED = {"forward", "delete_own_api_key", "trace_export", "audit", "billing_usage", "checkpoint_storage"}
 
 
 def methods() -> set[str]:

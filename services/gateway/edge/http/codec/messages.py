@@ -148,6 +148,14 @@ class WeightsInfo(Body):
     tinker_path: str
 
 
+class Forward(Body):
+    """Of SDKs before 0.22."""
+
+    forward_input: msgspec.Raw
+    model_id: str
+    seq_id: Int64
+
+
 class CopyWeights(Body):
     source_path: str
     destination_project_id: str | None = None

@@ -373,3 +373,12 @@ async def test_a_critic_is_made_by_its_metadata_and_keeps_to_its_role(edges: Edg
         for seq_id, save in ((2, {"path": "x"}), (3, {"sampling_session_seq_id": 0})):
             await client.post("save_weights_for_sampler", json={"model_id": model, "seq_id": seq_id, **save})
             assert "critic" in await failure(client, f"{model}:{seq_id}")
+
+
+async def test_a_forward_of_an_old_sdk_fails_in_its_place_and_names_the_way_out(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        body = {"forward_input": {"data": [], "loss_fn": "cross_entropy"}, "model_id": model, "seq_id": 1}
+        sent = await client.post("forward", json=body)
+        assert sent.status_code == 200
+        assert "tinker>=0.28" in await failure(client, sent.json()["request_id"])
