@@ -14,9 +14,11 @@ import tokenizers
 
 from services.common.process import rpc
 from services.gateway.edge.grpc import service
-from tests.unit.gateway.edge.talking import END, Says, Talking
+from services.gateway.inference.streams import New, _Told
+from tests.unit.gateway.edge.talking import END, Says, Talking, floats, ints
 from tests.unit.gateway.edges import ALICE, BOB
 from tests.unit.gateway.scripted_services import BASE
+from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import (
     models_pb2,
     results_pb2,
@@ -160,3 +162,13 @@ async def test_the_tokenizer_of_a_base_model_comes_as_files(talks: Talking, stub
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await unknown.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_tokens_after_a_gap_wait_for_the_whole_sequence() -> None:
+    whole = sampling_pb2.SampledSequence(tokens=ints([1, 2, 3]), logprobs=floats([-1, -2, -3]))
+    late = sampling_pb2.SampledSequence(tokens=ints([3]), logprobs=floats([-3]))
+    told = _Told()
+    told.add([sampler_pb2.SequenceDelta(index=0, start=2, added=late)])
+    assert told.take() == []
+    told.end([whole])
+    assert told.take() == [New(0, 0, whole.tokens.data, whole.logprobs.data)]
