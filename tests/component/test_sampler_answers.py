@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 import torch
+from vllm.config.structured_outputs import StructuredOutputsConfig
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import SamplingParams as VllmParams
+from vllm.v1.structured_output import backend_xgrammar
 
 from services.common.contract.errors import Internal, InvalidRequest
 from services.common.contract.matrices import HostMatrix
 from services.common.contract.sample_schema import Scoring
 from services.sampler.engine.answers import sequence, whole
-from services.sampler.engine.sampling import Constraint, SampleJob, SamplingParams
+from services.sampler.engine.params import checked, vllm_params
+from services.sampler.engine.sampling import Constraint, Limits, SampleJob, SamplingParams
 from services.sampler.worker.prompt_scorer import _fill
 from services.sampler.worker.prompt_scores import Buffers, plan_of
 
@@ -137,3 +145,31 @@ def test_a_constraint_that_no_grammar_can_be_made_of_is_the_requests_fault() -> 
     free = SampleJob("r", None, [1, 2, 3, 4], 1, SamplingParams())
     with pytest.raises(Internal):
         whole(free, plan, ended)
+
+
+def test_a_constraint_is_parsed_when_it_is_checked_and_not_again_for_every_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed = []
+    monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", parsed.append)
+    processor: Any = SimpleNamespace(
+        model_config=SimpleNamespace(is_diffusion=False),
+        structured_outputs_config=StructuredOutputsConfig(),
+        tokenizer=object(),
+    )
+    constraint = checked(Constraint("json_schema", '{"type": "string"}'), processor)
+    assert len(parsed) == 1
+    job = SampleJob("r", None, [1, 2, 3], 4, SamplingParams(max_tokens=2))
+    for index in range(4):
+        params = vllm_params(job, index, Limits(100, 100, 8), None, constraint, stream=False)
+        params._validate_structured_outputs(
+            processor.model_config, processor.structured_outputs_config, processor.tokenizer
+        )
+        # What the engine's process reads is what it would have been told otherwise.
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=VllmParams)
+        assert told.structured_outputs is not None
+        assert (told.structured_outputs.json, told.structured_outputs._backend) == (
+            '{"type": "string"}',
+            "xgrammar",
+        )
+    assert len(parsed) == 1

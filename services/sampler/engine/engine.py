@@ -21,6 +21,7 @@ from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -33,8 +34,9 @@ from services.common.weights.medium import Medium
 from services.sampler.config import SamplerConfig
 from services.sampler.engine import answers, tokenizers
 from services.sampler.engine.child import STACKS_SIGNAL
-from services.sampler.engine.params import vllm_params
+from services.sampler.engine.params import checked, vllm_params
 from services.sampler.engine.sampling import (
+    Constraint,
     Limits,
     SampleJob,
     SampleOutput,
@@ -182,11 +184,12 @@ class Engine:
         """
         seed = secrets.randbits(64) if job.params.seed is None else job.params.seed
         plan = plan_of(job.scoring, len(job.prompt), seed, job.params.temperature)
+        constraint = await self._checked(job.constraint)
         tasks = [
             asyncio.create_task(
                 # The first sequence scores the prompt for all of them.
                 self._generate(
-                    job, index, adapter, plan if index == 0 and plan.needed().size else None, tell
+                    job, index, adapter, plan if index == 0 and plan.needed().size else None, constraint, tell
                 ),
                 name=f"{job.request_id}-{index}",
             )
@@ -203,12 +206,21 @@ class Engine:
             return await asyncio.to_thread(answers.whole, job, plan, outputs)
         return answers.whole(job, plan, outputs)
 
+    async def _checked(self, constraint: Constraint | None) -> StructuredOutputsParams | None:
+        if constraint is None:
+            return None
+        try:
+            return await asyncio.to_thread(checked, constraint, self._llm.input_processor)
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+
     async def _generate(
         self,
         job: SampleJob,
         index: int,
         adapter: Adapter | None,
         plan: ScorePlan | None,
+        constraint: StructuredOutputsParams | None,
         tell: Tell | None,
     ) -> RequestOutput:
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
@@ -221,7 +233,7 @@ class Engine:
         known: RequestOutput | None = None
         self._entered[request_id] = (job.request_id, time.monotonic())
         try:
-            params = vllm_params(job, index, self.limits, plan, stream=tell is not None)
+            params = vllm_params(job, index, self.limits, plan, constraint, stream=tell is not None)
             async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
                 if tell is not None:
                     before = 0 if known is None else len(known.outputs[0].token_ids)

@@ -1,32 +1,62 @@
 """What vLLM is asked for one sequence.
 
 Invariant: everything that a job asks for is said here; what is not said is vLLM's default, which changes
-nothing about the distribution that is sampled from.
+nothing about the distribution that is sampled from. A constraint is parsed once a job, and not on the loop.
 """
 
 from __future__ import annotations
 
 from vllm import SamplingParams as VllmParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.input_processor import InputProcessor
 
 from services.sampler.engine.sampling import Constraint, Limits, SampleJob, sequence_seed, tokens_left
 from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, REQUEST_KEY, ScorePlan
 
 
+class _Checked(VllmParams):
+    """Parameters whose constraint was checked. vLLM would parse it again for every sequence, on the loop."""
+
+    def _validate_structured_outputs(self, *args: object) -> None:
+        pass
+
+
+def checked(constraint: Constraint, processor: InputProcessor) -> StructuredOutputsParams:
+    """A constraint as vLLM takes it, with the backend that can read it.
+
+    It takes up to some seconds, for others' code that lets the rest of the process run: call it in a thread.
+
+    Raises:
+        VLLMClientError: no grammar can be made of it.
+    """
+    of = StructuredOutputsParams(json=constraint.source)
+    if constraint.kind != "json_schema":
+        of = StructuredOutputsParams(structural_tag=constraint.source)
+    params = VllmParams(structured_outputs=of)
+    params._validate_structured_outputs(
+        processor.model_config, processor.structured_outputs_config, processor.tokenizer
+    )
+    return of
+
+
 def vllm_params(
-    job: SampleJob, index: int, limits: Limits, plan: ScorePlan | None, *, stream: bool
+    job: SampleJob,
+    index: int,
+    limits: Limits,
+    plan: ScorePlan | None,
+    constraint: StructuredOutputsParams | None,
+    *,
+    stream: bool,
 ) -> VllmParams:
     """How vLLM generates sequence `index` of a job.
 
     Args:
         plan: what the sequence scores of the prompt.
+        constraint: the job's, checked.
         stream: every output has the tokens since the last one; otherwise there is one, at the end.
-
-    Raises:
-        VLLMClientError: the constraint is none.
     """
     params = job.params
-    return VllmParams(
+    return _Checked(
         max_tokens=tokens_left(job, limits),
         seed=sequence_seed(params.seed, index),
         temperature=params.temperature,
@@ -46,14 +76,6 @@ def vllm_params(
         extra_args=None
         if plan is None
         else {REQUEST_KEY: plan.to_wire(), CACHE_LIMIT_KEY: int(plan.needed()[0])},
-        structured_outputs=_structured(job.constraint),
+        structured_outputs=constraint,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _structured(constraint: Constraint | None) -> StructuredOutputsParams | None:
-    if constraint is None:
-        return None
-    if constraint.kind == "json_schema":
-        return StructuredOutputsParams(json=constraint.source)
-    return StructuredOutputsParams(structural_tag=constraint.source)
