@@ -31,7 +31,7 @@ from services.gateway.inference.tokenizers import Tokenizers
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures
 from services.gateway.sampling.accept import Sampling, Weights
-from services.gateway.sampling.replicas import Replicas
+from services.gateway.sampling.replicas import Follower, Replicas
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.told import Told
@@ -133,6 +133,7 @@ class _Answer:
         self._waits: dict[str, asyncio.Task[None]] = {}
         self._open: set[str] = set()
         """Samples that may run."""
+        self._followers: dict[str, Follower] = {}
         self._told: dict[tuple[int, int], array[int]] = {}
 
     @property
@@ -145,18 +146,18 @@ class _Answer:
             seq_id = next(sampler.numbers)
             request = convert.sample_request(self._question, prompt, sampler.sampling_session_id, seq_id)
             request_id = f"{sampler.sampling_session_id}:{seq_id}"
-            if self._question.stream:
-                self._on._replicas.follow(request_id, partial(self._tell, prompt))
             limit = convert.constraint(self._question.constraint)
             self._open.add(request_id)
             try:
                 await self._on._sampling.sample(self._owner, request, limit)
-            except BaseException as error:
-                self._on._replicas.unfollow(request_id)
-                if isinstance(error, TinsmithError):
-                    # Refused. Whatever else broke it off, it may have been accepted.
-                    self._open.discard(request_id)
+            except TinsmithError:
+                # Refused. Whatever else breaks it off, it may have been accepted.
+                self._open.discard(request_id)
                 raise
+            if self._question.stream:
+                # No turn of the loop after it was accepted, so before it runs.
+                self._followers[request_id] = partial(self._tell, prompt)
+                self._on._replicas.follow(request_id, self._followers[request_id])
             wait = self._wait(prompt, request_id)
             self._waits[request_id] = asyncio.create_task(wait, name=f"answer {request_id}")
 
@@ -173,8 +174,8 @@ class _Answer:
 
     async def end(self) -> None:
         """Gives up what still runs. Repeating changes nothing."""
-        for request_id in self._waits:
-            self._on._replicas.unfollow(request_id)
+        for request_id, follower in self._followers.items():
+            self._on._replicas.unfollow(request_id, follower)
         await cancel_all(self._waits.values())
         while self._open:
             request_id = self._open.pop()

@@ -127,13 +127,13 @@ class SampleStreams:
             Unavailable: this gateway ends; the sample goes on.
             DataLoss: the sample changed under way. Told again it would go on otherwise than it was begun.
         """
-        # Whose it is, before anything is listened to.
         session = await self._sampling.get(owner, request.sampling_session_id)
         request, request_id = convert.seeded(request)
         told = _Told()
+        accepted = Accepted(await self._sampling.sample(owner, request))
         self._replicas.follow(request_id, told.add)
         try:
-            yield Accepted(await self._sampling.sample(owner, request))
+            yield accepted
             whole = asyncio.create_task(
                 self._whole(request_id, session.session_id), name=f"tell {request_id}"
             )
@@ -148,7 +148,7 @@ class SampleStreams:
             finally:
                 await cancel_all([whole])
         finally:
-            self._replicas.unfollow(request_id)
+            self._replicas.unfollow(request_id, told.add)
         told.end(sequences)
         for new in told.take():
             yield new

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import grpc.aio
@@ -19,7 +19,7 @@ from services.common.state.registry import ServiceRecord
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.sampling import choose_replica
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
-from tinsmith.v1 import results_pb2
+from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,32 @@ _END_S = 10.0
 Follower = Callable[[Sequence[sampler_pb2.SequenceDelta]], None]
 """Is told tokens of a sample as they come. A sample that is run again, because its replica was lost, is told
 from its beginning again."""
+
+
+class _Heard:
+    """What a replica has told of a sample so far: 8 bytes for each token, for as long as it tells more."""
+
+    def __init__(self) -> None:
+        self._tokens: defaultdict[int, bytearray] = defaultdict(bytearray)
+        self._logprobs: defaultdict[int, bytearray] = defaultdict(bytearray)
+
+    def add(self, parts: Sequence[sampler_pb2.SequenceDelta]) -> None:
+        for part in parts:
+            self._tokens[part.index] += part.added.tokens.data
+            self._logprobs[part.index] += part.added.logprobs.data
+
+    def parts(self) -> list[sampler_pb2.SequenceDelta]:
+        """All of it, from the beginning, without likely tokens."""
+        return [self._part(index) for index in self._tokens]
+
+    def _part(self, index: int) -> sampler_pb2.SequenceDelta:
+        tokens, logprobs = bytes(self._tokens[index]), bytes(self._logprobs[index])
+        shape = [len(tokens) // 4]
+        added = sampling_pb2.SampledSequence(
+            tokens=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=shape, data=tokens),
+            logprobs=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=shape, data=logprobs),
+        )
+        return sampler_pb2.SequenceDelta(index=index, start=0, added=added)
 
 
 class Stalled(DeadlineExceeded):
@@ -56,7 +82,8 @@ class Replicas:
         self._change = asyncio.Event()
         self._in_flight: Counter[str] = Counter()
         self._runs_on: dict[str, ServiceRecord] = {}
-        self._followers: dict[str, Follower] = {}
+        self._followers: dict[str, set[Follower]] = {}
+        self._heard: dict[str, _Heard] = {}
         self._endings: set[asyncio.Task[None]] = set()
 
     def listen(self, on_change: Callable[[], None]) -> None:
@@ -64,12 +91,19 @@ class Replicas:
         self._samplers.listen(on_change)
 
     def follow(self, request_id: str, follower: Follower) -> None:
-        """Has a function told the tokens of a sample, if this gateway has it run from now on."""
-        self._followers[request_id] = follower
+        """Has a function told the tokens of a sample, if this gateway has it run from now on; at once those
+        that others who follow it were told before."""
+        self._followers.setdefault(request_id, set()).add(follower)
+        heard = self._heard.get(request_id)
+        if heard is not None:
+            follower(heard.parts())
 
-    def unfollow(self, request_id: str) -> None:
-        """Ends that. Repeating changes nothing."""
-        self._followers.pop(request_id, None)
+    def unfollow(self, request_id: str, follower: Follower) -> None:
+        """Ends that for this function, and for no other. Repeating changes nothing."""
+        followers = self._followers.get(request_id, set())
+        followers.discard(follower)
+        if not followers:
+            self._followers.pop(request_id, None)
 
     async def tokenizer(self, base_model: str) -> sampler_pb2.GetTokenizerResponse:
         """The tokenizer of a base model, from one of its replicas.
@@ -206,11 +240,12 @@ class Replicas:
     async def _stream(
         self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
     ) -> sampler_pb2.SampleResponse:
-        """The same, telling the sample's follower what is generated meanwhile."""
+        """The same, telling who follows the sample what is generated meanwhile."""
         clock = asyncio.get_running_loop().time
         tokens, since = 0, clock()
         # No deadline of the whole, which may take as long as it takes, but one of every answer.
         call = self._stub(replica).StreamSample(sampler_pb2.StreamSampleRequest(sample=request))
+        heard = self._heard[request.request_id] = _Heard()
         try:
             while True:
                 try:
@@ -225,12 +260,13 @@ class Replicas:
                 new = answer.new_tokens.sequences
                 if new:
                     tokens, since = tokens + sum(part.added.tokens.shape[0] for part in new), clock()
-                    follower = self._followers.get(request.request_id)
-                    if follower is not None:
+                    heard.add(new)
+                    for follower in tuple(self._followers.get(request.request_id, ())):
                         follower(new)
                 elif clock() - since >= self._stall:
                     raise self._stalled(request.request_id, tokens)
         finally:
+            del self._heard[request.request_id]
             call.cancel()
 
     def _stalled(self, request_id: str, tokens: int) -> Stalled:

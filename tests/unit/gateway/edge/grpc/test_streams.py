@@ -120,6 +120,38 @@ async def test_a_stream_that_is_asked_for_again_is_told_from_its_beginning(talks
     assert len(talks.sampler.asked) == 1
 
 
+async def test_every_stream_of_a_sample_is_told_its_tokens_from_the_beginning_while_it_runs(
+    talks: Talking, stub: Any
+) -> None:
+    talks.sampler.script = lambda request: [Says("hello there you")]
+    talks.sampler.half.clear()
+    request = await asking(stub)
+    first = stub.StreamSample(request, timeout=20, metadata=METADATA)
+    assert (await first.read()).request_id
+    assert (await first.read()).HasField("new_tokens")
+    second, found = stub.StreamSample(request, timeout=20, metadata=METADATA), Read()
+    found.add(await second.read())
+    found.add(await second.read())
+    assert found.tokens[0]
+    first.cancel()
+    other = sampling_pb2.StreamSampleRequest()
+    other.CopyFrom(request)
+    other.sample.num_samples = 3
+    refused = stub.StreamSample(other, timeout=20, metadata=METADATA)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await refused.read()
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    # The sample does not end before the second stream has heard of its second half.
+    talks.sampler.gate.clear()
+    talks.sampler.half.set()
+    whole = talks.sampler.tokenizer.tokens("hello there you", special=False)
+    while found.tokens[0] != whole:
+        found.add(await second.read())
+    talks.sampler.gate.set()
+    found.add(await second.read())
+    assert list(found.reasons) == [0]
+
+
 async def test_a_sampler_that_is_lost_is_followed_by_one_that_goes_on(talks: Talking, stub: Any) -> None:
     talks.sampler.breaks = 1
     found = await read(stub, await asking(stub))
