@@ -38,7 +38,7 @@ test-cluster: setup ## a real cluster driven by the real SDK
 compatibility: setup ## write what of the SDK works anew into docs/compatibility.md
 	@TINSMITH_WRITE_COMPATIBILITY=1 $(PY) -m pytest tests/cluster/test_compatibility.py
 
-test-sdks: setup ## versions of the SDK from 0.20 on against one cluster (WRITE=1: write their table anew)
+test-sdks: setup ## versions of the SDK from 0.19 on against one cluster (WRITE=1: write their table anew)
 	@TINSMITH_WRITE_COMPATIBILITY=$(WRITE) $(PY) -m pytest tests/sdks
 
 test-robustness: setup ## faults of every kind under load, and their table (ROUNDS=n: n long rounds instead of a short one)

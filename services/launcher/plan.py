@@ -132,6 +132,14 @@ def mistakes(options: Options) -> list[str]:
         found.append(error.message)
     if options.port == options.grpc_port:
         found.append("--port and --grpc-port must differ")
+    if options.metrics_port is not None:
+        count = options.gateways + len(options.models) * (1 + options.samplers)
+        taken = range(options.metrics_port, options.metrics_port + count)
+        if taken[-1] > 65535 or options.port in taken or options.grpc_port in taken:
+            found.append(
+                f"--metrics-port {options.metrics_port} and the ports after it, one for each of {count} "
+                "processes, must be free of --port and --grpc-port and at most 65535"
+            )
     if options.device == "cpu":
         given = {
             "--sampler-memory": options.sampler_memory is not None,

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helm.rendered import CHART, ROOT, Object, container, identities, pick, pod, render, workloads
+from tests.helm.rendered import (
+    CHART,
+    ROOT,
+    Object,
+    container,
+    identities,
+    pick,
+    pod,
+    refusal,
+    render,
+    workloads,
+)
 
 COMPONENTS = ("gateway", "trainer", "sampler", "redis")
 EXAMPLES = sorted((ROOT / "examples" / "values").glob("*.yaml"))
@@ -107,6 +118,45 @@ def test_trainer_and_sampler_may_have_gpus_of_different_kinds() -> None:
         for name in ("trainer", "sampler")
     }
     assert gpus == {"trainer": {"nvidia.com/gpu"}, "sampler": {"nvidia.com/mig-3g.40gb"}}
+
+
+def test_a_model_changes_one_entry_of_an_image_a_budget_or_resources_and_keeps_the_others() -> None:
+    digest = "sha256:" + "b" * 64
+    own = {
+        "replicas": 2,
+        "image": {"tag": "2"},
+        "podDisruptionBudget": {"maxUnavailable": 2},
+        "resources": {"limits": {"memory": "32Gi"}},
+    }
+    models = [{"name": "a/b", "path": "a/b", "sampler": own}]
+    objects = render({"models": models, "sampler": {"image": {"repository": "r/s", "digest": digest}}})
+    (sampler,) = workloads(objects, "sampler")
+    assert container(sampler)["image"] == f"r/s@{digest}"
+    assert container(sampler)["resources"]["limits"] == {"memory": "32Gi"}
+    assert container(sampler)["resources"]["requests"] == {"cpu": "400m", "memory": "2Gi"}
+    assert pick(objects, "PodDisruptionBudget", "tinsmith-sampler-b")["spec"]["maxUnavailable"] == 2
+
+
+def test_pods_may_take_as_long_to_be_up_as_their_probes_allow() -> None:
+    objects = render({"trainer": {"startupSeconds": 7200}, "sampler": {"startupSeconds": 7200}})
+    for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
+        assert one["spec"]["progressDeadlineSeconds"] > 7200 + pod(one)["terminationGracePeriodSeconds"]
+
+
+def test_what_is_not_installed_is_not_checked() -> None:
+    small = {"replicas": 0, "resources": {"limits": {"memory": "1Gi"}}}
+    assert workloads(render({"sampler": small}), "sampler") == []
+
+
+def test_a_model_has_no_account_of_its_own_and_that_is_said() -> None:
+    models = [{"name": "a/b", "path": "a/b", "trainer": {"serviceAccount": {"name": "mine"}}}]
+    assert "serviceAccount" in refusal({"models": models})
+
+
+def test_the_cpu_example_takes_what_it_says() -> None:
+    values = yaml.safe_load((ROOT / "examples" / "values" / "one-node-cpu.yaml").read_text())
+    limits = [container(one)["resources"]["limits"]["memory"] for one in workloads(render(values))]
+    assert sum(int(limit.removesuffix("Gi")) for limit in limits) == 12
 
 
 def test_a_model_may_be_only_trained_or_only_sampled() -> None:

@@ -93,6 +93,16 @@ def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any
             {"models": [MODEL | {"trainer": {"enabled": False}, "sampler": {"replicas": 0}}]},
             'model "a/b" is neither trained nor sampled',
         ),
+        ({"metrics": {"port": 9000}}, "metrics.port 9000 is taken"),
+        ({"gateway": {"service": {"httpPort": 80, "grpcPort": 80}}}, "httpPort and grpcPort must differ"),
+        (
+            {"gateway": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}},
+            "minReplicas is above maxReplicas",
+        ),
+        (
+            {"gateway": {"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": None}}}},
+            "gateway.resources.requests.cpu: set it",
+        ),
         ({"gateway": {"ingress": {"enabled": True}}}, "gateway.ingress.hosts: name at least one host"),
         ({"gateway": {"grpcRoute": {"enabled": True}}}, "gateway.grpcRoute.parentRefs: name the Gateway"),
     ],
@@ -102,6 +112,16 @@ def test_values_that_do_not_fit_together_are_refused_with_what_to_change(
     values: dict[str, Any], says: str
 ) -> None:
     assert says in refusal(values)
+
+
+@pytest.mark.parametrize("limit", [4 * 2**30, "4294967296", "4Gi", "0.001Pi"], ids=str)
+def test_memory_is_read_in_every_form_that_kubernetes_has(limit: object) -> None:
+    limits = {"limits": {"memory": limit}}
+    for part in ("gateway", "redis"):
+        assert render({part: {"resources": limits}})
+    sampler = {"resources": limits, "snapshotCacheGiB": 2, "fullSnapshotCacheGiB": 1}
+    assert render({"sampler": sampler})
+    assert "its memory limit is" in refusal({"sampler": sampler | {"snapshotCacheGiB": 2000}})
 
 
 def test_credentials_of_no_store_are_refused() -> None:

@@ -44,6 +44,14 @@ def test_every_process_has_a_port_of_its_own_for_its_metrics_or_none(tmp_path: P
     assert ports(options(tmp_path)) == ["0"] * 5
 
 
+@pytest.mark.parametrize(
+    ("first", "wrong"), [(7996, True), (7995, False), (8001, True), (65532, True), (9100, False)]
+)
+def test_ports_for_metrics_are_free_of_the_others(tmp_path: Path, first: int, wrong: bool) -> None:
+    found = plan.mistakes(options(tmp_path, metrics_port=first))
+    assert any("--metrics-port" in sentence for sentence in found) == wrong
+
+
 def test_gateways_are_told_what_they_are_to_wait_for(tmp_path: Path) -> None:
     for samplers in (0, 2):
         gateway = plan.processes(options(tmp_path, samplers=samplers), [1, 2], launch)[0]

@@ -9,7 +9,8 @@
 {{- end -}}
 
 {{/* JSON list of the models: id, name, path, and the settings of their trainer and sampler. A key that the
-     model sets replaces the default of that key, zero and false included (which sprig's merge would ignore). */}}
+     model sets replaces the default of that key, zero and false included (which sprig's merge would ignore); of an image,
+     a budget and resources, each entry its own. */}}
 {{- define "tinsmith.models" -}}
 {{- $models := list -}}
 {{- $ids := dict -}}
@@ -26,8 +27,19 @@
 {{- $_ := set $names $model.name true -}}
 {{- $one := dict "id" $id "name" $model.name "path" $model.path -}}
 {{- range $part := list "trainer" "sampler" -}}
+{{- if hasKey (index $model $part | default dict) "serviceAccount" -}}
+{{- fail (printf "model %q: all %ss have one serviceAccount: set %s.serviceAccount" $model.name $part $part) -}}
+{{- end -}}
 {{- $settings := deepCopy (index $.Values $part) -}}
-{{- range $key, $value := index $model $part -}}{{- $_ := set $settings $key $value -}}{{- end -}}
+{{- range $key, $value := index $model $part -}}
+{{- if and (has $key (list "image" "podDisruptionBudget" "resources")) (kindIs "map" $value) -}}
+{{- $both := deepCopy (index $settings $key | default dict) -}}
+{{- range $name, $own := $value -}}{{- $_ := set $both $name $own -}}{{- end -}}
+{{- $_ := set $settings $key $both -}}
+{{- else -}}
+{{- $_ := set $settings $key $value -}}
+{{- end -}}
+{{- end -}}
 {{- $_ := set $one $part $settings -}}
 {{- end -}}
 {{- if and (not $one.trainer.enabled) (eq ($one.sampler.replicas | int64) 0) -}}
@@ -75,7 +87,7 @@ tinsmith/model: {{ .id }}
 {{- range $secret := .secrets -}}
 {{- if $secret -}}
 {{- with (lookup "v1" "Secret" $root.Release.Namespace $secret | default dict).data -}}
-{{- $_ := set $found (printf "checksum/%s" $secret) (toJson . | sha256sum) -}}
+{{- $_ := set $found (printf "checksum/%s" ($secret | trunc 63 | trimAll ".-")) (toJson . | sha256sum) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -275,7 +287,7 @@ envFrom:
 {{/* A Kubernetes quantity so many times, rounded up. Takes quantity and times. */}}
 {{- define "tinsmith.times" -}}
 {{- $text := .quantity | toString -}}
-{{- $number := regexFind "^[0-9.]+" $text -}}
+{{- $number := regexFind "^[0-9.]+([eE][+-]?[0-9]+)?" $text -}}
 {{- $unit := trimPrefix $number $text -}}
 {{- $product := mulf ($number | float64) (.times | float64) -}}
 {{- if eq (floor $product) $product }}{{ $product | int64 }}{{ else }}{{ $product }}{{ end }}{{ $unit }}
@@ -283,9 +295,9 @@ envFrom:
 
 {{/* Mebibytes of a quantity of memory, as a whole number. Takes the quantity. */}}
 {{- define "tinsmith.mebibytes" -}}
-{{- $number := regexFind "^[0-9.]+" (toString .) -}}
+{{- $number := regexFind "^[0-9.]+([eE][+-]?[0-9]+)?" (toString .) -}}
 {{- $unit := trimPrefix $number (toString .) -}}
-{{- $bytes := dict "" 1.0 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "m" 0.001 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
+{{- $bytes := dict "" 1.0 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "m" 0.001 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 -}}
 {{- divf (mulf ($number | float64) (index $bytes $unit)) 1048576.0 | floor | int64 -}}
 {{- end -}}
 
@@ -303,8 +315,24 @@ envFrom:
 {{- end -}}
 {{- end -}}
 
-{{/* Fails when a gateway may hold more in flight than its container may have. */}}
+{{/* Fails when a gateway may hold more in flight than its container may have, and for what the API would refuse. */}}
 {{- define "tinsmith.checkGateway" -}}
+{{- if (has (.Values.metrics.port | int64) (list (8000 | int64) (8001 | int64) (9000 | int64))) -}}
+{{- fail (printf "metrics.port %d is taken: 8000 and 8001 are the gateways', 9000 the trainers' and samplers'" (.Values.metrics.port | int64)) -}}
+{{- end -}}
+{{- if eq (.Values.gateway.service.httpPort | int64) (.Values.gateway.service.grpcPort | int64) -}}
+{{- fail "gateway.service.httpPort and grpcPort must differ" -}}
+{{- end -}}
+{{- with .Values.gateway.autoscaling -}}
+{{- if .enabled -}}
+{{- if gt (.minReplicas | int64) (.maxReplicas | int64) -}}
+{{- fail "gateway.autoscaling.minReplicas is above maxReplicas" -}}
+{{- end -}}
+{{- if not ($.Values.gateway.resources.requests | default dict).cpu -}}
+{{- fail "gateway.autoscaling goes by gateway.resources.requests.cpu: set it" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- with (.Values.gateway.resources.limits | default dict).memory -}}
 {{- if ge ($.Values.gateway.memoryMiB | int64) (include "tinsmith.mebibytes" . | int64) -}}
 {{- fail (printf "gateway.memoryMiB %d is not below gateway.resources.limits.memory %v: keep it at about 70 %% of the limit" ($.Values.gateway.memoryMiB | int64) .) -}}

@@ -1,7 +1,14 @@
 {{/* What may not come up, or not stay up: a line each. */}}
 {{- define "tinsmith.warnings" -}}
-{{- if not (or .Values.image.registry .Values.gateway.image.repository) }}
-images have no registry: tinsmith-gateway, tinsmith-trainer and tinsmith-sampler must be loaded onto the nodes (kind load docker-image, minikube image load), or set image.registry
+{{- if and .Values.networkPolicy.enabled .Values.networkPolicy.egress.enabled .Values.redis.externalSecret }}
+networkPolicy.egress must have a rule for your Redis: the default ones allow DNS, the release's own pods and port 443
+{{- end }}
+{{- $bare := list }}
+{{- range $component := list "gateway" "trainer" "sampler" }}
+{{- if not (or $.Values.image.registry (index $.Values $component).image.repository) }}{{ $bare = append $bare (printf "tinsmith-%s" $component) }}{{ end }}
+{{- end }}
+{{- with $bare }}
+images have no registry: {{ join ", " . }} must be loaded onto the nodes (kind load docker-image, minikube image load), or set image.registry
 {{- end }}
 {{- if and (eq .Values.data.accessMode "ReadWriteOnce") (not .Values.data.existingClaim) }}
 data.accessMode is ReadWriteOnce: all pods must run on one node; with several, set ReadWriteMany and a StorageClass that has it
@@ -21,10 +28,12 @@ gateway.memoryMiB is above three quarters of its memory limit; the process itsel
 {{- range $model := include "tinsmith.models" . | fromJsonArray }}
 {{- range $part := list "trainer" "sampler" }}
 {{- $settings := index $model $part }}
+{{- if ternary $model.trainer.enabled (gt ($model.sampler.replicas | int64) 0) (eq $part "trainer") }}
 {{- $cpu := ($settings.resources.requests | default dict).cpu | default "0" | toString }}
 {{- $cores := hasSuffix "m" $cpu | ternary (divf (trimSuffix "m" $cpu | float64) 1000.0) (trimSuffix "m" $cpu | float64) }}
 {{- if and (eq $.Values.device "cuda") (lt $cores ($settings.cpuThreads | float64)) }}
 {{ $part }} of {{ $model.name }} asks for {{ $cpu }} CPU of each process and runs {{ $settings.cpuThreads }} threads in it
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
