@@ -4,6 +4,7 @@ golang-google-grpc-dev, golang-google-protobuf-dev, protobuf-compiler): no modul
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -29,6 +30,12 @@ func (codec) Name() string                               { return "proto" }
 
 func init() { encoding.RegisterCodec(codec{}) }
 """
+
+
+def can_be_built() -> bool:
+    """Whether this machine has Go, protoc and Debian's packages."""
+    packages = (Path(DEBIAN, "src", package).is_dir() for package in _GENERATORS)
+    return all(shutil.which(program) for program in ("go", "protoc")) and all(packages)
 
 
 def go_example(directory: Path) -> Path:

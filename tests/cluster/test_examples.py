@@ -97,7 +97,7 @@ def test_the_node_example_trains_in_two_processes_and_streams(cluster: Cluster, 
     check_journey(killed_and_started_again(cluster, tmp_path / "state.json", "node", str(train)))
 
 
-@pytest.mark.skipif(shutil.which("go") is None, reason="Go is not installed")
+@pytest.mark.skipif(not can_be_built(), reason="Go, protoc or Debian's packages for Go are missing")
 def test_the_go_example_trains_in_two_processes_and_streams(cluster: Cluster, tmp_path: Path) -> None:
     program = go_example(tmp_path)
     check_journey(killed_and_started_again(cluster, tmp_path / "state.json", str(program)))
