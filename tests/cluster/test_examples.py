@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import BASE_MODEL, Cluster
-from tests.go_example import go_example
+from tests.go_example import can_be_built, go_example
 from tests.node_example import node_example
 
 ROOT = Path(__file__).resolve().parents[2]
