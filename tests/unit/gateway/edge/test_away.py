@@ -174,6 +174,7 @@ async def test_a_configured_model_is_created_before_its_trainer_was_ever_there(e
             "max_context_length": None,
             "trainable": True,
             "sampleable": True,
+            "weights": None,
         }
         assert (await opened(client, base_model=NEW)).status_code == 200
         # The trainer comes up, and what the client asks next is answered.

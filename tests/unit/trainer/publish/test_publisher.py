@@ -83,9 +83,9 @@ async def test_a_snapshot_that_another_trainer_stored_meanwhile_stands(
     another = Publisher(publisher._data, publisher._base, cast(Broadcaster, Wire()))
     store = publisher._store
 
-    def store_late(target: Path, *what: Any) -> None:
+    def store_late(target: Path, *what: Any) -> int:
         another._store(target, lora, other)
-        store(target, *what)
+        return store(target, *what)
 
     monkeypatch.setattr(publisher, "_store", store_late)
     await publisher.publish(MODEL, 7, lora, adapter)
