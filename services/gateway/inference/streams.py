@@ -24,6 +24,9 @@ from services.gateway.sessions.sessions import Sessions
 
 _LOOK_S = 30.0
 
+_PART_BYTES = 2**18
+"""Most bytes of token ids in a part: with as many of log-probabilities, half a MiB of a message."""
+
 
 @dataclass(frozen=True)
 class Accepted:
@@ -94,11 +97,10 @@ class _Told:
             )
         found = []
         for index, known in self.tokens.items():
-            start = self.sent[index]
-            if len(known) > start:
-                self.sent[index] = len(known)
-                logprobs = bytes(self.logprobs[index][start:])
-                found.append(New(index, start // 4, bytes(known[start:]), logprobs))
+            for start in range(self.sent[index], len(known), _PART_BYTES):
+                part = slice(start, start + _PART_BYTES)
+                found.append(New(index, start // 4, bytes(known[part]), bytes(self.logprobs[index][part])))
+            self.sent[index] = len(known)
         return found
 
 

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 from services.common.process import rpc
-from services.gateway.edge.grpc import service
+from services.gateway.edge.grpc import convert, service
 from services.gateway.inference.streams import New, _Told
 from tests.unit.gateway.edge.talking import END, Says, Talking, floats, ints
 from tests.unit.gateway.edges import ALICE, BOB
@@ -204,3 +204,19 @@ def test_tokens_after_a_gap_wait_for_the_whole_sequence() -> None:
     assert told.take() == []
     told.end([whole])
     assert told.take() == [New(0, 0, whole.tokens.data, whole.logprobs.data)]
+
+
+def test_tokens_come_in_messages_of_a_mebibyte_at_most() -> None:
+    count = 2**18 + 1
+    values = np.arange(count)
+    whole = sampling_pb2.SampledSequence(tokens=ints(values.tolist()), logprobs=floats((-values).tolist()))
+    told = _Told()
+    told.end([whole])
+    parts = told.take()
+    assert all(convert.stream_part(part).ByteSize() <= 2**20 for part in parts)
+    assert [part.start for part in parts] == [
+        sum(len(one.tokens) // 4 for one in parts[:i]) for i in range(5)
+    ]
+    assert b"".join(part.tokens for part in parts) == whole.tokens.data
+    assert b"".join(part.logprobs for part in parts) == whole.logprobs.data
+    assert told.take() == []
