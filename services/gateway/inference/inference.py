@@ -134,6 +134,8 @@ class _Answer:
         self._open: set[str] = set()
         """Samples that may run."""
         self._followers: dict[str, Follower] = {}
+        self._differs = False
+        """A sequence was begun anew with other tokens, which is told once."""
         self._told: dict[tuple[int, int], array[int]] = {}
 
     @property
@@ -212,13 +214,14 @@ class _Answer:
         return done
 
     def _tell(self, prompt: int, new: Any) -> None:
-        for part in new:
+        for part in () if self._differs else new:
             tokens = convert.tokens_of(part.added)
             told = self._told.setdefault((prompt, part.index), array("i"))
             known = told[part.start : part.start + len(tokens)]
             try:
                 _check_beginning(known, tokens)
             except Unavailable as error:
+                self._differs = True
                 self._parts.put_nowait((error, 0))
                 return
             fresh = tokens[len(told) - part.start :] if part.start <= len(told) else tokens[:0]
