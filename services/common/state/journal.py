@@ -178,14 +178,21 @@ class Journal:
             )
         if outcome == b"busy":
             raise LimitReached(
-                f"more than {self._limits.pending_bytes} bytes (--pending-bytes) or {self._limits.entries} "
-                f"operations (--pending-operations) of model {model_id} wait to run; send this again later",
+                f"with this, more than {self._limits.pending_bytes} bytes (--pending-bytes) of model "
+                f"{model_id} would wait to run; send this again later",
                 about={"limit": "--pending-bytes"},
+            )
+        if outcome == b"many":
+            raise LimitReached(
+                f"{self._limits.entries} operations (--pending-operations) of model {model_id} wait to run; "
+                "send this again later",
+                about={"limit": "--pending-operations"},
             )
         if outcome == b"waiting":
             raise LimitReached(
                 f"this API key has {self.room.limits.owner_operations} operations that wait to run over all "
-                "its models, and may have no more (--owner-operations); send this again later"
+                "its models, and may have no more (--owner-operations); send this again later",
+                about={"limit": "--owner-operations"},
             )
         if outcome == b"held":
             raise self.room.refusal()

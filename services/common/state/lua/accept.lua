@@ -9,7 +9,7 @@
 --      '1' = it is a batch, which a replay may need until the next step,
 --      max bytes that all owners hold, max bytes that this one holds, max operations of this one that wait
 -- Returns 'new' journaled and to be run, 'resolved' nothing is to be run, 'same' accepted before, or why not:
---      'conflict', 'ahead', 'full', 'busy', 'waiting', 'held'
+--      'conflict', 'ahead', 'full', 'busy', 'many', 'waiting', 'held'
 local seq = tonumber(ARGV[1])
 local payload, digest, owner, refusal = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local ttl, most, again, batch = tonumber(ARGV[8]), tonumber(ARGV[15]), ARGV[17] == '1', ARGV[19] == '1'
@@ -58,7 +58,8 @@ else
   local awaited = lowest and seq == through + 1 and seq < tonumber(lowest)
   if lowest and not awaited then
     -- They drain by themselves; batches that a replay needs go with a step, which has to get in for that.
-    if tonumber(meta[4] or 0) + size > tonumber(ARGV[13]) or waiting >= most then return 'busy' end
+    if tonumber(meta[4] or 0) + size > tonumber(ARGV[13]) then return 'busy' end
+    if waiting >= most then return 'many' end
   end
   if not (awaited or again) and tonumber(redis.call('HGET', KEYS[7], owner) or 0) >= tonumber(ARGV[22]) then
     return 'waiting'

@@ -14,7 +14,7 @@ local size = redis.call('HSTRLEN', KEYS[2], ARGV[1])
 hold(owner, -ENTRY)
 resolve(KEYS[1], owner, ARGV[3], tonumber(ARGV[4]))
 redis.call('ZREM', KEYS[4], ARGV[1])
-if redis.call('HINCRBY', KEYS[7], owner, -1) == 0 then redis.call('HDEL', KEYS[7], owner) end
+if redis.call('HINCRBY', KEYS[7], owner, -1) <= 0 then redis.call('HDEL', KEYS[7], owner) end
 
 local meta = redis.call('HMGET', KEYS[5], 'durable', 'floor', 'through')
 local durable, passed = seq <= tonumber(meta[1] or -1), ARGV[5] == '1'

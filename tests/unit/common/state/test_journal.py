@@ -233,8 +233,13 @@ async def test_a_full_journal_turns_operations_away_until_it_has_room(any_redis:
     journal = Journal(any_redis, JournalLimits(pending_bytes=2 * size, ahead=10))
     await journal.accept(step(1), "ann")
     await journal.accept(step(2), "ann")
-    with pytest.raises(Overloaded, match="send this again later"):
+    with pytest.raises(Overloaded, match="send this again later") as bytes_full:
         await journal.accept(step(3), "ann")
+    assert bytes_full.value.about == {"limit": "--pending-bytes"}
+    short = Journal(any_redis, JournalLimits(entries=2, ahead=10))
+    with pytest.raises(Overloaded, match="send this again later") as entries_full:
+        await short.accept(step(3), "ann")
+    assert entries_full.value.about == {"limit": "--pending-operations"}
     # A refused one needs no room, and one that is known already takes none.
     await journal.accept(refusal(4), "ann")
     await journal.accept(step(2), "ann")
