@@ -9,6 +9,11 @@ STABLE_REINFORCE = "stable_reinforce"
 STAND_INS = ("importance_sampling", "ppo", "cispo", "gspo")
 
 
+def served(stand_in: str) -> tuple[str, ...]:
+    """The losses that are served only because the operator named a stand-in; empty: none is."""
+    return (STABLE_REINFORCE,) if stand_in else ()
+
+
 def that_runs(loss_fn: str, stand_in: str) -> str:
     """The loss that runs where `loss_fn` is asked for.
 

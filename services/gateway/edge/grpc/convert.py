@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.common.contract import ids, loss_schema, roles
+from services.common.contract import ids, loss_schema, roles, stand_ins
 from services.common.contract.errors import InvalidRequest
 from services.gateway.access.limits import MAX_GET_RESULT_SECONDS, Limits
 from services.gateway.cluster.base_models import BaseModel
@@ -250,7 +250,7 @@ def server_info(models: Iterable[BaseModel], limits: Limits) -> server_pb2.GetSe
             min_ttl_seconds=limits.min_ttl_seconds,
             max_ttl_seconds=limits.max_ttl_seconds,
         ),
-        losses=sorted(loss_schema.LOSS_SCHEMAS),
+        losses=sorted({*loss_schema.LOSS_SCHEMAS, *stand_ins.served(limits.stable_reinforce_as)}),
         models=[base_model(model, limits) for model in models],
     )
 

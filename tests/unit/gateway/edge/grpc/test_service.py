@@ -1,5 +1,6 @@
 """gRPC: the public service, with the same keys and the same application as HTTP."""
 
+import dataclasses
 import importlib.metadata
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.process import rpc
+from services.gateway.edge.grpc import convert
 from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, VOCAB, Edges
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import (
@@ -412,7 +414,9 @@ async def test_the_service_says_what_it_takes(edges: Edges, channel: grpc.aio.Ch
     assert info.version == importlib.metadata.version("tinsmith")
     assert info.limits.message_bytes == edges.app.limits.grpc_message_bytes
     assert (info.limits.datums, info.limits.result_seconds) == (4096, 60)
-    assert "cross_entropy" in info.losses
+    assert "cross_entropy" in info.losses and "stable_reinforce" not in info.losses
+    stand_in = dataclasses.replace(edges.app.limits, stable_reinforce_as="ppo")
+    assert {*convert.server_info([], stand_in).losses} == {*info.losses, "stable_reinforce"}
     assert [model.name for model in info.models] == [BASE]
     anybody = Client(channel, "")("GetServerInfo", server_pb2.GetServerInfoRequest())
     assert await status(anybody) is grpc.StatusCode.UNAUTHENTICATED
