@@ -102,6 +102,8 @@ class Sampler:
                         )
                 return
             except CallFailed as error:
+                if error.status == "DATA_LOSS":
+                    raise Changed(error.message) from error
                 attempt.failed(error)
 
     def _request(

@@ -6,13 +6,15 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
 import pytest
 
 from tests.unit.gateway.edges import ALICE, BASE, LORA, Edges, running
-from tinsmith.v1 import models_pb2, training_pb2
+from tinsmith.v1 import models_pb2, sampling_pb2, service_pb2_grpc, training_pb2
 from tinsmith_client import (
     Changed,
     Client,
@@ -25,7 +27,8 @@ from tinsmith_client import (
     floats,
     ints,
 )
-from tinsmith_client.sampling import _fresh
+from tinsmith_client.calls import Calls
+from tinsmith_client.sampling import Sampler, _fresh
 from tinsmith_client.tensors import tensor
 
 T = TypeVar("T")
@@ -83,6 +86,28 @@ def test_a_stream_that_is_told_again_goes_on_after_what_was_told_or_fails() -> N
     for told, tokens, start in (([1, 2], [1, 3, 4], 0), ([1, 2, 3], [9], 1), ([1], [2], 0)):
         with pytest.raises(Changed):
             _fresh(told, tokens, start)
+
+
+class _Lost(service_pb2_grpc.TinsmithServiceServicer):
+    """A service whose samplers do not go on with the same tokens."""
+
+    def StreamSample(self, request: Any, context: Any) -> Any:
+        yield sampling_pb2.StreamSampleResponse(request_id="r")
+        context.abort(grpc.StatusCode.DATA_LOSS, "send this as a new sample")
+
+
+def test_a_stream_that_the_service_cannot_go_on_with_has_changed() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    service_pb2_grpc.add_TinsmithServiceServicer_to_server(_Lost(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    calls = Calls(f"127.0.0.1:{port}", ALICE, 5, None)
+    try:
+        with pytest.raises(Changed, match="new sample"):
+            list(Sampler(calls, "s:sample:0").stream([1]))
+    finally:
+        calls.close()
+        server.stop(None)
 
 
 async def test_a_refusal_says_what_to_change_and_is_not_repeated(edges: Edges) -> None:
