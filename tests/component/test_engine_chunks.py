@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ PLACED: list[Placed] = [
     (op("b", 1, "importance_sampling"), [is_row(3, 15)]),
     (op("v", 1, "ppo_critic"), [critic_row(4, 9)]),
 ]
+HEAD_ONLY = msgspec.structs.replace(LORA, train_attn=False, train_mlp=False, train_unembed=True)
 SEQUENCE_RATIO: Placed = (op("g", 1, "gspo"), [is_row(5, 12)])
 
 
@@ -61,3 +63,19 @@ def test_chunks_change_no_number_and_are_computed_twice_only_for_a_sequences_rat
     for ours, theirs in zip(found, expected, strict=True):
         assert theirs.any()
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(1.0, float(np.abs(theirs).max())))
+
+
+def test_an_adapter_of_the_output_head_alone_trains_in_chunks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, gradients = engine._base._scorer.head, []
+    for positions in (head.chunk_positions, 6):
+        monkeypatch.setattr(head, "chunk_positions", positions)
+        trained_model(engine, "h", HEAD_ONLY)
+        (result,) = engine.run_pass(work((op("h"), [ce_row(1, 20)])))
+        assert result.failure is None
+        gradients.append(engine._tenants["h"].gradient(1)[0].numpy().copy())  # type: ignore[union-attr]
+        engine.drop_model("h")
+    at_once, in_chunks = gradients
+    assert at_once.any()
+    np.testing.assert_allclose(in_chunks, at_once, rtol=0, atol=1e-5 * max(1.0, float(np.abs(at_once).max())))

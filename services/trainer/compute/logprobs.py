@@ -226,6 +226,9 @@ class LogprobHead(nn.Module):
             # The adapters have their gradients of the chunk now.
             (below[chunk],) = torch.autograd.grad(output, given, slope(outputs[-1], where))
             first = where.stop
+        if not hidden.requires_grad:
+            # Nothing below the head is adapted. The loss has to have a backward pass nevertheless.
+            hidden = hidden.detach().requires_grad_()
         return cast(Tensor, _Differentiated.apply(hidden, torch.cat(outputs), below))
 
     def _chunk(self, hidden: Tensor, targets: Targets, start: int) -> Tensor:
