@@ -21,7 +21,7 @@ from services.trainer.compute.attention import Sequences
 from services.trainer.compute.data import Row
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.prefix.layout import lay_out
-from services.trainer.order.prefixes import PrefixTree, prefix_tree, unshared
+from services.trainer.order.prefixes import PrefixTree, shared_tree, unshared
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def collate(rows: Sequence[Row], device: str, *, shared: bool) -> Collated:
     """The batch of `rows`, at least one, `in_order`, which passed `loss_schema.check_datum`.
 
     Args:
-        shared: prefixes that rows of one operation share are there once.
+        shared: prefixes that rows of one operation share are there once, where that is worth it.
     """
-    cut = prefix_tree if shared else unshared
+    cut = shared_tree if shared else unshared
     ops: list[int] = []
     groups: list[tuple[list[bytes], PrefixTree]] = []
     for op, group in groupby(rows, key=lambda row: row.op):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from services.trainer.order.prefixes import PrefixTree, prefix_tree, unshared
+from services.trainer.order.prefixes import PrefixTree, computed_tokens, prefix_tree, unshared
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Unit:
 
     Attributes:
         datums: their indices in the operation.
-        tokens: that are computed for all of them; a prefix that they share counts once.
+        tokens: that are computed for all of them; a prefix that they share counts once, if it is worth it.
     """
 
     datums: tuple[int, ...]
@@ -43,28 +44,58 @@ def split_operation(sequences: Sequence[bytes], token_budget: int, *, shared: bo
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
     tree = prefix_tree(sequences) if shared else unshared(sequences)
-    units: list[list[int]] = []
-    sizes: list[int] = []
-    # The unit in which a piece was last computed.
-    computed = [-1] * len(tree.pieces)
-    for index in _by_prefix(tree):
-        added = _missing(tree, index, computed, len(units) - 1)
-        if not units or sizes[-1] + sum(tree.pieces[piece].tokens for piece in added) > token_budget:
-            units.append([])
-            sizes.append(0)
-            added = _missing(tree, index, computed, len(units) - 1)
-        for piece in added:
-            computed[piece] = len(units) - 1
-            sizes[-1] += tree.pieces[piece].tokens
-        units[-1].append(index)
-    return [Unit(tuple(indices), size) for indices, size in zip(units, sizes, strict=True)]
+    roots = tree.roots()
+    units: list[Unit] = []
+    datums: list[int] = []
+    size = _Size()
+    # The unit in which a piece was last met.
+    met = [-1] * len(tree.pieces)
+    for index in _by_prefix(tree, roots):
+        last = tree.last[index]
+        length = tree.pieces[last].stop
+        missing = _missing(tree, last, met, len(units))
+        grown = size.grown(roots[last], length, sum(tree.pieces[piece].tokens for piece in missing))
+        if datums and grown.tokens > token_budget:
+            units.append(Unit(tuple(datums), size.tokens))
+            datums = []
+            missing = _missing(tree, last, met, len(units))
+            grown = _Size().grown(roots[last], length, length)
+        for piece in missing:
+            met[piece] = len(units)
+        datums.append(index)
+        size = grown
+    return [*units, Unit(tuple(datums), size.tokens)] if datums else []
 
 
-def _by_prefix(tree: PrefixTree) -> list[int]:
+class _Size(NamedTuple):
+    """What is in a unit so far. Datums that begin alike come one after the other.
+
+    Attributes:
+        before: computed tokens of all but those that begin like the last datum.
+        root: the piece with which the last datum begins.
+        sent: tokens of the datums that begin with it, each with all of its own.
+        tree: tokens of their tree.
+    """
+
+    before: int = 0
+    root: int = -1
+    sent: int = 0
+    tree: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Computed ones."""
+        return self.before + computed_tokens(self.sent, self.tree)
+
+    def grown(self, root: int, length: int, added: int) -> _Size:
+        """With one datum more, of so many tokens, `added` of them not in the tree yet."""
+        if root != self.root:
+            return _Size(self.tokens, root, length, added)
+        return _Size(self.before, root, self.sent + length, self.tree + added)
+
+
+def _by_prefix(tree: PrefixTree, roots: Sequence[int]) -> list[int]:
     """Datums, those of one prefix after each other, the prefix of the longest datum first."""
-    roots: list[int] = []
-    for number, piece in enumerate(tree.pieces):
-        roots.append(number if piece.parent < 0 else roots[piece.parent])
     longest = [0] * len(tree.pieces)
     for last in tree.last:
         longest[roots[last]] = max(longest[roots[last]], tree.pieces[last].stop)
@@ -79,11 +110,10 @@ def _by_prefix(tree: PrefixTree) -> list[int]:
     )
 
 
-def _missing(tree: PrefixTree, index: int, computed: Sequence[int], unit: int) -> list[int]:
-    """The pieces of a datum that are not in the unit yet."""
+def _missing(tree: PrefixTree, piece: int, met: Sequence[int], unit: int) -> list[int]:
+    """The pieces of a datum that ends with `piece` that are not in the unit yet."""
     missing = []
-    piece = tree.last[index]
-    while piece >= 0 and computed[piece] != unit:
+    while piece >= 0 and met[piece] != unit:
         missing.append(piece)
         piece = tree.pieces[piece].parent
     return missing

@@ -2,7 +2,8 @@
 
 Invariant: two sequences share the whole blocks of `BLOCK` tokens with which both begin, whatever other
 sequences there are. So what some of them come to does not depend on what is known of the rest: a unit of an
-operation is the same tree wherever it is cut out.
+operation is the same tree wherever it is cut out. Whether sequences that begin with the same block are
+computed as a tree follows from the tokens of those alone that are computed together (`computed_tokens`).
 
 Cost: sequences are sorted as bytes, and each is compared with one neighbour. Whatever they are, 10,000 of
 one prefix too, that reads them as often as the logarithm of their number says, at the speed of memcmp, and
@@ -18,6 +19,10 @@ import numpy as np
 
 BLOCK = 16
 """Tokens. A piece of less would cost more to keep apart than to compute again."""
+
+WORTH = 4
+"""A tree is computed where it saves at least one of so many tokens. Attention over a tree is several times as
+slow as over sequences, which a header that all of a data set begins with does not make up for."""
 
 _TOKEN_BYTES = 4
 
@@ -59,6 +64,58 @@ class PrefixTree:
     def tokens(self) -> int:
         """All that are to be computed."""
         return sum(piece.tokens for piece in self.pieces)
+
+    def roots(self) -> list[int]:
+        """Of each piece the one above it that begins its sequences, by number."""
+        roots: list[int] = []
+        for number, piece in enumerate(self.pieces):
+            roots.append(number if piece.parent < 0 else roots[piece.parent])
+        return roots
+
+
+def computed_tokens(sent: int, tree: int) -> int:
+    """Tokens that are computed of sequences that begin alike.
+
+    Args:
+        sent: tokens of the sequences, each with all of its own.
+        tree: tokens of their tree.
+    """
+    return tree if (sent - tree) * WORTH >= sent else sent
+
+
+def shared_tree(sequences: Sequence[bytes], block: int = BLOCK) -> PrefixTree:
+    """Sequences as they are computed: the tree of those that begin alike where that is worth it, else each as
+    a piece of its own. See `prefix_tree`."""
+    tree = prefix_tree(sequences, block)
+    roots = tree.roots()
+    sent, kept = [0] * len(roots), [0] * len(roots)
+    for was in tree.last:
+        sent[roots[was]] += tree.pieces[was].stop
+    for root, piece in zip(roots, tree.pieces, strict=True):
+        kept[root] += piece.tokens
+    apart = {root for root in roots if kept[root] < sent[root] == computed_tokens(sent[root], kept[root])}
+    if not apart:
+        return tree
+    starts: list[int] = []
+    stops: list[int] = []
+    parents: list[int] = []
+    last: list[int] = []
+    places = {-1: -1}
+    for number, piece in enumerate(tree.pieces):
+        if roots[number] not in apart:
+            places[number] = len(starts)
+            starts.append(piece.start)
+            stops.append(piece.stop)
+            parents.append(places[piece.parent])
+    for was in tree.last:
+        if roots[was] in apart:
+            last.append(len(starts))
+            starts.append(0)
+            stops.append(tree.pieces[was].stop)
+            parents.append(-1)
+        else:
+            last.append(places[was])
+    return _in_order(starts, stops, parents, last)
 
 
 def prefix_tree(sequences: Sequence[bytes], block: int = BLOCK) -> PrefixTree:

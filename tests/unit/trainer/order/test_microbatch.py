@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.trainer.order.microbatch import Unit, deal, split_operation
-from services.trainer.order.prefixes import BLOCK, prefix_tree
+from services.trainer.order.prefixes import BLOCK, shared_tree
 
 
 def sequences(lengths: list[int]) -> list[bytes]:
@@ -85,8 +85,15 @@ def test_a_unit_counts_what_the_tree_of_its_own_datums_has() -> None:
         units = split_operation(data, budget, shared=True)
         assert sorted(index for unit in units for index in unit.datums) == list(range(len(data)))
         for unit in units:
-            assert unit.tokens == prefix_tree([data[index] for index in unit.datums]).tokens
+            assert unit.tokens == shared_tree([data[index] for index in unit.datums]).tokens
             assert unit.tokens <= budget or len(unit.datums) == 1
+
+
+def test_a_header_that_all_begin_with_counts_for_each() -> None:
+    assert split_operation(group(1, 16, [84] * 4), 200, shared=True) == [
+        Unit((0, 1), 200),
+        Unit((2, 3), 200),
+    ]
 
 
 def test_batches_are_dealt_evenly_and_dealing_can_go_on_where_it_ended() -> None:

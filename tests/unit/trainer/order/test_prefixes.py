@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.order import prefixes
-from services.trainer.order.prefixes import Piece, PrefixTree, prefix_tree, unshared
+from services.trainer.order.prefixes import (
+    Piece,
+    PrefixTree,
+    computed_tokens,
+    prefix_tree,
+    shared_tree,
+    unshared,
+)
 
 # Few tokens, so that sequences begin alike, are equal, and are prefixes of each other.
 NESTED = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=14)
@@ -82,6 +89,58 @@ def test_what_some_share_does_not_depend_on_the_rest(
 def test_sequences_that_begin_alike_for_less_than_a_block_are_kept_as_they_came() -> None:
     sequences = packed([[7] * 15 + [number] for number in (3, 1, 2)])
     assert prefix_tree(sequences) == unshared(sequences)
+
+
+def test_a_header_that_all_begin_with_is_computed_for_each() -> None:
+    sequences = packed([[7] * 16 + [number] * 100 for number in range(50)])
+    assert prefix_tree(sequences).tokens == 16 + 50 * 100
+    assert shared_tree(sequences) == unshared(sequences)
+
+
+def test_a_tree_is_computed_where_it_saves_a_quarter() -> None:
+    assert computed_tokens(400, 300) == 300
+    assert computed_tokens(400, 301) == 400
+    # 64 of 256 tokens, and 64 of 258.
+    for length, tokens in ((64, 192), (65, 258)):
+        assert shared_tree(packed([[7] * 64 + [number] * length for number in (1, 2)])).tokens == tokens
+
+
+def test_whether_a_tree_is_worth_it_is_asked_of_each_by_itself() -> None:
+    answers = [[5] * 64 + [number] * 8 for number in range(3)]
+    headed = [[6] * 16 + [number] * 90 for number in range(3)]
+    sequences = packed([each for pair in zip(headed, answers, strict=True) for each in pair])
+    assert shared_tree(sequences) == PrefixTree(
+        (
+            Piece(-1, 0, 106, 0),
+            Piece(-1, 0, 64, 1),
+            Piece(1, 64, 72, 1),
+            Piece(1, 64, 72, 3),
+            Piece(1, 64, 72, 5),
+            Piece(-1, 0, 106, 2),
+            Piece(-1, 0, 106, 4),
+        ),
+        (0, 2, 5, 3, 6, 4),
+    )
+
+
+@settings(deadline=None)
+@given(NESTED, st.integers(1, 4))
+def test_what_is_computed_has_each_sequence_and_is_what_is_counted(
+    sequences: list[list[int]], block: int
+) -> None:
+    tree, shared = prefix_tree(packed(sequences), block), shared_tree(packed(sequences), block)
+    for number, sequence in enumerate(sequences):
+        assert shared.pieces[shared.last[number]].stop == len(sequence)
+    expected = 0
+    for root in set(tree.roots()):
+        sent = sum(
+            len(sequence)
+            for number, sequence in enumerate(sequences)
+            if tree.roots()[tree.last[number]] == root
+        )
+        mine = (piece.tokens for piece, above in zip(tree.pieces, tree.roots(), strict=True) if above == root)
+        expected += computed_tokens(sent, sum(mine))
+    assert shared.tokens == expected
 
 
 @pytest.mark.parametrize(
