@@ -12,6 +12,11 @@ from typing import NamedTuple
 
 from services.trainer.order.prefixes import PrefixTree, computed_tokens, prefix_tree, unshared
 
+SENT = 16
+"""A unit's datums have at most so many times the budget's tokens. Rows, targets and outputs are there for each
+token that was sent, however few are computed; of these they take a small part at that many. It is what a
+prompt saves whose answers are nothing beside it."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -27,7 +32,8 @@ class Unit:
 
 
 def split_operation(sequences: Sequence[bytes], token_budget: int, *, shared: bool) -> list[Unit]:
-    """Groups datums into units of at most `token_budget` computed tokens.
+    """Groups datums into units of at most `token_budget` computed tokens, and `SENT` times as many that were
+    sent.
 
     Datums that share a prefix stay together. Longest first, so that neighbours are of similar length and the
     longest sequence, which needs the most memory, is met first. A datum longer than the budget is a unit of
@@ -47,7 +53,7 @@ def split_operation(sequences: Sequence[bytes], token_budget: int, *, shared: bo
     roots = tree.roots()
     units: list[Unit] = []
     datums: list[int] = []
-    size = _Size()
+    sent, size = 0, _Size()
     # The unit in which a piece was last met.
     met = [-1] * len(tree.pieces)
     for index in _by_prefix(tree, roots):
@@ -55,9 +61,10 @@ def split_operation(sequences: Sequence[bytes], token_budget: int, *, shared: bo
         length = tree.pieces[last].stop
         missing = _missing(tree, last, met, len(units))
         grown = size.grown(roots[last], length, sum(tree.pieces[piece].tokens for piece in missing))
-        if datums and grown.tokens > token_budget:
+        sent += length
+        if datums and (grown.tokens > token_budget or sent > SENT * token_budget):
             units.append(Unit(tuple(datums), size.tokens))
-            datums = []
+            datums, sent = [], length
             missing = _missing(tree, last, met, len(units))
             grown = _Size().grown(roots[last], length, length)
         for piece in missing:

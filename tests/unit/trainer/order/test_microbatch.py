@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from services.trainer.order.microbatch import Unit, deal, split_operation
+from services.trainer.order.microbatch import SENT, Unit, deal, split_operation
 from services.trainer.order.prefixes import BLOCK, shared_tree
 
 
@@ -94,6 +94,13 @@ def test_a_header_that_all_begin_with_counts_for_each() -> None:
         Unit((0, 1), 200),
         Unit((2, 3), 200),
     ]
+
+
+def test_a_unit_has_a_bound_however_much_its_datums_share() -> None:
+    equal = [np.full(16, 7, "<i4").tobytes()] * 10_000
+    units = split_operation(equal, 100, shared=True)
+    assert {(len(unit.datums), unit.tokens) for unit in units} == {(SENT * 100 // 16, 16)}
+    assert sum(len(unit.datums) for unit in units) == 10_000
 
 
 def test_batches_are_dealt_evenly_and_dealing_can_go_on_where_it_ended() -> None:
