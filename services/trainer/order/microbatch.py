@@ -13,9 +13,9 @@ from typing import NamedTuple
 from services.trainer.order.prefixes import PrefixTree, computed_tokens, prefix_tree, unshared
 
 SENT = 16
-"""A unit's datums have at most so many times the budget's tokens. Rows, targets and outputs are there for each
-token that was sent, however few are computed; of these they take a small part at that many. It is what a
-prompt saves whose answers are nothing beside it."""
+"""The tokens that were sent of a unit's datums are at most so many times the budget. Rows, targets and outputs
+are there for each, however few are computed: about a hundred bytes, where the activations of one that is
+computed take a thousand times that."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ def split_operation(sequences: Sequence[bytes], token_budget: int, *, shared: bo
     """Groups datums into units of at most `token_budget` computed tokens, and `SENT` times as many that were
     sent.
 
-    Datums that share a prefix stay together. Longest first, so that neighbours are of similar length and the
-    longest sequence, which needs the most memory, is met first. A datum longer than the budget is a unit of
-    its own.
+    Datums that share a prefix stay together, at every fork those of the longest datum first: so neighbours
+    are of similar length where nothing is shared, and the longest sequence, which needs the most memory, is
+    met first. A datum longer than a budget is a unit of its own.
 
     Args:
         sequences: tokens of each datum, int32 little-endian, in request order.
@@ -56,7 +56,7 @@ def split_operation(sequences: Sequence[bytes], token_budget: int, *, shared: bo
     sent, size = 0, _Size()
     # The unit in which a piece was last met.
     met = [-1] * len(tree.pieces)
-    for index in _by_prefix(tree, roots):
+    for index in _by_prefix(tree):
         last = tree.last[index]
         length = tree.pieces[last].stop
         missing = _missing(tree, last, met, len(units))
@@ -101,20 +101,28 @@ class _Size(NamedTuple):
         return _Size(self.before, root, self.sent + length, self.tree + added)
 
 
-def _by_prefix(tree: PrefixTree, roots: Sequence[int]) -> list[int]:
-    """Datums, those of one prefix after each other, the prefix of the longest datum first."""
-    longest = [0] * len(tree.pieces)
-    for last in tree.last:
-        longest[roots[last]] = max(longest[roots[last]], tree.pieces[last].stop)
-    return sorted(
-        range(len(tree.last)),
-        key=lambda index: (
-            -longest[roots[tree.last[index]]],
-            roots[tree.last[index]],
-            tree.last[index],
-            index,
-        ),
-    )
+def _by_prefix(tree: PrefixTree) -> list[int]:
+    """Datums, those of one prefix after each other, at every fork the way to the longest datum first."""
+    ending: list[list[int]] = [[] for _ in tree.pieces]
+    for index, last in enumerate(tree.last):
+        ending[last].append(index)
+    longest = [piece.stop for piece in tree.pieces]
+    # The last list is of the pieces without a parent.
+    below: list[list[int]] = [[] for _ in range(len(tree.pieces) + 1)]
+    for number in range(len(tree.pieces) - 1, -1, -1):
+        parent = tree.pieces[number].parent
+        below[parent].append(number)
+        if parent >= 0:
+            longest[parent] = max(longest[parent], longest[number])
+    # Found from the end: what ends with a piece is shorter than what goes on, and comes after it.
+    order: list[int] = []
+    waiting = [-1]
+    while waiting:
+        piece = waiting.pop()
+        if piece >= 0:
+            order += reversed(ending[piece])
+        waiting += sorted(below[piece], key=lambda each: (-longest[each], each))
+    return order[::-1]
 
 
 def _missing(tree: PrefixTree, piece: int, met: Sequence[int], unit: int) -> list[int]:

@@ -96,6 +96,20 @@ def test_a_header_that_all_begin_with_counts_for_each() -> None:
     ]
 
 
+def test_the_longest_datum_comes_first_at_every_fork() -> None:
+    prompt, short, long = [1] * 64, [2] * 16, [3] * 32
+    data = [
+        prompt + short,
+        prompt,
+        prompt + long,
+        prompt + long + [4] * 16,
+        prompt + long + [5] * 48,
+        [6] * 9,
+    ]
+    units = split_operation([np.array(each, "<i4").tobytes() for each in data], 1000, shared=True)
+    assert [unit.datums for unit in units] == [(4, 3, 2, 0, 1, 5)]
+
+
 def test_a_unit_has_a_bound_however_much_its_datums_share() -> None:
     equal = [np.full(16, 7, "<i4").tobytes()] * 10_000
     units = split_operation(equal, 100, shared=True)
