@@ -59,9 +59,11 @@ SECONDS = Histogram(
 )
 PASS_SECONDS = Histogram("tinsmith_pass_seconds", "Forward and backward passes of the world", buckets=LONG_S)
 PASS_TOKENS = Histogram(
-    "tinsmith_micro_batch_tokens", "Tokens of a micro-batch", buckets=[4**power for power in range(2, 10)]
+    "tinsmith_micro_batch_tokens",
+    "Tokens a micro-batch computes",
+    buckets=[4**power for power in range(2, 10)],
 )
-TOKENS = Counter("tinsmith_passed_tokens_total", "Tokens that went through passes", ["direction"])
+TOKENS = Counter("tinsmith_passed_tokens_total", "Tokens of the data that passes were for", ["direction"])
 
 
 class Executor:
@@ -262,6 +264,7 @@ class Executor:
 
     async def _pass(self, decision: NextPass) -> None:
         plan, operations = self._plan(decision)
+        computed = [sum(map(self._computed, batch)) for batch in decision.micro_batches]
         keys = [(operation.model_id, operation.seq_id) for operation in operations]
         self._crashes.begin(keys)
         began = time.monotonic()
@@ -271,7 +274,7 @@ class Executor:
             # The engine reports failed operations row by row; an error of the whole pass leaves the
             # gradients in doubt.
             raise RuntimeError(f"a pass failed: {error}") from error
-        _count_pass(plan, time.monotonic() - began)
+        _count_pass(plan, computed, time.monotonic() - began)
         await failpoints.reach("trainer.before_pass_reply")
         self._crashes.end(keys)
         for row in rows:
@@ -306,6 +309,12 @@ class Executor:
             operations[numbers[ref.model_id, ref.seq_id]].next_unit = ref.unit + 1
         return Pass([_pass_op(operation) for operation in operations], batches), operations
 
+    def _computed(self, ref: UnitRef) -> int:
+        """Tokens that a unit computes."""
+        units = self._models[ref.model_id].find(ref).units
+        assert units is not None
+        return units[ref.unit].tokens
+
     def _fail_broken(self) -> None:
         for model in self._models.values():
             if model.broken is None or model.held:
@@ -328,10 +337,11 @@ def _kind(operation: Operation) -> str:
     return type(work).__name__.lower()
 
 
-def _count_pass(plan: Pass, seconds: float) -> None:
+def _count_pass(plan: Pass, computed: list[int], seconds: float) -> None:
+    """Counts a pass whose micro-batches computed so many tokens each."""
     PASS_SECONDS.observe(seconds)
-    for batch in plan.micro_batches:
-        PASS_TOKENS.observe(sum(row.length for row in batch.rows))
+    for tokens, batch in zip(computed, plan.micro_batches, strict=True):
+        PASS_TOKENS.observe(tokens)
         for row in batch.rows:
             direction = "forward" if plan.ops[row.op].forward_only else "forward_backward"
             TOKENS.labels(direction).inc(row.length)
