@@ -68,7 +68,8 @@ def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> No
 def _load_collectives() -> None:
     """Loads DeepSpeed's CPU collectives, compiling them if that was not done.
 
-    They are in this virtual environment, where its set-up puts them, else in PyTorch's own cache.
+    They are in this virtual environment, where its set-up puts them, else, or where this user may not write
+    there, in PyTorch's own cache.
 
     PyTorch keeps others away meanwhile by a file, and waits for ever for one whose process was killed.
     Whoever holds the lock below, which the kernel takes from a dead process, may take such a file away.
@@ -77,7 +78,7 @@ def _load_collectives() -> None:
     from torch.utils.cpp_extension import _get_build_directory
 
     prepared = Path(sys.prefix) / "torch_extensions"
-    if prepared.is_dir():
+    if prepared.is_dir() and os.access(prepared, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(prepared))
     builder = ShareMemCommBuilder()
     folder = Path(_get_build_directory(builder.name, False))
