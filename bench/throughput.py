@@ -10,8 +10,6 @@ import numpy as np
 import tinker
 from tinker import types
 
-from services.trainer.order.microbatch import split_operation
-
 from .bare_engine import BareEngine
 from .bare_torch import BareLoop
 from .stack import RANK, Row, Stack, alternate, next_token_datum, random_tokens, ratio_row, seconds, train
@@ -91,24 +89,8 @@ def shared_prefixes(stack: Stack) -> list[Row]:
     finally:
         engine.close()
     name = f"training on {ANSWERS} answers of {ANSWER} tokens to a prompt of {PROMPT}"
-    sequences = [np.array(sequence[:-1], "<i4").tobytes() for sequence in batch]
     sent = ANSWERS * (PROMPT + ANSWER)
-    return [
-        ratio_row(f"{name}: shared prefix / without", ours, apart, sent, at_least=4.0),
-        computed_row(name, sum(unit.tokens for unit in split_operation(sequences, sent, shared=True)), sent),
-    ]
-
-
-def computed_row(name: str, computed: int, sent: int) -> Row:
-    """How many of the tokens that were sent are computed, of one prompt and its answers."""
-    return Row(
-        f"{name}: tokens computed / tokens sent",
-        computed / sent,
-        "x tokens",
-        at_most=(PROMPT + ANSWERS * ANSWER) / sent,
-        required=True,
-        details={"computed": computed, "sent": sent},
-    )
+    return [ratio_row(f"{name}: shared prefix / without", ours, apart, sent, at_least=4.0)]
 
 
 def small_tenants(stack: Stack) -> list[Row]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bench.__main__ as program
-from bench import exactness, latency, loss_memory, publishing, raw_broadcast, sampling, throughput, waiting
+from bench import exactness, latency, loss_memory, publishing, raw_broadcast, sampling, waiting
 from bench.bare_engine import _pass
 from bench.stack import Row, alternate, next_token_datum, random_tokens, ratio_row
 from services.trainer.compute.data import PassOp
@@ -92,12 +92,6 @@ def test_the_bare_engine_gets_the_batch_in_the_trainers_units() -> None:
     row = work.micro_batches[1].rows[0]
     targets = np.frombuffer(row.loss_inputs["target_tokens"].data, "<i8")
     assert (row.index, row.length, targets[0], targets[-1]) == (2, 4096, 1, 4096)
-
-
-def test_a_prompt_and_its_answers_are_computed_once_each() -> None:
-    sent = throughput.ANSWERS * (throughput.PROMPT + throughput.ANSWER)
-    assert throughput.computed_row("training", 1536, sent).holds
-    assert not throughput.computed_row("training", 1537, sent).holds
 
 
 def test_two_processes_broadcast_the_bytes() -> None:
