@@ -13,7 +13,7 @@ from typing import NamedTuple
 from services.trainer.order.prefixes import PrefixTree, computed_tokens, prefix_tree, unshared
 
 SENT = 16
-"""The tokens that were sent of a unit's datums are at most so many times the budget. Rows, targets and outputs
+"""The tokens sent of a unit's datums are at most so many times the budget. Rows, targets and outputs
 are there for each, however few are computed: about a hundred bytes, where the activations of one that is
 computed take a thousand times that."""
 
