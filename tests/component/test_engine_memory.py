@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,19 @@ def trained(engine: Engine) -> list[np.ndarray]:
     return states
 
 
+def of_cuda() -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def of_the_cpu() -> None:
+    """Asks for more than a process can address."""
+    torch.empty(1 << 50)
+
+
+@pytest.mark.parametrize("refused", [of_cuda, of_the_cpu])
 @pytest.mark.parametrize("where", ["score", "backward"])
 def test_a_batch_that_does_not_fit_is_split_until_it_does(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str, refused: Callable[[], None]
 ) -> None:
     expected = trained(engine)
     score, backward, tokens = engine._base.score, engine._base.backward, [0]
@@ -40,13 +51,13 @@ def test_a_batch_that_does_not_fit_is_split_until_it_does(
     def watched(given: torch.Tensor, *rest: Any) -> Any:
         tokens[0] = given.shape[1]
         if where == "score" and tokens[0] > 21:
-            raise torch.OutOfMemoryError("no memory")
+            refused()
         return score(given, *rest)
 
     def limited(loss: torch.Tensor) -> None:
         backward(loss)
         if where == "backward" and tokens[0] > 21:
-            raise torch.OutOfMemoryError("no memory")
+            refused()
 
     monkeypatch.setattr(engine._base, "score", watched)
     monkeypatch.setattr(engine._base, "backward", limited)

@@ -292,7 +292,7 @@ class Engine:
         try:
             return self._run_micro_batch(model, ops, rows, grad)
         except Exception as error:
-            if not isinstance(error, torch.OutOfMemoryError) or len(rows) == 1:
+            if not _is_out_of_memory(error) or len(rows) == 1:
                 logger.exception("a micro-batch of %d rows failed", len(rows))
                 failure = _failure(_explained(error, rows))
                 failed.update({row.op: failure for row in rows})
@@ -381,8 +381,13 @@ def _failure(error: TinsmithError) -> Failure:
     return Failure(error.category, error.code, error.message)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """On a CPU the error has no type of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def _explained(error: Exception, rows: Sequence[Row]) -> TinsmithError:
-    if isinstance(error, torch.OutOfMemoryError):
+    if _is_out_of_memory(error):
         _free_cache()
         (row,) = rows
         return Internal(

@@ -1,7 +1,8 @@
 """Splits one operation into units of work and deals micro-batches to ranks. Pure.
 
 Invariant: the split is a function of the operation's own tokens, the token budget and whether prefixes are
-shared, so that a replay of the operation computes bit for bit the same gradient.
+shared, so that a replay of the operation with the same settings, on the same device, computes bit for bit the
+same gradient.
 """
 
 from __future__ import annotations
