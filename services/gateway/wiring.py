@@ -191,7 +191,7 @@ class Gateway:
             saves=Saves(models, checkpoints, stores.sampling_sessions, limits),
             exports=Exports(models, checkpoints, journal, stores.models, limits),
             checkpoints=checkpoints,
-            copies=Copies(stores, sessions, checkpoints, storage, data, limits, redo_log),
+            copies=Copies(stores, sessions, checkpoints, storage, data, limits, redo_log, gate),
             downloads=Downloads(client, checkpoints, stores.checkpoints, storage, gate, public_url),
             runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),
             sampling=accepted_samples,

@@ -1,8 +1,8 @@
 """Threads for what would hold up the event loop, in pools by what it waits for.
 
 Invariant: work that waits for a disk or an object store never takes a thread from work that computes, nor a
-deletion of many files one from a read. Each pool has few threads; who waits for one holds a place among the
-bounded calls of the process.
+deletion or a copy of many files one from a read. Each pool has few threads; who waits for one holds a place
+among the bounded calls of the process.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ COMPUTE = Pool("compute", COMPUTE_THREADS, None)
 
 READS = Pool("storage read", 16, 60.0)
 """Reads of files and of the object store."""
+
+COPIES = Pool("copy of a checkpoint", 2, 3000.0)
+"""Copies of all files of a checkpoint, which may be hundreds of gigabytes. The deadline is within the hour
+after which the files of a copy without a record are taken away."""
 
 DELETIONS = Pool("deletion", 4, 600.0)
 """What sweeps take away."""

@@ -1,12 +1,13 @@
 """Copies of checkpoints: runs of their own that hold one checkpoint and cannot be trained on.
 
 Invariant: a copy is found whole or not at all, and from then on nothing that becomes of its source touches
-it. A request that is repeated finds the copy that it made; files of one that broke off are due from before
-they were made.
+it. A request that is repeated finds the copy that it made, or joins it while it is made; files of one that
+broke off are due from before they were made.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import msgspec
 
 from services.common.contract import ids
 from services.common.contract.errors import Conflict, NotFound
-from services.common.process.pools import READS
+from services.common.process.pools import COPIES
 from services.common.storage.base import Key, Storage, failure
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import directory_bytes, linked_files, publish_directory
+from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.redis_restart import RedoLog
@@ -56,6 +58,7 @@ class Copies:
     Args:
         storage: of training checkpoints and exports.
         data: where the snapshots of sampler checkpoints are.
+        gate: counts a copy as a download of its owner for as long as it is made.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Copies:
         data: DataDir,
         limits: Limits,
         redo_log: RedoLog,
+        gate: Gate,
     ) -> None:
         self._models = stores.models
         self._records = stores.checkpoints
@@ -76,6 +80,8 @@ class Copies:
         self._data = data
         self._limits = limits
         self._redo_log = redo_log
+        self._gate = gate
+        self._making: dict[Key, asyncio.Task[None]] = {}
 
     async def into_project(
         self, owner: str, wanted: Wanted, project_id: str, idempotency_key: str | None = None
@@ -88,8 +94,10 @@ class Copies:
         Raises:
             InvalidRequest: the path or the lifetime is none.
             NotFound, PermissionDenied: as Checkpoints.readable.
-            LimitReached: the owner has as many sessions, models or checkpoints as it may.
+            LimitReached: the owner has as many sessions, models or checkpoints as it may, or makes as many
+                copies at once.
             StorageFull, Internal: it could not be written.
+            Unavailable: it took too long.
         """
         source = await self._source(owner, wanted)
         asked = digest("copy", wanted.path, project_id, wanted.ttl_seconds, idempotency_key).hex()
@@ -130,15 +138,31 @@ class Copies:
         return ids.tinker_path(model_id, copy.checkpoint_id)
 
     async def _put_copy(self, source: CheckpointRecord, copy: CheckpointRecord) -> None:
-        await self._records.look_again(key_of(copy), copy.created_at + _MADE_S)
-        try:
-            size = await READS.run(self._copy_files, key_of(source), key_of(copy))
-        except OSError as error:
-            raise failure(error, f"the copy of checkpoint {source.checkpoint_id}") from error
-        if size is None:
-            path = ids.tinker_path(source.model_id, source.checkpoint_id)
-            raise NotFound(f"{path} does not exist any more")
-        await self._records.put(copy)
+        """Makes the copy, or waits for another request that does. It goes on when nobody waits any more."""
+        key = key_of(copy)
+        if key not in self._making:
+            making = asyncio.create_task(self._make(source, copy), name=f"copy to {copy.model_id}")
+            self._making[key] = making
+            making.add_done_callback(lambda made: self._made(key, made))
+        await asyncio.shield(self._making[key])
+
+    def _made(self, key: Key, made: asyncio.Task[None]) -> None:
+        del self._making[key]
+        error = None if made.cancelled() else made.exception()
+        if error is not None:
+            log.info("copy to %s failed: %s", key.model_id, error)
+
+    async def _make(self, source: CheckpointRecord, copy: CheckpointRecord) -> None:
+        with self._gate.download(copy.owner):
+            await self._records.look_again(key_of(copy), copy.created_at + _MADE_S)
+            try:
+                size = await COPIES.run(self._copy_files, key_of(source), key_of(copy))
+            except OSError as error:
+                raise failure(error, f"the copy of checkpoint {source.checkpoint_id}") from error
+            if size is None:
+                path = ids.tinker_path(source.model_id, source.checkpoint_id)
+                raise NotFound(f"{path} does not exist any more")
+            await self._records.put(copy)
 
     async def _put_run(self, copy: CheckpointRecord, source: str) -> None:
         """Stores the run that holds a copy, of which no trainer hears."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,7 +19,31 @@ from tests.unit.gateway.saved import CONTENT, export, save, save_sampler, url
 
 @pytest.fixture
 def limits() -> Limits:
-    return Limits(owners=OwnerLimits(checkpoints=4))
+    return Limits(owners=OwnerLimits(checkpoints=4, downloads=2))
+
+
+class SlowDisk:
+    """Copies of the storage wait until they may go on."""
+
+    def __init__(self, edges: Edges, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = threading.Event()
+        self.goes_on = threading.Event()
+        self.copies = 0
+        self._copy = edges.files.storage.copy
+        monkeypatch.setattr(edges.files.storage, "copy", self.copy)
+
+    def copy(self, source: Key, target: Key) -> int | None:
+        self.copies += 1
+        self.begun.set()
+        assert self.goes_on.wait(30)
+        return self._copy(source, target)
+
+
+@pytest.fixture
+def slow_disk(edges: Edges, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    disk = SlowDisk(edges, monkeypatch)
+    yield disk
+    disk.goes_on.set()
 
 
 async def copy(client: httpx.AsyncClient, path: str, key: str = "", **fields: Any) -> httpx.Response:
@@ -77,6 +104,31 @@ async def test_a_repeated_request_makes_one_copy(edges: Edges) -> None:
         assert await copied(client, path) != first
         refused = await copy(client, path)
         assert (refused.status_code, refused.json()["code"]) == (429, "limit_reached")
+
+
+async def test_a_request_that_is_repeated_meanwhile_joins_the_copy(edges: Edges, slow_disk: SlowDisk) -> None:
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        given_up = asyncio.create_task(copied(client, path, "k"))
+        assert await asyncio.to_thread(slow_disk.begun.wait, 30)
+        given_up.cancel()
+        again = asyncio.create_task(copied(client, path, "k"))
+        slow_disk.goes_on.set()
+        run, checkpoint = ids.parse_tinker_path(await again)
+        assert edges.files.storage.files(Key(run, checkpoint, 1)) is not None
+        assert slow_disk.copies == 1
+
+
+async def test_copies_at_once_are_bounded_as_downloads_are(edges: Edges, slow_disk: SlowDisk) -> None:
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        first = asyncio.create_task(copied(client, path))
+        assert await asyncio.to_thread(slow_disk.begun.wait, 30)
+        refused = await copy(client, path)
+        assert (refused.status_code, refused.json()["code"]) == (429, "limit_reached")
+        assert "--max-downloads" in refused.text
+        slow_disk.goes_on.set()
+        await first
 
 
 async def test_a_copy_in_a_session_takes_a_number_and_cannot_be_trained(edges: Edges) -> None:
