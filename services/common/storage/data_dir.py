@@ -25,6 +25,11 @@ class DataDir:
         return self.root / "api_key"
 
     @property
+    def cluster_id(self) -> Path:
+        """File that tells which Redis knows the models here."""
+        return self.root / "cluster_id"
+
+    @property
     def run(self) -> Path:
         """Directory of <process name>.pid files."""
         return self.root / "run"

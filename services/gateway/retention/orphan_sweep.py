@@ -1,15 +1,19 @@
 """Takes away sampler snapshots of models that nothing knows any more.
 
 Every snapshot goes with its model or before; only when Redis lost the model is there nobody left to say so.
-Invariants: only the directory of a model without a record goes, and only when it had none a day before
-either; so a gateway that was pointed at another Redis by mistake deletes nothing that day. All of this may be
-done twice, by any gateways, with the same effect.
+Invariants: only the directory of a model without a record goes, and only when it had none at any look since
+a day before. Nothing goes by what another Redis knows than the one that the data directory belongs to, nor
+by one that knows none of the models. All of this may be done twice, by any gateways, with the same effect.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import time
+import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,18 @@ class OrphanSweep:
     async def look(self, now: float) -> None:
         """Looks at every model that has snapshots."""
         found = await DELETIONS.run(_models_in, self._data.root / "snapshots")
+        if not await self._knows_any(found):
+            # More likely a Redis that lost its data than models that all were lost one by one.
+            await self._redis.delete(keys.ORPHANED_MODELS)
+            return
+        if not await self._is_ours():
+            log.warning(
+                "orphaned snapshots in %s are not looked for: %s names another Redis; two clusters need two "
+                "data directories. If its Redis is lost, delete that file",
+                self._data.root,
+                self._data.cluster_id,
+            )
+            return
         known: Any = await self._redis.zrange(keys.ORPHANED_MODELS, 0, -1, withscores=True)
         since = {member.decode(): at for member, at in known}
         for model_id in found:
@@ -67,6 +83,21 @@ class OrphanSweep:
             if model_id not in found or await self._is_known(model_id):
                 await self._redis.zrem(keys.ORPHANED_MODELS, model_id)
 
+    async def _is_ours(self) -> bool:
+        """Whether the data directory belongs to this Redis; it comes to the first one that knows any of its
+        models."""
+        await self._redis.set(keys.CLUSTER_ID, uuid.uuid4().hex, nx=True)
+        here: Any = await self._redis.get(keys.CLUSTER_ID)
+        return here is not None and here.decode() == await DELETIONS.run(
+            _written_once, self._data.cluster_id, here.decode()
+        )
+
+    async def _knows_any(self, found: set[str]) -> bool:
+        for model_id in found:
+            if await self._is_known(model_id):
+                return True
+        return False
+
     async def _is_known(self, model_id: str) -> bool:
         """Whether the model has a record, be it one that cannot be read."""
         return bool(await self._redis.exists(keys.model(model_id)))
@@ -77,3 +108,21 @@ def _models_in(directory: Path) -> set[str]:
     if not directory.is_dir():
         return set()
     return {path.name for path in directory.iterdir() if ids.is_model_id(path.name)}
+
+
+def _written_once(path: Path, content: str) -> str:
+    """What a file says, which is this if it is not there yet."""
+    if not path.exists():
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+                os.fchmod(descriptor, 0o644)
+            # Fails when another gateway was first.
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+        finally:
+            Path(temporary).unlink()
+    return path.read_text(encoding="ascii", errors="replace")

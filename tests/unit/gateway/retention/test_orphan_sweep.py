@@ -66,3 +66,30 @@ async def test_gateways_look_once_a_day_between_them(stage: Stage) -> None:
     await OrphanSweep(stage.redis, stage.data)._look_if_due()
     assert await stage.redis.exists(keys.ORPHANED_MODELS) == 0
     assert DAY - 60 < await stage.redis.ttl(keys.ORPHAN_SEARCH) <= DAY
+
+
+async def test_a_redis_that_knows_none_of_the_models_has_none_deleted(stage: Stage) -> None:
+    await stage.sweep.look(1000)
+    await stage.redis.delete(keys.model(KNOWN))
+    for day in (1, 2, 3):
+        await stage.sweep.look(1000 + day * DAY)
+    assert stage.there() == {KNOWN, LOST}
+    await stage.know(KNOWN)
+    await stage.sweep.look(1000 + 4 * DAY)
+    assert stage.there() == {KNOWN, LOST}
+    await stage.sweep.look(1000 + 5 * DAY)
+    assert stage.there() == {KNOWN}
+
+
+async def test_nothing_goes_by_what_another_redis_knows(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    await stage.sweep.look(1000)
+    await stage.redis.set(keys.CLUSTER_ID, "another")
+    await stage.sweep.look(1000 + DAY)
+    assert stage.there() == {KNOWN, LOST}
+    assert str(stage.data.cluster_id) in caplog.text
+    stage.data.cluster_id.unlink()
+    await stage.sweep.look(1000 + DAY)
+    assert stage.there() == {KNOWN}
+    assert stage.data.cluster_id.read_text() == "another"
