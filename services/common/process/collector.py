@@ -11,8 +11,8 @@ import gc
 
 _THRESHOLDS = (3_000, 10, 100)
 """New objects before the young are looked at, and how many such looks before one at the older and the oldest.
-(The interpreter's own: 700, 10, 10.) Were the first much higher, connections that were closed would keep their
-buffers for too long: 250 MiB under a flood of them with 50,000."""
+(The interpreter's own: 700, 10, 10.) Were the first much higher, connections that were closed would keep
+their buffers for too long: 250 MiB under a flood of them with 50,000."""
 
 
 def settle() -> None:

