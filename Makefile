@@ -3,10 +3,10 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 
-.PHONY: help setup proto proto-docs demo up test test-unit test-component test-cluster compatibility test-sdks test-ecosystem test-robustness test-abuse test-soak test-helm lint format bench baseline clean
+.PHONY: help setup proto proto-docs chart-docs demo up test test-unit test-long test-component test-cluster models compatibility test-sdks test-ecosystem test-robustness test-security test-abuse test-soak test-helm test-k8s lint format bench baseline clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## make .venv with everything pinned (DEVICE=cpu|cuda, default: as before, else cpu)
 	@./scripts/setup.sh
@@ -17,23 +17,32 @@ proto: ## generate the packages tinsmith.v1 and tinsmith.internal.v1 from proto/
 proto-docs: setup ## write the reference of docs/grpc.md from the comments of proto/
 	@$(PY) scripts/grpc_docs.py
 
+chart-docs: setup ## write the README of the Helm chart from the comments of its values
+	@$(PY) scripts/chart_docs.py
+
 demo: setup ## fine-tune a real small model with the tinker SDK and show the result (MODEL=path or hub id)
 	@$(PY) -m examples.demo
 
 up: setup ## start a cluster: make up MODEL=NAME=PATH_OR_HUB_ID
 	@.venv/bin/tinsmith up $(if $(MODEL),--model $(MODEL))
 
-test: setup ## the whole suite, but for the soak, other SDKs and most of the ecosystem
+test: setup ## the suite, which is all but long tests, the soak, Kubernetes and the matrix of SDK versions
 	@./scripts/test.sh
 
 test-unit: setup ## pure logic and small parts; seconds
-	@$(PY) -m pytest tests/unit
+	@./scripts/test.sh unit
+
+test-long: setup ## what takes longest of the components and of the cluster, and is not in `make test`
+	@$(PY) -m pytest tests/component tests/cluster -m long
 
 test-component: setup ## one service at a time, with real models
 	@$(PY) -m pytest tests/component
 
 test-cluster: setup ## a real cluster driven by the real SDK
 	@$(PY) -m pytest tests/cluster
+
+models: setup ## write what adapters train of each family of models anew into docs/models.md
+	@TINSMITH_WRITE_MODELS=1 $(PY) -m pytest -q tests/unit/trainer/compute/test_models.py
 
 compatibility: setup ## write what of the SDK works anew into docs/compatibility.md
 	@TINSMITH_WRITE_COMPATIBILITY=1 $(PY) -m pytest tests/cluster/test_compatibility.py
@@ -44,17 +53,25 @@ test-sdks: setup ## versions of the SDK from 0.19 on against one cluster (WRITE=
 test-robustness: setup ## faults of every kind under load, and their table (ROUNDS=n: n long rounds instead of a short one)
 	@ROUNDS=$(ROUNDS) $(PY) -m pytest tests/robustness
 
+test-security: setup ## certificates; every method for every kind of caller, and their table in docs/security.md (WRITE=1: write it anew)
+	@TINSMITH_WRITE_MATRIX=$(WRITE) $(PY) -m pytest tests/security -s
+
 test-abuse: setup ## hostile requests of every kind beside a bystander, and their table (REQUESTS=n: at least n, default 10000)
 	@REQUESTS=$(or $(REQUESTS),10000) $(PY) -m pytest tests/abuse -s
 
-test-ecosystem: setup ## other programs on a real cluster: clients of gRPC, the cookbook's recipes, and their table in docs/cookbook.md
-	@COOKBOOK_TABLE=docs/cookbook.md $(PY) -m pytest tests/ecosystem tests/cluster/test_examples.py
+test-ecosystem: setup ## the cookbook's recipes and their table (docs/cookbook.md), clients of every kind, versions of the SDK
+	@COOKBOOK_TABLE=docs/cookbook.md $(PY) -m pytest tests/ecosystem
+	@$(PY) -m pytest tests/cluster/test_examples.py tests/cluster/test_inference.py tests/cluster/test_compatibility.py
+	@$(PY) -m pytest tests/sdks
 
 test-soak: setup ## sessions that come and go, and what is left of them (MINUTES=n, default 60)
 	@MINUTES=$(or $(MINUTES),60) $(PY) -m pytest tests/soak -s
 
 test-helm: setup ## the Helm chart and Dockerfiles
-	@$(PY) -m pytest tests/helm
+	@./scripts/test.sh helm
+
+test-k8s: setup ## a release on the Kubernetes of the current context, from images to uninstall (tests/k8s/cluster.py: its settings)
+	@$(PY) -m pytest tests/k8s -s
 
 lint: setup ## ruff, mypy, what may import what, buf lint and buf breaking
 	@.venv/bin/ruff format --check .

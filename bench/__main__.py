@@ -22,23 +22,30 @@ import transformers
 from examples.demo import cluster, display
 from services.launcher.tiny_model import make_tiny_model
 
-from . import exactness, latency, loss_memory, machine, publishing, sampling, throughput, waiting
-from .stack import BASE_MODEL, Row, Stack
+from . import exactness, latency, loss_memory, machine, publishing, sampling, structure, throughput, waiting
+from .stack import BASE_MODEL, CPU, Row, Stack
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 4096
-# What the yardsticks run on, and in.
-CPU = ("--device", "cpu", "--dtype", "float32")
 
+
+ALONE: dict[str, tuple[str, Callable[[], list[Row]]]] = {
+    "structure": ("Counting", structure.measure),
+    "loss-memory": ("Measuring the loss's memory", loss_memory.measure),
+}
+"""Without a cluster."""
 
 MEASUREMENTS: dict[str, tuple[str, Callable[[Stack], list[Row]]]] = {
     "exactness": ("Comparing log-probabilities", exactness.measure),
-    "loss-memory": ("Measuring the loss's memory", lambda _: loss_memory.measure()),
     "training": ("Training", throughput.training),
     "shared-prefixes": ("Training on answers to one prompt", throughput.shared_prefixes),
     "small-tenants": ("Training in small steps", throughput.small_tenants),
     "small-forward": ("Small requests", latency.small_forward),
     "waiting": ("Small requests beside training", waiting.small_forwards),
+    "waiting-tiny": (
+        "Small requests beside training of a tiny model",
+        waiting.small_forwards_on_a_tiny_model,
+    ),
     "accepting": ("Accepting requests", latency.accepting),
     "publishing": ("Publishing weights", publishing.measure),
     "sampling-base": ("Sampling the base model", sampling.base_model),
@@ -53,12 +60,15 @@ def main(argv: list[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--name", default=f"cpu-{cores}-cores", help="of the file in bench/results")
     parser.add_argument(
-        "--only", action="append", choices=MEASUREMENTS, help="measure this and write no file; repeatable"
+        "--only",
+        action="append",
+        choices=[*ALONE, *MEASUREMENTS],
+        help="measure this and write no file; repeatable",
     )
     args = parser.parse_args(argv)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as scratch:
-        rows = run(Path(scratch), max(1, cores // 2), args.only or list(MEASUREMENTS))
+        rows = run(Path(scratch), max(1, cores // 2), args.only or [*ALONE, *MEASUREMENTS])
     show(rows)
     elapsed = time.monotonic() - started
     where = "not saved" if args.only else save(args.name, rows, elapsed)
@@ -67,12 +77,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(scratch: Path, threads: int, chosen: list[str]) -> list[Row]:
-    """Starts a cluster on a random model of 23 million parameters and measures.
+    """Measures; what needs one, in a fresh cluster on a random model of 23 million parameters.
 
     Args:
         threads: that `tinsmith up` gives to trainer and sampler each.
-        chosen: keys of MEASUREMENTS.
+        chosen: keys of ALONE and MEASUREMENTS.
     """
+    rows: list[Row] = []
+    for name in (name for name in chosen if name in ALONE):
+        label, count = ALONE[name]
+        with display.waiting(label):
+            rows += count()
+    of_a_cluster = [name for name in chosen if name in MEASUREMENTS]
+    return rows + (_in_a_cluster(scratch, threads, of_a_cluster) if of_a_cluster else [])
+
+
+def _in_a_cluster(scratch: Path, threads: int, chosen: list[str]) -> list[Row]:
     transformers.utils.logging.disable_progress_bar()
     model_dir = make_tiny_model(
         scratch / "model",

@@ -19,6 +19,8 @@ from tinker import types
 BASE_MODEL = "bench/qwen3-23m"
 RANK = 16
 SEED = 0
+CPU = ("--device", "cpu", "--dtype", "float32")
+"""What clusters and yardsticks run on, and in."""
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import statistics
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,9 +16,16 @@ import httpx
 import numpy as np
 import tinker
 
+from examples.demo import cluster
+from services.launcher.tiny_model import make_tiny_model
+
+from .child import Child
 from .exactness import trainer_logprobs
 from .stack import (
     BASE_MODEL,
+    CPU,
+    RANK,
+    SEED,
     Row,
     Stack,
     alternate,
@@ -36,6 +43,7 @@ _AT_ONCE = 100
 _PROMPT_TOKENS = 16
 _TRAINING, _TRAIN_ROWS, _TRAIN_TOKENS = 3, 32, 128
 _FORWARDS = 20
+_TINY_VOCAB = 512
 # What a trainer on a CPU computes at once unless it is told otherwise.
 _MICRO_BATCH_TOKENS = 1024
 
@@ -129,6 +137,44 @@ def small_forwards(stack: Stack) -> list[Row]:
     ]
 
 
+def small_forwards_on_a_tiny_model(stack: Stack) -> list[Row]:
+    """The same on the model of the tests, whose passes are short, with the tenants in processes of their own:
+    what a small request takes where its own passage through the services counts."""
+    model_dir = make_tiny_model(stack.scratch / "tiny", vocab=_TINY_VOCAB)
+    running = cluster.start(BASE_MODEL, str(model_dir), stack.scratch / "tiny-data", lambda _: None, *CPU)
+    with running, contextlib.ExitStack() as tenants:
+        to = running.endpoint
+        with tinker.ServiceClient(base_url=to.base_url, api_key=to.api_key) as service:
+            model = service.create_lora_training_client(BASE_MODEL, rank=RANK, seed=SEED).result()
+            short = random_tokens(np.random.default_rng(12), _TINY_VOCAB, 1, _PROMPT_TOKENS + 1)
+
+            def forwards(times: int) -> list[float]:
+                return [seconds(lambda: trainer_logprobs(model, short)) for _ in range(times)]
+
+            forwards(5)
+            idle = forwards(_FORWARDS)
+            arguments = [to.base_url, to.api_key, str(_TINY_VOCAB)]
+            for number in range(_TRAINING):
+                log = stack.scratch / f"tenant-{number}.log"
+                tenant = tenants.enter_context(contextlib.closing(Child("bench.tenant", arguments, {}, log)))
+                tenant.ask({})
+            forwards(5)
+            busy = forwards(3 * _FORWARDS)
+    return [
+        Row(
+            "forward of 16 tokens beside three tenants that train 32 x 128 on a tiny model, p50",
+            milliseconds(busy),
+            "ms",
+            at_most=150.0,
+            details={
+                "p90_ms": round(1e3 * statistics.quantiles(busy, n=10)[-1], 2),
+                "idle_p50_ms": milliseconds(idle),
+                "repetitions": len(busy),
+            },
+        )
+    ]
+
+
 def _p95_ms(times: list[float]) -> float:
     return 1e3 * statistics.quantiles(times, n=20)[-1]
 
@@ -138,7 +184,7 @@ def _post(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]
     return answer
 
 
-@contextmanager
+@contextlib.contextmanager
 def _waiting(stack: Stack, sampler: str) -> Iterator[None]:
     """2,000 samples of the longest kind with an open poll each; given up at the end."""
     prompts = random_tokens(np.random.default_rng(8), stack.vocab, WAITING, _PROMPT_TOKENS)

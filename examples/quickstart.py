@@ -4,7 +4,7 @@ import tinker
 from tinker import types
 
 service = tinker.ServiceClient()
-name = service.get_server_capabilities().supported_models[0].model_name
+name = tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name
 print(f"training {name}, as soon as it is loaded")
 model = service.create_lora_training_client(name, rank=16).result()
 tokenizer = model.get_tokenizer()

@@ -162,7 +162,10 @@ if [ -n "${again:-}" ]; then
   say "making .venv anew for $device"
   rm -rf $venv
 fi
-[ -e $venv ] || "$(find_python)" -m venv $venv
+if [ ! -e $venv ]; then
+  say "making .venv"
+  "$(find_python)" -m venv $venv
+fi
 mark_done device $device
 
 if ! is_done packages "$packages"; then

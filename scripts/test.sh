@@ -1,15 +1,21 @@
 #!/usr/bin/env bash
-# The whole suite: each folder of tests in a process of its own, so that what one of them does to its process (threads of
-# the SDK, a crash) is not the others' trouble. All run, whatever fails; the quickest first.
+# The suite, or the parts of it that are named: each folder of tests in processes of its own, so that what one of them
+# does to its process (threads of the SDK, a crash) is not the others' trouble. All run, whatever fails; the quickest
+# first. Tests that start nothing large run several at a time: mostly they wait, for processes, sockets and clocks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 # pytest answers an interrupt itself: without this the next folder would begin.
 trap 'exit 130' INT
-parts=(unit helm component cluster abuse robustness ecosystem)
+parts=(unit helm security component cluster abuse robustness ecosystem)
+[ $# -eq 0 ] || parts=("$@")
+cores=$(nproc)
+at_once=$((cores < 8 ? cores + 1 : 8))
 failed=()
 for part in "${parts[@]}"; do
+  how=()
+  case $part in unit | helm) how=(-n "$at_once" --dist worksteal) ;; esac
   echo "== tests/$part"
-  .venv/bin/python -m pytest "tests/$part" -m "not long"
+  .venv/bin/python -m pytest "tests/$part" -m "not long" "${how[@]}"
   status=$?
   [ $status -eq 0 ] || failed+=("tests/$part (exit $status)")
 done

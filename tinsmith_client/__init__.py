@@ -13,8 +13,8 @@ number that it had.
 
 from tinsmith_client.client import Client
 from tinsmith_client.errors import CallFailed, Changed, Refused, RequestFailed, TinsmithError, Unreachable
-from tinsmith_client.results import Pending
-from tinsmith_client.sampling import Sampler, Stream
+from tinsmith_client.results import Pending, as_completed
+from tinsmith_client.sampling import OnUpdate, PendingSample, Sampler, Span, Stream, versions
 from tinsmith_client.sessions import Session
 from tinsmith_client.tensors import datum, floats, ints
 from tinsmith_client.training import Model
@@ -24,15 +24,20 @@ __all__ = [
     "Changed",
     "Client",
     "Model",
+    "OnUpdate",
     "Pending",
+    "PendingSample",
     "Refused",
     "RequestFailed",
     "Sampler",
     "Session",
+    "Span",
     "Stream",
     "TinsmithError",
     "Unreachable",
+    "as_completed",
     "datum",
     "floats",
     "ints",
+    "versions",
 ]

@@ -61,6 +61,13 @@ class Calls:
                 attempt.failed(error)
         raise AssertionError("attempts end with an error")
 
+    def once(self, method: str, request: Any, seconds: float) -> Any:
+        """The answer of a call, which is not repeated. Raises CallFailed."""
+        try:
+            return getattr(self._stub, method)(request, timeout=seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise CallFailed(error) from error
+
     def stream(self, method: str, request: Any, seconds: float | None) -> Iterator[Any]:
         """The answers of a call, which is not repeated.
 

@@ -1,13 +1,14 @@
 """Results of accepted work.
 
 Invariant: a result is read in pieces, so it may be larger than any message; a read that breaks off is
-repeated.
+repeated. What `as_completed` has read counts no more for what the API key may keep.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from tinsmith.v1 import results_pb2
@@ -18,6 +19,12 @@ T = TypeVar("T")
 
 _WAIT_S = 50.0
 _READ_S = 600.0
+_AT_ONCE = 1024
+"""Most results that one call may ask for."""
+_TURN_S = 2.0
+"""How long so many are waited for while there are others."""
+_LET_GO_S = 5.0
+_MOMENT_S = 0.5
 
 
 class Pending(Generic[T]):
@@ -57,6 +64,7 @@ class Pending(Generic[T]):
         end = None if timeout is None else time.monotonic() + timeout
         for attempt in self._calls.attempts():
             left = _WAIT_S if end is None else max(0.0, min(_WAIT_S, end - time.monotonic()))
+            began = time.monotonic()
             try:
                 found = self._read(left)
             except CallFailed as error:
@@ -66,19 +74,97 @@ class Pending(Generic[T]):
                 return found
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"{self.request_id} has no result after {timeout:g} s")
+            _rest(began, left)
         raise AssertionError("attempts end with an error")
 
     def _read(self, seconds: float) -> results_pb2.OperationResult | None:
         """The result; None: not after so many seconds."""
-        request = results_pb2.ReadResultsRequest(request_ids=[self.request_id], timeout_seconds=seconds)
-        data = bytearray()
-        for answer in self._calls.stream("ReadResults", request, _READ_S):
-            if answer.HasField("error"):
-                return results_pb2.OperationResult(error=answer.error)
-            data += answer.piece.data
-            if len(data) == answer.piece.total_bytes:
-                return results_pb2.OperationResult.FromString(bytes(data))
-        return None
+        return next((result for _, result, _ in _read(self._calls, [self.request_id], seconds)), None)
+
+
+def as_completed(pending: Iterable[Pending[T]], timeout: float | None = None) -> Iterator[Pending[T]]:
+    """Each as soon as its result is there, when `result` returns or raises at once. All are waited for with
+    one call, and what was read is let go: the service keeps it for another minute.
+
+    Args:
+        pending: of one client.
+        timeout: seconds for all of them; None: for ever.
+
+    Raises:
+        TimeoutError: not all are there yet. Ask again for the others.
+        Unreachable: while iterating: the service cannot be asked.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    left: dict[str, list[Pending[T]]] = {}
+    for one in pending:
+        if one._known is not None:
+            yield one
+        else:
+            left.setdefault(one.request_id, []).append(one)
+    if not left:
+        return
+    calls = next(iter(left.values()))[0]._calls
+    for attempt in calls.attempts():
+        asked = list(left)[:_AT_ONCE]
+        most = _WAIT_S if len(left) <= _AT_ONCE else _TURN_S
+        seconds = most if end is None else max(0.0, min(most, end - time.monotonic()))
+        had: list[str] = []
+        began, number = time.monotonic(), len(left)
+        try:
+            for request_id, result, is_kept in _read(calls, asked, seconds):
+                attempt.went_well()
+                if is_kept:
+                    had.append(request_id)
+                for one in left.pop(request_id):
+                    one._known = result
+                    yield one
+        except CallFailed as error:
+            attempt.failed(error)
+        finally:
+            _let_go(calls, had)
+        if not left:
+            return
+        if end is not None and time.monotonic() >= end:
+            raise TimeoutError(f"{len(left)} requests have no result after {timeout:g} s")
+        if len(left) == number:
+            _rest(began, seconds)
+        for request_id in asked:
+            # Those that were asked for wait behind the others.
+            if request_id in left:
+                left[request_id] = left.pop(request_id)
+
+
+def _let_go(calls: Calls, request_ids: list[str]) -> None:
+    """Has the service keep results no longer, which goes well, or they go later by themselves."""
+    if request_ids:
+        with contextlib.suppress(CallFailed):
+            request = results_pb2.AcknowledgeResultsRequest(request_ids=request_ids)
+            calls.once("AcknowledgeResults", request, _LET_GO_S)
+
+
+def _rest(began: float, asked: float) -> None:
+    """A service that shuts down answers before the time that it was asked to wait, with nothing: in a moment
+    another one answers."""
+    if time.monotonic() - began < min(asked, _MOMENT_S):
+        time.sleep(_MOMENT_S)
+
+
+def _read(
+    calls: Calls, request_ids: list[str], seconds: float
+) -> Iterator[tuple[str, results_pb2.OperationResult, bool]]:
+    """Results as they come, of requests that have them within so many seconds, and whether the service keeps
+    them: it keeps nothing of a request that it does not know."""
+    request = results_pb2.ReadResultsRequest(request_ids=request_ids, timeout_seconds=seconds)
+    data = bytearray()
+    for answer in calls.stream("ReadResults", request, _READ_S):
+        if answer.HasField("error"):
+            yield answer.request_id, results_pb2.OperationResult(error=answer.error), False
+            continue
+        data += answer.piece.data
+        if len(data) == answer.piece.total_bytes:
+            whole = results_pb2.OperationResult.FromString(bytes(data))
+            data.clear()
+            yield answer.request_id, whole, True
 
 
 def anything(result: results_pb2.OperationResult) -> Any:

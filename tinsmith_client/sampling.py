@@ -9,6 +9,7 @@ import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tinsmith.v1 import sampling_pb2
 from tinsmith_client.calls import Calls
@@ -16,16 +17,60 @@ from tinsmith_client.errors import CallFailed, Changed
 from tinsmith_client.results import Pending
 from tinsmith_client.tensors import floats, ints, tensor
 
+OnUpdate = Literal["finish", "continue"]
+"""What becomes of a running sample of an inflight sampler when its model has newer weights: it finishes on
+those that it began with, or goes on with the newer ones from its next token on."""
+
+_ON_UPDATE = {"finish": sampling_pb2.ON_UPDATE_FINISH, "continue": sampling_pb2.ON_UPDATE_CONTINUE}
+_CANCELLED = sampling_pb2.STOP_REASON_CANCELLED
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens in a row that the same weights made. `version`: the number of the save; 0 = the base model."""
+
+    version: int
+    tokens: int
+
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens of one sequence of a stream, with their log-probabilities. `stopped`: it is whole, and ended
-    at a stop (True) or its length (False); None = it goes on."""
+    """Tokens of one sequence of a stream, with their log-probabilities.
+
+    Attributes:
+        request_id: of the sample, for `Sampler.keep` and `Sampler.cancel`.
+        stopped: it is whole, and ended at a stop (True), or at its length or because it was kept (False);
+            None = it goes on.
+        kept: it is whole, and was ended by `Sampler.keep`.
+        versions: when it is whole, which weights made its tokens, in order.
+    """
 
     index: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stopped: bool | None = None
+    kept: bool = False
+    versions: Sequence[Span] = ()
+    request_id: str = ""
+
+
+class PendingSample(Pending[sampling_pb2.SampleResult]):
+    """A sample that is accepted."""
+
+    def __init__(self, calls: Calls, request_id: str) -> None:
+        super().__init__(calls, request_id, lambda r: r.sample)
+
+    def keep(self) -> sampling_pb2.SampleResult:
+        """Ends it with what it has come to, and returns that. Sequences that had not ended have the stop
+        reason CANCELLED; to go on, on any weights, send prompt and tokens as a new prompt. Raises as
+        `result`, and Refused when there is no such sample."""
+        if self._known is None:
+            _end(self._calls, self.request_id, keep=True)
+        return self.result()
+
+    def cancel(self) -> None:
+        """Gives it up: its result is the error "cancelled", unless it was done before."""
+        _end(self._calls, self.request_id, keep=False)
 
 
 class Sampler:
@@ -52,15 +97,20 @@ class Sampler:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: Sequence[str] = (),
-    ) -> Pending[sampling_pb2.SampleResult]:
-        """Samples sequences; see docs/sampling.md.
+        on_update: OnUpdate = "finish",
+    ) -> PendingSample:
+        """Samples sequences; see docs/sampling.md. `versions` tells which weights made them.
 
         Args:
             stop: strings that end a sequence, as end-of-sequence tokens always do.
+            on_update: "continue" is for inflight samplers, and without stop strings.
+
+        Raises:
+            Refused: something of it has to change.
         """
         params = _params(max_tokens, temperature, top_k, top_p, seed, stop)
-        sent = self._calls.unary("Sample", self._request(prompt, num_samples, params))
-        return Pending(self._calls, sent.request_id, lambda r: r.sample)
+        sent = self._calls.unary("Sample", self._request(prompt, num_samples, params, on_update))
+        return PendingSample(self._calls, sent.request_id)
 
     def stream(
         self,
@@ -73,6 +123,7 @@ class Sampler:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        on_update: OnUpdate = "finish",
     ) -> Iterator[Stream]:
         """The same, told as it is generated.
 
@@ -81,33 +132,45 @@ class Sampler:
             Changed: the stream broke off, and goes on otherwise than it was begun.
         """
         params = _params(max_tokens, temperature, top_k, top_p, seed, stop)
-        request = sampling_pb2.StreamSampleRequest(sample=self._request(prompt, num_samples, params))
+        sample = self._request(prompt, num_samples, params, on_update)
+        request, request_id = sampling_pb2.StreamSampleRequest(sample=sample), ""
         told: list[list[int]] = [[] for _ in range(num_samples)]
         ended: set[int] = set()
         for attempt in self._calls.attempts():
             try:
                 for answer in self._calls.stream("StreamSample", request, None):
                     attempt.went_well()
+                    request_id = answer.request_id or request_id
                     if answer.HasField("new_tokens"):
                         new = answer.new_tokens
                         fresh = _fresh(told[new.index], ints(new.tokens.data), new.start)
                         if fresh:
                             told[new.index] += fresh
                             logprobs = floats(new.logprobs.data)[-len(fresh) :]
-                            yield Stream(new.index, fresh, logprobs)
+                            yield Stream(new.index, fresh, logprobs, request_id=request_id)
                     elif answer.HasField("end") and answer.end.index not in ended:
                         ended.add(answer.end.index)
-                        yield Stream(
-                            answer.end.index, (), (), answer.end.stop_reason == sampling_pb2.STOP_REASON_STOP
-                        )
+                        yield _whole(answer.end, request_id)
                 return
             except CallFailed as error:
                 if error.status == "DATA_LOSS":
                     raise Changed(error.message) from error
                 attempt.failed(error)
 
+    def keep(self, request_id: str) -> None:
+        """Ends a sample with what it has come to: its streams end, and its result is there."""
+        _end(self._calls, request_id, keep=True)
+
+    def cancel(self, request_id: str) -> None:
+        """Gives a sample up, unless it is done."""
+        _end(self._calls, request_id, keep=False)
+
     def _request(
-        self, prompt: Sequence[int], num_samples: int, params: sampling_pb2.SamplingParams
+        self,
+        prompt: Sequence[int],
+        num_samples: int,
+        params: sampling_pb2.SamplingParams,
+        on_update: OnUpdate,
     ) -> sampling_pb2.SampleRequest:
         return sampling_pb2.SampleRequest(
             sampling_session_id=self.sampling_session_id,
@@ -115,7 +178,23 @@ class Sampler:
             prompt=tensor("i", prompt),
             num_samples=num_samples,
             params=params,
+            on_update=_ON_UPDATE[on_update],
         )
+
+
+def versions(sequence: sampling_pb2.SampledSequence) -> list[Span]:
+    """Which weights made a sequence's tokens, all of them, in order."""
+    return [Span(span.version, span.tokens) for span in sequence.versions]
+
+
+def _end(calls: Calls, request_id: str, keep: bool) -> None:
+    calls.unary("CancelSample", sampling_pb2.CancelSampleRequest(request_id=request_id, keep=keep))
+
+
+def _whole(end: sampling_pb2.SequenceEnd, request_id: str) -> Stream:
+    spans = [Span(span.version, span.tokens) for span in end.versions]
+    stopped = end.stop_reason == sampling_pb2.STOP_REASON_STOP
+    return Stream(end.index, (), (), stopped, end.stop_reason == _CANCELLED, spans, request_id)
 
 
 def _fresh(told: Sequence[int], tokens: Sequence[int], start: int) -> list[int]:

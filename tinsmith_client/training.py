@@ -96,10 +96,14 @@ class Model:
             self._calls, self._send("SaveForSampler", request).request_id, lambda r: r.save_for_sampler
         )
 
-    def sampler(self) -> Sampler:
-        """What answers from the weights as they are after the operations so far. Waits until it is there."""
+    def sampler(self, *, inflight: bool = False) -> Sampler:
+        """What answers from the weights as they are after the operations so far. Waits until it is there.
+
+        Args:
+            inflight: it moves with the model: each later call with this moves all such samplers.
+        """
         number = self._session.next_sampler()
-        request = checkpoints_pb2.SaveForSamplerRequest(sampling_session_seq_id=number)
+        request = checkpoints_pb2.SaveForSamplerRequest(sampling_session_seq_id=number, inflight=inflight)
         sent = self._send("SaveForSampler", request)
         Pending(self._calls, sent.request_id, lambda r: r.save_for_sampler).result()
         return Sampler(self._calls, sent.sampling_session_id)

@@ -1,6 +1,6 @@
 """Writes the pinned package lists that the images install without dependency resolution.
 
-    python deploy/docker/lock.py            gateway.txt, trainer-cpu.txt, sampler-cpu.txt
+    python deploy/docker/lock.py            gateway.txt, trainer-cpu.txt, sampler-cpu.txt, client.txt
     python deploy/docker/lock.py --check    exit 1 if one of them is out of date
     python deploy/docker/lock.py --cuda     trainer-cuda.txt, sampler-cuda.txt (needs uv and PyPI)
 
@@ -27,7 +27,12 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = Path(__file__).resolve().parent / "requirements"
-CPU_SERVICES = {"gateway": "gateway.txt", "trainer": "trainer-cpu.txt", "sampler": "sampler-cpu.txt"}
+CPU_SERVICES = {
+    "gateway": "gateway.txt",
+    "trainer": "trainer-cpu.txt",
+    "sampler": "sampler-cpu.txt",
+    "client": "client.txt",
+}
 CUDA_SERVICES = {"trainer": "trainer-cuda.txt", "sampler": "sampler-cuda.txt"}
 
 # vllm's build for CPUs has a name of its own.
@@ -51,9 +56,13 @@ def project() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
 
 
 def service_requirements(service: str) -> list[Requirement]:
-    """What one service asks for: the common dependencies and its extra."""
+    """What one service asks for: the common dependencies, its extra and that of traces. The client image has
+    the `tinsmith` command, which can retire a base model as a gateway does, and the SDK."""
     common, extras = project()
-    return common + extras[service]
+    if service != "client":
+        return common + extras[service] + extras["tracing"]
+    more = [one for one in (*extras["local"], *extras["dev"]) if one.name in ("psutil", "rich", "tinker")]
+    return common + extras["gateway"] + more
 
 
 def read_pins(path: Path) -> dict[str, str]:

@@ -14,19 +14,26 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 RUN python -m venv /opt/venv \
     && index=() \
     && if [ "${DEVICE}" = cpu ]; then index=(--extra-index-url "${TORCH_INDEX}"); fi \
-    && /opt/venv/bin/pip install --no-cache-dir --no-deps "${index[@]}" -r requirements.txt
+    && grep '^torch==' requirements.txt > torch.txt \
+    && grep -v '^torch==' requirements.txt > wheels.txt \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps "${index[@]}" -r torch.txt \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r wheels.txt
 COPY requirements/cpu.lock constraints.txt
 COPY proto proto
 RUN python -m venv /opt/protoc \
     && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
     && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
         proto/tinsmith/v1/*.proto proto/tinsmith/internal/v1/*.proto
+RUN python -m venv /opt/sbom \
+    && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+    && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --output-file sbom.cdx.json /opt/venv/bin/python
 
 FROM ${BASE_IMAGE}
 ARG DEVICE=cpu
-# On CUDA, triton compiles its launchers while vLLM runs. Debian's packages move only with security fixes.
+# tini is the first process: vLLM leaves children behind that somebody must collect. On CUDA, triton compiles its
+# launchers while vLLM runs. Debian's packages move only with security fixes.
 # hadolint ignore=DL3008,SC2086
-RUN packages=libnuma1 \
+RUN packages="libnuma1 tini" \
     && if [ "${DEVICE}" = cuda ]; then packages="${packages} gcc libc6-dev"; fi \
     && apt-get update \
     && apt-get install -y --no-install-recommends ${packages} \
@@ -34,6 +41,7 @@ RUN packages=libnuma1 \
     && groupadd --gid 10001 tinsmith \
     && useradd --uid 10001 --gid 10001 --create-home tinsmith
 COPY --from=build /opt/venv /opt/venv
+COPY --from=build /src/sbom.cdx.json /usr/share/sbom/tinsmith.cdx.json
 WORKDIR /app
 COPY --from=build /src/tinsmith tinsmith
 COPY services/__init__.py services/
@@ -45,4 +53,4 @@ ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 USER 10001:10001
 EXPOSE 9000 9090
-ENTRYPOINT ["python", "-m", "services.sampler"]
+ENTRYPOINT ["tini", "--", "python", "-m", "services.sampler"]

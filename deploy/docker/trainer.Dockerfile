@@ -21,9 +21,11 @@ SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 RUN python -m venv /opt/venv \
     && index=() && build_shm=0 \
     && if [ "${DEVICE}" = cpu ]; then index=(--extra-index-url "${TORCH_INDEX}"); build_shm=1; fi \
-    && grep -v '^deepspeed==' requirements.txt > wheels.txt \
+    && grep '^torch==' requirements.txt > torch.txt \
     && grep '^deepspeed==' requirements.txt > source.txt \
-    && /opt/venv/bin/pip install --no-cache-dir --no-deps "${index[@]}" -r wheels.txt wheel \
+    && grep -v -e '^torch==' -e '^deepspeed==' requirements.txt > wheels.txt \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps "${index[@]}" -r torch.txt \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r wheels.txt wheel \
     && DS_BUILD_SHM_COMM="${build_shm}" \
        /opt/venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation -r source.txt
 COPY requirements/cpu.lock constraints.txt
@@ -32,11 +34,20 @@ RUN python -m venv /opt/protoc \
     && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
     && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
         proto/tinsmith/v1/*.proto proto/tinsmith/internal/v1/*.proto
+RUN python -m venv /opt/sbom \
+    && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+    && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --output-file sbom.cdx.json /opt/venv/bin/python
 
 FROM ${BASE_IMAGE}
-RUN groupadd --gid 10001 tinsmith \
+# tini is the first process and collects what ranks leave behind. Debian's package moves only with security fixes.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 tinsmith \
     && useradd --uid 10001 --gid 10001 --create-home tinsmith
 COPY --from=build /opt/venv /opt/venv
+COPY --from=build /src/sbom.cdx.json /usr/share/sbom/tinsmith.cdx.json
 WORKDIR /app
 COPY --from=build /src/tinsmith tinsmith
 COPY services/__init__.py services/
@@ -49,4 +60,4 @@ ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 USER 10001:10001
 EXPOSE 9000 9090
-ENTRYPOINT ["python", "trainer_world.py"]
+ENTRYPOINT ["tini", "--", "python", "trainer_world.py"]

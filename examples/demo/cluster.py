@@ -74,6 +74,8 @@ def start(name: str, model: str, data_dir: Path, tell: Callable[[str], None], *o
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     log = data_dir / "up.log"
+    # It will hold the API key.
+    log.touch(mode=0o600)
     command = [sys.executable, "-m", "services.launcher.cli", "up", "--model", f"{name}={model}"]
     command += [
         "--port",

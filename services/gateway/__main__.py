@@ -5,26 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 
 import uvloop
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Internal, TinsmithError
-from services.common.process import collector, logs, rpc
+from services.common.process import collector, rpc
 from services.common.process.process import allow_open_files, setup_process, wait_for_signal
-from services.common.state import known_models, redis_client
+from services.common.state import known_models, redis_client, versions
 from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
-from services.common.telemetry import metrics
-from services.gateway.access.auth import KeyRing
+from services.common.telemetry import logs, metrics, tracing
+from services.common.tls.wires import identity, key_files
 from services.gateway.access.limits import MIB
 from services.gateway.access.memory import Memory
 from services.gateway.config import GatewayConfig, parse, stated
 from services.gateway.edge.grpc import service
 from services.gateway.edge.http.server import HttpServer
+from services.gateway.identity.key_store import KeyStore
+from services.gateway.identity.provider import provider
+from services.gateway.identity.ring import KeyRing
 from services.gateway.retention.snapshot_sweep import budget_on
 from services.gateway.wiring import Gateway
 
@@ -38,7 +42,7 @@ async def run(config: GatewayConfig) -> None:
 
     Raises:
         Unavailable: a port cannot be bound.
-        Conflict: another gateway has this id.
+        Conflict: another gateway has this id, or Redis has state of a release too far from this one.
         Internal: the HTTP server stopped by itself.
     """
     async with contextlib.AsyncExitStack() as cleanup:
@@ -47,13 +51,14 @@ async def run(config: GatewayConfig) -> None:
         claim = Claim(client, "gateway", config.id)
         await claim.take()
         cleanup.push_async_callback(claim.give_back)
+        await versions.join(client)
         await known_models.configure(client, config.base_models)
         data = DataDir(config.data_dir)
         storage = connect(config.checkpoint_store, data)
         gateway = Gateway(
             config.id,
             client,
-            KeyRing(config.api_keys_file),
+            KeyRing(config.api_keys_file, KeyStore(client), provider=provider(config.oidc)),
             storage,
             data,
             config.retention,
@@ -66,15 +71,29 @@ async def run(config: GatewayConfig) -> None:
             config.samples,
             config.public_url,
             config.near_clients,
+            identity(config.identity),
         )
         await cleanup.enter_async_context(
             metrics.served(config.host, config.metrics_port, gateway.readings())
         )
-        http = HttpServer(gateway.application, config.host, config.port, config.connections)
+        tls = key_files(config.tls_cert, config.tls_key)
+        http = HttpServer(
+            gateway.application,
+            config.host,
+            config.port,
+            config.connections,
+            config.access_log,
+            tls,
+            config.trusted_proxies,
+        )
         cleanup.push_async_callback(gateway.stop)
         await gateway.start()
         rpc_server = await service.serve(
-            gateway.application, rpc.address(config.host, config.grpc_port), config.grpc_connections
+            gateway.application,
+            rpc.address(config.host, config.grpc_port),
+            config.grpc_connections,
+            config.access_log,
+            tls,
         )
         cleanup.push_async_callback(rpc_server.drain, _GRPC_GRACE_S)
         collector.settle()
@@ -105,11 +124,12 @@ async def _until_signal(serving: asyncio.Task[None]) -> None:
 
 def main() -> None:
     config = parse(sys.argv[1:])
-    logs.configure(config.id)
+    logs.configure(config.id, config.log_format)
     setup_process(config.id, DataDir(config.data_dir).run)
     allow_open_files()
     try:
-        uvloop.run(run(config))
+        with tracing.exported("tinsmith-gateway", config.id, os.environ):
+            uvloop.run(run(config))
     except (TinsmithError, RedisError, OSError, ValueError) as error:
         sys.exit(f"{config.id}: {error}")
 

@@ -7,21 +7,37 @@ another gateway would need; what is kept is caches of records that no longer cha
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
 from services.common.contract import ids
-from services.common.contract.errors import Gone, InvalidRequest, NotFound, PermissionDenied, TinsmithError
-from services.gateway.access.auth import KeyRing
+from services.common.contract.errors import (
+    Gone,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    TinsmithError,
+)
+from services.common.telemetry import subject
+from services.gateway.access.answer_room import AnswerAccount, AnswerRoom
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
 from services.gateway.access.turns import Turns
+from services.gateway.administration.administration import Administration
+from services.gateway.audit.store import AuditStore
+from services.gateway.audit.trail import AuditTrail
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.readiness import Readiness
 from services.gateway.cluster.redis_restart import RedoLog
+from services.gateway.identity.door import Door
+from services.gateway.identity.key import ADMIN, Caller
+from services.gateway.identity.key_store import KeyStore
+from services.gateway.identity.owner import named
+from services.gateway.identity.ring import KeyRing
+from services.gateway.identity.signed_urls import SignedUrls
 from services.gateway.inference.inference import Inference
 from services.gateway.inference.streams import SampleStreams
 from services.gateway.inference.tokenizer_files import TokenizerFiles
@@ -32,6 +48,8 @@ from services.gateway.sampling.accept import Sampling
 from services.gateway.sampling.completions import Completions, Page, Target
 from services.gateway.sessions.search import SessionSearch
 from services.gateway.sessions.sessions import Sessions
+from services.gateway.sessions.use import SessionUse
+from services.gateway.timelines.timelines import Timelines
 from services.gateway.training.accept import Models
 from services.gateway.training.copies import Copies
 from services.gateway.training.exports import Exports
@@ -41,21 +59,32 @@ from services.gateway.training.saves import Saves
 ACKNOWLEDGED_S = 60
 """A result that its client says it has may be asked for so much longer."""
 
+_ROOM_S = 4.0
+"""How long a result waits for memory: the SDK gives a long poll five seconds more than it asks for."""
+
 
 @dataclass(frozen=True)
 class Application:
-    """What the edges call. Every method takes the owner that `keys` found for the caller."""
+    """What the edges call. Every method takes the owner of the caller that `door` let in."""
 
     keys: KeyRing
+    key_store: KeyStore
+    administration: Administration
+    door: Door
+    audit: AuditTrail
+    audit_store: AuditStore
     base_models: BaseModels
     sessions: Sessions
     session_search: SessionSearch
+    use: SessionUse
     models: Models
     saves: Saves
     exports: Exports
     checkpoints: Checkpoints
     copies: Copies
     downloads: Downloads
+    signed_urls: SignedUrls
+    timelines: Timelines
     runs: Runs
     sampling: Sampling
     inference: Inference
@@ -71,52 +100,98 @@ class Application:
     near_clients: bool
     gate: Gate
     budget: BodyBudget
+    answers: AnswerRoom
     turns: Turns
 
-    async def wait_result(self, owner: str, request_id: str, seconds: float) -> FutureView:
+    def audited(self, caller: Caller, owner: str) -> str | None:
+        """Whose records a caller is shown who asks for an owner's; None: everybody's.
+
+        Args:
+            owner: empty: all that the caller may see.
+
+        Raises:
+            InvalidRequest: no owner has that name.
+            PermissionDenied: somebody else's, which only role admin sees.
+        """
+        if owner:
+            named(owner)
+        if caller.role == ADMIN:
+            return owner or None
+        if owner not in ("", caller.owner):
+            raise PermissionDenied(
+                f"{owner[:80]!r} is another owner, whose records take an API key of role admin",
+                "role_missing",
+            )
+        return caller.owner
+
+    async def wait_result(self, owner: str, request_id: str, seconds: float, held: ExitStack) -> FutureView:
         """The state of a future: as soon as it is resolved, at the latest after `seconds`.
 
         Returns early, as pending, when this gateway drains: another one can be asked.
 
+        Args:
+            held: counts the memory of the result until it is closed.
+
         Raises:
-            NotFound: the model or request does not exist, or the result expired.
+            LimitReached: there is no room for the result.
+            NotFound: the model or request does not exist, is somebody else's, or the result expired.
             Gone: the same of a sample, which may simply be sampled anew.
-            PermissionDenied: somebody else's.
         """
+        subject.note(request_id=request_id)
         await self._check_asker(owner, request_id)
-        view = await self.futures.wait(request_id, seconds)
+        account = held.enter_context(self.answers.account(owner))
+        view = await self._counted(account, request_id, [await self.futures.wait(request_id, seconds)])
         await self._check_known(request_id, view)
         if view.state == "done":
             self.fetched.note(request_id)
         return view
 
+    async def _counted(self, account: AnswerAccount, request_id: str, found: list[FutureView]) -> FutureView:
+        """The future that was found, which leaves the list. What its result takes until its client has it is
+        counted; while it waits for room it takes none."""
+        takes = self.answers.of_result(len(found[0].result or b""))
+        if account.take_now(takes):
+            return found.pop()
+        found.pop()
+        await account.take(takes, _ROOM_S)
+        return await self.futures.wait(request_id, 0)
+
     async def read_results(
         self, owner: str, request_ids: Sequence[str], seconds: float
     ) -> AsyncGenerator[tuple[str, bytes | TinsmithError]]:
         """What came of each request, as soon as it is resolved: its result, or why there is none. Ends when
-        all were told, at the latest after `seconds`, and early when this gateway drains."""
+        all were told, at the latest after `seconds`, and early when this gateway drains. Each result is
+        counted until the next is asked for.
+
+        Raises:
+            LimitReached: there is no room for a result.
+        """
         asked = []
         for request_id in dict.fromkeys(request_ids):
             try:
                 await self._check_asker(owner, request_id)
                 asked.append(request_id)
-            except (NotFound, Gone, PermissionDenied) as error:
+            except (NotFound, Gone) as error:
                 yield request_id, error
         async with aclosing(self.several.resolved(asked, seconds)) as resolved:
             async for request_id, view in resolved:
-                try:
-                    await self._check_known(request_id, view)
-                except (NotFound, Gone) as error:
-                    yield request_id, error
-                    continue
-                yield request_id, view.result or b""
-                self.fetched.note(request_id)
+                found = [view]
+                del view
+                with self.answers.account(owner) as account:
+                    found.append(await self._counted(account, request_id, found))
+                    try:
+                        await self._check_known(request_id, found[0])
+                    except (NotFound, Gone) as error:
+                        yield request_id, error
+                        continue
+                    yield request_id, found.pop().result or b""
+                    self.fetched.note(request_id)
 
     async def acknowledge_results(self, owner: str, request_ids: Sequence[str]) -> None:
         """Lets results go that their client has.
 
         Raises:
-            NotFound, Gone, PermissionDenied: one is no request of the caller's. Nothing was let go.
+            NotFound, Gone: one is no request of the caller's. Nothing was let go.
         """
         for request_id in request_ids:
             await self._check_asker(owner, request_id)
@@ -162,7 +237,6 @@ class Application:
 
         Raises:
             NotFound: the sampling session does not exist.
-            PermissionDenied: somebody else's.
             InvalidRequest: a fetched request is not the client's.
         """
         await self.sampling.get(owner, target.sampling_session_id)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import MAX_SAMPLES
 from services.common.contract.stand_ins import STAND_INS
 from services.common.process import flags
@@ -19,21 +20,25 @@ from services.common.process.flags import (
     BYTES_OR_0,
     HTTP_URL,
     PORT,
+    PROXIES,
     SECONDS,
     SWITCH,
     TEXT,
     Flag,
     Kind,
     number,
+    one_of,
 )
 from services.common.state.journal_records import JournalLimits
 from services.common.state.known_models import EXAMPLE, Configured, parse_configured
 from services.common.state.room import RoomLimits
 from services.common.storage.location import check_location
+from services.common.telemetry import logs
 from services.gateway.access.limits import MIB, Limits, OwnerLimits
 from services.gateway.access.memory import DEFAULT_MIB, LEAST_MIB, Memory
 from services.gateway.dispatch.plan import DispatchSettings, Window
-from services.gateway.edge.http.connection import ConnectionLimits
+from services.gateway.edge.http.wire.connection import ConnectionLimits
+from services.gateway.identity.provider import ProviderSettings
 from services.gateway.retention.plan import RetentionSettings
 from services.gateway.sampling.dispatcher import SampleSettings
 
@@ -49,14 +54,20 @@ class GatewayConfig:
         host: address that both ports listen on.
         port: HTTP port; 0 takes a free one.
         grpc_port: gRPC port; 0 takes a free one.
+        identity: directory of ca.crt, tls.crt and tls.key, for mutual TLS with trainers and samplers;
+            empty: in the clear.
         metrics_port: port of Prometheus' /metrics, of this process alone; 0 = none.
+        log_format: of what it logs: "text", lines to read, or "json", objects to search.
+        access_log: whether each request is a line of the log.
         grpc_connections: gRPC connections at once.
         public_url: what clients reach the gateways as; empty: as each request names them.
+        tls_cert, tls_key: PEM files of the certificate of both public ports; empty: in the clear.
+        trusted_proxies: addresses and networks whose forwarded headers are believed.
         near_clients: whether a client that connects over loopback has the files of this machine.
         data_dir: directory for the pid file and the default keys file.
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
             s3://bucket/prefix; empty = in the data directory.
-        api_keys_file: one key per line, optionally followed by a space and the owner's name.
+        api_keys_file: API keys and their owners, a line each (`identity/keys_file.py`).
         base_models: those that are to be waited for, also before anything of them was ever there.
         redis_url: where all state is.
         memory_mib: what requests, samples and operations in flight may take.
@@ -64,6 +75,7 @@ class GatewayConfig:
         snapshot_owner_bytes: the same of one owner.
         limits: bounds of one request, and of what one API key may have.
         connections: bounds of HTTP connections.
+        oidc: whose tokens are let in where API keys are.
         retention: when silent sessions let go of what they hold.
         journal: bounds of each model's journal in Redis.
         room: bounds of what all of them and all results take there, and how long results stay.
@@ -75,11 +87,17 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 8001
+    identity: Path = Path()
     metrics_port: int = 0
+    log_format: str = "text"
+    access_log: bool = False
     grpc_connections: int = 2048
     data_dir: Path = Path()
     checkpoint_store: str = ""
     public_url: str = ""
+    tls_cert: Path = Path()
+    tls_key: Path = Path()
+    trusted_proxies: tuple[str, ...] = ()
     near_clients: bool = True
     api_keys_file: Path = Path()
     base_models: tuple[Configured, ...] = ()
@@ -92,6 +110,7 @@ class GatewayConfig:
     retention: RetentionSettings = field(default_factory=RetentionSettings)
     journal: JournalLimits = field(default_factory=JournalLimits)
     room: RoomLimits = field(default_factory=RoomLimits)
+    oidc: ProviderSettings = field(default_factory=ProviderSettings)
     dispatch: DispatchSettings = field(default_factory=DispatchSettings)
     samples: SampleSettings = field(default_factory=SampleSettings)
 
@@ -105,6 +124,7 @@ _LOCATION = Kind("a directory or a URL", "URL", _checked_location)
 _STAND_IN = Kind(f"one of {', '.join(STAND_INS)}, or empty", "LOSS", lambda text: _stand_in(text))
 _MODELS = Kind(f"JSON like {EXAMPLE}", "JSON", parse_configured)
 _PATH = Kind("a path", "PATH", lambda text: Path(text) if text else Path())
+_FORMAT = one_of(logs.FORMATS)
 _MEMORY = number(LEAST_MIB, 1 << 20, "MiB")
 _MESSAGE = number(1, 192 * MIB, "bytes")
 _COUNT = number(1, 10**9)
@@ -117,9 +137,22 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--host", TEXT, GatewayConfig, "host", "address to listen on"),
         Flag("--port", PORT, GatewayConfig, "port", "HTTP port, shared with other gateways of this machine"),
         Flag("--grpc-port", PORT, GatewayConfig, "grpc_port", "gRPC port, shared in the same way"),
+        Flag("--identity", _PATH, GatewayConfig, "identity",
+             "directory of ca.crt, tls.crt and tls.key: who this gateway is to trainers and samplers, which "
+             "it then calls by mutual TLS; empty: in the clear"),
         Flag("--metrics-port", PORT, GatewayConfig, "metrics_port", "port of Prometheus' /metrics, 0 = none"),
+        Flag("--log-format", _FORMAT, GatewayConfig, "log_format",
+             "of the log: lines to read, or JSON objects to search"),
+        Flag("--access-log", SWITCH, GatewayConfig, "access_log", "log a line for every request"),
         Flag("--public-url", HTTP_URL, GatewayConfig, "public_url",
              "what clients reach the gateways as, for download links; empty: as their requests name them"),
+        Flag("--tls-cert", _PATH, GatewayConfig, "tls_cert",
+             "PEM certificate, with its chain, of the HTTP and the gRPC port; read again when it rotates; "
+             "empty: in the clear"),
+        Flag("--tls-key", _PATH, GatewayConfig, "tls_key", "PEM key of that certificate"),
+        Flag("--trusted-proxy", PROXIES, GatewayConfig, "trusted_proxies",
+             "addresses and networks, with commas between, of proxies whose X-Forwarded-For and "
+             "X-Forwarded-Proto are believed"),
         Flag("--near-clients", SWITCH, GatewayConfig, "near_clients",
              "who connects over loopback has this machine's files, and is told where a tokenizer lies; not "
              "so in a container"),
@@ -128,6 +161,16 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--memory-mib", _MEMORY, GatewayConfig, "memory_mib",
              "memory for all requests, samples and operations in flight; the process takes about 200 MiB "
              "besides"),
+    ),
+    "an identity provider (OpenID Connect)": (
+        Flag("--oidc-issuer", TEXT, ProviderSettings, "issuer",
+             "claim iss of tokens that are let in where API keys are; empty: none are"),
+        Flag("--oidc-audience", TEXT, ProviderSettings, "audience", "what their claim aud must have"),
+        Flag("--oidc-jwks-url", HTTP_URL, ProviderSettings, "jwks_url",
+             "where the provider publishes the keys that it signs with"),
+        Flag("--oidc-owner-claim", TEXT, ProviderSettings, "owner_claim", "claim that names the owner"),
+        Flag("--oidc-role-claim", TEXT, ProviderSettings, "role_claim",
+             "claim that is, or lists, admin, user or read; empty: all have role user"),
     ),
     "models and files": (
         Flag("--base-models", _MODELS, GatewayConfig, "base_models",
@@ -242,6 +285,7 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         retention=given.of(RetentionSettings),
         journal=given.of(JournalLimits),
         room=given.of(RoomLimits),
+        oidc=given.of(ProviderSettings),
         dispatch=given.of(DispatchSettings, window=given.of(Window)),
         samples=given.of(SampleSettings),
     )
@@ -256,6 +300,12 @@ def _mistakes(config: GatewayConfig) -> list[str]:
     found = []
     if not config.redis_url:
         found.append(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")
+    if (config.tls_cert == Path()) != (config.tls_key == Path()):
+        found.append("--tls-cert and --tls-key go together")
+    try:
+        config.oidc.check()
+    except InvalidRequest as error:
+        found.append(error.message)
     if config.data_dir == Path():
         found.append("--data-dir must be given (or TINSMITH_DATA_DIR)")
     memory = Memory.of(config.memory_mib * MIB)

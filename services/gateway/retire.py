@@ -11,37 +11,16 @@ import asyncio
 import os
 import sys
 
-import redis.asyncio
 from redis.exceptions import RedisError
 
-from services.common.contract.errors import Conflict, InvalidRequest, NotFound, TinsmithError, Unavailable
-from services.common.state import known_models, redis_client
-from services.common.state.registry import Registry
+from services.common.contract.errors import InvalidRequest, TinsmithError, Unavailable
+from services.common.state import redis_client
+from services.gateway.administration.base_models import retire
 from services.gateway.config import REDIS_URL_VARIABLE
 
 _RETIRED = """\
 {} is retired: what waits for it fails, and new requests for it are refused.
 A gateway that is started with it in --base-models, or a trainer or sampler of it, brings it back."""
-
-
-async def retire(client: redis.asyncio.Redis, name: str) -> None:
-    """Retires a base model.
-
-    Raises:
-        NotFound: nobody knows the name.
-        Conflict: a trainer or sampler of it is alive.
-    """
-    view = await Registry(client).look("trainer", "sampler")
-    if name not in view.base_models:
-        known = ", ".join(sorted(view.base_models)) or "none"
-        raise NotFound(f"no base model is called {name!r}; known: {known}")
-    live = [record.id for found in view.services.values() for record in found if record.base_model == name]
-    if live:
-        raise Conflict(
-            f"{', '.join(live)} {'serves' if len(live) == 1 else 'serve'} {name}; stop that first "
-            "(a process that was killed counts for 10 s)"
-        )
-    await known_models.retire(client, name)
 
 
 def run(redis_url: str, name: str) -> None:

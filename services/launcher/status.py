@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -22,10 +23,12 @@ from services.common.process import rpc
 from services.common.state import keys, redis_client, registry
 from services.common.state.poison import Poison
 from services.common.storage.data_dir import DataDir
+from services.common.tls.wires import Identity, Role, identity
 from services.launcher import machine, usage
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 _RPC_TIMEOUT_S = 3.0
+_IDENTITY_VARIABLE = "TINSMITH_IDENTITY"
 
 
 async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
@@ -47,7 +50,8 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
         return report
     finally:
         await client.aclose()
-    report["services"] = await asyncio.gather(*(_service(record) for record in records))
+    who = _operator(data)
+    report["services"] = await asyncio.gather(*(_service(record, who) for record in records))
     return report
 
 
@@ -76,13 +80,21 @@ def _processes(data: DataDir) -> list[dict[str, Any]]:
     return found
 
 
-async def _service(record: registry.ServiceRecord) -> dict[str, Any]:
+def _operator(data: DataDir) -> Identity | None:
+    """Who asks, of a cluster whose services want to know it."""
+    given = os.environ.get(_IDENTITY_VARIABLE)
+    own = data.tls / "operator"
+    return identity(Path(given) if given else own if own.exists() else Path())
+
+
+async def _service(record: registry.ServiceRecord, who: Identity | None) -> dict[str, Any]:
     entry = {key: value for key, value in msgspec.to_builtins(record).items() if value}
     if record.kind == "gateway":
         # They are told apart from the services.
         entry.pop("limits", None)
         return entry
-    async with rpc.channel(record.address) as channel:
+    peer: Role = "trainer" if record.kind == "trainer" else "sampler"
+    async with rpc.channel(record.address, who, peer) as channel:
         try:
             if record.kind == "trainer":
                 reply: Any = await trainer_pb2_grpc.TrainerServiceStub(channel).GetTrainerStatus(
@@ -153,6 +165,13 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
         lines.append(f"  its event loop stood still {entry['stalls']} times, for {longest} ms at most")
     if "world_size" in status:
         lines.append(f"  {status['world_size']} ranks, ZeRO stage {status['zero_stage']}")
+    if "adapter_room_bytes" in status:
+        mib = 2**20
+        lines.append(
+            f"  adapters take {int(status['adapter_bytes']) / mib:.0f} of "
+            f"{int(status['adapter_room_bytes']) / mib:.0f} MiB of each rank; sequences of up to "
+            f"{status['max_sequence_tokens']} tokens, {status['max_operation_tokens']} an operation"
+        )
     for model in status.get("models", []):
         lines.append(
             f"  {model['model_id']}  {_trained(model)}  at operation {model['applied_seq_id']}"

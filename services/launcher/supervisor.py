@@ -67,10 +67,6 @@ class Supervisor:
         self._spawn_hooks: dict[str, Callable[[int], object]] = {}
         self.running: dict[str, Running] = {}
 
-    def add_environment(self, **variables: str) -> None:
-        """Variables for all processes started from now on."""
-        self._env.update(variables)
-
     def on_spawn(self, name: str, hook: Callable[[int], object]) -> None:
         """Calls `hook(pid)` at every start of a process that writes no pid file itself."""
         self._spawn_hooks[name] = hook

@@ -9,29 +9,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
+import stat
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Unavailable
-from services.common.process.process import machine_memory, wait_for_signal
+from services.common.process.periodic import Periodic
+from services.common.process.process import keep_files_private, machine_memory, wait_for_signal
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client, registry
-from services.common.storage.data_dir import DataDir
+from services.common.storage.data_dir import NAMES, DataDir
+from services.common.tls.wires import ROLES, Role
+from services.gateway.identity import keys_file
+from services.gateway.identity.key import PREFIX
 from services.launcher import default_model, machine, plan, redis_server
+from services.launcher.certificates import authority
 from services.launcher.progress import Endpoint, Progress
 from services.launcher.supervisor import Supervisor
 from services.trainer.world.launch import launch_command
 
+FIRST_OWNER = "operator"
+"""Owner of what is made with the first API key."""
 REDIS_START_S = 20.0
 _POLL_S = 0.3
 _PREVIOUS_RUN_S = 120.0
+_RENEWAL_S = 3600.0
+_RENEWAL_DEADLINE_S = 60.0
 
 
 def up(options: plan.Options, redis_url: str | None, verbose: bool) -> int:
@@ -41,9 +55,9 @@ def up(options: plan.Options, redis_url: str | None, verbose: bool) -> int:
         Unavailable: the directory or a port is in use, or a process cannot be started.
     """
     data = DataDir(options.data_dir)
+    keep_files_private()
+    make_directory(data)
     options = _with_models(options)
-    for directory in (data.run, data.logs):
-        directory.mkdir(parents=True, exist_ok=True)
     with _lock(data.root):
         _wait_for_previous_run(data)
         for port in (options.port, options.grpc_port):
@@ -53,6 +67,36 @@ def up(options: plan.Options, redis_url: str | None, verbose: bool) -> int:
         for old in data.logs.glob("*.log"):
             old.replace(old.with_suffix(".log.1"))
         return asyncio.run(_run(options, data, key, redis_url, verbose))
+
+
+def make_directory(data: DataDir) -> None:
+    """Makes the data directory, or keeps one that holds nothing but a cluster's things to its user. Of one
+    with other things in it, which somebody may share, it only says that others come to it.
+
+    Raises:
+        Unavailable: it cannot be made.
+    """
+    try:
+        data.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = stat.S_IMODE(data.root.stat().st_mode)
+        others = sorted({entry.name for entry in data.root.iterdir()} - NAMES)
+        if mode & 0o077 and not others:
+            data.root.chmod(0o700)
+        elif mode & 0o077:
+            print(
+                f"other users of this machine come to {data.root} (mode {mode:03o}), which is left so "
+                f"because it holds more than a cluster's things, such as {others[0]!r}: run `chmod 700` "
+                "on it, or choose another --data-dir",
+                file=sys.stderr,
+                flush=True,
+            )
+        for directory in (data.run, data.logs):
+            directory.mkdir(exist_ok=True)
+    except OSError as error:
+        raise Unavailable(
+            f"{data.root} cannot be the data directory: {error.strerror or error}; choose another with "
+            "--data-dir"
+        ) from error
 
 
 def show(options: plan.Options) -> str:
@@ -80,11 +124,24 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
     stop = asyncio.create_task(wait_for_signal(), name="signals")
     supervisor = Supervisor(data.logs, dict(os.environ) | {"PYTHONUNBUFFERED": "1"})
     progress = Progress(data.logs, verbose)
+    renew = partial(asyncio.to_thread, authority.renew, data.tls)
+    renewal = Periodic("renewal of certificates", _RENEWAL_S, renew, _RENEWAL_DEADLINE_S)
     try:
-        url = redis_url or await _start_redis(supervisor, data, options.redis_appendfsync)
-        _write_secret(data.redis_url, url)
-        supervisor.add_environment(TINSMITH_REDIS_URL=url)
-        client = redis_client.connect(url)
+        if options.mtls == "on":
+            await asyncio.to_thread(authority.prepare, data.tls)
+            renewal.start()
+        else:
+            # `tinsmith status` goes by whether the operator's is there.
+            try:
+                await asyncio.to_thread(authority.remove, data.tls)
+            except OSError as error:
+                raise Unavailable(f"the certificates in {data.tls} cannot be removed: {error}") from error
+        if redis_url:
+            urls = dict.fromkeys(ROLES, redis_url)
+        else:
+            urls = await _start_redis(supervisor, data, options.redis_appendfsync)
+        _write_secret(data.redis_url, urls["operator"])
+        client = redis_client.connect(urls["operator"])
         await _wait_for_redis(client, supervisor)
         for running in supervisor.running.values():
             running.was_ready = True
@@ -93,12 +150,14 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
         for note in plan.aliases(options):
             progress.note(note)
         for process in plan.processes(options, ports, launch_command):
-            await supervisor.start(process)
+            await supervisor.start(_knowing_redis(process, urls))
         ready = asyncio.create_task(_until_ready(client, supervisor, progress), name="ready")
         await asyncio.wait({ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
-            endpoint = Endpoint(options.host, options.port, options.grpc_port, options.public_url)
+            endpoint = Endpoint(
+                options.host, options.port, options.grpc_port, options.public_url, bool(options.tls_cert)
+            )
             progress.ready(endpoint, key, options.models[0].name)
             await _watch(supervisor, progress, stop)
         await cancel_all([ready])
@@ -107,6 +166,7 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
     finally:
         progress.note("stopping: finishing what was accepted (Ctrl-C again to stop at once)")
         await _stop(supervisor)
+        await renewal.stop()
         data.redis_url.unlink(missing_ok=True)
         (data.run / "redis-0.pid").unlink(missing_ok=True)
         progress.note("stopped")
@@ -122,12 +182,19 @@ async def _stop(supervisor: Supervisor) -> None:
     await stopped
 
 
-async def _start_redis(supervisor: Supervisor, data: DataDir, appendfsync: str) -> str:
+def _knowing_redis(process: plan.Process, urls: Mapping[Role, str]) -> plan.Process:
+    """The process, with the URL of its role's user."""
+    assert process.announces is not None
+    url = urls[cast(Role, process.announces[0])]
+    return replace(process, env={**process.env, "TINSMITH_REDIS_URL": url})
+
+
+async def _start_redis(supervisor: Supervisor, data: DataDir, appendfsync: str) -> dict[Role, str]:
     memory = redis_server.memory_share(machine_memory())
-    process, url = redis_server.prepare(data.redis, machine.free_port(), appendfsync, memory)
+    process, urls = redis_server.prepare(data.redis, machine.free_port(), appendfsync, memory)
     supervisor.on_spawn(process.name, lambda pid: (data.run / "redis-0.pid").write_text(f"{pid}\n"))
     await supervisor.start(process)
-    return url
+    return urls
 
 
 async def _wait_for_redis(client: redis.asyncio.Redis, supervisor: Supervisor) -> None:
@@ -174,10 +241,32 @@ async def _watch(supervisor: Supervisor, progress: Progress, stop: asyncio.Task[
 
 
 def api_key(path: Path) -> str:
-    """The cluster's first API key, made when there is none."""
+    """The cluster's first API key, made when there is none. Its owner has a name, so that a new key with that
+    name in its place still has what was made with the old one.
+
+    Raises:
+        Unavailable: the file holds no key, or something else.
+    """
     if not path.exists():
-        _write_secret(path, f"tml-{secrets.token_urlsafe(32)}\n")
-    return path.read_text().split()[0]
+        _write_secret(path, f"tml-{secrets.token_urlsafe(32)} {FIRST_OWNER} role=admin\n")
+    text = path.read_text()
+    wrong = keys_file.parse(text).wrong
+    if wrong:
+        number, why = wrong[0]
+        raise Unavailable(f"{path}: line {number}: {why}{_cure(text.splitlines()[number - 1])}")
+    found = [line.split()[0] for line in text.splitlines() if line.startswith(PREFIX)]
+    if not found:
+        raise Unavailable(f"{path} holds no API key; remove it, and a new one is made")
+    return found[0]
+
+
+def _cure(line: str) -> str:
+    """What to write into a line with a key alone, as an earlier version made it: that named its owner so."""
+    words = line.split()
+    if len(words) != 1 or not words[0].startswith(PREFIX):
+        return ""
+    owner = f"key-{hashlib.sha256(words[0].encode()).hexdigest()[:12]}"
+    return f"; to keep what was made with the key, write after it in that line: {owner} role=admin"
 
 
 def _write_secret(path: Path, text: str) -> None:

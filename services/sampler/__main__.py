@@ -16,8 +16,9 @@ import sys
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
-from services.common.process import logs, process
+from services.common.process import process
 from services.common.storage.data_dir import DataDir
+from services.common.telemetry import logs, tracing
 from services.sampler import config
 
 log = logging.getLogger("services.sampler")
@@ -30,7 +31,7 @@ def main() -> int:
     except TinsmithError as error:
         print(f"sampler: {error}", file=sys.stderr)
         return 2
-    logs.configure(settings.id)
+    logs.configure(settings.id, settings.log_format)
     process.setup_process(settings.id, DataDir(settings.data_dir).run)
     os.environ.update(config.engine_environment(settings))
     # A spawned process begins with the main module of the one that started it, but multiprocessing
@@ -43,7 +44,8 @@ def main() -> int:
     from services.sampler import replica
 
     try:
-        return asyncio.run(replica.run(settings))
+        with tracing.exported("tinsmith-sampler", settings.id, os.environ):
+            return asyncio.run(replica.run(settings))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)
         return 1

@@ -10,12 +10,14 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from services.common.contract.errors import InvalidRequest
+from services.common.telemetry import logs
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+KvCacheDtype = Literal["auto", "fp8"]
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
 GIB = 1 << 30
@@ -33,12 +35,16 @@ class SamplerConfig:
         device: "auto" takes what the installed vLLM runs on.
         dtype: "auto" is float32 on CPU and the model's own on CUDA.
         host, port, advertise_host: where gRPC listens (0 = a free port), and the name others use.
+        identity: directory of ca.crt, tls.crt and tls.key, for mutual TLS; empty: in the clear.
         metrics_port: of Prometheus' /metrics; 0 = none.
+        log_format: of the log, "text" or "json".
+        access_log: whether each call is a line of the log.
         data_dir: shared directory with the snapshots.
         redis_url: of the cluster's Redis.
         max_context: most tokens of a prompt and its answer; 0 = as many as the model takes, or on CPU as
             many as the memory for keys and values holds.
-        max_loras: adapters in one engine step; requests for more take turns.
+        max_loras: adapters in one engine step; requests for more take turns. 0 = none at all: only the base
+            model and full models are sampled, and the engine spends nothing on adapters.
         max_lora_rank: largest adapter rank.
         snapshot_cache_gib: host memory for snapshots that may be sampled from without a reload.
         full_snapshot_cache_gib: host memory, of all workers together, for snapshots of full models; others
@@ -46,8 +52,12 @@ class SamplerConfig:
         kv_cache_gib: memory for keys and values; 0 = from the model and what the machine has on CPU, from
             gpu_memory_utilization on CUDA.
         gpu_memory_utilization: fraction of the GPU's memory for this engine.
+        kv_cache_dtype: of keys and values; "auto" is the model's. "fp8" has room for twice as many, and
+            changes log-probabilities; CUDA only.
         tensor_parallel_size: workers (and GPUs) of this replica.
         max_sequences: sequences that the engine generates at once; 0 = what vLLM takes on this device.
+        max_batched_tokens: tokens of prompts and sequences that one engine step computes; 0 = what vLLM takes
+            on this device.
         drain_seconds: how long running requests may take after SIGTERM.
         stall_seconds: an engine that finishes no step for this long while requests run, or answers nothing,
             is stuck, and this process ends to be started again.
@@ -62,7 +72,10 @@ class SamplerConfig:
     dtype: Dtype = "auto"
     host: str = "127.0.0.1"
     port: int = 0
+    identity: Path = Path()
     metrics_port: int = 0
+    log_format: str = "text"
+    access_log: bool = False
     advertise_host: str = "127.0.0.1"
     max_context: int = 0
     max_loras: int = 8
@@ -70,9 +83,11 @@ class SamplerConfig:
     snapshot_cache_gib: float = 4.0
     full_snapshot_cache_gib: float = 16.0
     kv_cache_gib: float = 0.0
+    kv_cache_dtype: KvCacheDtype = "auto"
     gpu_memory_utilization: float = 0.4
     tensor_parallel_size: int = 1
     max_sequences: int = 0
+    max_batched_tokens: int = 0
     drain_seconds: float = 60.0
     stall_seconds: float = 300.0
 
@@ -81,13 +96,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
     "metrics_port": (0, 65535),
     "max_context": (0, math.inf),
-    "max_loras": (1, math.inf),
+    "max_loras": (0, math.inf),
     "snapshot_cache_gib": (0, math.inf),
     "full_snapshot_cache_gib": (0, math.inf),
     "kv_cache_gib": (0, math.inf),
     "gpu_memory_utilization": (0.01, 1),
     "tensor_parallel_size": (1, math.inf),
     "max_sequences": (0, math.inf),
+    "max_batched_tokens": (0, math.inf),
     "drain_seconds": (0, math.inf),
     "stall_seconds": (1, math.inf),
 }
@@ -113,17 +129,28 @@ def _parser() -> argparse.ArgumentParser:
     flag("--dtype", "default auto: float32 on CPU", "auto", choices=("auto", "float32", "bfloat16"))
     flag("--host", "address to listen on", "127.0.0.1")
     flag("--port", "port to listen on, 0 = a free one", 0, type=int)
+    flag(
+        "--identity",
+        "directory of ca.crt, tls.crt and tls.key: who this sampler is; only the cluster's gateways and "
+        "trainers may call it then. Empty: in the clear, for everybody who reaches it",
+        "",
+        type=Path,
+    )
     flag("--metrics-port", "port of Prometheus' /metrics; 0 = none", 0, type=int)
+    flag("--log-format", "lines to read, or JSON objects to search", "text", choices=logs.FORMATS)
+    flag("--access-log", "yes: a line in the log for every call", "no", choices=("yes", "no"))
     flag("--advertise-host", "name under which others reach this host", "127.0.0.1")
     flag("--max-context", "most tokens of prompt and answer; 0 = choose", 0, type=int)
-    flag("--max-loras", "adapters in one engine step", 8, type=int)
+    flag("--max-loras", "adapters in one engine step; 0 = adapters are not sampled", 8, type=int)
     flag("--max-lora-rank", f"largest adapter rank: one of {LORA_RANKS}", 128, type=int)
     flag("--snapshot-cache-gib", "host memory for adapter snapshots", 4.0, type=float)
     flag("--full-snapshot-cache-gib", "host memory for snapshots of full models", 16.0, type=float)
     flag("--kv-cache-gib", "memory for keys and values; 0 = choose", 0.0, type=float)
+    flag("--kv-cache-dtype", "fp8: on CUDA, twice the room", "auto", choices=("auto", "fp8"))
     flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
     flag("--tensor-parallel-size", "GPUs of this replica", 1, type=int)
     flag("--max-sequences", "sequences generated at once; 0 = choose", 0, type=int)
+    flag("--max-batched-tokens", "tokens of one engine step; 0 = choose", 0, type=int)
     flag("--drain-seconds", "time for running requests after SIGTERM", 60.0, type=float)
     flag("--stall-seconds", "time without progress after which a stuck engine ends", 300.0, type=float)
     return parser
@@ -147,10 +174,33 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
             flag = "--" + setting.replace("_", "-")
             most = "" if math.isinf(high) else f" and at most {high:g}"
             raise InvalidRequest(f"{flag} is {args[setting]}; it must be at least {low:g}{most}")
+    choices = {
+        "log_format": logs.FORMATS,
+        "access_log": ("yes", "no"),
+        "kv_cache_dtype": get_args(KvCacheDtype),
+    }
+    for setting, words in choices.items():
+        # argparse does not check a default, which the environment may have given.
+        if args[setting] not in words:
+            flag = "--" + setting.replace("_", "-")
+            raise InvalidRequest(f"{flag} is {args[setting]!r}; it must be one of {', '.join(words)}")
+    args["access_log"] = args["access_log"] == "yes"
+    _check_together(args)
     redis_url = os.environ.get(REDIS_URL_VARIABLE)
     if not redis_url:
         raise InvalidRequest(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")
     return SamplerConfig(base_model=name, model_path=path, redis_url=redis_url, **args)
+
+
+def _check_together(args: dict[str, Any]) -> None:
+    step, sequences = args["max_batched_tokens"], args["max_sequences"]
+    if step and step < sequences:
+        raise InvalidRequest(
+            f"--max-batched-tokens is {step} and --max-sequences {sequences}; a step computes a token of "
+            "each sequence, so give the first at least the second"
+        )
+    if args["kv_cache_dtype"] == "fp8" and args["device"] == "cpu":
+        raise InvalidRequest("--kv-cache-dtype fp8 is for CUDA; leave it out on a CPU")
 
 
 def engine_environment(config: SamplerConfig) -> dict[str, str]:
@@ -168,7 +218,12 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
         REDIS_URL_VARIABLE: config.redis_url,
+        # For the engine's processes, which are not given flags.
+        **{"TINSMITH_ID": config.id, "TINSMITH_LOG_FORMAT": config.log_format},
     }
+    if config.log_format == "json":
+        # vLLM's loggers have no handlers of their own then.
+        environment["VLLM_CONFIGURE_LOGGING"] = "0"
     if config.tensor_parallel_size == 1:
         # On CPU the engine core then runs the model itself instead of in one more process. The
         # core is a process of its own either way.

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from services.common.contract import errors, matrices, tensors
+from services.common.contract import errors, matrices, steering, tensors
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import scoring_from_pb
 from services.common.contract.tensors import TensorSpec
@@ -32,6 +32,7 @@ from tinsmith.v1 import sampling_pb2, types_pb2
 _STOP_REASONS: dict[StopReason, sampling_pb2.StopReason.ValueType] = {
     "stop": sampling_pb2.STOP_REASON_STOP,
     "length": sampling_pb2.STOP_REASON_LENGTH,
+    "cancelled": sampling_pb2.STOP_REASON_CANCELLED,
 }
 
 
@@ -60,6 +61,7 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
         scoring=scoring_from_pb(pb),
         cache_namespace=pb.cache_namespace,
         constraint=_constraint_from_pb(pb.constraint),
+        moves=pb.moves,
     )
 
 
@@ -81,6 +83,7 @@ def _params_from_pb(pb: sampling_pb2.SamplingParams) -> SamplingParams:
         temperature=pb.temperature,
         top_k=pb.top_k,
         top_p=pb.top_p,
+        steering=steering.from_pb(pb),
     )
 
 
@@ -90,6 +93,7 @@ def digest_of(pb: sampler_pb2.SampleRequest) -> bytes:
     same.CopyFrom(pb)
     same.snapshot.version = 0
     same.ClearField("wait_seconds")
+    same.ClearField("origin")
     return hashlib.blake2b(same.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
@@ -161,6 +165,8 @@ def snapshot_to_pb(key: SnapshotKey) -> sampler_pb2.Snapshot:
 def _sequence_to_pb(sequence: Sequence) -> sampling_pb2.SampledSequence:
     pb = _tokens_to_pb(sequence.tokens, sequence.logprobs, sequence.topk)
     pb.stop_reason = _STOP_REASONS[sequence.stop_reason]
+    for span in sequence.versions:
+        pb.versions.add(version=span.version, tokens=span.tokens)
     return pb
 
 

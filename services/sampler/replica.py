@@ -17,9 +17,11 @@ from redis.exceptions import RedisError
 from services.common.contract.errors import Draining
 from services.common.process import process, rpc
 from services.common.process.tasks import cancel_all
-from services.common.state import redis_client, registry
+from services.common.state import redis_client, registry, versions
 from services.common.state.claim import Claim
-from services.common.telemetry import metrics
+from services.common.telemetry import logs, metrics
+from services.common.telemetry.loop_lag import watched_loop
+from services.common.tls.wires import identity, mutual
 from services.sampler import wiring
 from services.sampler.config import SamplerConfig
 from services.sampler.engine import watchdog
@@ -41,7 +43,7 @@ async def run(config: SamplerConfig) -> int:
     Must be called on the main thread (see Engine).
 
     Raises:
-        Conflict: another sampler has this id.
+        Conflict: another sampler has this id, or Redis has state of a release too far from this one.
         RedisError: Redis does not answer.
     """
     client = redis_client.connect(config.redis_url)
@@ -49,6 +51,7 @@ async def run(config: SamplerConfig) -> int:
     try:
         await claim.take()
         try:
+            await versions.join(client)
             return await _load_and_serve(config, client)
         finally:
             await claim.give_back()
@@ -61,8 +64,12 @@ async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis) ->
     engine = Engine(config)
     try:
         await engine.prepare()
+        logs.take_over()
         log.info("engine ready after %.1f s", time.monotonic() - started)
-        async with metrics.served(config.host, config.metrics_port, _readings(engine)):
+        async with (
+            watched_loop(),
+            metrics.served(config.host, config.metrics_port, _readings(engine)),
+        ):
             return await _serve(config, engine, client)
     finally:
         engine.shutdown(_ENGINE_SHUTDOWN_S)
@@ -87,7 +94,9 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
     service, full = parts.service, parts.full
     name = sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name
     add = sampler_pb2_grpc.add_SamplerServiceServicer_to_server
-    server = await rpc.serve([(add, service, name)], rpc.address(config.host, config.port))
+    address = rpc.address(config.host, config.port)
+    tls = mutual(identity(config.identity), "gateway", "trainer", "sampler", "operator")
+    server = await rpc.serve([(add, service, name)], address, tells=config.access_log, tls=tls)
     announcer = registry.Announcer(client, wiring.record(config, engine, server.port))
     full.listen(lambda weights: _announce_weights(announcer, weights))
     await announcer.start()

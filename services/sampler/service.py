@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from services.common.contract.errors import Draining, InvalidRequest
 from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
+from services.common.telemetry import subject
 from services.sampler import convert
 from services.sampler.engine.sampling import ServedTokenizer, Tell
 from services.sampler.requests.admission import Admission
@@ -56,8 +57,10 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
 
     async def Sample(self, request: sampler_pb2.SampleRequest, context: Any) -> sampler_pb2.SampleResponse:
         name = request.request_id
+        subject.note(request.origin.owner, request.snapshot.model_id, name)
         if not self._generations.knows(name):
             self._refuse_when_draining()
+        self._samples.move(name, convert.snapshot_from_pb(request.snapshot))
         response = await self._generations.answer(
             name, convert.digest_of(request), lambda: self._generate(request), request.wait_seconds or None
         )
@@ -68,8 +71,10 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         self, request: sampler_pb2.StreamSampleRequest, context: Any
     ) -> AsyncIterator[sampler_pb2.StreamSampleResponse]:
         sample, stream = request.sample, TokenStream()
+        subject.note(sample.origin.owner, sample.snapshot.model_id, sample.request_id)
         if not self._generations.knows(sample.request_id):
             self._refuse_when_draining()
+        self._samples.move(sample.request_id, convert.snapshot_from_pb(sample.snapshot))
         answer = asyncio.ensure_future(
             self._generations.answer(
                 sample.request_id, convert.digest_of(sample), lambda: self._generate(sample, stream.tell)
@@ -93,8 +98,14 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     async def EndSample(
         self, request: sampler_pb2.EndSampleRequest, context: Any
     ) -> sampler_pb2.EndSampleResponse:
-        self._generations.give_up(request.request_id)
-        return sampler_pb2.EndSampleResponse()
+        end = self._samples.end if request.keep else self._generations.give_up
+        return sampler_pb2.EndSampleResponse(known=end(request.request_id))
+
+    async def MoveSample(
+        self, request: sampler_pb2.MoveSampleRequest, context: Any
+    ) -> sampler_pb2.MoveSampleResponse:
+        known = self._samples.move(request.request_id, convert.snapshot_from_pb(request.snapshot))
+        return sampler_pb2.MoveSampleResponse(known=known)
 
     async def FindSample(
         self, request: sampler_pb2.FindSampleRequest, context: Any
@@ -130,6 +141,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         self, request: sampler_pb2.ReceiveSnapshotRequest, context: Any
     ) -> sampler_pb2.ReceiveSnapshotResponse:
         self._refuse_when_draining()
+        subject.note(model_id=request.snapshot.model_id)
         await self._snapshots.receive(convert.incoming_from_pb(request))
         return sampler_pb2.ReceiveSnapshotResponse()
 

@@ -12,12 +12,13 @@ import uvloop
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
-from services.common.process import logs, process
+from services.common.process import process
+from services.common.process.threads import WorkerThread
 from services.common.storage.data_dir import DataDir
+from services.common.telemetry import logs, tracing
 from services.trainer import config
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.server import load, serve
-from services.trainer.world.threads import WorkerThread
 from services.trainer.world.world import follow
 
 log = logging.getLogger("services.trainer")
@@ -31,12 +32,13 @@ def main() -> int:
     settings = config.parse(sys.argv[1:])
     place = Place.from_environment()
     name = f"trainer-{settings.first_process_index + place.rank}"
-    logs.configure(name)
+    logs.configure(name, settings.log_format)
     process.setup_process(name, DataDir(settings.data_dir).run)
     if place.rank != 0:
         return _follow(settings, place)
     try:
-        return uvloop.run(serve(settings, place))
+        with tracing.exported("tinsmith-trainer", name, os.environ):
+            return uvloop.run(serve(settings, place))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)
         return 1
@@ -49,7 +51,7 @@ def _follow(settings: TrainerConfig, place: Place) -> int:
         signal.signal(number, lambda *_: signal.alarm(_DISMISSAL_S))
 
     def work() -> None:
-        engine, channel = load(settings, place)
+        engine, channel, _ = load(settings, place)
         log.info("following rank 0")
         follow(engine, channel)
 

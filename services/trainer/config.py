@@ -13,6 +13,7 @@ from typing import Any
 
 from services.common.contract.errors import InvalidRequest
 from services.common.storage.location import check_location
+from services.common.telemetry import logs
 
 _AUTO_TOKENS = {"cuda": 8192, "cpu": 1024}
 
@@ -31,12 +32,17 @@ class TrainerConfig:
         full_snapshot_steps: optimizer steps between durable snapshots of a full model.
         device: "cpu" or "cuda".
         dtype: element type of the base, "float32" or "bfloat16".
+        identity: directory of ca.crt, tls.crt and tls.key, for mutual TLS; empty: in the clear.
         metrics_port: of Prometheus' /metrics of the first rank; 0 = none.
+        log_format: of the log, "text" or "json".
+        access_log: whether each call is a line of the log.
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
             s3://bucket/prefix; empty = in the data directory.
         micro_batch_tokens: tokens of one micro-batch.
         activation_checkpointing: blocks compute their activations again in the backward pass.
         max_context: most tokens of an example; 0 = as many as the base model takes.
+        memory_bytes: that each rank may take of its device; 0 = what its GPU has free at the start, or its
+            share of three quarters of the machine's.
         redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password.
     """
 
@@ -53,13 +59,17 @@ class TrainerConfig:
     host: str
     port: int
     metrics_port: int
+    log_format: str
+    access_log: bool
     advertise_host: str
     data_dir: Path
     checkpoint_store: str
     micro_batch_tokens: int
     activation_checkpointing: bool
     max_context: int
+    memory_bytes: int
     redis_url: str
+    identity: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,15 @@ def parse(argv: list[str]) -> TrainerConfig:
     flag("dtype", "auto", "auto = bfloat16 on CUDA, float32 on CPU", choices=("auto", "float32", "bfloat16"))
     flag("host", "127.0.0.1", "address to serve gRPC on")
     flag("port", "0", "port to serve gRPC on; 0 takes a free one", type=int)
+    flag(
+        "identity",
+        "",
+        "directory of ca.crt, tls.crt and tls.key: who this trainer is to gateways and samplers; only the "
+        "cluster's gateways may call it then. Empty: in the clear, for everybody who reaches it",
+    )
     flag("metrics-port", "0", "port of Prometheus' /metrics of the first rank; 0 = none", type=int)
+    flag("log-format", "text", "lines to read, or JSON objects to search", choices=logs.FORMATS)
+    flag("access-log", "no", "yes: a line in the log for every call", choices=("yes", "no"))
     flag("advertise-host", "127.0.0.1", "host name under which gateways reach this trainer")
     flag("data-dir", None, "directory shared with gateways and samplers", type=Path)
     flag("checkpoint-store", "", "directory or URL for named checkpoints and exports; empty: in DATA_DIR")
@@ -134,6 +152,14 @@ def parse(argv: list[str]) -> TrainerConfig:
         f"auto = {_AUTO_TOKENS['cuda']} on CUDA, {_AUTO_TOKENS['cpu']} on CPU",
     )
     flag("max-context", "0", "most tokens of an example; 0 = as many as the base model takes", type=int)
+    flag(
+        "memory-gib",
+        "0",
+        "memory of its device that each rank may take, by which the trainer says how long examples may be "
+        "and how many adapters it holds; 0 = what the GPU has free, or its share of 3/4 of the machine's, "
+        "where on CPU a micro-batch's tokens in one example and one adapter are always let in",
+        type=float,
+    )
     flag(
         "activation-checkpointing",
         "auto",
@@ -157,6 +183,8 @@ def parse(argv: list[str]) -> TrainerConfig:
         parser.error("--max-full-models and --full-snapshot-steps must be at least 1")
     if args.max_context < 0:
         parser.error(f"--max-context must be 0 or a number of tokens, not {args.max_context}")
+    if not 0 <= args.memory_gib <= 1e6:
+        parser.error(f"--memory-gib must be 0 or a number of GiB, not {args.memory_gib}")
     redis_url = os.environ.get("TINSMITH_REDIS_URL", "")
     if not redis_url:
         parser.error("TINSMITH_REDIS_URL is not set")
@@ -175,6 +203,8 @@ def parse(argv: list[str]) -> TrainerConfig:
         host=args.host,
         port=args.port,
         metrics_port=args.metrics_port,
+        log_format=args.log_format,
+        access_log=args.access_log == "yes",
         advertise_host=args.advertise_host,
         data_dir=args.data_dir.resolve(),
         checkpoint_store=args.checkpoint_store,
@@ -182,7 +212,9 @@ def parse(argv: list[str]) -> TrainerConfig:
         activation_checkpointing=args.activation_checkpointing == "on"
         or (args.activation_checkpointing == "auto" and device == "cuda"),
         max_context=args.max_context,
+        memory_bytes=int(args.memory_gib * 2**30),
         redis_url=redis_url,
+        identity=Path(args.identity),
     )
 
 

@@ -27,11 +27,13 @@ class Target:
         base_model: registered name of the base model.
         unit_tokens: tokens of one unit of work.
         shares_prefixes: the trainer computes shared prefixes once, see `compute.engine.Engine`.
+        splits: its ranks compute sequences together that none of them holds alone.
     """
 
     base_model: str
     unit_tokens: int
     shares_prefixes: bool
+    splits: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def from_pb(operation: operation_pb2.Operation, target: Target) -> Work:
         case "create_model":
             return _create(operation.create_model, target)
         case "forward_backward":
-            return _forward(operation.forward_backward, target)
+            one_rank = operation.one_rank_tokens if target.splits else 0
+            return _forward(operation.forward_backward, target, max(1, operation.ranks), one_rank)
         case "optim_step":
             return Step(_adam(operation.optim_step.adam))
         case "save_state":
@@ -172,7 +175,7 @@ def _adam(adam: training_pb2.AdamParams) -> AdamSpec:
     )
 
 
-def _forward(request: training_pb2.ForwardBackward, target: Target) -> Forward:
+def _forward(request: training_pb2.ForwardBackward, target: Target, ranks: int, one_rank: int) -> Forward:
     if not request.data:
         raise InvalidRequest("data is empty; give at least one datum", "empty_data")
     data = []
@@ -186,7 +189,12 @@ def _forward(request: training_pb2.ForwardBackward, target: Target) -> Forward:
         }
         data.append(Datum(tokens.data, inputs))
     units = split_operation(
-        [datum.tokens for datum in data], target.unit_tokens, shared=target.shares_prefixes
+        [datum.tokens for datum in data],
+        target.unit_tokens,
+        shared=target.shares_prefixes,
+        ranks=ranks,
+        # What only runs forward keeps nothing for a backward pass, so one rank holds more of it.
+        one_rank=0 if request.forward_only else one_rank,
     )
     config = dict(request.loss_config)
     return Forward(tuple(data), request.loss_fn, config, request.forward_only, tuple(units))

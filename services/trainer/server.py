@@ -17,22 +17,26 @@ import redis.asyncio
 from services.common.contract.errors import Unavailable
 from services.common.process import process, rpc
 from services.common.process.tasks import cancel_all
-from services.common.state import redis_client
+from services.common.process.threads import WorkerThread
+from services.common.state import redis_client, versions
 from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
-from services.common.telemetry import metrics
+from services.common.telemetry import logs, metrics
+from services.common.telemetry.loop_lag import watched_loop
+from services.common.tls.wires import identity, mutual
 from services.trainer.compute.base_model import COLLECTIVE_TIMEOUT
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.lora.adapter import MAX_RANK
+from services.trainer.compute.memory.capacity import GIB, Capacity
+from services.trainer.compute.memory.dry_run import find_capacity
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.wiring import Trainer
 from services.trainer.world.commands import Shutdown
-from services.trainer.world.threads import WorkerThread
 from services.trainer.world.world import Channel, World
 from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-MAX_LORA_RANK = 256
 _COMMAND_TIMEOUT_S = 900.0
 # Together less than the 30 s after which the DeepSpeed launcher kills a rank.
 _DRAIN_S = 10.0
@@ -44,7 +48,7 @@ async def serve(config: TrainerConfig, place: Place) -> int:
     """Serves until a signal comes or the world fails; the exit status.
 
     Raises:
-        Conflict: another trainer has this id.
+        Conflict: another trainer has this id, or Redis has state of a release too far from this one.
         RedisError: Redis does not answer.
     """
     client = redis_client.connect(config.redis_url)
@@ -52,6 +56,7 @@ async def serve(config: TrainerConfig, place: Place) -> int:
     try:
         await claim.take()
         try:
+            await versions.join(client)
             return await _load_and_serve(config, place, client)
         finally:
             await claim.give_back()
@@ -68,13 +73,14 @@ async def _load_and_serve(config: TrainerConfig, place: Place, client: redis.asy
     if not loading.done():
         log.info("stopped while loading")
         return 0
-    engine, channel = loading.result()
+    engine, channel, capacity = loading.result()
     world = World(thread, engine, channel, _COMMAND_TIMEOUT_S)
-    return await _Server(config, place, world, engine, client).run(stop)
+    return await _Server(config, place, world, engine, capacity, client).run(stop)
 
 
-def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel]:
-    """Loads this rank's part of the base model and joins the world. Blocking, minutes for large models."""
+def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity]:
+    """Loads this rank's part of the base model, joins the world, and finds out what that can hold. Blocking,
+    minutes for large models."""
     log.info(
         "loading %s from %s (%s, %s, ZeRO stage %d, rank %d of %d)",
         config.base_model,
@@ -96,7 +102,17 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel]:
         activation_checkpointing=config.activation_checkpointing,
         max_context=config.max_context,
     )
-    return engine, Channel(place.rank, place.world_size, COLLECTIVE_TIMEOUT)
+    logs.take_over()
+    found = find_capacity(engine, config.memory_bytes, config.micro_batch_tokens)
+    log.info(
+        "it holds sequences of up to %d tokens (one rank alone: %d), operations of %d, and %.2f GiB of "
+        "adapters on each rank",
+        found.sequence_tokens,
+        found.one_rank_tokens,
+        found.operation_tokens,
+        found.adapter_bytes / GIB,
+    )
+    return engine, Channel(place.rank, place.world_size, COLLECTIVE_TIMEOUT), found
 
 
 class _Server:
@@ -106,25 +122,34 @@ class _Server:
         place: Place,
         world: World,
         engine: Engine,
+        capacity: Capacity,
         client: redis.asyncio.Redis,
     ) -> None:
         self._config = config
+        self._capacity = capacity
         self._place = place
         self._world = world
         self._engine = engine
         self._client = client
-        self._parts = Trainer(config, place, world, client, shares_prefixes=engine.shares_prefixes)
+        self._identity = identity(config.identity)
+        self._parts = Trainer(config, place, world, client, engine, capacity, self._identity)
 
     async def run(self, stop: asyncio.Task[Signals]) -> int:
         """Serves until `stop` is done or the world fails."""
-        async with metrics.served(self._config.host, self._config.metrics_port, self._readings()):
+        async with (
+            watched_loop(),
+            metrics.served(self._config.host, self._config.metrics_port, self._readings()),
+        ):
             return await self._serve(stop)
 
     async def _serve(self, stop: asyncio.Task[Signals]) -> int:
+        await self._parts.states.clean()
         name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
         server = await rpc.serve(
             [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._parts.servicer, name)],
             rpc.address(self._config.host, self._config.port),
+            tells=self._config.access_log,
+            tls=mutual(self._identity, "gateway", "trainer", "operator"),
         )
         announcer = Announcer(self._client, self._record(server.port), self._load)
         await announcer.start()
@@ -179,6 +204,11 @@ class _Server:
                 "queued_operations", "Operations that wait or run here", lambda: self._load()["queued"]
             ),
             metrics.Reading(
+                "adapter_bytes",
+                "Memory of each rank that its adapters take, gradients and moments included",
+                parts.residency.adapters.used,
+            ),
+            metrics.Reading(
                 "queued_operation_bytes", "Bytes of their requests", lambda: parts.executor.queued_bytes
             ),
         )
@@ -193,8 +223,11 @@ class _Server:
             arch=self._engine.arch,
             vocab_size=self._engine.vocab_size,
             context_length=self._engine.context_length,
+            max_sequence_tokens=self._capacity.sequence_tokens,
+            one_rank_tokens=self._capacity.split_beyond,
+            max_operation_tokens=self._capacity.operation_tokens,
             device=self._config.device,
             dtype=self._config.dtype,
             world_size=self._place.world_size,
-            max_lora_rank=MAX_LORA_RANK,
+            max_lora_rank=MAX_RANK,
         )

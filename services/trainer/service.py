@@ -8,10 +8,12 @@ import grpc.aio
 
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
+from services.common.telemetry import subject
+from services.trainer.compute.memory.capacity import Capacity
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.residency import Residency
 from services.trainer.execution.resident_models import Model, OperationResult
-from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
+from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -24,19 +26,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         models: dict[str, Model],
         world_size: int,
         zero_stage: int,
+        capacity: Capacity,
     ) -> None:
         self._executor = executor
         self._residency = residency
         self._models = models
         self._world_size = world_size
         self._zero_stage = zero_stage
+        self._capacity = capacity
 
     async def Execute(
         self, request: trainer_pb2.ExecuteRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.ExecuteResponse:
         operation = request.operation
         _check_model_id(operation.model_id)
-        found = self._executor.submit(operation, request.after_seq_id, request.epoch)
+        subject.note(operation.origin.owner, operation.model_id, _request_id(operation))
+        work = await self._executor.read(operation)
+        found = self._executor.submit(operation, work, request.after_seq_id, request.epoch)
         # The operation goes on when this call is cancelled: the caller may come back for its result.
         result = found if isinstance(found, OperationResult) else await asyncio.shield(found)
         return trainer_pb2.ExecuteResponse(result=result)
@@ -76,13 +82,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 durable_seq_id=model.durable_seq,
                 queued=len(model.sequence.unfinished),
                 lora_rank=model.lora.rank if model.lora is not None else 0,
+                adapter_bytes=model.adapter_bytes,
             )
             for model in self._models.values()
             if model.created
         ]
         return trainer_pb2.GetTrainerStatusResponse(
-            models=models, world_size=self._world_size, zero_stage=self._zero_stage
+            models=models,
+            world_size=self._world_size,
+            zero_stage=self._zero_stage,
+            max_sequence_tokens=self._capacity.sequence_tokens,
+            max_operation_tokens=self._capacity.operation_tokens,
+            adapter_bytes=self._residency.adapters.used(),
+            adapter_room_bytes=self._capacity.adapter_bytes,
         )
+
+
+def _request_id(operation: operation_pb2.Operation) -> str:
+    return ids.request_id(operation.model_id, operation.seq_id)
 
 
 def _check_model_id(model_id: str) -> None:

@@ -12,14 +12,18 @@ from services.common.process.crashes import CrashLedger
 from services.common.state.journal import Journal
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
+from services.common.tls.wires import Identity
+from services.trainer.compute.engine import Engine
+from services.trainer.compute.memory.capacity import Capacity
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.residency import Residency
 from services.trainer.execution.resident_models import Model
+from services.trainer.execution.states import States, staging_of
+from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
-from services.trainer.files.export_format import Base
 from services.trainer.order.scheduler import Limits
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Publisher
@@ -33,6 +37,7 @@ class Trainer:
     Attributes:
         models: those in memory.
         executor: runs what the scheduler decides.
+        states: copies of their states.
         residency: which models are in memory, and their durable snapshots.
         broadcaster: sends weights to samplers.
         crashes: what was executing when a predecessor died.
@@ -45,13 +50,16 @@ class Trainer:
         place: Place,
         world: World,
         client: redis.asyncio.Redis,
-        *,
-        shares_prefixes: bool,
+        engine: Engine,
+        capacity: Capacity,
+        who: Identity | None = None,
     ) -> None:
         """Puts everything together over one Redis. Call within the event loop that will run it.
 
         Args:
-            shares_prefixes: what the world's engines do, see `Engine`.
+            engine: rank 0's, which is only asked what does not change.
+            capacity: what the world can hold.
+            who: this trainer, to samplers; None: they are called in the clear.
         """
         data = DataDir(config.data_dir)
         base = Base(config.base_model, config.model_path)
@@ -59,10 +67,20 @@ class Trainer:
         models = self.models
 
         # What is kept: models in memory, their snapshots on disk, the ledger of crashes.
+        staging = staging_of(data, config.id)
+        self.states = States(world, base, staging)
         self.residency = Residency(
-            world, models, config.base_model, data, Journal(client), config.max_full_models
+            world,
+            models,
+            self.states,
+            data,
+            staging,
+            Journal(client),
+            config.max_full_models,
+            capacity.adapter_bytes,
+            engine.adapter_bytes,
         )
-        checkpoints = CheckpointStore(connect(config.checkpoint_store, data), config.base_model)
+        checkpoints = CheckpointStore(connect(config.checkpoint_store, data), base, staging)
         self.crashes = CrashLedger[tuple[str, int]](
             data.run / f"{config.id}.executing", tuple[str, int], "trainer"
         )
@@ -74,6 +92,7 @@ class Trainer:
             config.base_model,
             "cpu" if config.device == "cpu" else f"cuda:{place.local_rank}",
             getattr(torch, config.dtype),
+            who,
         )
 
         # What executes operations.
@@ -82,20 +101,21 @@ class Trainer:
             checkpoints,
             Publisher(data, base, self.broadcaster),
             base,
+            self.states,
             self.residency.durable.changed,
             self.residency.durable.pointer,
             self.residency.full,
+            self.residency.adapters,
             config.full_snapshot_steps,
-            config.dtype,
         )
         self.executor = Executor(
             world,
             models,
             control,
-            Target(config.base_model, config.micro_batch_tokens, shares_prefixes),
+            Target(config.base_model, config.micro_batch_tokens, engine.shares_prefixes, engine.splits),
             Limits(place.world_size, config.micro_batch_tokens),
             self.crashes,
         )
         self.servicer = TrainerServicer(
-            self.executor, self.residency, models, place.world_size, config.zero_stage
+            self.executor, self.residency, models, place.world_size, config.zero_stage, capacity
         )

@@ -36,7 +36,7 @@ from tests.cluster.conftest import BASE_MODEL, Cluster, start_cluster, stop_clus
 REQUESTS = int(os.environ.get("REQUESTS") or "1600")
 SEED = int(os.environ.get("SEED", "0"))
 MOST_GROWN_MIB = 512
-_FIXED = 1_160
+_FIXED = 900
 """Attempts that are the same whatever the number of random ones."""
 _RANDOM_KINDS = 74
 _AT_ONCE = 16

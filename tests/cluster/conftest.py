@@ -14,13 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
+import redis
 import tinker
 
 from services.common.process import failpoints
 from services.common.process.process import die_with_parent
+from services.common.state.registry import ServiceRecord
+from services.common.storage.data_dir import DataDir
+from services.common.tls.wires import Identity, name_of
 from services.launcher.machine import free_port
+from tests.announced import find
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 BASE_MODEL = "tinsmith/tiny"
 VOCAB = 512
@@ -40,7 +47,7 @@ class Cluster:
     grpc_port: int
     log: Path
     failpoints: Path
-    """Where a test arms failpoints of the cluster's processes (services/common/process/failpoints.py)."""
+    """Where a test arms failpoints of the cluster's processes (services/common/process/faults/armed.py)."""
     clients: list[tinker.ServiceClient] = field(default_factory=list)
 
     @property
@@ -101,6 +108,25 @@ class Cluster:
         command += ["--data-dir", str(self.data_dir)]
         output = subprocess.run(command, capture_output=True, timeout=60).stdout
         return json.loads(output or b"{}")
+
+    def sampler_record(self, name: str) -> ServiceRecord | None:
+        """What a sampler announces."""
+        with redis.Redis.from_url((self.data_dir / "run" / "redis_url").read_text().strip()) as client:
+            return find(client, "sampler", name)
+
+    def sampler_status(self, name: str) -> sampler_pb2.GetSamplerStatusResponse:
+        """What a sampler tells an operator.
+
+        Raises:
+            AssertionError: it is not announced.
+        """
+        found = self.sampler_record(name)
+        assert found is not None, f"{name} is not announced"
+        operator = Identity(DataDir(self.data_dir).tls / "operator").channel_credentials()
+        named = [("grpc.ssl_target_name_override", name_of("sampler"))]
+        with grpc.secure_channel(found.address, operator, named) as channel:
+            stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+            return stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=30)
 
     def tail(self, lines: int = 60) -> str:
         logs = [self.log, *sorted((self.data_dir / "logs").glob("*.log"))]

@@ -8,7 +8,7 @@ import tinker
 import torch
 from tinker import types
 
-from services.common.process import failpoints
+from services.common.process.faults import armed
 from services.common.state import keys, redis_client
 from tests.cluster import batches
 from tests.cluster.conftest import PENDING_BYTES, Cluster
@@ -33,7 +33,7 @@ def large_datum(seed: int) -> types.Datum:
 def test_a_journal_never_holds_more_than_its_bound_and_all_requests_are_done(
     cluster: Cluster, training: tinker.TrainingClient
 ) -> None:
-    failpoints.arm(cluster.failpoints, "trainer.before_pass", "delay:4")
+    armed.arm(cluster.failpoints, "trainer.before_pass", "delay:4")
     data = [large_datum(seed) for seed in range(5)]
     futures = [training.forward_backward(data, "cross_entropy") for _ in range(REQUESTS)]
     step = training.optim_step(types.AdamParams(learning_rate=1e-3))

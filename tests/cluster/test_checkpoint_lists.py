@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,7 +42,9 @@ def cli(cluster: Cluster, *arguments: str, fails: bool = False) -> Any:
     command = [str(Path(sys.executable).with_name("tinker")), "--format", "json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     said = done.stdout + done.stderr
-    assert (done.returncode != 0) == fails, said
+    # Now and then the SDK's process aborts when it has said all, while its threads end.
+    aborted = done.returncode == -signal.SIGABRT and bool(done.stdout)
+    assert (done.returncode != 0 and not aborted) == fails, said
     if fails:
         return said
     return json.loads(done.stdout) if done.stdout.lstrip().startswith("{") else None
@@ -87,7 +90,7 @@ def test_what_is_published_can_be_continued_and_sampled_by_others(
     rest = cluster.rest_client()
     paths = [training.save_state("pub").result().path, training.save_weights_for_sampler("pub").result().path]
     other = cluster.service_client(STRANGER)
-    with pytest.raises(tinker.APIStatusError, match="another API key"):
+    with pytest.raises(tinker.APIStatusError, match="does not exist"):
         other.create_training_client_from_state(paths[0]).result()
     for path in paths:
         rest.publish_checkpoint_from_tinker_path(path).result()
@@ -99,7 +102,7 @@ def test_what_is_published_can_be_continued_and_sampled_by_others(
     before = sampler.sample(prompt, 1, params).result().sequences[0].tokens
     for path in paths:
         rest.unpublish_checkpoint_from_tinker_path(path).result()
-    with pytest.raises(tinker.APIStatusError, match="another API key"):
+    with pytest.raises(tinker.APIStatusError, match="does not exist"):
         stranger.get_weights_info_by_tinker_path(paths[0]).result()
     # What was opened stays, even when the checkpoint is deleted.
     rest.delete_checkpoint_from_tinker_path(paths[1]).result()

@@ -55,9 +55,10 @@ def own_redis(tmp_path: Path) -> Iterator[str]:
 
 
 def test_two_ranks_zero_3_two_samplers_and_a_redis_of_ones_own(
-    tmp_path: Path, model_dir: Path, own_redis: str
+    tmp_path: Path, model_dir: Path, own_redis: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--trainer-ranks", "2", "--zero-stage", "3", "--samplers", "2", "--redis-url", own_redis)
+    monkeypatch.setenv("TINSMITH_REDIS_URL", own_redis)
+    options = ("--trainer-ranks", "2", "--zero-stage", "3", "--samplers", "2")
     cluster = start_cluster(tmp_path, model_dir, *options)
     try:
         assert cluster.pid("trainer-1") != cluster.pid("trainer-0")
@@ -109,7 +110,13 @@ def test_clients_that_start_while_everything_still_loads_for_the_first_time_work
     assert left == []
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGHUP, signal.SIGKILL], ids=["terminal closed", "killed"])
+@pytest.mark.parametrize(
+    "signal_number",
+    [
+        pytest.param(signal.SIGHUP, id="terminal closed", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, id="killed"),
+    ],
+)
 def test_no_process_is_left_when_up_is_gone(
     tmp_path: Path, model_dir: Path, signal_number: signal.Signals
 ) -> None:

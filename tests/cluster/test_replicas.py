@@ -9,21 +9,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import grpc
 import pytest
-import redis
 import tinker
 from tinker import APIFuture, types
 
-from services.common.state.registry import ServiceRecord
-from tests.announced import find
+from services.common.storage.data_dir import DataDir
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
-from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 SHORT = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
 LONG = types.SamplingParams(max_tokens=CONTEXT - 20, temperature=0.0, stop=[])
 NEW = "sampler-new"
+TURN = 128
+"""Tokens that a turn of a conversation adds: whole blocks of the engine, which alone are cached."""
 PROMPTS = range(16)
 """Enough that both of two replicas are somebody's favourite."""
 
@@ -39,20 +37,6 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def record(cluster: Cluster, name: str) -> ServiceRecord | None:
-    """What a sampler announces."""
-    with redis.Redis.from_url((cluster.data_dir / "run" / "redis_url").read_text().strip()) as client:
-        return find(client, "sampler", name)
-
-
-def status(cluster: Cluster, name: str) -> sampler_pb2.GetSamplerStatusResponse:
-    found = record(cluster, name)
-    assert found is not None, f"{name} is not announced"
-    with grpc.insecure_channel(found.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
-        return stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=10)
-
-
 @pytest.fixture
 def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
     """A replica that joins the running cluster, with room for no snapshot but the one in use."""
@@ -60,9 +44,12 @@ def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
         *(sys.executable, "-m", "services.sampler", "--id", NEW, "--port", "0", "--device", "cpu"),
         *("--model", f"{BASE_MODEL}={cluster.model_dir}", "--data-dir", str(cluster.data_dir)),
         *("--dtype", "float32", "--snapshot-cache-gib", "0.0000001"),
+        *("--identity", str(DataDir(cluster.data_dir).tls / "sampler")),
     ]
     url = (cluster.data_dir / "run" / "redis_url").read_text().strip()
-    with (cluster.data_dir / "logs" / f"{NEW}.log").open("wb") as log:
+    path = cluster.data_dir / "logs" / f"{NEW}.log"
+    path.touch(mode=0o600)
+    with path.open("wb") as log:
         process = subprocess.Popen(
             command,
             env={**os.environ, "TINSMITH_REDIS_URL": url, "OMP_NUM_THREADS": "1"},
@@ -70,7 +57,9 @@ def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
             stderr=subprocess.STDOUT,
         )
     try:
-        until(lambda: record(cluster, NEW) is not None or process.poll() is not None, cluster.tail(), 180)
+        until(
+            lambda: cluster.sampler_record(NEW) is not None or process.poll() is not None, cluster.tail(), 180
+        )
         yield process
     finally:
         process.kill()
@@ -88,18 +77,40 @@ def test_given_up_samples_free_the_engine(cluster: Cluster, service: tinker.Serv
         # A minute of work and more, were it not given up.
         samples = [client.sample(prompt(seed), 16, LONG) for seed in range(64)]
         # As many run as the engine takes at once; the others wait in the gateways.
-        until(lambda: status(cluster, "sampler-0").running >= 8, "the samples did not start")
+        until(lambda: cluster.sampler_status("sampler-0").running >= 8, "the samples did not start")
         until(lambda: known_to_be_accepted(client) == 64, "the SDK does not know that they did")
         return samples
 
     for future in begin(service.create_sampling_client(base_model=BASE_MODEL).result()):
         future.future().cancel()
-    until(lambda: status(cluster, "sampler-0").running == 0, "cancelled samples still run", 25)
+    until(lambda: cluster.sampler_status("sampler-0").running == 0, "cancelled samples still run", 25)
     gone = cluster.service_client()
     begin(gone.create_sampling_client(base_model=BASE_MODEL).result())
     cluster.clients.remove(gone)
     gone.close("interrupted").result()
-    until(lambda: status(cluster, "sampler-0").running == 0, "samples of a finished session still run", 25)
+    until(
+        lambda: cluster.sampler_status("sampler-0").running == 0,
+        "samples of a finished session still run",
+        25,
+    )
+
+
+def test_conversations_return_to_the_replica_that_has_their_beginning(
+    service: tinker.ServiceClient, second_sampler: subprocess.Popen[bytes]
+) -> None:
+    client = service.create_sampling_client(base_model=BASE_MODEL).result()
+    one = types.SamplingParams(max_tokens=1, temperature=0.0)
+    said = {seed: batches.tokens(100 + seed, TURN) for seed in range(12)}
+    found = 0
+    for turn in range(3):
+        futures = {
+            seed: client.sample(types.ModelInput.from_ints(tokens), 1, one) for seed, tokens in said.items()
+        }
+        for seed, future in futures.items():
+            found += future.result().prompt_cache_hit_tokens
+            said[seed] = said[seed] + batches.tokens(1_000 * (turn + 1) + seed, TURN)
+    # With two replicas, and turns that go anywhere, about half of it. A busy replica's conversation may move.
+    assert found >= 0.8 * len(said) * (TURN + 2 * TURN)
 
 
 def test_replicas_come_drain_and_die_and_no_sample_is_lost(
@@ -116,18 +127,20 @@ def test_replicas_come_drain_and_die_and_no_sample_is_lost(
 
     # Draining: what runs on the old replica ends there, and new requests go to the new one.
     running = [clients[0].sample(prompt(seed), 1, LONG) for seed in PROMPTS]
-    until(lambda: status(cluster, "sampler-0").running > 0, "nothing runs on the old replica")
+    until(lambda: cluster.sampler_status("sampler-0").running > 0, "nothing runs on the old replica")
     before = cluster.pid("sampler-0")
     os.kill(before, signal.SIGTERM)
     check(running, expected[0])
     until(lambda: not _alive(before), "the drained replica did not end")
     assert [starts(client) for client in clients] == expected
-    assert len(status(cluster, NEW).resident) == 1, "the new replica holds one snapshot at a time"
+    assert len(cluster.sampler_status(NEW).resident) == 1, "the new replica holds one snapshot at a time"
 
     # The old one is started again, and what runs on the new one when it dies is run anew.
-    until(lambda: record(cluster, "sampler-0") is not None, "the drained replica did not come back", 180)
+    until(
+        lambda: cluster.sampler_record("sampler-0") is not None, "the drained replica did not come back", 180
+    )
     running = [clients[0].sample(prompt(seed), 1, LONG) for seed in PROMPTS]
-    until(lambda: status(cluster, NEW).running > 0, "nothing runs on the new replica")
+    until(lambda: cluster.sampler_status(NEW).running > 0, "nothing runs on the new replica")
     second_sampler.kill()
     check(running, expected[0])
 

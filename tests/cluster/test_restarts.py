@@ -13,11 +13,11 @@ import redis
 import tinker
 from tinker import types
 
-from services.common.process import failpoints
+from services.common.process.faults import armed
 from services.common.state import keys
 from tests.announced import find
 from tests.cluster import batches
-from tests.cluster.conftest import BASE_MODEL, Cluster
+from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 GREEDY = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
@@ -103,14 +103,40 @@ def test_a_sampling_client_answers_the_same_after_the_sampler_was_killed(
     assert newer.sample(PROMPT, 1, GREEDY).result().sequences[0].stop_reason == "length"
 
 
+def generated(cluster: Cluster) -> int:
+    """Tokens that the sampler has generated since it started."""
+    return cluster.sampler_status("sampler-0").generated_tokens
+
+
+def test_a_rolling_restart_of_gateways_generates_nothing_twice(
+    cluster: Cluster, service: tinker.ServiceClient
+) -> None:
+    client = service.create_sampling_client(base_model=BASE_MODEL).result()
+    long = types.SamplingParams(max_tokens=CONTEXT - 20, temperature=1.0, stop=[])
+    before = generated(cluster)
+    prompts = [types.ModelInput.from_ints(batches.tokens(seed, 10)) for seed in range(24)]
+    samples = [client.sample(prompt, 8, long) for prompt in prompts]
+    while generated(cluster) - before < 1000:
+        time.sleep(0.05)
+    for name in ("gateway-0", "gateway-1"):
+        running = cluster.pid(name)
+        os.kill(running, signal.SIGTERM)
+        if name == "gateway-0":
+            assert sum(not sample.future().done() for sample in samples) > 8, "there is little to hand over"
+        cluster.wait_until_back(name, running, 180)
+    answers = [sequence.tokens for sample in samples for sequence in sample.result(180).sequences]
+    assert len(answers) == 24 * 8
+    assert generated(cluster) - before == sum(map(len, answers))
+
+
 def test_a_request_that_crashes_the_trainer_three_times_fails_and_the_model_goes_on_without_it(
     cluster: Cluster, training: tinker.TrainingClient
 ) -> None:
     train(training, range(2))
     neighbour = cluster.service_client().create_lora_training_client(BASE_MODEL, rank=4, seed=5).result()
-    failpoints.arm(cluster.failpoints, "trainer.before_step", "kill*3")
+    armed.arm(cluster.failpoints, "trainer.before_step", "kill*3")
     poison = training.optim_step(ADAM)
-    while failpoints.armed(cluster.failpoints):
+    while armed.armed(cluster.failpoints):
         # Somebody else's requests are under way each time, and are not blamed.
         neighbour.forward_backward([batches.cross_entropy(3, 20)], "cross_entropy").result()
     with pytest.raises(tinker.RequestFailedError, match="died 3 times") as failure:

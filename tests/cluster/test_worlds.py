@@ -22,7 +22,11 @@ LENGTHS = (5, 33, 12, 40, 7)
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, grad_clip_norm=0.5)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda stage: f"zero-{stage}")
+LONG = pytest.mark.long
+STAGES = [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3]
+
+
+@pytest.fixture(scope="module", params=STAGES, ids=lambda stage: f"zero-{stage}")
 def two_ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_dir: Path
 ) -> Iterator[Cluster]:

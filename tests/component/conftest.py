@@ -17,6 +17,8 @@ from services.launcher.tiny_model import make_tiny_model
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.engine import Engine
 from tests.component.engine_data import VOCAB
+from tests.component.engine_process import play
+from tests.component.engine_worlds import WORLDS, Reports
 from tests.component.own_redis import redis_server
 from tests.component.sampler_process import (
     MODEL_ID,
@@ -84,6 +86,22 @@ def judge(sampler: Sampler):  # type: ignore[no-untyped-def]
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), vocab=VOCAB, layers=2)
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose head is not the embedding, so that ZeRO-3 shards it apart."""
+    path = tmp_path_factory.mktemp("untied")
+    return make_tiny_model(path, vocab=VOCAB, layers=2, tie_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def worlds(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reports]]:
+    """What the ranks of each world report. They take a while to start, so that each is started once."""
+    return {
+        name: play("engine_worlds.py", untied, tmp_path_factory.mktemp("world"), Reports, ranks, stage)
+        for name, (ranks, stage) in WORLDS.items()
+    }
 
 
 @pytest.fixture(scope="session")

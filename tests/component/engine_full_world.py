@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from services.common.contract.errors import InvalidRequest
-from services.trainer.compute.data import ModelState, Pass, Row, RowResult
+from services.common.contract.errors import TinsmithError
+from services.common.contract.tensors import HostTensor, from_values
+from services.trainer.compute.data import ModelState, Pass, Row, RowResult, ShardedState
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.full.model import FullModel
 from tests.component.engine_data import ADAM, LORA, ce_row, is_row, op, with_input, work
 from tests.component.engine_process import run_rank
 
@@ -55,16 +64,68 @@ class Player:
     def refusal(self, name: str, *arguments: object) -> str:
         try:
             getattr(self.engine, name)(*arguments)
-        except InvalidRequest as error:
+        except TinsmithError as error:
             return error.code
         return ""
+
+
+def shared_directory() -> str:
+    """A new one, the same on all ranks."""
+    name = [tempfile.mkdtemp(dir=sys.argv[4]) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name)
+    return name[0]
+
+
+def state_of(engine: Engine, model_id: str) -> ModelState:
+    """What all ranks together write of a full model, put together on rank 0; no tensors elsewhere."""
+    directory = shared_directory()
+    writing = engine.write_state(model_id, directory)
+    writing.done.result()
+    tenant = engine._tenants[model_id]
+    assert isinstance(tenant, FullModel)
+    shapes = {name: getattr(each, "ds_shape", each.shape) for name, each in tenant._parameters.items()}
+    weights: dict[str, HostTensor] = {}
+    moments: dict[str, HostTensor] = {}
+    for name, flat in _put_together(directory).items() if dist.get_rank() == 0 else ():
+        parameter = name if name in shapes else name.rpartition(".")[0]
+        values = from_values(flat.view(tuple(shapes[parameter])).numpy())
+        (weights if name in shapes else moments)[name] = values
+    in_order = {name: weights[name] for name in shapes if weights}
+    return ModelState(lora=None, adapter=in_order, optimizer=moments, step=writing.step)
+
+
+def _put_together(directory: str) -> dict[str, torch.Tensor]:
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for path in Path(directory).iterdir():
+        with safe_open(path, framework="pt") as file:
+            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118
+                found.setdefault(name, []).append((*offsets[name]["saved_offsets"], file.get_tensor(name)))
+    parts = {name: sorted(each, key=lambda part: part[0]) for name, each in found.items()}
+    return {name: torch.cat([values for _, values in each]) for name, each in parts.items()}
+
+
+def saved(state: ModelState) -> ShardedState:
+    """The state in files as a world of two ranks, which are not alike, would have written them."""
+    directory = shared_directory()
+    files: list[tuple[dict[str, torch.Tensor], dict[str, Mapping[str, list[int]]]]] = [({}, {}), ({}, {})]
+    for name, array in (*state.adapter.items(), *state.optimizer.items()):
+        flat = torch.from_numpy(array.values().copy()).flatten()
+        cut = flat.numel() // 3
+        for start, part, (tensors, offsets) in zip((0, cut), (flat[:cut], flat[cut:]), files, strict=True):
+            tensors[name], offsets[name] = part.clone(), {"saved_offsets": [start]}
+    for number, (tensors, offsets) in enumerate(files if dist.get_rank() == 0 else ()):
+        path = Path(directory) / f"{number}.safetensors"
+        save_file(tensors, path, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+    dist.barrier()
+    return ShardedState(directory, state.step)
 
 
 def scenario(engine: Engine) -> Report:
     report, player = Report(), Player(engine, dist.get_world_size())
     engine.create_model("lora", LORA)
     engine.create_model("full", None)
-    report.states["fresh"] = engine.state("full")
+    report.states["fresh"] = state_of(engine, "full")
     for number, (loss_fn, rows) in enumerate(STEPS):
         # The last step's gradient comes in two operations.
         parts = [rows] if number < 2 else [rows[:2], rows[2:]]
@@ -75,8 +136,9 @@ def scenario(engine: Engine) -> Report:
         ]
         report.results.append(results)
         report.steps.append(engine.optim_step("full", ADAM_FULL))
-        report.states[f"step{number}"] = engine.state("full")
+        report.states[f"step{number}"] = state_of(engine, "full")
     trained = report.states["step2"]
+    report.states["weights"] = engine.state("full", optimizer=False)
 
     # The base model, which adapters share, is what it was.
     report.probes["lora"] = player.run("lora", 1, "cross_entropy", PROBE, forward_only=True)
@@ -85,28 +147,34 @@ def scenario(engine: Engine) -> Report:
 
     engine.create_model("again", None)
     player.run("again", 1, "cross_entropy", PROBE)
-    engine.load_state("again", trained, True)
-    report.states["loaded"] = engine.state("again")
+    engine.load_state("again", saved(trained), True)
+    report.states["loaded"] = state_of(engine, "again")
     for model_id in ("full", "again"):
         player.run(model_id, 50, *STEPS[0])
         engine.optim_step(model_id, ADAM_FULL)
-        report.states[f"{model_id} resumed"] = engine.state(model_id)
+        report.states[f"{model_id} resumed"] = state_of(engine, model_id)
 
     bad = with_input(is_row(11, 8), "logprobs", np.full(8, -1e30, np.float32))
     player.run("full", 60, "importance_sampling", [bad])
     report.refusals["non-finite"] = player.refusal("optim_step", "full", ADAM_FULL)
-    report.states["after non-finite"] = engine.state("full")
+    report.states["after non-finite"] = state_of(engine, "full")
     player.run("full", 61, *STEPS[0])
-    report.states["no pending gradient"] = engine.state("full")
+    report.states["no pending gradient"] = state_of(engine, "full")
 
     wrong = {name: array for name, array in trained.adapter.items() if not name.endswith("norm.weight")}
     report.refusals["tensor missing"] = player.refusal(
-        "load_state", "full", msgspec.structs.replace(trained, adapter=wrong), True
+        "load_state", "full", saved(msgspec.structs.replace(trained, adapter=wrong)), True
     )
+    damaged = ShardedState(shared_directory(), trained.step)
+    (Path(damaged.directory) / "0.safetensors").write_bytes(b"no tensors")
+    whole, last = saved(trained), dist.get_rank() == dist.get_world_size() - 1
+    seen = damaged if last else whole
+    report.refusals["damaged on one rank"] = player.refusal("load_state", "full", seen, True)
+    report.states["after damaged"] = state_of(engine, "full")
     report.refusals["adapter"] = player.refusal("load_state", "full", engine.state("lora"), True)
-    report.refusals["not an adapter"] = player.refusal("load_state", "lora", trained, True)
-    engine.load_state("full", trained, False)
-    report.states["without optimizer"] = engine.state("full")
+    report.refusals["not an adapter"] = player.refusal("load_state", "lora", saved(trained), True)
+    engine.load_state("full", saved(trained), False)
+    report.states["without optimizer"] = state_of(engine, "full")
     engine.drop_model("again")
     report.probes["reloaded"] = player.run("full", 70, "cross_entropy", PROBE, forward_only=True)
     return report

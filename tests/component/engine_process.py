@@ -23,7 +23,14 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 def play(
-    script: str, directory: Path, out: Path, kind: type[R], ranks: int, stage: int, offload: bool = False
+    script: str,
+    directory: Path,
+    out: Path,
+    kind: type[R],
+    ranks: int,
+    stage: int,
+    offload: bool = False,
+    dtype: str = "float32",
 ) -> list[R]:
     """The reports of all ranks that ran a script of this folder; fails with what they printed otherwise.
 
@@ -33,12 +40,14 @@ def play(
         kind: of the reports.
         stage: ZeRO stage.
         offload: full models hold their optimizer on the CPU.
+        dtype: element type that models compute in.
     """
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--no_local_rank"),
         *("--master_addr=127.0.0.1", f"--master_port={free_port()}"),
         *(str(Path(__file__).with_name(script)), str(directory), str(stage), str(int(offload)), str(out)),
+        dtype,
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -49,13 +58,13 @@ def play(
 
 def run_rank(scenario: Callable[[Engine], msgspec.Struct]) -> None:
     """What a script that `play` starts does: the scenario on this rank's engine, then its report."""
-    directory, stage, offload, out = sys.argv[1:5]
+    directory, stage, offload, out, dtype = sys.argv[1:6]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_distributed("cpu")
     engine = Engine(
         model_path=directory,
         device="cpu",
-        dtype="float32",
+        dtype=dtype,
         zero_stage=int(stage),
         rank=rank,
         world_size=world_size,

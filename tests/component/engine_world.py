@@ -1,4 +1,4 @@
-"""One rank of a world that plays the scenario of test_engine_world; see engine_process."""
+"""What every rank of a world plays for test_engine_world; see engine_worlds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.component.engine_data import (
     with_input,
     work,
 )
-from tests.component.engine_process import run_rank
 
 LORAS = {
     "a": LoraSpec(8, 1),
@@ -112,7 +111,3 @@ def _replay(engine: Engine) -> None:
             ops = [msgspec.structs.replace(item, model_id=model_id) for item in each.ops]
             engine.run_pass(msgspec.structs.replace(each, ops=ops))
         engine.optim_step(model_id, ADAM)
-
-
-if __name__ == "__main__":
-    run_rank(scenario)

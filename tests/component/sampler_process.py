@@ -161,6 +161,7 @@ class Sampler:
     model_dir: Path
     redis_url: str
     address: str
+    metrics_port: int
     log: Path
 
     def family(self) -> list[psutil.Process]:
@@ -177,11 +178,12 @@ class Sampler:
 def launch(directory: Path, model_dir: Path, redis_url: str, *options: str) -> Sampler:
     """Starts a sampler process without waiting for it."""
     directory.mkdir(parents=True, exist_ok=True)
-    port = free_port()
+    port, metrics_port = free_port(), free_port()
     log = directory / "sampler.log"
     command = [
         *(sys.executable, "-m", "services.sampler", "--id", "sampler-0", "--port", str(port)),
-        *("--model", f"{BASE_MODEL}={model_dir}", "--data-dir", str(directory / "data"), *options),
+        *("--model", f"{BASE_MODEL}={model_dir}", "--data-dir", str(directory / "data")),
+        *("--metrics-port", str(metrics_port), *options),
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -197,6 +199,7 @@ def launch(directory: Path, model_dir: Path, redis_url: str, *options: str) -> S
         model_dir,
         redis_url,
         f"127.0.0.1:{port}",
+        metrics_port,
         log,
     )
 

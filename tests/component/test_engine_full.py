@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from services.launcher.tiny_model import make_tiny_model
+from tests.component import engine_full_bfloat16
 from tests.component.engine_data import VOCAB
 from tests.component.engine_full_world import ADAM_FULL, PROBE, STEPS, Report
 from tests.component.engine_process import play
@@ -104,12 +106,50 @@ def test_weights_can_be_loaded_without_the_optimizer(report: Report) -> None:
     assert after.outputs == before.outputs
 
 
+def test_a_state_that_one_rank_sees_damaged_is_refused_on_all_ranks(
+    played: tuple[list[Report], Path],
+) -> None:
+    for report in played[0]:
+        assert report.refusals["damaged on one rank"] == "data_loss"
+        assert report.states["after damaged"] == report.states["no pending gradient"]
+
+
 def test_a_state_of_another_kind_is_refused_on_all_ranks(played: tuple[list[Report], Path]) -> None:
     for report in played[0]:
         for name in ("tensor missing", "adapter", "not an adapter"):
             assert report.refusals[name] == "state_mismatch", name
 
 
-def test_only_rank_0_holds_the_gathered_state(played: tuple[list[Report], Path]) -> None:
-    for report in played[0][1:]:
-        assert all(not state.adapter for state in report.states.values())
+def test_what_computes_is_what_the_masters_are(played: tuple[list[Report], Path]) -> None:
+    first, *others = played[0]
+    assert first.states["weights"].adapter == first.states["step2"].adapter
+    for report in others:
+        assert report.states["weights"].adapter in ({}, first.states["weights"].adapter)
+
+
+def test_under_bfloat16_masters_follow_the_float32_loop_and_a_bad_gradient_is_dropped(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, tied=True)
+    kind = engine_full_bfloat16.Report
+    report = play("engine_full_bfloat16.py", directory, tmp_path, kind, ranks=2, stage=0, dtype="bfloat16")[0]
+    reference = ReferenceModel(directory, train_all=True)
+    before = {name: value.detach().numpy().copy() for name, value in reference.parameters.items()}
+    norms = [reference.step(rows, loss_fn, ADAM_FULL) for loss_fn, rows in STEPS]
+    after = {name: value.detach().numpy() for name, value in reference.parameters.items()}
+    assert report.played.keys() == set(engine_full_bfloat16.STAGES)
+    for played in report.played.values():
+        fresh, trained, loaded = played.states
+        assert [step["grad_norm"] for step in played.steps] == pytest.approx(norms, rel=0.03)
+        assert all(step["update_norm"] > 0 for step in played.steps)
+        for name, array in trained.adapter.items():
+            change = values(array) - values(fresh.adapter[name])
+            wanted = after[name] - before[name]
+            assert np.linalg.norm(change - wanted) <= 0.1 * np.linalg.norm(wanted), name
+        for row, result in zip(PROBE, played.probe, strict=True):
+            expected = reference.logprobs(row).detach().numpy()
+            np.testing.assert_allclose(values(result.outputs["logprobs"]), expected, rtol=0, atol=0.1)
+        assert played.refusal == "non_finite_gradient"
+        assert loaded == trained
+        assert played.weights is not None
+        for name, array in played.weights.adapter.items():
+            master = torch.from_numpy(values(trained.adapter[name]).copy()).to(torch.bfloat16)
+            assert array.data == master.view(torch.int16).numpy().tobytes(), name

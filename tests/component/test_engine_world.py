@@ -7,30 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.launcher.tiny_model import make_tiny_model
-from tests.component.engine_data import ADAM, VOCAB
-from tests.component.engine_process import play
+from tests.component.engine_data import ADAM
 from tests.component.engine_reference import ReferenceModel, values
 from tests.component.engine_world import ROWS_A, ROWS_B, ROWS_C, ROWS_V, Report
+from tests.component.engine_worlds import WORLDS, Reports
 
 pytestmark = pytest.mark.heavy
 
-WORLDS = {"1 rank": (1, 0), "2 ranks": (2, 0), "2 ranks ZeRO-3": (2, 3)}
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # An untied head, so that ZeRO-3 shards it apart from the embedding; test_engine has the tied one.
-    path = tmp_path_factory.mktemp("tiny")
-    return make_tiny_model(path, vocab=VOCAB, layers=2, tie_embeddings=False)
-
-
-@pytest.fixture(scope="module")
-def played(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
-    return {
-        name: play("engine_world.py", directory, tmp_path_factory.mktemp("world"), Report, ranks, stage)
-        for name, (ranks, stage) in WORLDS.items()
-    }
+@pytest.fixture
+def played(worlds: dict[str, list[Reports]]) -> dict[str, list[Report]]:
+    return {name: [each.world for each in reports] for name, reports in worlds.items()}
 
 
 @pytest.fixture(params=WORLDS)
@@ -38,11 +25,11 @@ def reports(played: dict[str, list[Report]], request: pytest.FixtureRequest) -> 
     return played[request.param]
 
 
-def test_training_equals_a_plain_pytorch_loop(reports: list[Report], directory: Path) -> None:
+def test_training_equals_a_plain_pytorch_loop(reports: list[Report], untied: Path) -> None:
     report = reports[0]
-    a = ReferenceModel(directory, report.initial["a"].adapter)
-    b = ReferenceModel(directory, report.initial["b"].adapter)
-    c = ReferenceModel(directory, report.initial["c"].adapter)
+    a = ReferenceModel(untied, report.initial["a"].adapter)
+    b = ReferenceModel(untied, report.initial["b"].adapter)
+    c = ReferenceModel(untied, report.initial["c"].adapter)
     rows = [(a, row) for row in ROWS_A] + [(b, row) for row in ROWS_B] + [(c, row) for row in ROWS_C]
     order = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
     assert [(result.op, result.index) for result in report.passes[0]] == order
@@ -54,7 +41,7 @@ def test_training_equals_a_plain_pytorch_loop(reports: list[Report], directory: 
     norm = b.step(ROWS_B, "importance_sampling", ADAM)
     assert report.steps["b1"]["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert report.steps["c1"]["skipped"] == 1
-    _check_critic(report, directory)
+    _check_critic(report, untied)
     for row, result in zip(ROWS_A, report.passes[1][:3], strict=True):
         expected = a.logprobs(row).detach().numpy()
         np.testing.assert_allclose(values(result.outputs["logprobs"]), expected, rtol=0, atol=1e-5)
@@ -63,8 +50,8 @@ def test_training_equals_a_plain_pytorch_loop(reports: list[Report], directory: 
     b.assert_same_adapter(report.states["b"].adapter)
 
 
-def _check_critic(report: Report, directory: Path) -> None:
-    critic = ReferenceModel(directory, report.initial["v"].adapter)
+def _check_critic(report: Report, untied: Path) -> None:
+    critic = ReferenceModel(untied, report.initial["v"].adapter)
     for row, result in zip(ROWS_V, report.passes[0][6:], strict=True):
         expected = critic.values(row).detach().numpy()
         assert result.outputs.keys() == {"values"}

@@ -44,6 +44,9 @@ pytestmark = pytest.mark.heavy
 
 STOP, LENGTH = sampling_pb2.STOP_REASON_STOP, sampling_pb2.STOP_REASON_LENGTH
 TOLERANCE = 1e-4
+SHARE = 2e-5
+"""Of a log-probability of a prompt's token, as well: an adapter of these tests makes some of -13, and which
+kernels a CPU has decides over 1e-5 of that."""
 NEVER = sampling_pb2.StopCondition(never={})
 
 
@@ -81,21 +84,21 @@ def check_scores(judge: Reference, tokens: list[int], result: sampling_pb2.Sampl
     scores = floats(result.prompt_logprobs)
     assert math.isnan(scores[0])
     distribution = judge.distribution(tokens).detach()
-    torch.testing.assert_close(scores[1:], judge.sequence_logprobs(tokens), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(scores[1:], judge.sequence_logprobs(tokens), atol=TOLERANCE, rtol=SHARE)
     ids = torch.tensor(ints(result.topk_prompt_logprobs.token_ids)).view(len(tokens), 4)
     logprobs = floats(result.topk_prompt_logprobs.logprobs).view(len(tokens), 4)
     assert ids[0].tolist() == [0] * 4 and logprobs[0].tolist() == [-99999.0] * 4
     expected = distribution[:-1].topk(4)
-    torch.testing.assert_close(logprobs[1:], expected.values, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(logprobs[1:], expected.values, atol=TOLERANCE, rtol=SHARE)
     torch.testing.assert_close(
-        distribution[:-1].gather(1, ids[1:].long()), logprobs[1:], atol=TOLERANCE, rtol=0
+        distribution[:-1].gather(1, ids[1:].long()), logprobs[1:], atol=TOLERANCE, rtol=SHARE
     )
     sampled = ints(result.sequences[0].tokens)
     torch.testing.assert_close(
         floats(result.sequences[0].logprobs),
         judge.sequence_logprobs(tokens + sampled)[len(tokens) - 1 :],
         atol=TOLERANCE,
-        rtol=0,
+        rtol=SHARE,
     )
 
 

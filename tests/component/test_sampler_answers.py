@@ -94,10 +94,10 @@ def flat(rows: list[list[tuple[int, float]]]) -> FlatLogprobs:
 
 
 def test_a_sequence_has_a_log_probability_for_every_token() -> None:
-    found = sequence(output([5, 6], flat([[(5, -1.0)], [(6, -2.0)]])).outputs[0], topk=0)
+    found = sequence(output([5, 6], flat([[(5, -1.0)], [(6, -2.0)]])).outputs[0], topk=0, version=3)
     assert (found.tokens, found.logprobs, found.topk) == ([5, 6], [-1.0, -2.0], None)
     rows = [[(5, -1.0), (7, -0.5), (5, -1.0)], [(6, -2.0), (6, -2.0), (8, -3.0)]]
-    found = sequence(output([5, 6], flat(rows)).outputs[0], topk=2)
+    found = sequence(output([5, 6], flat(rows)).outputs[0], topk=2, version=3)
     assert found.logprobs == [-1.0, -2.0]
     assert found.topk is not None
     assert found.topk.token_ids.tolist() == [[7, 5], [6, 8]]
@@ -111,7 +111,7 @@ def test_a_sequence_has_a_log_probability_for_every_token() -> None:
         (output([5, 6], flat([[(5, -1.0)]])), Internal),
         (output([5, 6], flat([[(5, -1.0)], [(7, -2.0)]])), Internal),
         (output([5], flat([[(5, -1.0), (7, -0.5)]])), Internal),
-        (output([5], flat([[(5, -1.0)]]), reason="abort"), Internal),
+        (output([5], flat([[(5, -1.0)]]), reason="error"), Internal),
         (output([5], flat([[(5, -1.0)]]), reason=None), Internal),
         (output([5], flat([[(5, float("nan"))]])), InvalidRequest),
     ],
@@ -120,7 +120,7 @@ def test_an_output_that_lacks_something_is_an_error_and_never_a_made_up_number(
     given: RequestOutput, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        sequence(given.outputs[0], topk=0)
+        sequence(given.outputs[0], topk=0, version=3)
 
 
 def test_likely_tokens_are_whole_where_outputs_were_joined() -> None:
@@ -128,7 +128,7 @@ def test_likely_tokens_are_whole_where_outputs_were_joined() -> None:
     likely = [(5, -1.0), (6, -2.0)]
     joined = output([5], flat([[(5, -1.0), *likely]]))
     joined.add(output([9, 6], flat([[(9, -7.0), *likely], [(6, -2.0), *likely]])), aggregate=True)
-    found = sequence(joined.outputs[0], topk=2)
+    found = sequence(joined.outputs[0], topk=2, version=3)
     assert (found.tokens, found.logprobs) == ([5, 9, 6], [-1.0, -7.0, -2.0])
     assert found.topk is not None
     assert found.topk.token_ids.tolist() == [[5, 6]] * 3

@@ -14,7 +14,7 @@ from services.common import weights
 from services.common.contract.tensors import HostTensor
 from services.common.state import keys, registry
 from services.common.state.redis_client import connect
-from services.trainer.files.export_format import Base
+from services.trainer.files.base import Base
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Publisher
 from tests.component.sampler_process import (
@@ -172,6 +172,10 @@ async def test_what_the_trainer_publishes_is_answered_from_the_wire_and_from_the
     # The same model under another version, which the sampler has to read.
     shutil.copytree(sampler.data_dir.snapshot(MODEL_ID, 220), sampler.data_dir.snapshot(MODEL_ID, 221))
     read = await sample(stub, greedy(prompt(10, 30), 221))
+    for result, version in ((received, 220), (read, 221)):
+        (sequence,) = result.sequences
+        assert [span.version for span in sequence.versions] == [version]
+        sequence.ClearField("versions")
     assert read.SerializeToString() == received.SerializeToString()
     await broadcaster.close()
     await client.aclose()

@@ -83,7 +83,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(
     await client.aclose()
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 async def test_when_the_engine_dies_or_hangs_requests_fail_as_retryable_and_the_process_ends(
     tmp_path: Path, model_dir: Path, redis_url: str, fault: signal.Signals
 ) -> None:

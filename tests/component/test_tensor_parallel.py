@@ -34,7 +34,7 @@ from tests.reference import Reference
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import models_pb2, types_pb2
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
 TOLERANCE = 1e-4
 STORED, FULL, BROADCAST = 1, 2, 3

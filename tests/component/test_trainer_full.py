@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from services.trainer.execution.full_models import IDLE_S
+from services.trainer.execution.room import IDLE_S
 from tests.component.own_redis import redis_server
 from tests.component.trainer_world import (
     BASE_MODEL,

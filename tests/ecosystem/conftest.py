@@ -1,6 +1,7 @@
 """One cluster with a tiny model, and a directory in which the cookbook's recipes find what they need.
 
-COOKBOOK_TABLE=FILE has the rows of what ran written into FILE (docs/cookbook.md).
+COOKBOOK_TABLE=FILE has the rows of what ran written into FILE (docs/cookbook.md), and the plot of the long
+run beside it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import pytest
 from bench.machine import facts
 from tests.cluster.conftest import start_cluster, stop_cluster
 from tests.ecosystem import data
-from tests.ecosystem.recipes import POLICY, Kitchen, Run, lay_out_tokenizer
-from tests.ecosystem.report import Row, write
+from tests.ecosystem.recipes import POLICY, TEACHER, Kitchen, Run, lay_out_tokenizer
+from tests.ecosystem.report import Row, draw, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,10 +41,11 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
 
 
 class Table:
-    """Collects the rows of docs/cookbook.md."""
+    """Collects the rows of docs/cookbook.md, and the rewards of the run that is drawn there."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self.long_run: list[float] = []
 
     def add(self, recipe: str, run: Run, steps: int, moved: str) -> None:
         command = re.sub(r"tinker://\S+", "CHECKPOINT", run.command.replace(POLICY, "POLICY"))
@@ -62,7 +64,10 @@ def table() -> Iterator[Table]:
             cookbook=importlib.metadata.version("tinker-cookbook"),
             machine=_machine(),
             policy=POLICY,
+            teacher=TEACHER,
         )
+        if collected.long_run:
+            draw((ROOT / target).with_suffix(".svg"), collected.long_run)
 
 
 def _machine() -> str:

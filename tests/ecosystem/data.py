@@ -22,11 +22,7 @@ def write_all(directory: Path) -> None:
     talks = [{"messages": _talk(rng)} for _ in range(400)]
     write_data_set(directory / "HuggingFaceH4/no_robots", train=talks[:384], test=talks[384:])
     write_lines(directory / "talks.jsonl", talks)
-    problems = [
-        {"question": f"How many tins are in {rng.randint(2, 99)} boxes?", "answer": f"#### {RIGHT_DIGIT}"}
-        for _ in range(28)
-    ]
-    write_data_set(directory / "openai/gsm8k", "main", train=problems[:20], test=problems[20:])
+    problems = write_problems(directory, rng, train=20, test=8)
     answered = [
         [
             {"role": "user", "content": row["question"]},
@@ -56,6 +52,16 @@ def write_all(directory: Path) -> None:
     write_data_set(directory / "open-thoughts/OpenThoughts3-1.2M", train=thoughts)
     write_data_set(directory / "hicai-zju/SciKnowEval", test=[_multiple_choice(rng) for _ in range(24)])
     _write_markets(directory / "markets.csv", rng)
+
+
+def write_problems(directory: Path, rng: random.Random, *, train: int, test: int) -> list[dict[str, str]]:
+    """Writes so many problems in the place of gsm8k, and returns them."""
+    problems = [
+        {"question": f"How many tins are in {rng.randint(2, 99)} boxes?", "answer": f"#### {RIGHT_DIGIT}"}
+        for _ in range(train + test)
+    ]
+    write_data_set(directory / "openai/gsm8k", "main", train=problems[:train], test=problems[train:])
+    return problems
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

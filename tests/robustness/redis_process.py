@@ -19,7 +19,8 @@ class RedisProcess:
     """The embedded server of `tinsmith up`, under the suite's hands."""
 
     def __init__(self, directory: Path, port: int) -> None:
-        self._process, self.url = redis_server.prepare(directory, port, "everysec", 2 << 30)
+        self._process, urls = redis_server.prepare(directory, port, "everysec", 2 << 30)
+        self.url = urls["operator"]
         self.port = port
         self._directory = directory
         self._log = (directory / "redis.log").open("ab")

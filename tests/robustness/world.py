@@ -18,7 +18,7 @@ from unittest import mock
 
 import psutil
 
-from services.common.process import failpoints
+from services.common.process.faults import armed
 from services.common.state import registry
 from tests.announced import announced
 from tests.cluster.conftest import Cluster, free_port, start_cluster, stop_cluster
@@ -56,12 +56,11 @@ class World:
             "TINSMITH_MICRO_BATCH_TOKENS": str(MICRO_BATCH_TOKENS),
             # Results are looked at when all is over.
             "TINSMITH_FETCHED_RESULT_LIFE": str(24 * 3600),
+            "TINSMITH_REDIS_URL": self.redis.url_through(state_port),
         }
         options = ("--gateways", "2", "--samplers", "2", "--trainer-ranks", str(trainer_ranks))
         with mock.patch.dict(os.environ, environment):
-            self.cluster: Cluster = start_cluster(
-                directory, model_dir, *options, "--redis-url", self.redis.url_through(state_port)
-            )
+            self.cluster: Cluster = start_cluster(directory, model_dir, *options)
         self.failpoints = self.cluster.failpoints
         port = self.sdk.route(("127.0.0.1", 0), ("127.0.0.1", self.cluster.port))
         self.url = f"http://127.0.0.1:{port}"
@@ -133,15 +132,15 @@ class World:
 
     def fail_at(self, point: str, action: str, timeout: float = 90) -> None:
         """Arms a failpoint and returns when it has fired."""
-        failpoints.arm(self.failpoints, point, action)
+        armed.arm(self.failpoints, point, action)
         self.wait_fired(point, timeout)
 
     def wait_fired(self, point: str, timeout: float = 90) -> None:
         """Returns when an armed failpoint has fired."""
         deadline = time.monotonic() + timeout
-        while point in failpoints.armed(self.failpoints):
+        while point in armed.armed(self.failpoints):
             if time.monotonic() > deadline:
-                failpoints.disarm(self.failpoints)
+                armed.disarm(self.failpoints)
                 raise AssertionError(f"nothing came to {point} in {timeout:.0f} s:\n{self.cluster.tail()}")
             time.sleep(0.02)
         self.injected_at = time.monotonic()

@@ -18,11 +18,15 @@ def table(found: Mapping[str, Mapping[str, str]]) -> str:
     """
     lines = [f"| tinker | {' | '.join(name.replace('_', ' ') for name in STEPS)} | |"]
     lines += ["|---|" + "---|" * (len(STEPS) + 1)]
-    for version, told in found.items():
-        cells = [_cell(told.get(step)) for step in STEPS]
-        reasons = dict.fromkeys(reason(text) for text in told.values() if text != "works")
-        lines.append(f"| {version} | {' | '.join(cells)} | {'; '.join(reasons)} |")
+    lines += [line(version, told) for version, told in found.items()]
     return "\n".join([*lines, ""])
+
+
+def line(version: str, told: Mapping[str, str]) -> str:
+    """What came of the steps of one version."""
+    cells = [_cell(told.get(step)) for step in STEPS]
+    reasons = dict.fromkeys(reason(text) for text in told.values() if text != "works")
+    return f"| {version} | {' | '.join(cells)} | {'; '.join(reasons)} |"
 
 
 def _cell(told: str | None) -> str:

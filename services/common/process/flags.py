@@ -8,6 +8,7 @@ that of the settings that the flag belongs to.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,16 +55,32 @@ def number(least: int, most: int, unit: str = "") -> Kind:
     )
 
 
+def one_of(words: Sequence[str]) -> Kind:
+    """One of a few words."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError
+        return text
+
+    return Kind(f"one of {', '.join(words)}", "|".join(words), parse)
+
+
 _YEARS_10 = 10 * 365 * 24 * 3600
 _PIB = 1 << 50
 
 TEXT = Kind("text", "TEXT", str)
 PORT = Kind("a port number, 0 to 65535", "PORT", number(0, 65535).parse, "0 to 65535")
 HTTP_URL = Kind("an http(s) URL without credentials or query", "URL", lambda text: _http_url(text))
+PROXIES = Kind("addresses or networks with commas between", "ADDRESSES", lambda text: _networks(text))
 SWITCH = Kind("yes or no", "yes|no", lambda text: ("no", "yes").index(text) == 1)
 SECONDS = number(1, _YEARS_10, "seconds")
 BYTES = number(1, _PIB, "bytes")
 BYTES_OR_0 = number(0, _PIB, "bytes")
+
+
+def _networks(text: str) -> tuple[str, ...]:
+    return tuple(str(ipaddress.ip_network(part.strip(), strict=False)) for part in text.split(",") if text)
 
 
 def _http_url(text: str) -> str:

@@ -24,7 +24,7 @@ class Pool:
         name: of the threads.
         threads: how many there are at most.
         deadline: seconds that one piece of work may take, its wait for a thread included; None: it only
-            computes, and comes to an end by itself.
+            computes, and comes to an end by itself, or who waits has a deadline.
     """
 
     def __init__(self, name: str, threads: int, deadline: float | None) -> None:
@@ -55,9 +55,8 @@ COMPUTE = Pool("compute", COMPUTE_THREADS, None)
 READS = Pool("storage read", 16, 60.0)
 """Reads of files and of the object store."""
 
-COPIES = Pool("copy of a checkpoint", 2, 3000.0)
-"""Copies of all files of a checkpoint, which may be hundreds of gigabytes. The deadline is within the hour
-after which the files of a copy without a record are taken away."""
+COPIES = Pool("copy of a checkpoint", 2, None)
+"""Copies of all files of a checkpoint, which may be hundreds of gigabytes and take hours."""
 
 DELETIONS = Pool("deletion", 4, 600.0)
 """What sweeps take away."""

@@ -1,6 +1,7 @@
 """The life of a service process: its pid file, its parent, its signals.
 
-Invariant: a process whose parent is gone ends too, and a pid file names a process that runs.
+Invariants: a process whose parent is gone ends too, a pid file names a process that runs, and what a process
+of the cluster writes is for its user alone.
 """
 
 from __future__ import annotations
@@ -59,11 +60,17 @@ def write_pid_file(run_dir: Path, name: str) -> None:
     atexit.register(remove)
 
 
+def keep_files_private() -> None:
+    """From now on, what this process and its children make is for its user alone: 0700 and 0600."""
+    os.umask(0o077)
+
+
 def setup_process(name: str, run_dir: Path) -> None:
-    """What every service does first: dies with its parent, and writes its pid file.
+    """What every service does first: keeps its files private, dies with its parent, writes its pid file.
 
     A container's first process has no parent to die with.
     """
+    keep_files_private()
     if os.getppid() != 0 and os.getpid() != 1:
         die_with_parent(signal.SIGTERM)
     write_pid_file(run_dir, name)

@@ -12,12 +12,13 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import Histogram
@@ -25,7 +26,9 @@ from redis.exceptions import RedisError
 
 from services.common.contract import errors
 from services.common.process import error_details, redis_errors
+from services.common.telemetry import access_log, subject, tracing
 from services.common.telemetry.metrics import LONG_S
+from services.common.tls.wires import Identity, Role, ServerTls, name_of
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,10 @@ class ServerLimits:
         streams: calls that one connection has at once; further ones wait at the client.
         connections: connections at once; further ones are closed.
         idle_s: how long a connection without calls is kept; 0: for ever. Clients connect anew by themselves.
+        age_s: how long new calls are taken on one connection; 0: for ever. Those under way end on it. Clients
+            resolve its name again, and so see servers that came since.
+        ahead_bytes: of a call that come before anybody asked for them; a message comes at so much a round
+            trip. 0: what the connection carries, up to 16 MiB, which any caller can have gRPC keep.
     """
 
     message_bytes: int = MAX_MESSAGE_BYTES
@@ -60,11 +67,13 @@ class ServerLimits:
     streams: int = 100_000
     connections: int = 100_000
     idle_s: int = 0
+    age_s: int = 0
+    ahead_bytes: int = 0
 
     @classmethod
     def public(cls, message_bytes: int, connections: int) -> ServerLimits:
         """For a port that anybody may reach. A client waits for many results at once, each in a call."""
-        return cls(message_bytes, 8 * 1024, 1024, connections, idle_s=120)
+        return cls(message_bytes, 8 * 1024, 1024, connections, idle_s=120, age_s=600, ahead_bytes=2**20)
 
     def options(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = [
@@ -80,24 +89,42 @@ class ServerLimits:
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.http2.settings_timeout", _HANDSHAKE_MS),
         ]
+        if self.ahead_bytes:
+            found += [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", self.ahead_bytes)]
         if self.idle_s:
             found.append(("grpc.max_connection_idle_ms", self.idle_s * 1000))
+        if self.age_s:
+            found.append(("grpc.max_connection_age_ms", self.age_s * 1000))
         return found
 
 
 _HANDSHAKE_MS = 10_000
+_LOOPBACK = ("127.", "[::1]", "localhost:")
 SECONDS = Histogram(
     "tinsmith_rpc_seconds", "gRPC calls, by how they ended", ["method", "code"], buckets=LONG_S
 )
 
 _CODES = {number: code.name for code in grpc.StatusCode for number in (code, code.value[0])}
 
+_UNTRACED = "/grpc."
+"""Probes and reflection."""
+
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 """(generated add_..._to_server function, servicer, full service name)."""
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps exceptions of handlers to statuses."""
+    """Lets in whom the server is for, maps exceptions to statuses, and says on whose behalf handlers run.
+
+    Args:
+        tells: whether each call is a line of the access log.
+        follows: whether the trace of a call with this metadata goes on here; otherwise one begins.
+    """
+
+    def __init__(self, tells: bool, tls: ServerTls | None, follows: Callable[[Any], bool]) -> None:
+        self._tells = tells
+        self._tls = tls
+        self._follows = follows
 
     async def intercept_service(
         self,
@@ -111,7 +138,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         inner, make = _parts(handler)
         guard = _guarded_stream if inspect.isasyncgenfunction(inner) else _guarded
         return make(
-            guard(inner, method),
+            guard(inner, method, self._tells, self._tls, self._follows),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
@@ -129,24 +156,58 @@ def _parts(handler: grpc.RpcMethodHandler) -> tuple[Any, Callable[..., grpc.RpcM
 
 
 @contextmanager
-def _measured(method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
+def _measured(
+    method: str, context: grpc.aio.ServicerContext, tells: bool, follows: Callable[[Any], bool]
+) -> Iterator[None]:
     began = time.monotonic()
     ended = ""
+    # Every call has a task of its own.
+    subject.begin(subject.Subject.of(_traceparent(context.invocation_metadata() or (), follows)))
     try:
-        yield
+        with tracing.call(method) if not method.startswith(_UNTRACED) else nullcontext():
+            yield
     except asyncio.CancelledError:
         ended = "CANCELLED"
         raise
     finally:
         ended = ended or _CODES.get(context.code(), "OK")
         SECONDS.labels(method, ended).observe(time.monotonic() - began)
+        if tells:
+            access_log.write("gRPC", method, ended, time.monotonic() - began)
 
 
-def _guarded(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+def _traceparent(metadata: Any, follows: Callable[[Any], bool]) -> str:
+    for name, value in metadata:
+        if name == subject.METADATA:
+            text = value if isinstance(value, str) else value.decode("ascii", "replace")
+            return text if follows(metadata) else ""
+    return ""
+
+
+def _count(request: Any, reply: Any) -> None:
+    about = subject.current()
+    if about is not None:
+        if isinstance(request, Message):
+            about.received += request.ByteSize()
+        about.sent += reply.ByteSize() if isinstance(reply, Message) else 0
+
+
+def _guarded(
+    inner: Callable[..., Awaitable[Any]],
+    method: str,
+    tells: bool,
+    tls: ServerTls | None,
+    follows: Callable[[Any], bool],
+) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        with _measured(method, context):
+        with _measured(method, context, tells, follows):
             try:
-                return await inner(request, context)
+                if tls is not None:
+                    tls.check(context.auth_context())
+                reply = await inner(request, context)
+                if tells:
+                    _count(request, reply)
+                return reply
             except grpc.aio.AbortError:
                 raise
             except Exception as error:
@@ -156,12 +217,20 @@ def _guarded(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[...,
 
 
 def _guarded_stream(
-    inner: Callable[..., AsyncIterator[Any]], method: str
+    inner: Callable[..., AsyncIterator[Any]],
+    method: str,
+    tells: bool,
+    tls: ServerTls | None,
+    follows: Callable[[Any], bool],
 ) -> Callable[..., AsyncIterator[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        with _measured(method, context):
+        with _measured(method, context, tells, follows):
             try:
+                if tls is not None:
+                    tls.check(context.auth_context())
                 async for reply in inner(request, context):
+                    if tells:
+                        _count(None, reply)
                     yield reply
             except grpc.aio.AbortError:
                 raise
@@ -242,18 +311,24 @@ async def serve(
     reuse_port: bool = False,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     limits: ServerLimits | None = None,
+    tells: bool = False,
+    tls: ServerTls | None = None,
+    follows: Callable[[Any], bool] = lambda metadata: True,
 ) -> RpcServer:
     """Starts a server for the services on "host:port"; port 0 takes a free one.
 
     Args:
         interceptors: what their handlers raise is mapped like the errors of others.
         limits: what is taken of peers; None: what services of one cluster need.
+        tells: whether each call is a line of the access log.
+        tls: the server's certificate, and who may call; None: in the clear.
+        follows: whether the trace of a call with this metadata goes on here; otherwise one begins.
 
     Raises:
         errors.Unavailable: the address cannot be bound.
     """
     server = grpc.aio.server(
-        interceptors=(_ErrorInterceptor(), *interceptors),
+        interceptors=(_ErrorInterceptor(tells, tls, follows), *interceptors),
         options=[*_OPTIONS, *(limits or ServerLimits()).options(), ("grpc.so_reuseport", int(reuse_port))],
     )
     checker = health.aio.HealthServicer()
@@ -262,8 +337,10 @@ async def serve(
     for add, servicer, _ in services:
         add(servicer, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    if tls is None and limits is None and not bind.startswith(_LOOPBACK):
+        log.warning("services on %s are in the clear: whoever reaches them may call them (--identity)", bind)
     try:
-        port = server.add_insecure_port(bind)
+        port = server.add_secure_port(bind, tls.credentials()) if tls else server.add_insecure_port(bind)
     except RuntimeError as error:
         raise errors.Unavailable(f"cannot listen on {bind}: {error}") from error
     await server.start()
@@ -277,7 +354,15 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    """A channel to "host:port". Calls must carry a timeout."""
-    received = ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)
-    return grpc.aio.insecure_channel(address, options=[*_OPTIONS, received])
+def channel(address: str, who: Identity | None = None, peer: Role = "gateway") -> grpc.aio.Channel:
+    """A channel to "host:port". Calls must carry a timeout.
+
+    Args:
+        who: this process; None: in the clear.
+        peer: whom the address must turn out to be.
+    """
+    options = [*_OPTIONS, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+    if who is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    named = ("grpc.ssl_target_name_override", name_of(peer))
+    return grpc.aio.secure_channel(address, who.channel_credentials(), options=[*options, named])

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextvars import Context
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -29,9 +30,14 @@ def keep_running(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[Non
     Should it end by itself, the reason is logged and this process asks itself to stop: it drains like on
     any SIGTERM, and its supervisor starts a whole one.
     """
-    task = asyncio.create_task(work, name=name)
+    task = detached(work, name)
     task.add_done_callback(_stop_unless_cancelled)
     return task
+
+
+def detached(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    """A task that serves nobody in particular, whoever starts it: what it logs is told of no caller."""
+    return asyncio.create_task(work, name=name, context=Context())
 
 
 def _stop_unless_cancelled(task: asyncio.Task[None]) -> None:

@@ -19,16 +19,19 @@ import redis.asyncio
 from google.protobuf.message import DecodeError
 
 from services.common.contract import errors, ids
-from services.common.contract.errors import Conflict, InvalidRequest, LimitReached
+from services.common.contract.errors import Conflict, InvalidRequest
 from services.common.process.pools import COMPUTE
 from services.common.state import keys
 from services.common.state.journal_records import (
+    NOTHING_USED,
     Accepted,
     Closing,
     Entry,
     JournalIndex,
     JournalLimits,
     Published,
+    Use,
+    check_accepted,
     error_result,
 )
 from services.common.state.poison import Unreadable
@@ -157,52 +160,13 @@ class Journal:
             *self.room.bounds,
             self.room.limits.owner_operations,
         )
-        self._check_accepted(outcome, model_id, seq_id)
+        check_accepted(outcome, model_id, seq_id, self._limits, self.room)
         return Accepted(request_id, outcome == b"new")
 
     async def is_accepted(self, model_id: str, seq_id: int, digest: bytes) -> bool:
         """Whether the request with this digest was accepted under this seq_id before."""
         known: Any = await self._redis.hget(keys.future(model_id, seq_id), "digest")
         return bool(known == digest)
-
-    def _check_accepted(self, outcome: bytes, model_id: str, seq_id: int) -> None:
-        if outcome == b"conflict":
-            raise Conflict(
-                f"seq_id {seq_id} of model {model_id} was used for another request; use the next one"
-            )
-        if outcome == b"ahead":
-            raise InvalidRequest(
-                f"seq_id {seq_id} is more than {self._limits.ahead} ahead of the requests so far; "
-                "number requests 1, 2, 3 ... without gaps",
-                field="seq_id",
-            )
-        if outcome == b"busy":
-            raise LimitReached(
-                f"with this, more than {self._limits.pending_bytes} bytes (--pending-bytes) of model "
-                f"{model_id} would wait to run; send this again later",
-                about={"limit": "--pending-bytes"},
-            )
-        if outcome == b"many":
-            raise LimitReached(
-                f"{self._limits.entries} operations (--pending-operations) of model {model_id} wait to run; "
-                "send this again later",
-                about={"limit": "--pending-operations"},
-            )
-        if outcome == b"waiting":
-            raise LimitReached(
-                f"this API key has {self.room.limits.owner_operations} operations that wait to run over all "
-                "its models, and may have no more (--owner-operations); send this again later",
-                about={"limit": "--owner-operations"},
-            )
-        if outcome == b"held":
-            raise self.room.refusal()
-        if outcome == b"full":
-            raise LimitReached(
-                f"model {model_id} has more than {self._limits.journal_bytes} bytes (--journal-bytes) or "
-                f"{self._limits.entries} batches (--pending-operations) since its last step; send an "
-                "optim_step, then this",
-                about={"limit": "--journal-bytes"},
-            )
 
     async def _announce(self, model_id: str) -> None:
         """Lists the model as one with work, before the work is there and at most every few seconds."""
@@ -265,6 +229,7 @@ class Journal:
         *,
         replay_passes_over: bool = False,
         closing: bytes = b"",
+        use: Use = NOTHING_USED,
     ) -> Published:
         """Resolves an operation's future if it is pending and the epoch is current.
 
@@ -272,6 +237,7 @@ class Journal:
             result: serialized OperationResult.
             replay_passes_over: repeating the operation would change nothing, so its payload is dropped.
             closing: serialized OperationResult of all operations that come after this one.
+            use: what the operation took, which is counted if it is resolved by this.
         """
         outcome = await self._publish(
             [
@@ -282,6 +248,7 @@ class Journal:
                 keys.journal_meta(model_id),
                 keys.epoch(model_id),
                 keys.WAITING_OPERATIONS,
+                use.day_key,
                 *ACCOUNT,
             ],
             seq_id,
@@ -292,6 +259,7 @@ class Journal:
             closing,
             ids.request_id(model_id, seq_id),
             keys.DONE_CHANNEL,
+            *use.args,
         )
         return Published(outcome)
 

@@ -14,8 +14,12 @@ DONE_CHANNEL = f"{PREFIX}:done"
 """Carries the request_id of every future that was just resolved."""
 CANCEL_CHANNEL = f"{PREFIX}:cancel"
 """Carries the request_id of every sample that was just cancelled."""
+SAMPLE_CHANNEL = f"{PREFIX}:samples"
+"""Carries what samples that run are to do: go on with newer weights, or end with what they have come to."""
 WORK_CHANNEL = f"{PREFIX}:work"
 """Carries the model_id of every model that just got work."""
+PLACEMENT_CHANNEL = f"{PREFIX}:placements"
+"""Carries what each gateway sent to which sampler of late."""
 
 # Sets and indexes that span slots.
 PENDING_MODELS = f"{PREFIX}:pending-models"
@@ -38,6 +42,8 @@ CHECKPOINTS_DUE = f"{PREFIX}:checkpoints-due"
 """Sorted set of checkpoint versions that expire or whose files have to go, by when to look at them (s)."""
 CHECKPOINT_SWEEP_LEASE = f"{PREFIX}:checkpoint-sweep-lease"
 """The gateway that looks at them at present."""
+CONTRACT = f"{PREFIX}:contract"
+"""Hash of the newest contract that was written here, and of the oldest that its release gets along with."""
 CLUSTER_ID = f"{PREFIX}:cluster-id"
 """Written once; the data directory has a file that says the same."""
 ORPHAN_SEARCH = f"{PREFIX}:orphan-search"
@@ -56,10 +62,27 @@ SNAPSHOTS_SUPERSEDED = f"{PREFIX}:{{snapshots}}:superseded"
 """Sorted set of snapshots that no inflight session answers from any more, by when to look at them (s)."""
 SNAPSHOT_SWEEP_LEASE = f"{PREFIX}:snapshot-sweep-lease"
 """The gateway that keeps snapshots within their budgets at present."""
+KEYS = f"{PREFIX}:{{keys}}:records"
+"""Hash of the API keys that were made here: id -> JSON, without the key itself."""
+KEYS_VERSION = f"{PREFIX}:{{keys}}:version"
+"""Another one after each change of an API key."""
+KEYS_USED = f"{PREFIX}:{{keys}}:used"
+"""Hash of when API keys were last used, by id (s)."""
+AUDIT_OWNERS = f"{PREFIX}:{{audit}}:owners"
+"""Sorted set of the owners that have records of acts, by when the last one ended (s)."""
+AUDIT_STRANGERS = f"{PREFIX}:{{audit}}:strangers"
+"""Stream of the records of calls that were refused, of nobody who is known."""
+AUDIT_SWEPT = f"{PREFIX}:{{audit}}:swept"
+"""There for a minute after records of acts were swept."""
+TOKEN_SECRET = f"{PREFIX}:{{keys}}:token-secret"
+"""Key of the signatures of tokens that stand for API keys."""
 DOWNLOAD_SECRET = f"{PREFIX}:download-secret"
 """Key of the signatures of download URLs."""
 BASE_MODELS = f"{PREFIX}:{{services}}:base-models"
 """Hash of what is known of the base models: "<part>:<name>" -> JSON (known_models.py)."""
+DRAINED = f"{PREFIX}:{{services}}:drained-seen"
+"""Sorted set of the trainers and samplers ("<kind>:<id>") that an operator took out of service, by when they
+were last alive, or drained (s)."""
 HELD_BYTES = f"{PREFIX}:{{held}}:bytes"
 """Hash of what requests and results take: owner -> bytes, and more (`lua/held.lua`)."""
 EXPIRING_BYTES = f"{PREFIX}:{{held}}:expiring"
@@ -69,9 +92,29 @@ WAITING_OPERATIONS = f"{PREFIX}:{{held}}:operations"
 POISON = f"{PREFIX}:poison"
 """Hash of what was met and cannot be read: name -> "<count> <last time, s> <reason>"."""
 OWNERS = f"{PREFIX}:owners"
-"""Set of the owners that have sessions."""
+"""Set of the owners that have sessions, or used something on days that are kept."""
 SAMPLE_GATEWAYS = f"{PREFIX}:sample-gateways"
 """Set of gateway ids that may have unfinished samples."""
+
+
+def audit(owner: str, part: str) -> str:
+    """Stream of the records of an owner's acts: "done", or "refused"."""
+    return f"{PREFIX}:{{audit}}:of:{owner}:{part}"
+
+
+def used(owner: str, day: str) -> str:
+    """Hash of what an owner used on a day (YYYY-MM-DD, UTC): `lua/use.lua`."""
+    return f"{PREFIX}:owner:{{{owner}}}:used:{day}"
+
+
+def timeline(session_id: str) -> str:
+    """List of what became of the last requests of a session."""
+    return f"{PREFIX}:session:{{{session_id}}}:timeline"
+
+
+def timelines_of(owner: str) -> str:
+    """Sorted set of an owner's sessions that have a timeline, by when it was last added to (s)."""
+    return f"{PREFIX}:owner:{{{owner}}}:timelines"
 
 
 def session(session_id: str) -> str:
@@ -92,6 +135,11 @@ def session_samplers(session_id: str) -> str:
 def session_idempotency(owner: str, key: str) -> str:
     """Session id made for a create_session idempotency key."""
     return f"{PREFIX}:session-key:{{{owner}:{key}}}"
+
+
+def copying(model_id: str) -> str:
+    """The gateway that makes the copy of a checkpoint which a run is to hold, for as long as it does."""
+    return f"{PREFIX}:copying:{{{model_id}}}"
 
 
 def owner_sessions(owner: str) -> str:
@@ -205,6 +253,11 @@ def gateway_samples(gateway_id: str) -> str:
     return f"{PREFIX}:gateway:{{{gateway_id}}}:samples"
 
 
+def is_gateway_samples(name: str) -> bool:
+    """Whether a key is one of `gateway_samples`."""
+    return name.startswith(f"{PREFIX}:gateway:{{") and name.endswith("}:samples")
+
+
 def gateway_probe(gateway_id: str) -> str:
     """What a gateway writes to find out whether it can."""
     return f"{PREFIX}:gateway:{{{gateway_id}}}:probe"
@@ -228,6 +281,11 @@ def claim(kind: str, service_id: str) -> str:
 def weight_epoch(base_model: str) -> str:
     """Counter of a base model's weight groups."""
     return f"{PREFIX}:weights:{{{base_model}}}:epoch"
+
+
+def weight_turn(base_model: str) -> str:
+    """The trainer that sends weights to the samplers of a base model at present."""
+    return f"{PREFIX}:weights:{{{base_model}}}:turn"
 
 
 def weight_store(base_model: str, epoch_number: int) -> str:

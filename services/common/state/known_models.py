@@ -30,6 +30,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     arch: str = ""
     vocab_size: int
     context_length: int
+    max_sequence_tokens: int = 0
+    one_rank_tokens: int = 0
+    max_operation_tokens: int = 0
+    world_size: int = 1
     max_lora_rank: int = 0
     max_sequences: int = 0
     adapts: bool = True

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
-from services.common.contract.errors import TinsmithError
+from services.common.contract.errors import NotFound, TinsmithError
 from services.common.process.periodic import Periodic
 from services.common.state import keys
 from services.common.state.scripts import Script
@@ -104,6 +104,23 @@ class Poison:
         except BaseException:
             self._counts.update(counts)
             raise
+
+    async def drop(self, name: str) -> bool:
+        """Forgets something, and takes it out of the list where it was met, if that is where it was; whether
+        it was taken out. What is met again is noted again.
+
+        Raises:
+            NotFound: nothing of this name is noted.
+        """
+        if not await self._redis.hdel(keys.POISON, name):
+            raise NotFound(f"nothing that cannot be read is called {name[:_NAME_CHARS]!r}")
+        self._reasons.pop(name, None)
+        place, _, member = name.partition(" ")
+        if place == keys.CHECKPOINTS_DUE:
+            return bool(await self._redis.zrem(place, member))
+        if keys.is_gateway_samples(place):
+            return bool(await self._redis.srem(place, member))
+        return False
 
     async def listed(self) -> list[Met]:
         """What was met of late, by name."""

@@ -2,29 +2,102 @@
 
 Invariants: every command has a timeout, and a connection that broke is retried with backoff, so
 a restart of Redis is seen as a pause and never as a hang. A connection to a server that takes no writes (any
-more) is one that broke: the next one is made to whatever the address leads to by then.
+more) is one that broke: the next one is made to whatever the address leads to by then, or to the primary that
+sentinels name by then, who are asked anew for every connection. Their URLs are
+
+    redis+sentinel://USER:PASSWORD@HOST:26379,HOST:26379/SERVICE/DB?sentinel_password=...
+
+`rediss+sentinel` speaks TLS, to sentinels and servers. User, password, ports, DB and options may be left out.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import redis
 import redis.asyncio
+import redis.asyncio.sentinel
+import redis.sentinel
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import MasterDownError, ReadOnlyError
 from redis.retry import Retry
+
+from services.common.contract.errors import InvalidRequest
 
 _SOCKET_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
 _RETRIES = 6
 _RETRYABLE = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
 _DEMOTED = (ReadOnlyError, MasterDownError)
+_SCHEMES = ("redis", "rediss", "unix")
+_SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+_SENTINEL_PORT = 26379
+_SENTINEL_TIMEOUT_S = 2.0
+_SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password", "ssl_ca_certs")
+_EXAMPLE = "redis+sentinel://:password@sentinel-0:26379,sentinel-1:26379/mymaster/0"
+
+
+@dataclass(frozen=True)
+class Sentinels:
+    """Who knows the primary of a service.
+
+    Attributes:
+        addresses: (host, port) of each sentinel; asked in this order until one answers.
+        service: what the sentinels call the primary and its replicas.
+        settings: how they are connected to, as redis-py takes it.
+    """
+
+    addresses: Sequence[tuple[str, int]]
+    service: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    async def primary(self) -> tuple[str, int]:
+        """Host and port of the primary.
+
+        Raises:
+            redis.ConnectionError: no sentinel answers, or none knows one.
+        """
+        asked = redis.asyncio.sentinel.Sentinel(
+            self.addresses,
+            sentinel_kwargs={**self._timeouts, "retry": AsyncRetry(NoBackoff(), 0), **self.settings},
+        )
+        try:
+            return await asked.discover_master(self.service)
+        finally:
+            await asyncio.gather(*(one.aclose() for one in asked.sentinels), return_exceptions=True)
+
+    def primary_sync(self) -> tuple[str, int]:
+        """The same for threads."""
+        asked = redis.sentinel.Sentinel(
+            self.addresses,
+            sentinel_kwargs={**self._timeouts, "retry": Retry(NoBackoff(), 0), **self.settings},
+        )
+        try:
+            return asked.discover_master(self.service)
+        finally:
+            for one in asked.sentinels:
+                one.close()
+
+    @property
+    def _timeouts(self) -> dict[str, float]:
+        return {"socket_timeout": _SENTINEL_TIMEOUT_S, "socket_connect_timeout": _SENTINEL_TIMEOUT_S}
 
 
 def connect(url: str) -> redis.asyncio.Redis:
-    """An asyncio client with one pool. Values are bytes. `url`: redis://, rediss:// or unix://."""
+    """An asyncio client with one pool. Values are bytes.
+
+    Args:
+        url: redis://, rediss:// or unix:// as redis-py takes them, or one that names sentinels.
+
+    Raises:
+        InvalidRequest: it is none of these, or names sentinels, but not as it should.
+    """
+    url, sentinels = parse(url)
     # When all connections are in use a command waits for one, it does not fail.
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         url,
@@ -36,12 +109,13 @@ def connect(url: str) -> redis.asyncio.Redis:
         retry=AsyncRetry(ExponentialBackoff(cap=1.0, base=0.05), _RETRIES),
         retry_on_error=list(_RETRYABLE),
     )
-    pool.connection_class = _noticing(pool.connection_class)
+    pool.connection_class = _noticing(pool.connection_class, sentinels)
     return redis.asyncio.Redis.from_pool(pool)
 
 
 def connect_sync(url: str) -> redis.Redis:
-    """A blocking client for threads. Values are bytes."""
+    """A blocking client for threads, with the same URLs. Values are bytes."""
+    url, sentinels = parse(url)
     client = redis.Redis.from_url(
         url,
         socket_timeout=_SOCKET_TIMEOUT_S,
@@ -51,11 +125,11 @@ def connect_sync(url: str) -> redis.Redis:
         retry_on_error=list(_RETRYABLE),
     )
     pool = client.connection_pool
-    pool.connection_class = _noticing_sync(pool.connection_class)
+    pool.connection_class = _noticing_sync(pool.connection_class, sentinels)
     return client
 
 
-def _noticing(connection: type[Any]) -> type[Any]:
+def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
     """The class of connections whose loss is a ConnectionError however it shows.
 
     uvloop answers a write to a connection that the other end has reset with a RuntimeError, which redis-py
@@ -63,6 +137,11 @@ def _noticing(connection: type[Any]) -> type[Any]:
     """
 
     class Noticing(connection):
+        async def _connect(self) -> None:
+            if sentinels is not None:
+                self.host, self.port = await sentinels.primary()
+            await super()._connect()
+
         async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
             try:
                 await super().send_packed_command(*args, **kwargs)
@@ -81,10 +160,15 @@ def _noticing(connection: type[Any]) -> type[Any]:
     return Noticing
 
 
-def _noticing_sync(connection: type[Any]) -> type[Any]:
+def _noticing_sync(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
     """The same for threads."""
 
     class Noticing(connection):
+        def _connect(self) -> Any:
+            if sentinels is not None:
+                self.host, self.port = sentinels.primary_sync()
+            return super()._connect()
+
         def read_response(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().read_response(*args, **kwargs)
@@ -93,3 +177,51 @@ def _noticing_sync(connection: type[Any]) -> type[Any]:
                 raise redis.ConnectionError(f"this Redis takes no writes: {error}") from error
 
     return Noticing
+
+
+def parse(url: str) -> tuple[str, Sentinels | None]:
+    """A URL for redis-py, and the sentinels to ask for host and port instead of the URL's, if it names any.
+
+    Raises:
+        InvalidRequest: it is of another scheme, or has sentinels and is not like the one above.
+    """
+    scheme = url.partition("://")[0]
+    if scheme in _SCHEMES:
+        return url, None
+    if scheme not in _SENTINEL_SCHEMES:
+        *others, last = (f"{scheme}://" for scheme in (*_SCHEMES, *_SENTINEL_SCHEMES))
+        raise InvalidRequest(f"the URL of a Redis begins with {', '.join(others)} or {last}")
+    parts = urlsplit(url)
+    service, _, db = parts.path.strip("/").partition("/")
+    options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    unknown = sorted(set(options) - set(_SENTINEL_OPTIONS))
+    hosts = [host for host in parts.netloc.rpartition("@")[2].split(",") if host]
+    if unknown or not service or not hosts or not (db or "0").isdigit():
+        wrong = f"has no option {unknown[0]!r}" if unknown else f"is like {_EXAMPLE}"
+        raise InvalidRequest(f"a URL of sentinels {wrong}")
+    tls = scheme.startswith("rediss")
+    certificates = options.get("ssl_ca_certs", "")
+    settings: dict[str, Any] = {
+        name.removeprefix("sentinel_"): options[name]
+        for name in ("sentinel_username", "sentinel_password")
+        if name in options
+    }
+    if tls:
+        settings |= {"ssl": True} | ({"ssl_ca_certs": certificates} if certificates else {})
+    credentials, at, _ = parts.netloc.rpartition("@")
+    base = f"{'rediss' if tls else 'redis'}://{credentials}{at}{quote(unquote(service), safe='')}/{db or 0}"
+    if tls and certificates:
+        base += f"?ssl_ca_certs={quote(certificates)}"
+    return base, Sentinels(tuple(_address(host) for host in hosts), unquote(service), settings)
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        if not parts.hostname:
+            raise ValueError(text)
+        return parts.hostname, parts.port or _SENTINEL_PORT
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{text!r} is not the HOST:PORT of a sentinel; a URL is like {_EXAMPLE}"
+        ) from error

@@ -2,31 +2,39 @@
 
 Invariants: a service that stopped announcing itself is in no answer after TTL_S seconds, and leaves Redis
 when another one of its kind announces itself. What a trainer or sampler says of its base model stays known. A
-record that another version of this program wrote is passed over, and counted.
+record that another version of this program wrote is passed over, and counted. Whom an operator drained is
+seen as draining by all, whatever it says of itself, until the operator takes that back, or it was silent for
+DRAINED_S.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from services.common.contract.errors import LimitReached
 from services.common.process.tasks import cancel_all, keep_running
 from services.common.state import keys, known_models
 from services.common.state.known_models import Facts, KnownModel
 from services.common.state.scripts import Script
+from services.common.state.versions import Range
 
 log = logging.getLogger(__name__)
 
 KINDS = ("gateway", "trainer", "sampler")
 TTL_S = 10.0
 REFRESH_S = 3.0
+DRAINED_S = 30 * 24 * 3600
+_MOST_DRAINED = 1000
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +51,10 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         arch: model architecture ("Qwen3ForCausalLM").
         vocab_size: token ids are 0 .. vocab_size - 1.
         context_length: most tokens of a sequence.
+        max_sequence_tokens: of the longest sequence that a trainer's memory holds, `max_operation_tokens`:
+            of all sequences of one operation; 0 = not said.
+        one_rank_tokens: of the longest that one rank of a trainer holds, where all compute longer ones
+            together; 0 = they do not.
         world_size: ranks of a trainer, tensor-parallel workers of a sampler.
         max_lora_rank: largest adapter rank it accepts; 0 = no limit of its own.
         max_sequences: sequences that a sampler's engine generates at once; 0 = no
@@ -59,6 +71,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         models: models that a trainer has in memory.
         queued: operations that wait or run on a trainer.
         limits: what one API key, one model and all requests in flight may take of a gateway, by its flags.
+        versions: of what it writes and reads; who does not get along with it leaves it alone.
         stalls: times that a gateway's event loop stood still, and `longest_stall_ms`: for how long at most.
     """
 
@@ -72,6 +85,9 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     arch: str = ""
     vocab_size: int = 0
     context_length: int = 0
+    max_sequence_tokens: int = 0
+    one_rank_tokens: int = 0
+    max_operation_tokens: int = 0
     device: str = ""
     dtype: str = ""
     world_size: int = 1
@@ -85,6 +101,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     models: int = 0
     queued: int = 0
     limits: dict[str, int] = msgspec.field(default_factory=dict)
+    versions: Range = Range()
     stalls: int = 0
     longest_stall_ms: int = 0
 
@@ -96,11 +113,13 @@ class View:
     Attributes:
         services: the live services of each kind that was asked for, by id.
         base_models: every base model that is known, also retired ones, by name.
+        drained: (kind, id) of those that an operator took out of service, alive or not.
         undecodable: records that another version wrote.
     """
 
     services: Mapping[str, Sequence[ServiceRecord]]
     base_models: Mapping[str, KnownModel]
+    drained: frozenset[tuple[str, str]] = frozenset()
     undecodable: int = 0
 
 
@@ -116,13 +135,15 @@ class Registry:
         """Has a service be alive for TTL_S seconds from now."""
         kind, name = record.kind, record.base_model
         await self._announce(
-            [keys.services(kind), keys.services_seen(kind), keys.BASE_MODELS],
+            [keys.services(kind), keys.services_seen(kind), keys.BASE_MODELS, keys.DRAINED],
             record.id,
             msgspec.json.encode(record),
             round(TTL_S * 1000),
             known_models.field(kind, name) if name else "",
             msgspec.json.encode(facts(record)),
             known_models.retired_field(name),
+            _drained(kind, record.id),
+            DRAINED_S,
         )
 
     async def withdraw(self, kind: str, service_id: str) -> None:
@@ -138,15 +159,37 @@ class Registry:
         names = [name for kind in kinds for name in (keys.services(kind), keys.services_seen(kind))]
         flat: list[bytes]
         raw: list[list[bytes]]
-        flat, *raw = await self._look([keys.BASE_MODELS, *names], round(TTL_S * 1000))
+        flat, out, *raw = await self._look([keys.BASE_MODELS, keys.DRAINED, *names], round(TTL_S * 1000))
+        drained = frozenset(_place(field.decode()) for field in out)
         base_models, undecodable = known_models.parse(dict(zip(flat[::2], flat[1::2], strict=True)))
         services: dict[str, list[ServiceRecord]] = {}
         for kind, found in zip(kinds, raw, strict=True):
             decoded = [_decode(one) for one in found]
-            records = [record for record in decoded if record is not None]
+            records = [_as_told(record, drained) for record in decoded if record is not None]
             services[kind] = sorted(records, key=lambda record: record.id)
             undecodable += len(decoded) - len(records)
-        return View(services, base_models, undecodable)
+        return View(services, base_models, drained, undecodable)
+
+    async def drain(self, kind: str, service_id: str) -> None:
+        """Has a service be seen as draining until `undrain`, also when it starts anew, unless that is after
+        DRAINED_S.
+
+        Raises:
+            LimitReached: too many are.
+        """
+        name = _drained(kind, service_id)
+        count: Any = await self._redis.zcard(keys.DRAINED)
+        if count >= _MOST_DRAINED and await self._redis.zscore(keys.DRAINED, name) is None:
+            raise LimitReached(f"{count} services are drained; undrain those that are gone for good")
+        await self._redis.zadd(keys.DRAINED, {name: time.time()})
+
+    async def undrain(self, kind: str, service_id: str) -> bool:
+        """Ends that; whether the service was drained."""
+        return bool(await self._redis.zrem(keys.DRAINED, _drained(kind, service_id)))
+
+
+def _drained(kind: str, service_id: str) -> str:
+    return f"{kind}:{service_id}"
 
 
 def facts(record: ServiceRecord) -> Facts:
@@ -156,6 +199,10 @@ def facts(record: ServiceRecord) -> Facts:
         arch=record.arch,
         vocab_size=record.vocab_size,
         context_length=record.context_length,
+        max_sequence_tokens=record.max_sequence_tokens,
+        one_rank_tokens=record.one_rank_tokens,
+        max_operation_tokens=record.max_operation_tokens,
+        world_size=record.world_size,
         max_lora_rank=record.max_lora_rank,
         max_sequences=record.max_sequences,
         adapts=record.adapts,
@@ -209,6 +256,17 @@ class Announcer:
 async def live(client: redis.asyncio.Redis, kind: str) -> Sequence[ServiceRecord]:
     """Records of the live services of a kind, by id."""
     return (await Registry(client).look(kind)).services[kind]
+
+
+def _place(field: str) -> tuple[str, str]:
+    kind, _, service_id = field.partition(":")
+    return kind, service_id
+
+
+def _as_told(record: ServiceRecord, drained: Collection[tuple[str, str]]) -> ServiceRecord:
+    if (record.kind, record.id) not in drained:
+        return record
+    return msgspec.structs.replace(record, state="draining")
 
 
 def _decode(raw: bytes) -> ServiceRecord | None:

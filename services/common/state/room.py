@@ -55,6 +55,11 @@ class Room:
         self._used, self._most = used, most
 
     @property
+    def memory(self) -> tuple[int, int]:
+        """Bytes that Redis has in use, and of how many (0 = no bound), as they were told last."""
+        return self._used, self._most
+
+    @property
     def total(self) -> int:
         """Bytes of requests and results of all API keys together."""
         return self.limits.total_bytes or int(self._most * _SHARE) or _UNBOUNDED_TOTAL

@@ -18,6 +18,7 @@ from typing import Any
 import redis.asyncio
 from prometheus_client import Histogram
 
+from services.common.telemetry import tracing
 from services.common.telemetry.metrics import SHORT_S
 
 SECONDS = Histogram(
@@ -42,8 +43,9 @@ class Script:
     def __init__(self, client: redis.asyncio.Redis, name: str) -> None:
         self._script = client.register_script(_source(name))
         self._seconds = SECONDS.labels(name)
+        self._span = f"redis {name}"
 
     async def __call__(self, keys: Sequence[str], *args: bytes | str | int | float) -> Any:
         """Runs the script; its reply, with strings as bytes."""
-        with self._seconds.time():
+        with self._seconds.time(), tracing.span(self._span, "CLIENT"):
             return await self._script(keys=list(keys), args=list(args))

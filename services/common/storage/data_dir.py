@@ -12,6 +12,14 @@ from pathlib import Path
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
 
+NAMES = frozenset(
+    {
+        *("api_key", "cluster_id", "run", "logs", "redis", "tls", "cache"),
+        *("checkpoints", "staging", "snapshots", "state"),
+    }
+)
+"""What a cluster makes in its data directory."""
+
 
 @dataclass(frozen=True)
 class DataDir:
@@ -48,6 +56,11 @@ class DataDir:
     def redis_url(self) -> Path:
         """File that tells where the running cluster's Redis is; readable by the owner only."""
         return self.run / "redis_url"
+
+    @property
+    def tls(self) -> Path:
+        """The authority of a local cluster, and a directory for each role with its identity."""
+        return self.root / "tls"
 
     @property
     def checkpoints(self) -> Path:

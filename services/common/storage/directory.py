@@ -37,6 +37,13 @@ def reserve(total: int) -> int:
     return min(_MOST_RESERVED, total // 50)
 
 
+def check_reserve(directory: Path) -> None:
+    """Raises OSError when nothing may be written there that can be done without."""
+    volume = shutil.disk_usage(directory)
+    if volume.free < reserve(volume.total):
+        raise OSError(errno.ENOSPC, f"only {volume.free} bytes of the volume are free", str(directory))
+
+
 def publish_directory(
     target: Path, files: Mapping[str, Writer], replace: bool, leave_reserve: bool = False
 ) -> int:
@@ -53,16 +60,14 @@ def publish_directory(
     """
     temporary = _temporary(target)
     try:
-        volume = shutil.disk_usage(temporary)
-        if leave_reserve and volume.free < reserve(volume.total):
-            raise OSError(errno.ENOSPC, f"only {volume.free} bytes of the volume are free", str(target))
+        if leave_reserve:
+            check_reserve(temporary)
         size = 0
         for name, write in files.items():
             path = temporary / name
             write(path)
             _sync(path)
             size += path.stat().st_size
-        temporary.chmod(0o755)
         _sync(temporary)
         failpoints.hit("trainer.before_rename")
         _move(temporary, target, replace)
@@ -187,6 +192,15 @@ class DirectoryStorage(Storage):
 
     def _path(self, key: Key) -> Path:
         return self._root / key.path
+
+
+def clean_abandoned(parent: Path, abandoned: float = ABANDONED_S) -> None:
+    """Removes what writes and deletions in a directory that broke off so long ago left there. Blocking."""
+    now = time.time()
+    for path in list(parent.glob(".*")) if parent.is_dir() else []:
+        with suppress(FileNotFoundError):
+            if now - path.stat().st_mtime > abandoned:
+                shutil.rmtree(path)
 
 
 def _temporary(target: Path) -> Path:

@@ -6,6 +6,7 @@ own library looks for them (for s3:// AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, a rol
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ def check_location(location: str) -> str:
     """The location itself when it is empty, an absolute directory, or a URL with a bucket and no secret.
 
     Raises:
-        InvalidRequest: it is not.
+        InvalidRequest: it is not, or what reads URLs of its kind is not here.
     """
     url = urlsplit(location)
     if not url.scheme:
@@ -35,7 +36,23 @@ def check_location(location: str) -> str:
         raise InvalidRequest(
             f"checkpoint store {location!r} is neither an absolute path nor a URL such as s3://bucket/prefix"
         )
+    _check_kind(location, url.scheme)
     return location
+
+
+def _check_kind(location: str, scheme: str) -> None:
+    from fsspec.registry import known_implementations
+
+    known = known_implementations.get(scheme)
+    if known is None:
+        raise InvalidRequest(
+            f"checkpoint store {location!r}: no object store is called {scheme}; a URL is like s3://bucket/prefix"
+        )
+    package = known["class"].partition(".")[0]
+    if find_spec(package) is None:
+        raise InvalidRequest(
+            f"checkpoint store {location!r} needs the package {package}, which is not installed"
+        )
 
 
 def connect(location: str, data: DataDir) -> Storage:

@@ -1,4 +1,5 @@
-"""What a process tells of itself while it runs: its measurements for Prometheus, and how its loop lags.
+"""What a process tells of itself while it runs: its measurements for Prometheus, how its loop lags
+or freezes, its log and its traces, with the call that they are about.
 
 Invariant: nothing that is measured grows with what clients send.
 

@@ -10,9 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio.events import TimerHandle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from prometheus_client import Counter
+
+from services.common.telemetry.frozen import FrozenLoop
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +41,19 @@ class Lag:
     times: int = 0
     seconds: float = 0.0
     longest: float = 0.0
+
+
+@asynccontextmanager
+async def watched_loop() -> AsyncIterator[LoopLag]:
+    """Within it stalls of this loop are counted, and one that does not end ends the process."""
+    lag, frozen = LoopLag(), FrozenLoop()
+    await lag.start()
+    await frozen.start()
+    try:
+        yield lag
+    finally:
+        await frozen.stop()
+        await lag.stop()
 
 
 class LoopLag:

@@ -1,4 +1,4 @@
-"""Who may, and how much: API keys, limits of one request, budgets.
+"""How much: limits of one request, shares of a key, budgets.
 
 Invariant: what a key or a number of the client's would not be allowed is refused before it costs anything in
 proportion to that number.

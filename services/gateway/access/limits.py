@@ -82,7 +82,8 @@ class Limits:
 
     Attributes:
         json_body_bytes: largest JSON body but a sample's. It is parsed while everything else waits.
-        sample_body_bytes: largest JSON body of a sample. A prompt of 1M tokens is about 7 MB of JSON.
+        sample_body_bytes: largest JSON body of a sample, or of a forward of SDKs before 0.22. A prompt of 1M
+            tokens is about 7 MB of JSON.
         training_body_bytes: largest forward_backward body as it arrives. The SDK cuts batches into
             chunks of about 5 MB; one single larger datum is sent alone.
         inflated_body_bytes: largest forward_backward body after decompression and after sparse

@@ -25,7 +25,7 @@ class Memory:
     Attributes:
         requests: for requests from when they are received until they are in the journal.
         small_requests: the same for those that are small.
-        answers: for answers in text, until they are made into bytes.
+        answers: for answers, until their clients have them.
         receiving: for gRPC messages whose size is not known yet.
         dispatch: for operations that were sent to trainers and are not answered.
         samples: for the requests of samples that wait or run.
@@ -45,12 +45,12 @@ class Memory:
         """The rooms in so many bytes."""
         part = total // 16
         return cls(
-            requests=7 * part,
+            requests=8 * part,
             small_requests=part,
             answers=part,
             receiving=2 * part,
             dispatch=2 * part,
-            samples=2 * part,
+            samples=part,
             redo=part,
         )
 

@@ -1,7 +1,8 @@
 """Named checkpoints: who may read them, publishing, lifetime, deletion.
 
-Invariant: a checkpoint belongs to the owner of its model. Others may read it, load it and sample from it
-while it is published, and nothing more; what they opened or loaded meanwhile stays theirs.
+Invariants: a checkpoint belongs to the owner of its model. Others may read it, load it and sample from it
+while it is published, and nothing more; what they opened or loaded meanwhile stays theirs. What they may not
+read is to them as if it did not exist.
 """
 
 from __future__ import annotations
@@ -41,15 +42,12 @@ class Checkpoints:
         """A checkpoint of the caller's, or one that is published.
 
         Raises:
-            NotFound: no such model or checkpoint, or it expired.
-            PermissionDenied: somebody else's, and not published.
+            NotFound: no such model or checkpoint, it expired, or it is somebody else's and not published.
         """
         model_owner = await self._owner_of(model_id)
         record = await self._store.get(model_id, ids.check_checkpoint_id(checkpoint_id))
         if model_owner != owner and not (record is not None and record.public):
-            raise PermissionDenied(
-                f"training run {model_id} belongs to another API key, which has not published {checkpoint_id}"
-            )
+            raise _no_run(model_id)
         if record is None:
             raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist, or it expired")
         return record
@@ -77,7 +75,11 @@ class Checkpoints:
         return model_id, await self.readable(owner, model_id, checkpoint_id)
 
     async def owned(self, owner: str, model_id: str, checkpoint_id: str) -> CheckpointRecord:
-        """A checkpoint of one of the caller's models. Raises as `readable`, also for published ones."""
+        """A checkpoint of one of the caller's models. Raises as `readable`.
+
+        Raises:
+            PermissionDenied: somebody else's, which is published.
+        """
         record = await self.readable(owner, model_id, checkpoint_id)
         if record.owner != owner:
             raise PermissionDenied(f"checkpoint {_path(record)} belongs to another API key")
@@ -87,15 +89,14 @@ class Checkpoints:
         """All checkpoints of one of the caller's models, oldest first; of others' the published ones.
 
         Raises:
-            NotFound: no such model.
-            PermissionDenied: somebody else's, and nothing of it is published.
+            NotFound: no such model, or somebody else's of which nothing is published.
         """
         model_owner = await self._owner_of(model_id)
         records = await self._store.of_model(model_id)
         if model_owner != owner:
             records = [record for record in records if record.public]
             if not records:
-                raise PermissionDenied(f"training run {model_id} belongs to another API key")
+                raise _no_run(model_id)
         return records
 
     async def page(self, owner: str, offset: int, limit: int) -> CheckpointPage:
@@ -157,11 +158,11 @@ class Checkpoints:
         """Deletes a checkpoint of one of the caller's models, unless there is none.
 
         Raises:
-            NotFound: no such model.
-            PermissionDenied: somebody else's.
+            NotFound: no such model, or somebody else's.
+            PermissionDenied: somebody else's, which is published.
         """
         if await self._owner_of(model_id) != owner:
-            raise PermissionDenied(f"training run {model_id} belongs to another API key")
+            await self.owned(owner, model_id, checkpoint_id)
         with suppress(NotFound):
             await self.delete(owner, model_id, checkpoint_id)
 
@@ -214,8 +215,12 @@ class Checkpoints:
     async def _owner_of(self, model_id: str) -> str:
         record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
         if record is None:
-            raise NotFound(f"training run {model_id[:100]!r} does not exist")
+            raise _no_run(model_id)
         return record.owner
+
+
+def _no_run(model_id: str) -> NotFound:
+    return NotFound(f"training run {model_id[:100]!r} does not exist")
 
 
 def _place(record: CheckpointRecord) -> tuple[float, str]:

@@ -1,35 +1,28 @@
 """Downloads of exports by signed URLs.
 
-A URL names one file of one version and a time; its signature is an HMAC-SHA256 of these with a key that all
-gateways share. Invariants: nothing is served but what a signature names, while its time lasts and the
-checkpoint exists; and no file is held in memory.
+A URL names one file of one version. Invariants: nothing is served but what a signature names, while its URL
+is good (`identity/signed_urls.py`), and the owner of the API key that asked for it may read the checkpoint;
+and no file is held in memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
-import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, BinaryIO
-from urllib.parse import quote, urlencode
-
-import redis.asyncio
+from typing import BinaryIO
 
 from services.common.contract import ids
-from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
+from services.common.contract.errors import InvalidRequest, NotFound, Unavailable
 from services.common.process.pools import READS
-from services.common.state import keys
 from services.common.storage.base import Key, Storage
 from services.gateway.access.gate import Gate
 from services.gateway.checkpoints.checkpoints import Checkpoints
-from services.gateway.records.checkpoint import CheckpointStore, key_of
+from services.gateway.identity.key import Caller
+from services.gateway.identity.signed_urls import SignedUrls
+from services.gateway.records.checkpoint import key_of
 
-URL_S = 3600
-"""How long a URL is good for. The SDK has new ones made five minutes before the end."""
 _PIECE = 1 << 20
 
 
@@ -63,32 +56,17 @@ class Download:
 class Downloads:
     """Signs and serves."""
 
-    def __init__(
-        self,
-        client: redis.asyncio.Redis,
-        checkpoints: Checkpoints,
-        store: CheckpointStore,
-        storage: Storage,
-        gate: Gate,
-        public_url: str = "",
-    ) -> None:
-        self.public_url = public_url
+    def __init__(self, urls: SignedUrls, checkpoints: Checkpoints, storage: Storage, gate: Gate) -> None:
+        self._urls = urls
         self._gate = gate
-        self._redis = client
         self._checkpoints = checkpoints
-        self._store = store
         self._storage = storage
 
-    async def sign(self, owner: str, model_id: str, checkpoint_id: str) -> SignedPaths:
+    async def sign(self, caller: Caller, model_id: str, checkpoint_id: str) -> SignedPaths:
         """Signed paths of every file of an export. Raises as `read`."""
-        key, files = await self._files(owner, model_id, checkpoint_id)
-        expires, secret = int(time.time()) + URL_S, await self._secret()
-        paths = {
-            name: f"{quote(f'{key.path}/{name}')}?"
-            + urlencode({"expires": expires, "signature": _signature(secret, key, name, expires)})
-            for name in files
-        }
-        return SignedPaths(paths, expires)
+        key, files = await self._files(caller.owner, model_id, checkpoint_id)
+        paths = {name: f"{key.path}/{name}" for name in files}
+        return SignedPaths(*await self._urls.sign(caller, paths))
 
     async def read(
         self, owner: str, model_id: str, checkpoint_id: str
@@ -97,7 +75,7 @@ class Downloads:
 
         Raises:
             InvalidRequest: the checkpoint is no export.
-            NotFound, PermissionDenied: as Checkpoints.readable.
+            NotFound: as Checkpoints.readable.
             Unavailable: the storage cannot be reached.
         """
         key, files = await self._files(owner, model_id, checkpoint_id)
@@ -124,23 +102,20 @@ class Downloads:
             raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist any more")
         return key, sorted(files)
 
-    async def open(self, key: Key, name: str, expires: str, signature: str) -> Download:
+    async def open(self, key: Key, name: str, expires: str, key_id: str, signature: str) -> Download:
         """The file that a signature names.
 
+        Args:
+            key_id: of the API key that asked for the URL.
+
         Raises:
-            PermissionDenied: it is not one of this cluster's, or its time is over.
+            PermissionDenied: it is not one of this cluster's, its time is over, or its API key has ended.
             LimitReached: too many of the owner's files are read at present.
-            NotFound: the checkpoint was deleted or expired.
+            NotFound: the checkpoint was deleted, expired, or is not published any more.
         """
-        if not (expires.isdecimal() and len(expires) < 16):
-            raise PermissionDenied("this URL is not signed")
-        expected = _signature(await self._secret(), key, name, int(expires))
-        if not hmac.compare_digest(expected.encode(), signature.encode()):
-            raise PermissionDenied("the signature of this URL is wrong")
-        if int(expires) < time.time():
-            raise PermissionDenied("this URL has expired; ask for external_weights_urls again", "url_expired")
-        record = await self._store.get(key.model_id, key.checkpoint_id)
-        if record is None or record.version != key.version:
+        reader = await self._urls.owner(f"{key.path}/{name}", expires, key_id, signature)
+        record = await self._checkpoints.readable(reader, key.model_id, key.checkpoint_id)
+        if record.version != key.version:
             raise NotFound(f"{ids.tinker_path(key.model_id, key.checkpoint_id)} does not exist any more")
         return await self._opened(record.owner, key, name)
 
@@ -158,14 +133,3 @@ class Downloads:
     def _open(self, key: Key, name: str) -> tuple[int, BinaryIO]:
         size = (self._storage.files(key) or {}).get(name, 0)
         return size, self._storage.open(key, name)
-
-    async def _secret(self) -> bytes:
-        found: Any = await self._redis.get(keys.DOWNLOAD_SECRET)
-        if found is None:
-            await self._redis.set(keys.DOWNLOAD_SECRET, secrets.token_hex(32), nx=True)
-            found = await self._redis.get(keys.DOWNLOAD_SECRET)
-        return bytes(found)
-
-
-def _signature(secret: bytes, key: Key, name: str, expires: int) -> str:
-    return hmac.digest(secret, f"{key.path}\n{name}\n{expires}".encode(), "sha256").hex()

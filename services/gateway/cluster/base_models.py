@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
+from services.common.contract.base_weights import weights_of
 from services.common.contract.errors import InvalidRequest, Starting
 from services.common.state.known_models import Facts, KnownModel
 from services.common.state.registry import View, facts
@@ -21,7 +21,6 @@ _STALE_S = 3.0
 _AGAIN_S = 0.1
 _VARIANT = re.compile(r"(?P<name>.+):peft:(?P<context>[1-9][0-9]{0,8})")
 """How the SDK's users ask for a base model with a context length."""
-_HUB_CACHE = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)")
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,11 @@ class BaseModel:
         arch: architecture name. All but the name are empty or 0 until a trainer or sampler said them once.
         vocab_size: token ids are 0 .. vocab_size - 1.
         context_length: most tokens of a sequence.
+        max_sequence_tokens: of the longest sequence that the memory of its trainers holds; 0 = not said.
+        one_rank_tokens: of the longest that one rank of a trainer holds, where ranks compute longer ones
+            together; 0 = they do not.
+        max_operation_tokens: of all sequences of one operation, the same.
+        trainer_ranks: of its trainers, the fewest; what one operation comes to is cut for so many.
         max_train_rank: largest LoRA rank its trainers take; 0 = no limit of their own.
         max_sample_rank: largest LoRA rank its samplers take; 0 = no limit of their own.
         trainable: it has a trainer, which may be away at present.
@@ -47,6 +51,10 @@ class BaseModel:
     arch: str = ""
     vocab_size: int = 0
     context_length: int = 0
+    max_sequence_tokens: int = 0
+    one_rank_tokens: int = 0
+    max_operation_tokens: int = 0
+    trainer_ranks: int = 1
     max_train_rank: int = 0
     max_sample_rank: int = 0
     trainable: bool = False
@@ -59,11 +67,7 @@ class BaseModel:
     def tokenizer_id(self) -> str:
         """What AutoTokenizer.from_pretrained takes: the hub id, also for a directory of the hub's
         local cache, else the local directory; empty while neither is known."""
-        for part in PurePath(self.model_path).parts:
-            match = _HUB_CACHE.fullmatch(part)
-            if match is not None:
-                return f"{match['org']}/{match['name']}"
-        return self.model_path
+        return weights_of(self.model_path)
 
 
 def merge(view: View) -> dict[str, BaseModel]:
@@ -99,6 +103,10 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         arch=both[0].arch if both else "",
         vocab_size=_smallest(one.vocab_size for one in both),
         context_length=_smallest(one.context_length for one in both),
+        max_sequence_tokens=_smallest(one.max_sequence_tokens for one in training),
+        one_rank_tokens=_smallest(one.one_rank_tokens for one in training),
+        max_operation_tokens=_smallest(one.max_operation_tokens for one in training),
+        trainer_ranks=_smallest(one.world_size for one in training) or 1,
         max_train_rank=_smallest(one.max_lora_rank for one in training),
         max_sample_rank=_smallest(one.max_lora_rank for one in sampling),
         trainable=known.trained or bool(trainers),
@@ -136,6 +144,18 @@ class BaseModels:
             Starting: it serves none yet.
         """
         return await self._find(name, lambda model: True)
+
+    async def may_share_weights(self, first: str, second: str) -> bool:
+        """False when both registered names are known to stand for different weights.
+
+        True when they are one name, or two of the same weights, or when what one of them is was never said or
+        is no longer known: then the trainer, which knows what a checkpoint was trained on, decides.
+        """
+        if first == second:
+            return True
+        await self._look(_STALE_S)
+        both = [self._served.get(name, BaseModel(name)).tokenizer_id for name in (first, second)]
+        return both[0] == both[1] or not all(both)
 
     async def trainable(self, name: str) -> BaseModel:
         """A base model that models can be created on. Raises as `get`, and InvalidRequest when it is only

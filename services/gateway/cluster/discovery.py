@@ -1,12 +1,14 @@
 """What is announced, as one gateway sees it: the live services of each kind, and the base models.
 
 Invariants: a process looks once a second, in one round trip, whoever asks; a channel is never used for
-another incarnation than the one it was opened for.
+another incarnation than the one it was opened for; a service of a release too far from this one is as one
+that is not there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,6 +24,10 @@ from services.common.process.tasks import cancel_all
 from services.common.state.known_models import KnownModel
 from services.common.state.poison import Poison
 from services.common.state.registry import Registry, ServiceRecord, View
+from services.common.state.versions import Range, together
+from services.common.tls.wires import Identity, Role
+
+log = logging.getLogger(__name__)
 
 _REFRESH_S = 1.0
 _DEADLINE_S = 30.0
@@ -43,6 +49,10 @@ def call_error(error: grpc.aio.AioRpcError) -> TinsmithError:
     return rpc.from_rpc_error(error)
 
 
+def _neighbours(records: Sequence[ServiceRecord]) -> list[ServiceRecord]:
+    return [record for record in records if together(Range(), record.versions)]
+
+
 def _without_load(records: Sequence[ServiceRecord]) -> list[ServiceRecord]:
     none = {"models": 0, "queued": 0, "stalls": 0, "longest_stall_ms": 0}
     return [msgspec.structs.replace(record, **none) for record in records]
@@ -51,10 +61,14 @@ def _without_load(records: Sequence[ServiceRecord]) -> list[ServiceRecord]:
 class Services:
     """The live services of one kind, as Discovery found them last."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Role = "gateway", who: Identity | None = None) -> None:
+        """Args: who: this gateway, for services that are to be called; None: in the clear."""
+        self._kind: Role = kind
+        self._who = who
         self._records: Sequence[ServiceRecord] = ()
         self._base_models: Mapping[str, KnownModel] = {}
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        # By incarnation and the number of this gateway's certificate.
+        self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
 
@@ -77,21 +91,25 @@ class Services:
         return known is not None and known.retired and not self.serving(base_model)
 
     def channel(self, record: ServiceRecord) -> grpc.aio.Channel:
-        """The channel to one incarnation of a service."""
-        found = self._channels.get(record.incarnation)
+        """The channel to one incarnation of a service, with the newest certificate of this gateway."""
+        key = (record.incarnation, self._number)
+        found = self._channels.get(key)
         if found is None:
-            found = self._channels[record.incarnation] = rpc.channel(record.address)
+            found = self._channels[key] = rpc.channel(record.address, self._who, self._kind)
         return found
+
+    @property
+    def _number(self) -> int:
+        return 0 if self._who is None else self._who.number
 
     def update(self, records: Sequence[ServiceRecord], base_models: Mapping[str, KnownModel]) -> None:
         """Takes over what is announced now."""
         changed = _without_load(records) != _without_load(self._records) or base_models != self._base_models
         self._records, self._base_models = records, base_models
-        if not changed:
-            return
-        live = {record.incarnation for record in records}
-        gone = [name for name in self._channels if name not in live]
-        for listener in self._listeners:
+        live, number = {record.incarnation for record in records}, self._number
+        # What was called with the certificate before the present one may still run.
+        gone = [key for key in self._channels if key[0] not in live or key[1] < number - 1]
+        for listener in self._listeners if changed else ():
             listener()
         for name in gone:
             # A call under way on it ends by itself; closing at once would look like a cancelled task.
@@ -113,13 +131,22 @@ class Discovery:
         trainers, samplers, gateways: the live services.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, poison: Poison, refresh: float = _REFRESH_S) -> None:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        poison: Poison,
+        refresh: float = _REFRESH_S,
+        who: Identity | None = None,
+    ) -> None:
+        """Args: who: this gateway, for the services that it calls; None: in the clear."""
         self._registry = Registry(client)
         self._poison = poison
-        self.trainers, self.samplers, self.gateways = Services(), Services(), Services()
+        self.trainers, self.samplers = Services("trainer", who), Services("sampler", who)
+        self.gateways = Services("gateway", who)
         self._view = View({}, {})
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
+        self._strange: frozenset[str] = frozenset()
         self._looks = Periodic("discovery", refresh, self.refresh, _DEADLINE_S)
 
     async def start(self) -> None:
@@ -163,4 +190,21 @@ class Discovery:
             ("sampler", self.samplers),
             ("gateway", self.gateways),
         ):
-            services.update(view.services[kind], view.base_models)
+            services.update(_neighbours(view.services[kind]), view.base_models)
+        self._tell_strangers(view)
+
+    def _tell_strangers(self, view: View) -> None:
+        """Says once of each process why nothing is sent to it."""
+        found = {
+            record.incarnation: record
+            for records in view.services.values()
+            for record in records
+            if not together(Range(), record.versions)
+        }
+        for incarnation in found.keys() - self._strange:
+            record = found[incarnation]
+            log.warning(
+                "%s %s speaks contract %s, this gateway %s: it gets no work; end the upgrade or take it back",
+                *(record.kind, record.id, record.versions, Range()),
+            )
+        self._strange = frozenset(found)

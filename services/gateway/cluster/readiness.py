@@ -6,6 +6,7 @@ Invariant: however often it is asked, Redis is asked once a second.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import redis.asyncio
 from redis.exceptions import OutOfMemoryError, RedisError
@@ -19,10 +20,15 @@ _KEPT_S = 60
 
 
 class Readiness:
-    """Looks whether Redis answers, and takes writes."""
+    """Looks whether Redis answers, and takes writes.
 
-    def __init__(self, client: redis.asyncio.Redis, gateway_id: str) -> None:
+    Args:
+        trouble: what else stands in the way, in words; empty: nothing.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, gateway_id: str, trouble: Callable[[], str]) -> None:
         self._redis = client
+        self._other_trouble = trouble
         self._key = keys.gateway_probe(gateway_id)
         self._looked = float("-inf")
         self._trouble = ""
@@ -39,6 +45,8 @@ class Readiness:
                 self._looked = asyncio.get_running_loop().time()
         if self._trouble:
             raise Unavailable(f"the state store takes no writes: {self._trouble}")
+        if trouble := self._other_trouble():
+            raise Unavailable(trouble)
 
     async def _look(self) -> str:
         try:

@@ -19,7 +19,7 @@ import redis.asyncio
 
 from services.common.contract.errors import TinsmithError, Unavailable
 from services.common.process.periodic import Periodic
-from services.common.process.tasks import cancel_all
+from services.common.process.tasks import cancel_all, detached
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class RedoLog:
             Unavailable: it may be among what is being written again.
         """
         if self._asked is None:
-            self._asked = asyncio.create_task(self._look_soon(), name="look for a restart of Redis")
+            self._asked = detached(self._look_soon(), "look for a restart of Redis")
         await asyncio.shield(self._asked)
         if self._restarted_at is None:
             return

@@ -10,19 +10,28 @@ was answered of it is what a replay comes to again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection
 from enum import Enum
 
 import grpc.aio
+from prometheus_client import Counter
 
+from services.common.contract import ids
 from services.common.contract.errors import TinsmithError
 from services.common.process.tasks import cancel_all
+from services.common.telemetry import subject, tracing
+from services.common.telemetry.subject import Subject
 from services.gateway.cluster.discovery import call_error
 from services.gateway.dispatch import plan
 from services.gateway.dispatch.plan import Send
 from services.gateway.dispatch.send_room import SendRoom
 from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 from tinsmith.v1 import results_pb2
+
+REPLAYED = Counter(
+    "tinsmith_replayed_operations_total", "Operations sent to a trainer again, whose results were known"
+)
 
 OnAnswer = Callable[[Send, operation_pb2.Operation, results_pb2.OperationResult], Awaitable[bool]]
 OnError = Callable[[Send, operation_pb2.Operation, TinsmithError], Awaitable["Outcome"]]
@@ -92,6 +101,7 @@ class Calls:
         name = f"execute {operation.model_id}:{send.seq_id}"
         call = asyncio.create_task(self._call(stub, send, request), name=name)
         self._calls[send.seq_id] = (call, send.size)
+        REPLAYED.inc(send.replayed)
         if _is_batch(operation):
             self._batches[send.seq_id] = (call, send.replayed)
         call.add_done_callback(lambda done: self._over(trainer_id, send, done))
@@ -123,13 +133,19 @@ class Calls:
         self, stub: trainer_pb2_grpc.TrainerServiceStub, send: Send, request: trainer_pb2.ExecuteRequest
     ) -> bool:
         """Whether the operation is settled."""
+        operation = request.operation
+        request_id = ids.request_id(operation.model_id, operation.seq_id)
+        origin = operation.origin
+        subject.begin(Subject.of(origin.traceparent, origin.owner, operation.model_id, request_id))
+        origin.handed_at = time.time()
         batch = _is_batch(request.operation)
         if not (batch or await self._before(send.seq_id, only_repeated=True)):
             return False
         attempt = 0
         while True:
             try:
-                reply = await stub.Execute(request, timeout=self._timeout)
+                with tracing.span("execute", "CLIENT", replayed=send.replayed):
+                    reply = await stub.Execute(request, timeout=self._timeout, metadata=subject.metadata())
             except grpc.aio.AioRpcError as raw:
                 outcome = await self._on_error(send, request.operation, call_error(raw))
                 if outcome is not Outcome.AGAIN:

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from services.common.contract import ids
 from services.common.process import failpoints
 from services.common.process.periodic import Periodic
-from services.common.process.tasks import cancel_all
+from services.common.process.tasks import cancel_all, detached
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.poison import Unreadable
@@ -31,10 +31,12 @@ from services.gateway.dispatch.send_room import SendRoom
 from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from services.gateway.results.subscription import Subscription
+from services.gateway.timelines.timelines import Timelines
 from tinsmith.internal.v1 import operation_pb2
 
 log = logging.getLogger(__name__)
 
+_UNRENEWED_S = 3 * TTL_S
 _SWEEP_S = 2.0
 _SWEEP_DEADLINE_S = 60.0
 _SWEEP_CONCURRENCY = 32
@@ -52,6 +54,7 @@ class Dispatcher:
         gateway_id: stable over restarts of the gateway.
         on_result: called with every operation and its result before the future is resolved with what it
             returns; may be called again for the same operation.
+        timelines: are told of every result.
         memory: bytes for operations that are under way.
     """
 
@@ -64,6 +67,7 @@ class Dispatcher:
         futures: Futures,
         gateway_id: str,
         on_result: OnResult,
+        timelines: Timelines,
         settings: DispatchSettings | None = None,
         lease_ttl: float = TTL_S,
         memory: int = Memory.of().dispatch,
@@ -71,6 +75,7 @@ class Dispatcher:
         self._futures = futures
         self._journal = journal
         self._on_result = on_result
+        self._timelines = timelines
         self._settings = settings or DispatchSettings()
         self._room = SendRoom(memory)
         self._sessions = stores.sessions
@@ -122,6 +127,12 @@ class Dispatcher:
         elif model_id not in self._leading and self._may_try(model_id):
             self._lead(model_id, only_with_work=False)
 
+    @property
+    def trouble(self) -> str:
+        """Why this gateway cannot lead models at present; empty: it can."""
+        seconds = self._leases.unrenewed
+        return f"leases were not renewed for {seconds:.0f} s" if seconds > _UNRENEWED_S else ""
+
     async def lead_idle(self, model_id: str, work: Callable[[Lease], Awaitable[bool]]) -> bool:
         """Does something to a model that nobody leads, under its lease; what `work` says, or False when some
         gateway leads the model. Operations accepted meanwhile are found by the next sweep."""
@@ -138,7 +149,7 @@ class Dispatcher:
                 finally:
                     await self._leases.release(lease)
 
-        task = self._leading[model_id] = asyncio.create_task(run(), name=f"idle {model_id}")
+        task = self._leading[model_id] = detached(run(), f"idle {model_id}")
         try:
             await asyncio.wait([task])
             if task.cancelled():
@@ -169,7 +180,7 @@ class Dispatcher:
             runner.wake()
 
     def _lead(self, model_id: str, only_with_work: bool) -> None:
-        task = asyncio.create_task(self._run(model_id, only_with_work), name=f"dispatch {model_id}")
+        task = detached(self._run(model_id, only_with_work), f"dispatch {model_id}")
         self._leading[model_id] = task
         task.add_done_callback(lambda done: self._ended(model_id, done))
 
@@ -205,7 +216,9 @@ class Dispatcher:
             self._journal,
             self._trainers,
             self._loads,
-            ResultPublisher(lease, self._journal, self._on_result, self._futures, self._poison),
+            ResultPublisher(
+                lease, self._journal, self._on_result, self._futures, self._poison, self._timelines
+            ),
             self._session_finished,
             self._settings,
             self._room,

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 
 import redis.asyncio
+from prometheus_client import Counter
 from redis.exceptions import RedisError
 
 from services.common.process.periodic import Periodic
@@ -20,6 +21,8 @@ from services.common.state import keys
 from services.common.state.scripts import Script
 
 log = logging.getLogger(__name__)
+
+LOST = Counter("tinsmith_leases_lost_total", "Leases on models that this gateway could not renew")
 
 TTL_S = 6.0
 
@@ -56,6 +59,7 @@ class Leases:
         self._acquire = Script(client, "acquire_lease")
         self._renew = Script(client, "renew_lease")
         self._held: dict[str, Lease] = {}
+        self._renewed: float | None = None
         self._renewals = Periodic("lease renewal", ttl / 3, self._renew_all, deadline=ttl)
 
     def __len__(self) -> int:
@@ -114,8 +118,14 @@ class Leases:
         except RedisError as error:
             log.warning("could not give back the lease on %s, it will expire: %s", lease.model_id, error)
 
+    @property
+    def unrenewed(self) -> float:
+        """Seconds since all leases were last renewed or given up; 0 before the first time."""
+        return 0.0 if self._renewed is None else asyncio.get_running_loop().time() - self._renewed
+
     async def _renew_all(self) -> None:
         await asyncio.gather(*(self._renew_one(lease) for lease in list(self._held.values())))
+        self._renewed = asyncio.get_running_loop().time()
 
     async def _renew_one(self, lease: Lease) -> None:
         loop = asyncio.get_running_loop()
@@ -133,4 +143,5 @@ class Leases:
             return
         if self._held.get(lease.model_id) is lease:
             del self._held[lease.model_id]
+            LOST.inc()
         lease.lose()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
+from prometheus_client import Counter
 from redis.exceptions import RedisError
 
 from services.common.contract import errors, ids
@@ -19,11 +21,17 @@ from services.common.state.journal_records import Published, error_result
 from services.common.state.poison import Poison, Unreadable
 from services.gateway.dispatch import plan
 from services.gateway.dispatch.leases import Lease
+from services.gateway.dispatch.used import event_of, used_by
 from services.gateway.results.futures import Futures
+from services.gateway.timelines.timelines import Timelines
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
+
+FENCED = Counter(
+    "tinsmith_fenced_writes_total", "Results that were not written, because another gateway leads the model"
+)
 
 OnResult = Callable[
     [operation_pb2.Operation, results_pb2.OperationResult], Awaitable[results_pb2.OperationResult]
@@ -37,15 +45,23 @@ class ResultPublisher:
         on_result: records what a result gives rise to, and says what the operation comes to by that; may be
             called again for the same operation.
         futures: has those who wait for the results on this gateway.
+        timelines: are told of what was published.
 
     Attributes:
         writing: seq_ids whose results are being written.
     """
 
     def __init__(
-        self, lease: Lease, journal: Journal, on_result: OnResult, futures: Futures, poison: Poison
+        self,
+        lease: Lease,
+        journal: Journal,
+        on_result: OnResult,
+        futures: Futures,
+        poison: Poison,
+        timelines: Timelines,
     ) -> None:
         self._poison = poison
+        self._timelines = timelines
         self._futures = futures
         self._lease = lease
         self._journal = journal
@@ -118,7 +134,7 @@ class ResultPublisher:
         self._note(outcome)
 
     async def _publish(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
-        payload = result.SerializeToString()
+        payload, use = result.SerializeToString(), used_by(operation, result)
         outcome = await self._futures.resolve(
             ids.request_id(operation.model_id, operation.seq_id),
             payload,
@@ -129,10 +145,14 @@ class ResultPublisher:
                 payload,
                 replay_passes_over=plan.replay_passes_over(operation, result),
                 closing=plan.closing_result(operation, result),
+                use=use,
             ),
         )
         self._note(outcome)
+        if outcome is Published.PUBLISHED:
+            self._timelines.note(operation.origin.owner, event_of(operation, result, time.time()))
 
     def _note(self, outcome: Published) -> None:
         if outcome is Published.STALE_EPOCH:
+            FENCED.inc()
             self._lease.lose()

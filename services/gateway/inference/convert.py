@@ -16,6 +16,8 @@ from services.gateway.text.told import Told
 from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
+_MOST_ERROR_BYTES = 2**16
+
 
 def sample_request(
     question: Question, prompt: int, sampling_session_id: str, seq_id: int
@@ -40,6 +42,15 @@ def sample_request(
             temperature=question.temperature,
             top_k=question.top_k,
             top_p=question.top_p,
+            min_p=question.steering.min_p,
+            frequency_penalty=question.steering.frequency_penalty,
+            presence_penalty=question.steering.presence_penalty,
+            repetition_penalty=question.steering.repetition_penalty,
+            logit_bias=[
+                sampling_pb2.LogitBias(token_id=token, bias=more)
+                for token, more in question.steering.logit_bias.items()
+            ],
+            bad_words=question.steering.bad_words,
         ),
         topk_sample_logprobs=question.likely,
         prompt_logprobs=question.prompt_likely is not None,
@@ -49,6 +60,18 @@ def sample_request(
 
 def constraint(given: Constraint | None) -> sampler_pb2.Constraint | None:
     return None if given is None else sampler_pb2.Constraint(**{given.kind: given.source})
+
+
+def check_done(result: bytes) -> None:
+    """Looks whether a result is a failure, which is never large.
+
+    Raises:
+        TinsmithError: the sample failed.
+    """
+    if len(result) <= _MOST_ERROR_BYTES:
+        outcome = results_pb2.OperationResult.FromString(result)
+        if outcome.WhichOneof("kind") == "error":
+            raise errors.from_pb(outcome.error)
 
 
 def done(result: bytes, question: Question, prompt: int) -> Done:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,10 +22,11 @@ from redis.exceptions import RedisError
 
 from services.common.contract.errors import Gone, TinsmithError, Unavailable
 from services.common.process.tasks import cancel_all
-from services.gateway.access.answer_room import PART_BYTES, AnswerAccount, AnswerRoom
+from services.gateway.access.answer_room import PART_BYTES, AnswerAccount, AnswerRoom, Together
 from services.gateway.access.turns import Turns
 from services.gateway.inference import convert
-from services.gateway.inference.question import Done, ModelName, New, Question, check_answer
+from services.gateway.inference.beginning import Beginning
+from services.gateway.inference.question import Done, ModelName, New, Question, bounded
 from services.gateway.inference.sessions import InferenceSessions, Sampler
 from services.gateway.inference.tokenizers import Tokenizers
 from services.gateway.results.fetched import FetchedResults
@@ -34,7 +35,6 @@ from services.gateway.sampling.accept import Sampling, Weights
 from services.gateway.sampling.replicas import Follower, Replicas
 from services.gateway.sessions.sessions import Sessions
 from services.gateway.text.tokenizer import Tokenizer
-from services.gateway.text.told import Told
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Inference:
         """What a name stands for now.
 
         Raises:
-            InvalidRequest, NotFound, PermissionDenied, Gone: it is no model that the caller can sample.
+            InvalidRequest, NotFound, Gone: it is no model that the caller can sample.
             Starting: it cannot be told yet.
         """
         weights = await self._sampling.resolve(owner, name.base_model, name.path)
@@ -94,10 +94,10 @@ class Inference:
         that, when the question streams, what is New.
 
         Raises:
-            InvalidRequest: the answer may become too large.
+            InvalidRequest: the answer may become too large whatever is sampled.
             TinsmithError: as `Sampling.sample`; while iterating, what a sample failed with.
         """
-        check_answer(question, self._room.largest)
+        question = bounded(question, self._room.largest)
         if question.stream and question.seed is None:
             # Another replica that takes over goes on with the same tokens.
             question = replace(question, seed=secrets.randbits(64))
@@ -126,6 +126,7 @@ class _Answer:
     def __init__(self, inference: Inference, owner: str, question: Question, account: AnswerAccount) -> None:
         self._on = inference
         self._account = account
+        self._together = Together(account, len(question.prompts))
         self._owner = owner
         self._question = question
         # With what each takes of the account until it is taken from here.
@@ -136,7 +137,7 @@ class _Answer:
         self._followers: dict[str, Follower] = {}
         self._differs = False
         """A sequence was begun anew with other tokens, which is told once."""
-        self._told: dict[tuple[int, int], array[int]] = {}
+        self._told: defaultdict[tuple[int, int], Beginning] = defaultdict(Beginning)
 
     @property
     def begun(self) -> bool:
@@ -168,11 +169,14 @@ class _Answer:
         left = len(self._question.prompts)
         while left:
             part, taken = await self._parts.get()
-            self._account.give(taken)
-            if isinstance(part, Exception):
-                raise part
-            yield part
-            left -= isinstance(part, Done)
+            try:
+                if isinstance(part, Exception):
+                    raise part
+                left -= isinstance(part, Done)
+                yield part
+            finally:
+                # Who listens has made bytes of it, and sent them.
+                self._account.give(taken)
 
     async def end(self) -> None:
         """Gives up what still runs. Repeating changes nothing."""
@@ -189,11 +193,31 @@ class _Answer:
 
     async def _wait(self, prompt: int, request_id: str) -> None:
         try:
-            self._parts.put_nowait((await self._result(prompt, request_id), 0))
+            self._parts.put_nowait(await self._done(prompt, request_id))
         except Exception as error:
             self._parts.put_nowait((error, 0))
 
-    async def _result(self, prompt: int, request_id: str) -> Done:
+    async def _done(self, prompt: int, request_id: str) -> tuple[Done, int]:
+        """What a prompt came to, and what it gives back of the account once it is told. What does not stream
+        is told with the other prompts' and stays until all of it was."""
+        result = await self._result(request_id)
+        # One that failed ends the others without waiting for them.
+        convert.check_done(result)
+        needed = self._question.answer_bytes(prompt, len(result))
+        alone = self._question.stream or len(self._question.prompts) == 1
+        if not (alone and self._account.take_now(needed)):
+            # What waits for room takes none meanwhile.
+            del result
+            await (self._account.take(needed) if alone else self._together.take(needed))
+            result = await self._result(request_id)
+        done = await self._on._turns.run(self._owner, convert.done, result, self._question, prompt)
+        for index, sequence in enumerate(done.sequences):
+            told = self._told.get((prompt, index))
+            if told is not None and not told.begins(sequence.tokens.ids.tobytes()):
+                raise _differing()
+        return done, needed if self._question.stream else 0
+
+    async def _result(self, request_id: str) -> bytes:
         session_id = request_id.rpartition(":sample:")[0]
         while True:
             view = await self._on._futures.wait(request_id, _LOOK_S)
@@ -203,38 +227,29 @@ class _Answer:
                 raise Unavailable("the request was lost with the last second of Redis; send it again")
             if view.state == "done" and view.result is not None:
                 self._on._fetched.note(request_id)
-                break
+                return view.result
             if self._on._futures.draining:
                 await asyncio.sleep(_DRAINING_S)
             await self._on._sessions.note_alive(session_id)
-        await self._account.take(self._question.answer_bytes(prompt, len(view.result)))
-        done = await self._on._turns.run(self._owner, convert.done, view.result, self._question, prompt)
-        for index, sequence in enumerate(done.sequences):
-            _check_beginning(self._told.get((prompt, index), array("i")), sequence.tokens)
-        return done
 
     def _tell(self, prompt: int, new: Any) -> None:
         for part in () if self._differs else new:
-            tokens = convert.tokens_of(part.added)
-            told = self._told.setdefault((prompt, part.index), array("i"))
-            known = told[part.start : part.start + len(tokens)]
-            try:
-                _check_beginning(known, tokens)
-            except Unavailable as error:
+            tokens, beginning = convert.tokens_of(part.added), self._told[prompt, part.index]
+            size = tokens.ids.itemsize
+            count = beginning.fresh(size * part.start, tokens.ids.tobytes()) // size
+            if beginning.differs:
                 self._differs = True
-                self._parts.put_nowait((error, 0))
+                self._parts.put_nowait((_differing(), 0))
                 return
-            fresh = tokens[len(told) - part.start :] if part.start <= len(told) else tokens[:0]
+            fresh = tokens[len(tokens) - count :]
             takes = PART_BYTES + self._question.times * fresh.nbytes
             # What there is no room for, and what follows it, comes with the end of the sequence.
             if fresh and self._account.take_now(takes):
-                told.extend(fresh.ids.tolist())
+                beginning.tell(fresh.ids.tobytes())
                 self._parts.put_nowait((New(prompt, part.index, fresh), takes))
 
 
-def _check_beginning(told: Sequence[int], tokens: Told) -> None:
-    """Refuses a sequence that does not begin with what was told of it."""
-    if not tokens.begins_with(told):
-        raise Unavailable(
-            "a sampler was lost, and another one does not go on with the same tokens; send the request again"
-        )
+def _differing() -> Unavailable:
+    return Unavailable(
+        "a sampler was lost, and another one does not go on with the same tokens; send the request again"
+    )

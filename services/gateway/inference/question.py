@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.sample_schema import MAX_SAMPLED_TOKENS
+from services.common.contract.steering import Steering
 from services.gateway.access.answer_room import SCORED_TIMES, TEXT_TIMES
 from services.gateway.text.generated import Token
 from services.gateway.text.told import Told
 
 _PAIR_BYTES = 8
 """A token and its log-probability, as a sampler tells them."""
+
+_SEQUENCE_BYTES = 192
+_RESULT_BYTES = 128
+"""More than what stands around the tokens of a sequence, and around the sequences of a result."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Question:
     Attributes:
         prompts: token ids.
         num_samples: sequences of each prompt.
-        max_tokens: of each sequence; None = to the end of the context.
+        max_tokens: of each sequence; None = to the end of the context, or as many as there is room for.
         top_k: -1 = all tokens.
         seed: prompt i has the seeds from seed + i * num_samples on; None = every request differs.
         stop: strings that end a sequence besides the model's end-of-sequence tokens.
@@ -50,6 +56,7 @@ class Question:
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    steering: Steering = field(default_factory=Steering)
     scored: bool = False
     likely: int = 0
     prompt_likely: int | None = None
@@ -66,6 +73,17 @@ class Question:
         """Tokens that the answer has before the sequences of a prompt, likely ones included."""
         repeated = self.num_samples * len(self.prompts[prompt]) if self.echo else 0
         return repeated * (1 + (self.prompt_likely or 0))
+
+    @property
+    def sequences(self) -> int:
+        """Of all prompts."""
+        return len(self.prompts) * self.num_samples
+
+    def told_besides(self, prompt: int) -> int:
+        """Most bytes of the answer to a prompt that are no sampled tokens."""
+        scored = 0 if self.prompt_likely is None else len(self.prompts[prompt]) * (1 + self.prompt_likely)
+        pairs = scored + self.echoed(prompt)
+        return _RESULT_BYTES + self.num_samples * _SEQUENCE_BYTES + _PAIR_BYTES * pairs
 
     def answer_bytes(self, prompt: int, told: int) -> int:
         """Memory that the answer to a prompt takes, of which a sampler told so many bytes."""
@@ -104,28 +122,30 @@ class Done:
     scored: Sequence[Token] = ()
 
 
-def check_answer(question: Question, largest: int) -> None:
-    """Refuses a question whose answer is known to be able to become too large.
+def bounded(question: Question, largest: int) -> Question:
+    """The question with a length for which its answer has room whatever is sampled: what is asked for, or as
+    much as there is room for when nothing is.
 
     Args:
         largest: bytes of memory that one answer may take.
 
     Raises:
-        InvalidRequest: with what to lower.
+        InvalidRequest: there is none; with what to lower.
     """
-    if question.max_tokens is None:
-        return
-    sequences = len(question.prompts) * question.num_samples
-    tokens = sequences * question.max_tokens * (1 + question.likely)
-    tokens += sum(map(question.echoed, range(len(question.prompts))))
-    most = largest // (_PAIR_BYTES * question.times)
-    if tokens > most:
+    besides = sum(map(question.told_besides, range(len(question.prompts))))
+    most = max(0, largest // question.times - besides) // _PAIR_BYTES
+    of_token = question.sequences * (1 + question.likely)
+    wanted = 1 if question.max_tokens is None else question.max_tokens
+    if wanted * of_token > most:
         raise InvalidRequest(
-            f"{sequences} sequences of {question.max_tokens} tokens at most, with {question.likely} likely "
-            f"ones each, may come to {tokens} in one answer, which may have {most} (--memory-mib); lower "
-            "max_tokens, n, the number of prompts or that of log-probabilities",
+            f"{question.sequences} sequences of {wanted} tokens at most, with {question.likely} likely ones "
+            f"each, may come to {wanted * of_token} in one answer, which may have {most} besides its prompts "
+            "(--memory-mib); lower max_tokens, n, the number of prompts or that of log-probabilities",
             "answer_too_large",
         )
+    if question.max_tokens is not None:
+        return question
+    return replace(question, max_tokens=min(most // of_token, MAX_SAMPLED_TOKENS))
 
 
 @dataclass(frozen=True)

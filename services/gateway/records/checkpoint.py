@@ -192,7 +192,7 @@ class CheckpointStore:
             try:
                 due.append(parse_member(member.decode()))
             except (ValueError, InvalidRequest) as error:
-                self._poison.note(f"{keys.CHECKPOINTS_DUE} {member!r}", str(error))
+                self._poison.note(f"{keys.CHECKPOINTS_DUE} {member.decode(errors='replace')}", str(error))
                 await self._redis.zadd(keys.CHECKPOINTS_DUE, {member: time.time() + _UNREADABLE_AGAIN_S})
         return due
 

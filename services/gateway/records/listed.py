@@ -13,7 +13,7 @@ import redis.asyncio
 from services.common.state.scripts import Script
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Cursor:
     """Where a page ended: the creation (Unix time) and the name of its last entry."""
 

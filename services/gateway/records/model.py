@@ -96,6 +96,14 @@ class ModelStore:
         """Ids of an owner's models, newest first, from a cursor on."""
         return await self._pages.read(keys.owner_models(owner), entries, cursor)
 
+    async def drop(self, record: ModelRecord) -> None:
+        """Forgets a model of which no trainer ever heard; its number can be used again."""
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.delete(keys.model(record.model_id))
+            pipeline.zrem(keys.owner_models(record.owner), record.model_id)
+            pipeline.srem(keys.session_models(record.session_id), record.model_id)
+            await pipeline.execute()
+
     async def set_status(self, model_id: str, status: ModelStatus) -> None:
         """Changes the status of an existing model."""
         await self._redis.hset(keys.model(model_id), "status", status)

@@ -8,20 +8,21 @@ client's completions under a cursor above all earlier ones.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Literal
 
+import msgspec
 import redis.asyncio
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import Cancelled, Conflict, Overloaded
 from services.common.state import keys
-from services.common.state.journal_records import Accepted, error_result
+from services.common.state.journal_records import NOTHING_USED, Accepted, Published, Use, error_result
 from services.common.state.room import ACCOUNT, Room
 from services.common.state.scripts import Script
+from services.gateway.records.sample_news import Kept
 from tinsmith.v1 import results_pb2
 
 GATEWAY_SAMPLES = 65_536
@@ -31,6 +32,7 @@ ACCEPTANCE_S = 60.0
 
 _COMPLETIONS = 4096
 _AT_ONCE = 256
+_CLAIMED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Unclaimed(Enum):
     SETTLED = "settled"
     """It is resolved, or with a third gateway."""
     UNKNOWN = "unknown"
-    """It is not accepted: not yet, or its gateway died over it."""
+    """Redis does not know it: it lost the acceptance, or has it and the list from different times."""
 
 
 class Resolution(IntEnum):
@@ -68,9 +70,8 @@ class SampleJournal:
         self._redis = client
         self._room = room or Room()
         self._most = gateway_samples
-        self._admit = Script(client, "admit_sample")
         self._accept = Script(client, "accept_sample")
-        self._claim = Script(client, "claim_sample")
+        self._claim = Script(client, "claim_samples")
         self._publish = Script(client, "publish_sample")
         self._note_waiting = Script(client, "note_waiting")
         self._completions = Script(client, "completions")
@@ -83,6 +84,7 @@ class SampleJournal:
         gateway_id: str,
         owner: str = "",
         answer_bytes: int = 0,
+        origin: bytes = b"",
     ) -> Accepted:
         """Keeps a sample's request and creates its future.
 
@@ -90,6 +92,7 @@ class SampleJournal:
             request: serialized sampler_pb2.SampleRequest.
             gateway_id: gateway that will dispatch it.
             answer_bytes: of the largest result that it can have.
+            origin: more of the request, which may differ when it is repeated.
 
         Raises:
             Conflict: seq_id was used for another sample of the session.
@@ -98,49 +101,48 @@ class SampleJournal:
         """
         request_id = ids.request_id(sampling_session_id, seq_id)
         self._room.check_fits(len(request) + answer_bytes)
-        # On the list first: an accepted sample is always found by whoever takes over from this gateway.
-        if not await self._admit([keys.gateway_samples(gateway_id)], request_id, self._most):
-            raise Overloaded(f"{self._most} samples wait on this gateway; send this again later")
         digest = hashlib.sha256(request).digest()
-        future = keys.future(sampling_session_id, seq_id)
-        listed = time.monotonic()
+        future, listed = keys.future(sampling_session_id, seq_id), keys.gateway_samples(gateway_id)
         outcome, dispatcher = await self._accept(
-            [future, keys.pending_samples(sampling_session_id), *ACCOUNT],
-            request,
+            [future, keys.pending_samples(sampling_session_id), listed, *ACCOUNT],
+            request + origin,
             digest,
             gateway_id,
             owner,
             seq_id,
             answer_bytes,
             *self._room.bounds,
+            request_id,
+            self._most,
         )
+        if outcome == b"full":
+            raise Overloaded(f"{self._most} samples wait on this gateway; send this again later")
         if outcome == b"held":
-            await self.give_up(request_id, gateway_id)
             raise self._room.refusal()
         if outcome == b"conflict":
             raise Conflict(
                 f"seq_id {seq_id} of sampling session {sampling_session_id} was used for another request"
             )
-        # Before it is acknowledged: a process that was stopped in between may find its entry taken off.
-        if dispatcher and (outcome == b"same" or time.monotonic() - listed > ACCEPTANCE_S / 2):
+        if dispatcher and outcome == b"same":
+            # Of a gateway that was struck off, perhaps.
             await self.join(dispatcher.decode())
             await self._redis.sadd(keys.gateway_samples(dispatcher.decode()), request_id)
         return Accepted(request_id, outcome == b"new")
 
     async def claim(self, request_id: str, from_gateway: str, to_gateway: str) -> bytes | Unclaimed:
         """The request of a pending sample, which the second gateway dispatches from now on."""
-        object_id, seq_id = ids.parse_request_id(request_id)
-        takes_over = from_gateway != to_gateway
-        if takes_over:
-            await self._redis.sadd(keys.gateway_samples(to_gateway), request_id)
-        found = await self._claim([keys.future(object_id, seq_id)], from_gateway, to_gateway)
-        if not found and (takes_over or found is not None):
-            await self._redis.srem(keys.gateway_samples(to_gateway), request_id)
-        if found is None:
-            return Unclaimed.UNKNOWN
-        if takes_over:
-            await self._redis.srem(keys.gateway_samples(from_gateway), request_id)
-        return bytes(found) or Unclaimed.SETTLED
+        (found,) = await self.claim_some([request_id], from_gateway, to_gateway)
+        return found
+
+    async def claim_some(
+        self, request_ids: Sequence[str], from_gateway: str, to_gateway: str
+    ) -> list[bytes | Unclaimed]:
+        """The same of several samples in one step, of the first of them at least: as many as make a moderate
+        answer."""
+        lists = [keys.gateway_samples(from_gateway), keys.gateway_samples(to_gateway)]
+        futures = [keys.future(*ids.parse_request_id(request_id)) for request_id in request_ids]
+        found = await self._claim([*lists, *futures], from_gateway, to_gateway, _CLAIMED_BYTES, *request_ids)
+        return [Unclaimed.UNKNOWN if one is None else one or Unclaimed.SETTLED for one in found]
 
     async def give_up(self, request_id: str, gateway_id: str) -> None:
         """Takes a sample that was never accepted off a gateway's list."""
@@ -195,11 +197,29 @@ class SampleJournal:
         """Says why a pending sample does not run; empty = it does."""
         await self._note_waiting([keys.future(*ids.parse_request_id(request_id))], reason)
 
-    async def publish(self, request_id: str, result: results_pb2.OperationResult) -> bool:
-        """Resolves a sample's future unless it is resolved; whether it did."""
+    async def publish(
+        self,
+        request_id: str,
+        result: results_pb2.OperationResult,
+        use: Use = NOTHING_USED,
+        gateway_id: str = "",
+    ) -> bool:
+        """Resolves a sample's future unless it is resolved; whether it did.
+
+        Args:
+            use: what the sample took, which is counted if it is resolved by this.
+            gateway_id: gateway that most probably dispatches it.
+        """
         failed = result.WhichOneof("kind") == "error"
-        outcome = await self._resolve(request_id, result.SerializeToString(), failed, lost_too=True)
-        return outcome is Resolution.NOW
+        payload = result.SerializeToString()
+        return await self.publish_bytes(request_id, payload, failed, use, gateway_id) is Published.PUBLISHED
+
+    async def publish_bytes(
+        self, request_id: str, result: bytes, failed: bool, use: Use = NOTHING_USED, gateway_id: str = ""
+    ) -> Published:
+        """The same with a serialized result. `failed`: it is an error."""
+        outcome = await self._resolve(request_id, result, failed, True, use, gateway_id)
+        return Published.PUBLISHED if outcome is Resolution.NOW else Published.NOT_PENDING
 
     async def cancel(self, request_id: str, reason: str) -> Resolution:
         """Resolves a pending sample's future as failed and tells the gateway that runs it to stop."""
@@ -209,13 +229,34 @@ class SampleJournal:
             await self._redis.publish(keys.CANCEL_CHANNEL, request_id)
         return outcome
 
-    async def _resolve(self, request_id: str, result: bytes, failed: bool, lost_too: bool) -> Resolution:
+    async def state(self, request_id: str) -> Literal["unknown", "pending", "done"]:
+        """Whether a sample's future is resolved."""
+        found: Any = await self._redis.hget(keys.future(*ids.parse_request_id(request_id)), "state")
+        if found is None:
+            return "unknown"
+        return "done" if found == b"done" else "pending"
+
+    async def keep(self, request_id: str) -> None:
+        """Tells the gateway that runs a sample to end it with what it has come to."""
+        await self._redis.publish(keys.SAMPLE_CHANNEL, msgspec.json.encode(Kept(request_id)))
+
+    async def _resolve(
+        self,
+        request_id: str,
+        result: bytes,
+        failed: bool,
+        lost_too: bool,
+        use: Use = NOTHING_USED,
+        gateway_id: str = "",
+    ) -> Resolution:
         object_id, seq_id = ids.parse_request_id(request_id)
         outcome, gateway = await self._publish(
             [
                 keys.future(object_id, seq_id),
                 keys.pending_samples(object_id),
                 keys.completions(object_id, seq_id // ids.CLONE_SEQ_IDS),
+                use.day_key,
+                keys.gateway_samples(gateway_id),
                 *ACCOUNT,
             ],
             result,
@@ -225,6 +266,9 @@ class SampleJournal:
             seq_id,
             "failed" if failed else "finished",
             int(lost_too),
+            gateway_id,
+            use.base_model,
+            *use.args,
         )
         if gateway:
             await self._redis.srem(keys.gateway_samples(gateway.decode()), request_id)

@@ -14,6 +14,7 @@ import redis.asyncio
 from services.common.state import keys
 from services.common.state.poison import Poison
 from services.common.state.scripts import Script
+from services.gateway.records.sample_news import Moved
 
 
 class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,8 +105,10 @@ class InflightStore:
         self._raise = Script(client, "raise_version")
 
     async def move(self, model_id: str, version: int) -> None:
-        """Has the model's inflight sessions answer from this version, unless they do from a newer one."""
+        """Has the model's inflight sessions answer from this version, unless they do from a newer one, and
+        their samples that run hear of it."""
         await self._raise([keys.inflight_version(model_id)], version)
+        await self._redis.publish(keys.SAMPLE_CHANNEL, msgspec.json.encode(Moved(model_id, version)))
 
     async def current(self, model_id: str) -> int | None:
         """The version that the model's inflight sessions answer from now; None before the first."""

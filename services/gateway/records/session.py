@@ -76,10 +76,13 @@ class SessionStore:
                 return found
         await self._redis.zadd(keys.SESSION_LIFE, {record.session_id: record.last_heartbeat}, nx=True)
         created = {record.session_id: record.created_at}
-        await self._redis.sadd(keys.OWNERS, record.owner)
-        await self._redis.zadd(keys.owner_sessions(record.owner), created)
-        if record.project_id:
-            await self._redis.zadd(keys.project_sessions(record.owner, record.project_id), created)
+        # In one step, so that an owner who comes back is not struck off between the two (`forget_owner.lua`).
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.sadd(keys.OWNERS, record.owner)
+            pipeline.zadd(keys.owner_sessions(record.owner), created)
+            if record.project_id:
+                pipeline.zadd(keys.project_sessions(record.owner, record.project_id), created)
+            await pipeline.execute()
         return record
 
     async def count(self, owner: str) -> int:
@@ -122,6 +125,13 @@ class SessionStore:
         await self._redis.hset(keys.session(session_id), mapping=said)
         await self.list_ended(session_id)
 
+    async def discard(self, record: SessionRecord, idempotency_key: str | None, detail: str) -> None:
+        """Ends a session in which nothing came to be: it is forgotten soon, and its key makes another one."""
+        if idempotency_key:
+            await self._redis.delete(keys.session_idempotency(record.owner, idempotency_key))
+        await self.finish(record.session_id, "failed", detail)
+        await self._redis.zadd(keys.OVER_SESSIONS, {record.session_id: 0.0})
+
     async def abandon(self, session_id: str, last_heartbeat: float) -> bool:
         """Marks a session as over for its silence, unless it was heard of meanwhile."""
         abandoned = await self._abandon([keys.session(session_id)], repr(last_heartbeat))
@@ -159,16 +169,16 @@ class SessionStore:
     async def set_project(self, record: SessionRecord, project_id: str) -> None:
         """Moves an existing session into a project."""
         created = {record.session_id: record.created_at}
-        await self._redis.sadd(keys.OWNERS, record.owner)
         await self._redis.zadd(keys.project_sessions(record.owner, project_id), created)
         await self._redis.hset(keys.session(record.session_id), "project_id", project_id)
         if record.project_id not in ("", project_id):
             await self._redis.zrem(keys.project_sessions(record.owner, record.project_id), record.session_id)
 
-    async def of_project(self, owner: str, project_id: str) -> list[str]:
-        """Ids of an owner's sessions in a project, newest first."""
-        found: Any = await self._redis.zrevrange(keys.project_sessions(owner, project_id), 0, -1)
-        return [raw.decode() for raw in found]
+    async def of_project(self, owner: str, project_id: str) -> list[Cursor]:
+        """An owner's sessions in a project with their creation, newest first."""
+        name = keys.project_sessions(owner, project_id)
+        found: Any = await self._redis.zrevrange(name, 0, -1, withscores=True)
+        return [Cursor(created_at, raw.decode()) for raw, created_at in found]
 
     async def page(self, owner: str, offset: int, limit: int) -> list[str]:
         """Ids of some of an owner's sessions, newest first."""
@@ -180,6 +190,10 @@ class SessionStore:
     async def after(self, owner: str, entries: int, cursor: Cursor | None) -> Listed:
         """Ids of an owner's sessions, newest first, from a cursor on."""
         return await self._pages.read(keys.owner_sessions(owner), entries, cursor)
+
+    async def running(self, entries: int, cursor: Cursor | None) -> Listed:
+        """Ids of all owners' sessions that are not over, last heard of first, from a cursor on."""
+        return await self._pages.read(keys.SESSION_LIFE, entries, cursor)
 
     async def created_before(self, owner: str, at: float | None, limit: int) -> list[tuple[str, float]]:
         """(id, creation time) of an owner's sessions made until a time, newest first."""

@@ -3,5 +3,5 @@
 Invariant: a waiter first is listed and then looks, so nothing that is published in between is missed; nothing
 polls.
 
-Imported by dispatch, sampling, the application, the edges and the wiring; imports no room.
+Imported by dispatch, placement, sampling, the application, the edges and the wiring; imports no room.
 """

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import redis.asyncio
 
 from services.common.contract import ids
-from services.common.process.tasks import cancel_all
+from services.common.process.tasks import cancel_all, detached
 from services.common.state import keys
 from services.common.state.journal_records import Published
 from services.gateway.results.subscription import Subscription
@@ -174,7 +174,7 @@ class Futures:
         wanted, self._wanted = self._wanted, {}
         requests = list(wanted.items())
         for start in range(0, len(requests), _BATCH):
-            load = asyncio.create_task(self._load(dict(requests[start : start + _BATCH])))
+            load = detached(self._load(dict(requests[start : start + _BATCH])), "load of futures")
             self._loads.add(load)
             load.add_done_callback(self._loads.discard)
 

@@ -53,10 +53,11 @@ class Several:
                 watch.changed.clear()
                 for request_id in [one for one in request_ids if one in watch.due]:
                     watch.due.discard(request_id)
-                    view = await self._futures.wait(request_id, 0)
-                    if view.state != "pending" and request_id in watch.left:
+                    # Nothing of it is kept here while its reader has it.
+                    found = [await self._futures.wait(request_id, 0)]
+                    if found[0].state != "pending" and request_id in watch.left:
                         watch.left.discard(request_id)
-                        yield request_id, view
+                        yield request_id, found.pop()
                 left = deadline - loop.time()
                 if not watch.left or left <= 0 or self._futures.draining:
                     return

@@ -32,7 +32,7 @@ _CLEAN_DEADLINE_S = 6 * 3600.0
 """So long after a cleaning that broke off there is another."""
 _AT_ONCE = 200
 _AGAIN_S = 60.0
-"""Files that could not be removed are tried again after this long."""
+"""Files that were not removed are tried again after this long."""
 
 
 class CheckpointSweep:
@@ -66,11 +66,12 @@ class CheckpointSweep:
     async def sweep(self) -> None:
         """Looks once at every version that is due."""
         for key in await self._store.due(_AT_ONCE):
+            # Whatever comes of it, the next ones have their turn, also when this one hangs.
+            await self._store.look_again(key, time.time() + _AGAIN_S)
             try:
                 await self._look(key)
             except (OSError, TinsmithError) as error:
                 log.warning("the files of %s stay for now: %s", key.path, error)
-                await self._store.look_again(key, time.time() + _AGAIN_S)
 
     async def _look(self, key: Key) -> None:
         record = await self._store.get(key.model_id, key.checkpoint_id)

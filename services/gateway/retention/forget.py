@@ -92,12 +92,10 @@ class Forgetting:
                 pipeline.zrem(keys.owner_sessions(session.owner), session_id)
                 if session.project_id:
                     pipeline.zrem(keys.project_sessions(session.owner, session.project_id), session_id)
-            for name in (keys.session_models, keys.session_samplers, keys.session):
+                pipeline.zrem(keys.timelines_of(session.owner), session_id)
+            for name in (keys.session_models, keys.session_samplers, keys.timeline, keys.session):
                 pipeline.delete(name(session_id))
             await pipeline.execute()
-        if session is not None and not await self._stores.sessions.count(session.owner):
-            # One that opens a session at this moment is listed again with its next one.
-            await self._redis.srem(keys.OWNERS, session.owner)
         return True
 
     async def _forget_samplers(self, session_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Takes away sampler snapshots of models that nothing knows any more.
+"""Takes away sampler snapshots of models that nothing knows any more, and what saves that broke off left.
 
 Every snapshot goes with its model or before; only when Redis lost the model is there nobody left to say so.
 Invariants: only the directory of a model without a record goes, and only when it had none at any look since
@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from typing import Any
 import redis.asyncio
 
 from services.common.contract import ids
+from services.common.contract.errors import TinsmithError
 from services.common.process.periodic import Periodic
 from services.common.process.pools import DELETIONS
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
-from services.common.storage.directory import delete_directory
+from services.common.storage.directory import clean_abandoned, delete_directory
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +75,12 @@ class OrphanSweep:
         since = {member.decode(): at for member, at in known}
         for model_id in found:
             if await self._is_known(model_id):
-                continue
-            if model_id not in since:
+                await _try(model_id, clean_abandoned, self._data.snapshots(model_id))
+            elif model_id not in since:
                 await self._redis.zadd(keys.ORPHANED_MODELS, {model_id: now})
             elif now - since[model_id] >= _DAY_S:
                 log.warning("snapshots of %s are deleted: nothing knows the model any more", model_id)
-                await DELETIONS.run(delete_directory, self._data.snapshots(model_id))
+                await _try(model_id, delete_directory, self._data.snapshots(model_id))
         for model_id in since:
             if model_id not in found or await self._is_known(model_id):
                 await self._redis.zrem(keys.ORPHANED_MODELS, model_id)
@@ -103,6 +105,14 @@ class OrphanSweep:
         return bool(await self._redis.exists(keys.model(model_id)))
 
 
+async def _try(model_id: str, delete: Callable[[Path], None], directory: Path) -> None:
+    """Deletes something of a model; what fails is made up for by the next look."""
+    try:
+        await DELETIONS.run(delete, directory)
+    except (TinsmithError, OSError) as error:
+        log.warning("snapshots of %s stay for now: %s", model_id, error)
+
+
 def _models_in(directory: Path) -> set[str]:
     """The models that have a directory there."""
     if not directory.is_dir():
@@ -119,7 +129,6 @@ def _written_once(path: Path, content: str) -> str:
                 file.write(content)
                 file.flush()
                 os.fsync(descriptor)
-                os.fchmod(descriptor, 0o644)
             # Fails when another gateway was first.
             with suppress(FileExistsError):
                 os.link(temporary, path)

@@ -1,7 +1,8 @@
 """Keeps unnamed sampler snapshots within their budgets, and takes away those that an inflight session left.
 
 Invariants: all of this may be done twice, by any gateways, with the same effect; that a snapshot was let go
-is remembered before its files go, so its clients are told. The lease between gateways only saves work.
+is remembered before its files go, so its clients are told; one that cannot be read or removed is tried again
+later and stops no other. The lease between gateways only saves work.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Awaitable
 
 import redis.asyncio
+from prometheus_client import Gauge
 
+from services.common.contract.errors import TinsmithError
 from services.common.process.periodic import Periodic
 from services.common.process.pools import DELETIONS
 from services.common.state import keys
@@ -24,9 +28,11 @@ from services.gateway.retention.sweep_lease import SweepLease
 
 log = logging.getLogger(__name__)
 
+STORED = Gauge("tinsmith_snapshot_bytes", "Unnamed sampler snapshots, as the sweeping gateway counts them")
 _SWEEP_S = 10.0
 _DEADLINE_S = 300.0
 _AT_ONCE = 256
+_AGAIN_S = 60.0
 _SHARE = 0.5
 """What unnamed snapshots may take of their volume, and one owner of that, when no number is given."""
 
@@ -64,12 +70,18 @@ class SnapshotSweep:
     async def _sweep_if_due(self) -> None:
         if await self._lease.take():
             await self.sweep()
+        else:
+            # Whoever sweeps tells it.
+            STORED.set(0)
 
     async def sweep(self) -> None:
         """Looks once at what was superseded and at all budgets."""
         for model_id, version in await self._stores.snapshots.superseded(_AT_ONCE):
-            await self._superseded(model_id, version)
+            # Whatever comes of it, the next ones have their turn.
+            await self._stores.snapshots.supersede(model_id, version, time.time() + _AGAIN_S)
+            await _try(f"{model_id}@{version}", self._superseded(model_id, version))
         owners = await self._stores.snapshots.owners()
+        STORED.set(sum(owners.values()))
         candidates: list[StoredSnapshot] = []
         if sum(owners.values()) > self._budget.total_bytes:
             candidates += await self._stores.snapshots.oldest(_AT_ONCE)
@@ -77,9 +89,13 @@ class SnapshotSweep:
             if size > self._budget.owner_bytes:
                 candidates += await self._stores.snapshots.oldest(_AT_ONCE, owner)
         for snapshot in to_let_go(candidates, owners, self._budget, time.time()):
-            await self._stores.snapshots.mark_let_go(snapshot.model_id, snapshot.version)
-            await self._remove(snapshot)
-            log.info("snapshot %d of %s was let go to make room", snapshot.version, snapshot.model_id)
+            await _try(f"{snapshot.model_id}@{snapshot.version}", self._let_go(snapshot))
+
+    async def _let_go(self, snapshot: StoredSnapshot) -> None:
+        """Removes a snapshot to make room."""
+        await self._stores.snapshots.mark_let_go(snapshot.model_id, snapshot.version)
+        await self._remove(snapshot)
+        log.info("snapshot %d of %s was let go to make room", snapshot.version, snapshot.model_id)
 
     async def _superseded(self, model_id: str, version: int) -> None:
         """Removes a snapshot that was only there for sessions which have moved on."""
@@ -103,3 +119,11 @@ class SnapshotSweep:
         path = self._data.snapshot(snapshot.model_id, snapshot.version)
         await DELETIONS.run(delete_directory, path)
         await self._stores.snapshots.forget(snapshot.model_id, snapshot.version, snapshot.owner)
+
+
+async def _try(name: str, work: Awaitable[None]) -> None:
+    """Does something about one snapshot; what fails is made up for by a later sweep."""
+    try:
+        await work
+    except (TinsmithError, OSError) as error:
+        log.warning("snapshot %s stays for now: %s", name, error)

@@ -6,20 +6,24 @@ never changes; an inflight session follows its model, but only when the dispatch
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachetools import TTLCache
 
 from services.common.contract import ids
-from services.common.contract.errors import Conflict, Gone, InvalidRequest, NotFound, PermissionDenied
+from services.common.contract.errors import Conflict, Gone, InvalidRequest, NotFound, Unavailable
 from services.common.process import failpoints
 from services.common.process.pools import COMPUTE
 from services.common.state.journal_records import Accepted
+from services.common.telemetry import subject
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.base_models import BaseModel, BaseModels
 from services.gateway.cluster.redis_restart import RedoLog
+from services.gateway.dispatch.plan import backoff
 from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
 from services.gateway.sampling import validate
@@ -30,6 +34,8 @@ from tinsmith.v1 import sampling_pb2
 
 _CACHE_S = 3600.0
 _CACHED = 16384
+_KEPT_S = 0.02
+"""What the first look at a sample that was just ended waits for it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Sampling:
 
         Raises:
             InvalidRequest: neither is given, they contradict, or the base model is not sampled here.
-            NotFound, PermissionDenied, Gone: session or checkpoint is not there or not the caller's.
+            NotFound, Gone: session or checkpoint is not there or not the caller's.
             Conflict: seq_id was used for another sampling session.
         """
         weights = await self.resolve(owner, base_model, model_path)
@@ -135,21 +141,17 @@ class Sampling:
         """A sampling session of the caller.
 
         Raises:
-            NotFound: no such session, or the save that makes it has not completed.
-            PermissionDenied: somebody else's.
+            NotFound: no such session of the caller's, or the save that makes it has not completed.
         """
         record = self._known.get(sampling_session_id)
         if record is None:
             known = ids.is_sampling_session_id(sampling_session_id)
             record = await self._store.get(sampling_session_id) if known else None
-            if record is None:
-                await self._redo_log.refuse_while_restoring()
-                raise NotFound(
-                    f"sampling session {sampling_session_id[:100]!r} does not exist; create one first"
-                )
-            self._known[sampling_session_id] = record
-        if record.owner != owner:
-            raise PermissionDenied(f"sampling session {sampling_session_id} belongs to another API key")
+            if record is not None:
+                self._known[sampling_session_id] = record
+        if record is None or record.owner != owner:
+            await self._redo_log.refuse_while_restoring()
+            raise NotFound(f"sampling session {sampling_session_id[:100]!r} does not exist; create one first")
         return record
 
     async def sample(
@@ -165,7 +167,7 @@ class Sampling:
 
         Raises:
             InvalidRequest: the sampler could not run it. Nothing is used up.
-            NotFound, PermissionDenied, Gone: the sampling session cannot be used.
+            NotFound, Gone: the sampling session cannot be used.
             Conflict: seq_id was used for another sample of the session.
             Overloaded: too many samples wait; send the same again later.
             Starting: the base model's first sampler still loads; send the same again later.
@@ -179,10 +181,20 @@ class Sampling:
             made = _made(record, request, constraint, base, self._limits)
         sample, payload, answer = made
         request_id = sample.request_id
+        subject.note(owner, record.model_id, request_id)
+        sample.origin.traceparent, sample.origin.owner = subject.traceparent(), owner
+        sample.origin.accepted_at = time.time()
         counted = self._admission.admit(request_id, owner, sample.num_samples, len(payload))
         try:
             accepted = await self._journal.accept(
-                record.sampling_session_id, request.seq_id, payload, self._gateway_id, owner, answer
+                record.sampling_session_id,
+                request.seq_id,
+                payload,
+                self._gateway_id,
+                owner,
+                answer,
+                # Parts of a serialized message may be put one after the other.
+                sampler_pb2.SampleRequest(origin=sample.origin).SerializeToString(),
             )
         except BaseException:
             if counted:
@@ -208,8 +220,34 @@ class Sampling:
         Raises:
             InvalidRequest: not the request of a sample; what was accepted for a model takes effect.
             Gone: no such request, or its result expired.
-            NotFound, PermissionDenied: the sampling session is not there or not the caller's.
+            NotFound: the sampling session is not there or not the caller's.
         """
+        await self._check_sample(owner, request_id)
+        outcome = await self._journal.cancel(request_id, "the sample was cancelled by its client")
+        if outcome is Resolution.UNKNOWN:
+            raise _gone(request_id)
+
+    async def keep(self, owner: str, request_id: str, seconds: float) -> None:
+        """Ends a sample with what it has come to, wherever it runs; returns when its result is there.
+
+        Raises:
+            Unavailable: it has not ended after so many seconds, as when the gateway that has it is gone.
+            InvalidRequest, Gone, NotFound: as `cancel`.
+        """
+        await self._check_sample(owner, request_id)
+        clock = asyncio.get_running_loop().time
+        deadline, tries = clock() + seconds, 0
+        while (state := await self._journal.state(request_id)) == "pending":
+            if clock() >= deadline:
+                raise Unavailable("the sample has not ended yet; send this again")
+            # A word is heard by who listens at that moment, and the sample may be on its way to a replica.
+            await self._journal.keep(request_id)
+            tries += 1
+            await asyncio.sleep(min(backoff(tries, _KEPT_S, 1.0), max(0.0, deadline - clock())))
+        if state == "unknown":
+            raise _gone(request_id)
+
+    async def _check_sample(self, owner: str, request_id: str) -> None:
         object_id, _ = ids.parse_request_id(request_id)
         if not ids.is_sampling_session_id(object_id):
             raise InvalidRequest(
@@ -217,9 +255,6 @@ class Sampling:
                 field="request_id",
             )
         await self.get(owner, object_id)
-        outcome = await self._journal.cancel(request_id, "the sample was cancelled by its client")
-        if outcome is Resolution.UNKNOWN:
-            raise Gone(f"request {request_id} does not exist, or its result expired")
 
     async def cancel_samples_of_session(self, session_id: str, reason: str) -> int:
         """Gives up every pending sample of a session's sampling clients, on all gateways; how many.
@@ -247,6 +282,8 @@ def _made(
         InvalidRequest: the sampler could not run it.
     """
     answer = validate.check_sample(request, base, limits)
+    constraint = constraint or _constraint(request.params)
+    moves = validate.check_on_update(request, record.inflight, constraint is not None)
     sample = sampler_pb2.SampleRequest(
         request_id=ids.request_id(record.sampling_session_id, request.seq_id),
         prompt=request.prompt,
@@ -258,13 +295,31 @@ def _made(
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         cache_namespace=_cache_namespace(record),
         constraint=constraint,
+        moves=moves,
     )
     if request.HasField("target_prompt_logprobs"):
         sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)
     if request.HasField("prompt_logprobs_last_n"):
         sample.prompt_logprobs_last_n = request.prompt_logprobs_last_n
+    # It is told once, beside the parameters.
+    sample.params.ClearField("constraint")
     sample.snapshot.model_id, sample.snapshot.version = record.model_id, record.version
     return sample, sample.SerializeToString(deterministic=True), answer
+
+
+def _gone(request_id: str) -> Gone:
+    return Gone(f"request {request_id} does not exist, or its result expired")
+
+
+def _constraint(params: sampling_pb2.SamplingParams) -> sampler_pb2.Constraint | None:
+    asked = params.constraint
+    match asked.WhichOneof("kind"):
+        case "json_schema":
+            return sampler_pb2.Constraint(json_schema=asked.json_schema)
+        case "regex":
+            return sampler_pb2.Constraint(regex=asked.regex)
+        case _:
+            return None
 
 
 def _cache_namespace(record: SamplingSessionRecord) -> str:

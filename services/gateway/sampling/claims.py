@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from google.protobuf.message import DecodeError
 
@@ -67,6 +67,11 @@ class Claims:
             Unreadable: it cannot be read.
         """
         payload = await self._journal.claim(request_id, from_gateway, self._gateway_id)
+        return await self._read(request_id, payload, from_gateway)
+
+    async def _read(
+        self, request_id: str, payload: bytes | Unclaimed, from_gateway: str
+    ) -> sampler_pb2.SampleRequest | None:
         if payload is Unclaimed.UNKNOWN:
             await self._not_accepted(request_id, from_gateway)
         if isinstance(payload, Unclaimed):
@@ -83,32 +88,30 @@ class Claims:
         waiting = list(request_ids)
         # Every live gateway does this: each begins elsewhere.
         random.shuffle(waiting)
-        todo = iter(waiting)
-        claims = [self._some(todo, from_gateway) for _ in range(min(_AT_ONCE, len(waiting)))]
-        for failure in await asyncio.gather(*claims, return_exceptions=True):
-            if isinstance(failure, BaseException):
-                raise failure
+        while waiting and not self._admission.is_full:
+            some = waiting[:_AT_ONCE]
+            found = await self._journal.claim_some(some, from_gateway, self._gateway_id)
+            del waiting[: len(found)]
+            for request_id, payload in zip(some, found, strict=False):
+                await self._take(request_id, payload, from_gateway)
 
     def forget(self, listed: set[str]) -> None:
         """What is not listed any more needs no thought."""
         unknown = self._unknown_since.items()
         self._unknown_since = {name: since for name, since in unknown if name in listed}
 
-    async def _some(self, todo: Iterator[str], from_gateway: str) -> None:
-        for request_id in todo:
-            if self._admission.is_full:
-                return
-            try:
-                request = await self.one(request_id, from_gateway)
-            except Unreadable as error:
-                unreadable = results_pb2.OperationResult(error=errors.to_pb(error))
-                await self._journal.publish(request_id, unreadable)
-                continue
+    async def _take(self, request_id: str, payload: bytes | Unclaimed, from_gateway: str) -> None:
+        try:
+            request = await self._read(request_id, payload, from_gateway)
+        except Unreadable as error:
+            unreadable = results_pb2.OperationResult(error=errors.to_pb(error))
+            await self._journal.publish(request_id, unreadable, gateway_id=self._gateway_id)
+        else:
             if request is not None:
                 self._on_claimed(request_id, request)
 
     async def _not_accepted(self, request_id: str, gateway_id: str) -> None:
-        """The list has a sample that nothing else is known of: its acceptance is under way, or broke off."""
+        """The list has a sample that nothing else is known of."""
         now = asyncio.get_running_loop().time()
         if now - self._unknown_since.setdefault(request_id, now) >= ACCEPTANCE_S:
             await self._journal.give_up(request_id, gateway_id)

@@ -3,8 +3,9 @@
 Invariants: an accepted sample is on the list of exactly one live gateway, or of a dead one whose list
 a live one takes over, until its result is published; its result is published once. Sampling changes
 nothing, so a sample may run twice, but only when a replica was lost: one of a lost gateway is asked for at
-the replica that has it. A sample that was cancelled, through whichever gateway, stops here and at its replica
-at once, or at the next audit when the word was lost.
+the replica that has it. A result is written again until it is, however long Redis is away. A sample that
+was cancelled, through whichever gateway, stops here and at its replica at once, or at the next audit when the
+word was lost.
 """
 
 from __future__ import annotations
@@ -12,17 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from dataclasses import dataclass
+from functools import partial
 
 import redis.asyncio
-from cachetools import TTLCache
+from prometheus_client import Histogram
 from redis.exceptions import RedisError
 
-from services.common.contract import errors, ids
+from services.common.contract import errors
 from services.common.contract.errors import (
-    Draining,
-    Internal,
-    NotFound,
     Overloaded,
     SnapshotNotFound,
     TinsmithError,
@@ -32,32 +32,41 @@ from services.common.process import failpoints
 from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all
 from services.common.state import keys
-from services.common.state.journal_records import Accepted
+from services.common.state.journal_records import NOTHING_USED, Accepted, Published, Use
 from services.common.state.registry import TTL_S
+from services.common.telemetry import subject, tracing
+from services.common.telemetry.metrics import LONG_S
+from services.common.telemetry.subject import Subject
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services
 from services.gateway.dispatch.plan import backoff
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.stores import Stores
+from services.gateway.results.futures import Futures
 from services.gateway.results.subscription import Subscription
-from services.gateway.sampling import choose_replica
 from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.claims import Claims
-from services.gateway.sampling.replicas import Replicas, Stalled
+from services.gateway.sampling.known_sessions import KnownSessions
+from services.gateway.sampling.replicas import Replicas, wanted_by
+from services.gateway.sampling.running import Followed, Running, kept, untouched
+from services.gateway.sampling.tries import Tries, let_go
+from services.gateway.sampling.used import event_of, used_by
+from services.gateway.timelines.timelines import Timelines
 from tinsmith.internal.v1 import sampler_pb2
-from tinsmith.v1 import results_pb2
+from tinsmith.v1.results_pb2 import OperationResult
 
 log = logging.getLogger(__name__)
 
+TURN_SECONDS = Histogram(
+    "tinsmith_sample_turn_seconds",
+    "Until it was the turn of a sample's API key at the replicas",
+    buckets=LONG_S,
+)
+
 _AUDIT_S = 3.0
 _AUDIT_DEADLINE_S = 60.0
-_SESSION_AGAIN_S = 0.2
 _LOOK_AGAIN_S = 60.0
-_CACHE_S = 3600.0
-_CACHED_SESSIONS = 16_384
-_MOST_LOST = 5
-_MOST_FAILURES = 2
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,8 @@ class SampleDispatcher:
         gateways: the live gateways.
         gateway_id: stable over restarts of the gateway; what an earlier start left is taken up by `start`.
         admission: counts this gateway's samples; those that end are released.
+        timelines: are told of every result.
+        futures: who waits for results here.
     """
 
     def __init__(
@@ -95,19 +106,22 @@ class SampleDispatcher:
         gateways: Services,
         gateway_id: str,
         admission: Admission,
+        timelines: Timelines,
+        futures: Futures,
         settings: SampleSettings | None = None,
     ) -> None:
-        self._journal = stores.samples
+        self._journal, self._futures = stores.samples, futures
+        self._timelines = timelines
         self._gateway_id = gateway_id
         self._settings = settings or SampleSettings()
-        self._sessions = stores.sampling_sessions
-        self._known: TTLCache[str, SamplingSessionRecord] = TTLCache(_CACHED_SESSIONS, _CACHE_S)
+        self._sessions = KnownSessions(stores.sampling_sessions, self._settings.session_timeout)
         self._inflight = stores.inflight
         self._snapshots = stores.snapshots
         self._replicas = replicas
         replicas.listen(self._resize)
         self._gateways = gateways
         self._cancellations = Subscription(client, keys.CANCEL_CHANNEL, self._cancel, lambda: None)
+        self._followed = Running(client, stores.inflight, replicas)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._claimed: set[str] = set()
         self._admission = admission
@@ -122,12 +136,14 @@ class SampleDispatcher:
         await self._journal.join(self._gateway_id)
         self._dispatching = True
         self._cancellations.start()
+        self._followed.start()
         self._audits.start()
 
     async def stop(self) -> None:
         """Stops dispatching; unfinished samples stay listed, for another gateway or the next start."""
         self._dispatching = False
         await self._cancellations.stop()
+        await self._followed.stop()
         await self._audits.stop()
         # What they run goes on at the replicas for a while: whoever takes them over asks for it there.
         await cancel_all(self._running.values())
@@ -188,62 +204,112 @@ class SampleDispatcher:
             if request is None:
                 return
             self._claimed.add(request_id)
+            origin = request.origin
+            subject.begin(Subject.of(origin.traceparent, origin.owner, request.snapshot.model_id, request_id))
             size = request.ByteSize()
-            session = await self._session(request_id)
+            session = await self._sessions.of(request_id)
             self._admission.hold(request_id, session.owner, request.num_samples, size)
-            async with self._slots(session.base_model).held(session.owner, request.num_samples):
-                result = await self._sample(request_id, request, session, taken_over)
+            with self._followed.follow(request) as followed:
+                await self._unless_kept(request_id, followed, session, taken_over)
         except TinsmithError as error:
-            result = results_pb2.OperationResult(error=errors.to_pb(error))
-        await failpoints.reach("gateway.before_publish_sample")
-        await self._journal.publish(request_id, result)
+            failed = OperationResult(error=errors.to_pb(error))
+            await self._publish(request_id, request or sampler_pb2.SampleRequest(), failed)
 
-    async def _session(self, request_id: str) -> SamplingSessionRecord:
-        session_id, _ = ids.parse_request_id(request_id)
-        record = self._known.get(session_id)
-        if record is None:
-            record = await self._sessions.get(session_id)
-            deadline = asyncio.get_running_loop().time() + self._settings.session_timeout
-            # It was there when the sample was accepted. A Redis that lost its last second gets it again.
-            while record is None and asyncio.get_running_loop().time() < deadline:
-                await asyncio.sleep(_SESSION_AGAIN_S)
-                record = await self._sessions.get(session_id)
-            if record is None:
-                raise NotFound(f"sampling session {session_id} does not exist; create one first")
-            self._known[session_id] = record
-        return record
+    async def _unless_kept(
+        self, request_id: str, followed: Followed, session: SamplingSessionRecord, taken_over: bool
+    ) -> None:
+        tries, request = Tries(), followed.request
+        try:
+            async with followed.waiting:
+                if taken_over:
+                    # Not in its turn: a replica that does not answer would keep others from theirs.
+                    tries.has_it = await self._replicas.find(session.base_model, request_id)
+                await self._in_turn(request_id, followed, session, tries)
+        except TimeoutError:
+            if not followed.waiting.expired():
+                raise
+            sent = taken_over or tries.number > 0
+            result = await kept(self._replicas, request, session) if sent else None
+            if result is None:
+                await self._publish(request_id, request, untouched(request))
+            else:
+                await self._publish(request_id, request, result, used_by(request, session, result))
+
+    async def _in_turn(
+        self, request_id: str, followed: Followed, session: SamplingSessionRecord, tries: Tries
+    ) -> None:
+        """Gets the sample in its owner's turn, and writes it; while samplers refuse it for load, others have
+        the slot, but not while Redis is away: what waits to be written would have no bound."""
+        request = followed.request
+        while True:
+            asked = time.monotonic()
+            try:
+                async with self._slots(session.base_model).held(session.owner, request.num_samples):
+                    TURN_SECONDS.observe(time.monotonic() - asked)
+                    result = await self._sample(request_id, request, session, tries)
+                    followed.settle()
+                    used = used_by(request, session, result)
+                    await self._publish(request_id, request, result, used)
+                    return
+            except Overloaded:
+                tries.number += 1
+            await asyncio.sleep(backoff(tries.number))
+
+    async def _publish(
+        self,
+        request_id: str,
+        request: sampler_pb2.SampleRequest,
+        result: OperationResult,
+        use: Use = NOTHING_USED,
+    ) -> None:
+        """Writes a result, again until it is written: what was generated outlasts an outage of Redis."""
+        await failpoints.reach("gateway.before_publish_sample")
+        attempt, payload, failed = 0, result.SerializeToString(), result.HasField("error")
+        write = partial(self._journal.publish_bytes, request_id, payload, failed, use, self._gateway_id)
+        while True:
+            try:
+                outcome = await self._futures.resolve(request_id, payload, write)
+                if outcome is Published.PUBLISHED:
+                    origin = request.origin
+                    self._timelines.note(origin.owner, event_of(request_id, origin, result, time.time()))
+                return
+            except (RedisError, OSError) as error:
+                attempt += 1
+                if attempt == 1:
+                    log.warning("the result of sample %s is written again until it is: %s", request_id, error)
+            await asyncio.sleep(backoff(attempt))
 
     async def _sample(
         self,
         request_id: str,
         request: sampler_pb2.SampleRequest,
         session: SamplingSessionRecord,
-        taken_over: bool,
-    ) -> results_pb2.OperationResult:
+        tries: Tries,
+    ) -> OperationResult:
         """Gets the sample from some replica; one that was sent out before, from the one that has it.
 
         Raises:
+            Overloaded: the replica takes on no more now.
             TinsmithError: no other replica would do better.
         """
         base_model = session.base_model
-        lost: set[str] = set()
         avoided: set[str] = set()
-        failures = 0
-        attempt = 0
         waiting = False
-        has_it = await self._replicas.find(base_model, request_id) if taken_over else None
         while True:
             if session.inflight:
-                request.snapshot.version = await self._inflight.version(session)
-            snapshot = request.snapshot
+                version = await self._inflight.version(session)
+                # One that moves may have heard of a newer one meanwhile.
+                request.snapshot.version = max(version, request.snapshot.version)
+            # What is sent: while it runs, a sample that moves may be given a newer version.
+            snapshot = sampler_pb2.Snapshot(
+                model_id=request.snapshot.model_id, version=request.snapshot.version
+            )
             if snapshot.model_id and not session.model_path:
                 await self._snapshots.note_used(snapshot.model_id, snapshot.version, session.owner)
-            wanted = choose_replica.affinity(
-                snapshot.model_id, snapshot.version, session.full, request.prompt.data
-            )
+            wanted = wanted_by(request, session.full)
             change = self._replicas.change
-            replica = has_it or self._replicas.choose(base_model, wanted, avoided)
-            has_it = None
+            replica = tries.has_it or self._replicas.choose(base_model, wanted, avoided)
+            tries.has_it = None
             if replica is None:
                 if self._replicas.retired(base_model):
                     raise retired(base_model)
@@ -251,9 +317,9 @@ class SampleDispatcher:
                     reason = f"no sampler for {base_model} is running; the request will run when one is"
                     await self._journal.note_waiting(request_id, reason)
                     waiting = True
-                attempt += 1
+                tries.number += 1
                 # A lost replica's record may live on for seconds; it may also have been a passing fault.
-                most = backoff(attempt, first=0.2, most=5.0) if avoided else _LOOK_AGAIN_S
+                most = backoff(tries.number, first=0.2, most=5.0) if avoided else _LOOK_AGAIN_S
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(most):
                         await change.wait()
@@ -262,31 +328,25 @@ class SampleDispatcher:
             if waiting:
                 await self._journal.note_waiting(request_id, "")
                 waiting = False
+            request.origin.handed_at = time.time()
             try:
-                return await self._replicas.call(replica, request)
+                with tracing.span("sample", "CLIENT", replica=replica.id):
+                    return await self._replicas.call(replica, request, wanted, session.owner)
             except SnapshotNotFound as error:
-                attempt += 1
+                tries.number += 1
                 if session.inflight and await self._inflight.version(session) > snapshot.version:
                     # The model moved on while this waited, and what it left is gone.
                     continue
                 if await self._snapshots.was_let_go(snapshot.model_id, snapshot.version):
-                    raise _let_go(snapshot) from error
+                    raise let_go(snapshot.model_id, snapshot.version) from error
+                raise
+            except Overloaded:
                 raise
             except TinsmithError as error:
-                attempt += 1
+                tries.note(request_id, error, replica)
                 if isinstance(error, Unavailable):
                     avoided.add(replica.incarnation)
-                    if not isinstance(error, Draining):
-                        lost.add(replica.incarnation)
-                    if len(lost) >= _MOST_LOST:
-                        raise Internal(f"{len(lost)} samplers stopped while they ran this sample") from error
-                    log.info("sampler %s lost sample %s: %s", replica.id, request_id, error.message)
-                elif not isinstance(error, Overloaded):
-                    failures += 1
-                    hopeless = error.category == "user" or isinstance(error, Stalled)
-                    if hopeless or failures >= _MOST_FAILURES:
-                        raise
-                await asyncio.sleep(backoff(attempt))
+                await asyncio.sleep(backoff(tries.number))
 
     def _slots(self, base_model: str) -> FairSlots:
         slots = self._slots_of.get(base_model)
@@ -332,11 +392,3 @@ class SampleDispatcher:
         else:
             await self._journal.leave(gateway_id)
         return left
-
-
-def _let_go(snapshot: sampler_pb2.Snapshot) -> SnapshotNotFound:
-    return SnapshotNotFound(
-        f"snapshot {snapshot.version} of model {snapshot.model_id} was deleted to make room: it had not been "
-        "sampled for a while; save the weights again, and give what is to stay a name",
-        "snapshot_let_go",
-    )

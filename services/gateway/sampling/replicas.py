@@ -1,23 +1,35 @@
 """The sampler replicas as one gateway uses them: who runs a sample, and what became of it.
 
-Invariant: `in_flight` counts the sequences that this gateway has a replica generate, no more and no less;
-a replica that is not ready (draining) gets nothing new.
+Invariants: a sample's work counts at its replica (`Placements`) from when it is sent until it is answered,
+however that ends; a replica that is not ready (draining) gets nothing new; one that fails by a fault of its
+own gets nothing while it rests and another one is there, so that its speed at failing attracts nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from services.common.contract.errors import DeadlineExceeded, Internal, Starting, Unavailable
+from services.common.contract.errors import (
+    Internal,
+    Starting,
+    Unavailable,
+)
 from services.common.process import rpc
 from services.common.state.registry import ServiceRecord
+from services.common.telemetry import subject
+from services.gateway.access.answer_room import AnswerAccount, AnswerRoom
 from services.gateway.cluster.discovery import Services, call_error
-from services.gateway.sampling import choose_replica
+from services.gateway.dispatch.plan import backoff
+from services.gateway.placement import choose_replica
+from services.gateway.placement.choose_replica import Wanted
+from services.gateway.placement.placements import Placements
+from services.gateway.sampling.tries import Rests, Stalled
+from services.gateway.sampling.words import TELL_S, Words
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
@@ -27,7 +39,8 @@ STALL_S = 1800.0
 _ASK_AGAIN_S = 60.0
 _ANSWER_S = 30.0
 _FIND_S = 2.0
-_END_S = 10.0
+_KEPT_S = 60.0
+"""A replica keeps no sample longer than this that nobody asks for; see `Generations` of samplers."""
 
 
 Follower = Callable[[Sequence[sampler_pb2.SequenceDelta]], None]
@@ -36,15 +49,22 @@ from its beginning again."""
 
 
 class _Heard:
-    """What a replica has told of a sample so far: 8 bytes for each token, for as long as it tells more."""
+    """What a replica has told of a sample so far: 8 bytes for each token, for as long as it tells more and
+    there is room for it. Who follows the sample later hears no more than that before its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: AnswerAccount) -> None:
+        self._account = account
+        self._full = False
         self._tokens: defaultdict[int, bytearray] = defaultdict(bytearray)
         self._logprobs: defaultdict[int, bytearray] = defaultdict(bytearray)
 
     def add(self, parts: Sequence[sampler_pb2.SequenceDelta]) -> None:
         for part in parts:
-            self._tokens[part.index] += part.added.tokens.data
+            tokens = part.added.tokens.data
+            self._full = self._full or not self._account.take_now(2 * len(tokens))
+            if self._full:
+                return
+            self._tokens[part.index] += tokens
             self._logprobs[part.index] += part.added.logprobs.data
 
     def parts(self) -> list[sampler_pb2.SequenceDelta]:
@@ -61,30 +81,50 @@ class _Heard:
         return sampler_pb2.SequenceDelta(index=index, start=0, added=added)
 
 
-class Stalled(DeadlineExceeded):
-    """A sample that makes no progress. Another try would take as long."""
+def wanted_by(request: sampler_pb2.SampleRequest, full: bool) -> Wanted:
+    """What a sample of a session wants of a replica."""
+    return choose_replica.wanted(
+        request.snapshot.model_id,
+        request.snapshot.version,
+        full,
+        request.cache_namespace,
+        request.prompt.data,
+        request.num_samples,
+        request.params.max_tokens if request.params.HasField("max_tokens") else None,
+    )
 
 
 class Replicas:
     """Samplers of all base models.
 
     Args:
+        placements: what this gateway and others sent to each.
+        room: for what they have told of samples that somebody follows.
         stall: seconds without a new token after which a sample is given up. One that goes on may take as long
             as it takes.
         ask_again: seconds after which a replica is asked how far it is.
     """
 
-    def __init__(self, samplers: Services, stall: float = STALL_S, ask_again: float = _ASK_AGAIN_S) -> None:
+    def __init__(
+        self,
+        samplers: Services,
+        placements: Placements,
+        room: AnswerRoom,
+        stall: float = STALL_S,
+        ask_again: float = _ASK_AGAIN_S,
+    ) -> None:
         self._samplers = samplers
+        self._placements = placements
         samplers.listen(self._wake)
+        self._room = room
         self._stall = stall
         self._ask_again = ask_again
         self._change = asyncio.Event()
-        self._in_flight: Counter[str] = Counter()
         self._runs_on: dict[str, ServiceRecord] = {}
         self._followers: dict[str, set[Follower]] = {}
         self._heard: dict[str, _Heard] = {}
-        self._endings: set[asyncio.Task[None]] = set()
+        self._words = Words()
+        self._rests = Rests()
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Has a function called whenever a replica came, went or changed."""
@@ -132,39 +172,56 @@ class Replicas:
         """Whether no replica samples a base model, and none will."""
         return self._samplers.retired(base_model)
 
-    def choose(
-        self, base_model: str, wanted: choose_replica.Affinity, avoided: set[str]
-    ) -> ServiceRecord | None:
-        """The replica for a sample with this affinity; None when there is none but avoided ones."""
+    def choose(self, base_model: str, wanted: Wanted, avoided: set[str]) -> ServiceRecord | None:
+        """The replica for a sample that wants this; None when there is none but avoided ones."""
         ready = self.ready(base_model)
+        usable = [name for name in ready if name not in avoided]
+        now = asyncio.get_running_loop().time()
+        sound = [name for name in usable if self._rests.sound(name, now)]
         replicas = [
-            choose_replica.Replica(name, self._in_flight[name], record.weights)
-            for name, record in ready.items()
-            if name not in avoided
+            choose_replica.Replica(
+                name,
+                self._placements.load(name),
+                choose_replica.spared(self._placements.known(name, wanted.blocks), ready[name].max_sequences),
+                ready[name].weights,
+            )
+            for name in sound or usable
         ]
-        chosen = choose_replica.choose(replicas, wanted)
+        chosen = choose_replica.choose(replicas, wanted.home, wanted.weights)
         return None if chosen is None else ready[chosen.id]
 
     async def find(self, base_model: str, request_id: str) -> ServiceRecord | None:
         """The replica, draining or not, that has a sample which another gateway, or an earlier start of this
-        one, sent out; None = none has."""
-        replicas = self._samplers.serving(base_model)
-        if len(replicas) < 2:
-            return None
-        known = await asyncio.gather(*(self._knows(replica, request_id) for replica in replicas))
-        return next((replica for replica, has in zip(replicas, known, strict=True) if has), None)
+        one, sent out; None = none has. One that does not answer is asked until it does or is gone, or for a
+        minute: then it has ended what nobody asked for."""
+        clock = asyncio.get_running_loop().time
+        until, tries, without = clock() + _KEPT_S, 0, set[str]()
+        while True:
+            replicas = [one for one in self._samplers.serving(base_model) if one.incarnation not in without]
+            known = await asyncio.gather(*(self._knows(replica, request_id) for replica in replicas))
+            for replica, has in zip(replicas, known, strict=True):
+                if has:
+                    return replica
+                if has is not None:
+                    without.add(replica.incarnation)
+            if None not in known or clock() >= until:
+                return None
+            tries += 1
+            await asyncio.sleep(backoff(tries))
 
-    async def _knows(self, replica: ServiceRecord, request_id: str) -> bool:
+    async def _knows(self, replica: ServiceRecord, request_id: str) -> bool | None:
+        """Whether a replica has a sample; None when it cannot be asked."""
         try:
             request = sampler_pb2.FindSampleRequest(request_id=request_id)
             return (await self._stub(replica).FindSample(request, timeout=_FIND_S)).known
         except grpc.aio.AioRpcError:
-            return False
+            return None
 
     async def call(
-        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
+        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest, wanted: Wanted, owner: str
     ) -> results_pb2.OperationResult:
-        """Has a replica run a sample. Cancelling the caller leaves it running there, for who takes it over.
+        """Has a replica run a sample that wants this. Cancelling the caller leaves it running there, for who
+        takes it over.
 
         Raises:
             Unavailable: the replica is gone.
@@ -173,63 +230,91 @@ class Replicas:
             Stalled: the sample makes no progress. It was ended there.
             TinsmithError: the sample failed.
         """
-        name, weight = replica.incarnation, request.num_samples
-        self._in_flight[name] += weight
+        name = replica.incarnation
+        work = choose_replica.work(wanted, self._placements.known(name, wanted.blocks))
+        self._placements.begin(name, wanted.blocks, work)
         self._runs_on[request.request_id] = replica
         try:
-            reply = await self._answer(replica, request)
+            reply = await self._answer(replica, request, owner)
         except grpc.aio.AioRpcError as raw:
             error = call_error(raw)
             named = rpc.CODE_METADATA in dict(raw.trailing_metadata() or ())
             if raw.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not named:
                 # It answers every minute, whatever it works on.
                 error = Unavailable(f"sampler {replica.id} does not answer")
+            self._rests.note(replica, error, asyncio.get_running_loop().time())
             raise error from raw
         finally:
             del self._runs_on[request.request_id]
-            self._in_flight[name] -= weight
-            if not self._in_flight[name]:
-                del self._in_flight[name]
+            self._placements.end(name, work)
         kind = reply.WhichOneof("kind")
         if kind == "result":
+            self._rests.well(name)
             return results_pb2.OperationResult(sample=reply.result)
         if kind == "error":
             return results_pb2.OperationResult(error=reply.error)
-        raise Internal(f"sampler {replica.id} answered with nothing")
+        nothing = Internal(f"sampler {replica.id} answered with nothing")
+        self._rests.note(replica, nothing, asyncio.get_running_loop().time())
+        raise nothing
 
-    def end(self, request_id: str) -> None:
-        """Has the replica that runs a sample for this gateway end it, whoever else waits for it there."""
+    def end(self, request_id: str, keep: bool = False) -> bool:
+        """Has the replica that runs a sample for this gateway end it, whoever else waits for it there;
+        whether one does.
+
+        Args:
+            keep: the sample is answered with what it has come to.
+        """
         replica = self._runs_on.get(request_id)
-        if replica is not None:
-            task = asyncio.create_task(self._end(replica, request_id), name=f"end {request_id}")
-            self._endings.add(task)
-            task.add_done_callback(self._endings.discard)
+        if replica is None:
+            return False
+        kind = f"{'keep' if keep else 'end'} at {replica.id}"
+        if self._words.says(kind, request_id):
+            return True
+        clock = asyncio.get_running_loop().time
+        until = clock() + _KEPT_S
+        asked = sampler_pb2.EndSampleRequest(request_id=request_id, keep=keep)
+
+        async def end() -> bool:
+            reply = await self._stub(replica).EndSample(asked, timeout=TELL_S, metadata=subject.metadata())
+            return reply.known or not keep
+
+        def wanted() -> bool:
+            return self._runs_on.get(request_id) is replica if keep else clock() < until
+
+        self._words.say(kind, request_id, end, wanted)
+        return True
+
+    def move(self, request_id: str, snapshot: sampler_pb2.Snapshot) -> None:
+        """Has the replica that runs a sample for this gateway go on with newer weights."""
+        replica = self._runs_on.get(request_id)
+        if replica is None:
+            return
+        asked = sampler_pb2.MoveSampleRequest(request_id=request_id, snapshot=snapshot)
+
+        async def move() -> bool:
+            reply = await self._stub(replica).MoveSample(asked, timeout=TELL_S, metadata=subject.metadata())
+            return reply.known
+
+        self._words.say("move", request_id, move, lambda: self._runs_on.get(request_id) is replica)
 
     async def stop(self) -> None:
-        """Waits until replicas know of what was ended."""
-        if self._endings:
-            await asyncio.wait(self._endings)
-
-    async def _end(self, replica: ServiceRecord, request_id: str) -> None:
-        try:
-            await self._stub(replica).EndSample(
-                sampler_pb2.EndSampleRequest(request_id=request_id), timeout=_END_S
-            )
-        except grpc.aio.AioRpcError as error:
-            # It ends there by itself a minute after nobody waits for it.
-            log.info("could not end sample %s on %s: %s", request_id, replica.id, error.details())
+        """Gives replicas some time to hear of what was ended."""
+        await self._words.stop()
 
     async def _answer(
-        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
+        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest, owner: str
     ) -> sampler_pb2.SampleResponse:
         """The answer, however long it takes, as long as tokens are generated."""
         request.wait_seconds = self._ask_again
         if request.request_id in self._followers:
-            return await self._stream(replica, request)
+            with self._room.account(owner) as account:
+                return await self._stream(replica, request, account)
         clock = asyncio.get_running_loop().time
         tokens, since = -1, clock()
         while True:
-            reply = await self._stub(replica).Sample(request, timeout=self._ask_again + _ANSWER_S)
+            reply = await self._stub(replica).Sample(
+                request, timeout=self._ask_again + _ANSWER_S, metadata=subject.metadata()
+            )
             if reply.WhichOneof("kind") != "progress":
                 return reply
             if reply.progress.tokens != tokens:
@@ -238,14 +323,16 @@ class Replicas:
                 raise self._stalled(request.request_id, tokens)
 
     async def _stream(
-        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest
+        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest, account: AnswerAccount
     ) -> sampler_pb2.SampleResponse:
         """The same, telling who follows the sample what is generated meanwhile."""
         clock = asyncio.get_running_loop().time
         tokens, since = 0, clock()
         # No deadline of the whole, which may take as long as it takes, but one of every answer.
-        call = self._stub(replica).StreamSample(sampler_pb2.StreamSampleRequest(sample=request))
-        heard = self._heard[request.request_id] = _Heard()
+        call = self._stub(replica).StreamSample(
+            sampler_pb2.StreamSampleRequest(sample=request), metadata=subject.metadata()
+        )
+        heard = self._heard[request.request_id] = _Heard(account)
         try:
             while True:
                 try:
@@ -284,5 +371,8 @@ class Replicas:
         return self._change
 
     def _wake(self) -> None:
+        live = {record.incarnation: record.kv_tokens for record in self._samplers.all()}
+        self._placements.keep(live)
+        self._rests.keep(live)
         self._change.set()
         self._change = asyncio.Event()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.common.contract import sample_schema, tensors
+from services.common.contract import sample_schema, steering, tensors
 from services.common.contract.errors import InvalidRequest
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
 from tinsmith.v1 import sampling_pb2, types_pb2
+
+_SPAN_BYTES = 16
 
 
 def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: Limits) -> int:
@@ -30,7 +32,32 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
     scoring = sample_schema.scoring_from_pb(request)
     sampled = request.num_samples * longest
     sample_schema.check_answer(scoring, prompt_length, model.vocab_size, sampled)
-    return sample_schema.answer_bytes(scoring, prompt_length, sampled)
+    answer = sample_schema.answer_bytes(scoring, prompt_length, sampled)
+    # At worst every token was made by another version.
+    return answer + _SPAN_BYTES * sampled if request.on_update == sampling_pb2.ON_UPDATE_CONTINUE else answer
+
+
+def check_on_update(request: sampling_pb2.SampleRequest, inflight: bool, constrained: bool) -> bool:
+    """Whether a sample goes on with newer weights; refuses one that could not.
+
+    Args:
+        inflight: its sampling session follows its model.
+        constrained: there is a constraint, wherever it was given.
+    """
+    asked = request.on_update
+    if asked in (sampling_pb2.ON_UPDATE_UNSPECIFIED, sampling_pb2.ON_UPDATE_FINISH):
+        return False
+    if asked != sampling_pb2.ON_UPDATE_CONTINUE:
+        raise InvalidRequest(f"on_update {asked} is not one of OnUpdate", field="on_update")
+    if not inflight:
+        raise InvalidRequest(
+            "on_update is CONTINUE, but the sampling session answers from one snapshot for ever; open one "
+            "with SaveForSampler and inflight, or leave on_update out",
+            field="on_update",
+        )
+    stops_at_text = request.params.stop.WhichOneof("kind") == "strings"
+    steering.check_continued(steering.from_pb(request.params), stops_at_text, constrained)
+    return True
 
 
 def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
@@ -57,9 +84,21 @@ def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
         )
 
 
+def _check_constraint(constraint: sampling_pb2.OutputConstraint) -> None:
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest(
+            "constraint is set but says nothing; set json_schema or regex", field="params.constraint"
+        )
+    steering.check_constraint(getattr(constraint, kind), kind)
+
+
 def _check_sampling_params(params: sampling_pb2.SamplingParams, model: BaseModel, limits: Limits) -> None:
     max_tokens = params.max_tokens if params.HasField("max_tokens") else None
     sample_schema.check_decoding(params.temperature, params.top_k, params.top_p, max_tokens)
+    steering.check(steering.from_pb(params), model.vocab_size)
+    if params.HasField("constraint"):
+        _check_constraint(params.constraint)
     kind = params.stop.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied
+from services.common.contract.errors import InvalidRequest, NotFound
 from services.common.process.tasks import a_few_at_once
 from services.common.state.poison import Unreadable
 from services.gateway.access.limits import Limits
@@ -93,7 +93,7 @@ class SessionSearch:
         return await self._store.after(owner, limit, cursor)
 
     async def details(self, owner: str, session_id: str) -> SessionDetails:
-        """A session of the caller's, running or over. Raises NotFound, PermissionDenied."""
+        """A session of the caller's, running or over. Raises NotFound."""
         record = await self._owned(owner, session_id)
         models, samplers = await asyncio.gather(
             self._store.models(session_id), self._store.samplers(session_id)
@@ -106,7 +106,7 @@ class SessionSearch:
 
         Raises:
             InvalidRequest: the label is empty or too long.
-            NotFound, PermissionDenied: as `details`.
+            NotFound: as `details`.
         """
         if not project_id:
             message = "project_id is empty; a session cannot be taken out of a project"
@@ -167,10 +167,8 @@ class SessionSearch:
 
     async def _owned(self, owner: str, session_id: str) -> SessionRecord:
         record = await self._store.get(session_id)
-        if record is None:
+        if record is None or record.owner != owner:
             raise NotFound(f"session {session_id[:100]!r} does not exist")
-        if record.owner != owner:
-            raise PermissionDenied(f"session {session_id} belongs to another API key")
         return record
 
 

@@ -1,22 +1,23 @@
 """Sessions: the client processes that models and sampling sessions belong to.
 
-Invariant: every object is looked up together with its owner. Somebody else's object is answered
-with PermissionDenied, an absent one with NotFound; ids are random, so telling the two apart
-gives nothing away.
+Invariant: every object is looked up together with its owner. Somebody else's object is answered as one that
+does not exist, in the same words.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cachetools import TTLCache
 
 from services.common.contract import ids
-from services.common.contract.errors import Gone, NotFound, PermissionDenied
+from services.common.contract.errors import Gone, NotFound
+from services.common.process.tasks import detached
 from services.common.state.room import Room
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.redis_restart import RedoLog
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 _FRESH_S = 1.0
 _NOTED_S = 10.0
 _CACHED = 4096
+
+_Get = Callable[[str], Awaitable[SessionRecord | None]]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Sessions:
         self._limits = limits
         self._recent: TTLCache[str, SessionRecord] = TTLCache(_CACHED, _FRESH_S)
         self._noted: TTLCache[str, bool] = TTLCache(_CACHED, _NOTED_S)
+        self._looks: dict[str, asyncio.Task[SessionRecord | None]] = {}
 
     async def create(self, owner: str, new: NewSession, idempotency_key: str | None) -> str:
         """Starts a session; repeating the idempotency key gives the same session id.
@@ -89,15 +93,14 @@ class Sessions:
         """A session that may be used. What another gateway did is seen within a second.
 
         Raises:
-            NotFound: no such session.
-            PermissionDenied: somebody else's.
+            NotFound: no such session of the caller's.
             Gone: it was finished.
         """
         record = self._recent.get(session_id)
-        if record is None:
-            record = await self._get(session_id)
+        if record is None or record.owner != owner:
+            record = await self._owned(owner, session_id, self._look)
             self._recent[session_id] = record
-        _check(owner, record)
+        _check_running(record)
         await self.note_alive(session_id)
         return record
 
@@ -115,33 +118,45 @@ class Sessions:
 
     async def heartbeat(self, owner: str, session_id: str) -> None:
         """Notes that the client lives. Raises as `open`, from the newest record."""
-        _check(owner, await self._get(session_id))
+        _check_running(await self._owned(owner, session_id))
         await self._store.touch(session_id)
 
     async def finish(self, owner: str, session_id: str, reason: str, detail: str) -> None:
-        """Ends a session for good; the reason goes to the log. Raises NotFound or PermissionDenied as
-        `open`."""
-        record = await self._get(session_id)
-        if record.owner != owner:
-            raise PermissionDenied(f"session {session_id} belongs to another API key")
+        """Ends a session for good; the reason goes to the log. Raises NotFound as `open`."""
+        await self._owned(owner, session_id)
         await self._store.finish(session_id, reason, detail)
         self._recent.pop(session_id, None)
         log.info("session %s of %s finished: %s %.200r", session_id, owner, reason, detail)
 
-    async def _get(self, session_id: str) -> SessionRecord:
-        record = await self._store.get(session_id) if ids.is_session_id(session_id) else None
-        if record is None:
+    async def discard(
+        self, owner: str, session_id: str, idempotency_key: str | None, error: BaseException
+    ) -> None:
+        """Ends a session of the owner's in which nothing came to be, because of an error. Its records go
+        soon, and the key that made it makes another one."""
+        record = await self._store.get(session_id)
+        if record is not None and record.owner == owner:
+            await self._store.discard(record, idempotency_key, str(error))
+            self._recent.pop(session_id, None)
+
+    async def _look(self, session_id: str) -> SessionRecord | None:
+        """Reads a session once for all who want it at this moment."""
+        look = self._looks.get(session_id)
+        if look is None:
+            look = self._looks[session_id] = detached(self._store.get(session_id), f"look at {session_id}")
+            look.add_done_callback(lambda _: self._looks.pop(session_id))
+        return await asyncio.shield(look)
+
+    async def _owned(self, owner: str, session_id: str, get: _Get | None = None) -> SessionRecord:
+        record = await (get or self._store.get)(session_id) if ids.is_session_id(session_id) else None
+        if record is None or record.owner != owner:
             await self._redo_log.refuse_while_restoring()
             raise NotFound(f"session {session_id[:100]!r} does not exist; create one first")
         return record
 
 
-def _check(owner: str, record: SessionRecord) -> SessionRecord:
-    if record.owner != owner:
-        raise PermissionDenied(f"session {record.session_id} belongs to another API key")
+def _check_running(record: SessionRecord) -> None:
     if record.finished:
         why = "is over, because nothing was heard of it for long" if record.abandoned else "was finished"
         raise Gone(
             f"session {record.session_id} {why}; create a new one and load a checkpoint", "session_finished"
         )
-    return record

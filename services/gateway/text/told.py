@@ -60,10 +60,6 @@ class Told(Sequence[Token]):
         for start in range(0, len(self), _AT_ONCE):
             yield from self[start : start + _AT_ONCE]._tokens()
 
-    def begins_with(self, ids: Sequence[int]) -> bool:
-        """Whether the first tokens are these."""
-        return bool(np.array_equal(self.ids[: len(ids)], np.asarray(ids, self.ids.dtype)))
-
     def _tokens(self) -> Iterator[Token]:
         rows = zip(self._likely.tolist(), self._likely_logprobs.tolist(), strict=True)
         likely = (tuple(map(Scored, *row)) for row in rows)

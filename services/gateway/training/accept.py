@@ -21,13 +21,13 @@ from services.common.contract.errors import (
     Conflict,
     InvalidRequest,
     NotFound,
-    PermissionDenied,
     TinsmithError,
 )
 from services.common.contract.roles import Role
 from services.common.process import failpoints
 from services.common.process.pools import COMPUTE
 from services.common.state.journal import Journal
+from services.common.telemetry import subject
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.base_models import BaseModel, BaseModels
@@ -81,20 +81,17 @@ class Models:
         """A model of the caller.
 
         Raises:
-            NotFound: no such model.
-            PermissionDenied: somebody else's.
+            NotFound: no such model of the caller's.
         """
         record = self._ready.get(model_id)
         if record is None:
             record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
-            if record is None:
-                await self._redo_log.refuse_while_restoring()
-                raise NotFound(f"model {model_id[:100]!r} does not exist; create one first")
-            if record.status == "ready":
+            if record is not None and record.status == "ready":
                 # From now on nothing in the record changes but the status.
                 self._ready[model_id] = record
-        if record.owner != owner:
-            raise PermissionDenied(f"model {model_id} belongs to another API key")
+        if record is None or record.owner != owner:
+            await self._redo_log.refuse_while_restoring()
+            raise NotFound(f"model {model_id[:100]!r} does not exist; create one first")
         return record
 
     async def current(self, owner: str, model_id: str) -> ModelRecord:
@@ -137,7 +134,7 @@ class Models:
 
         Raises:
             InvalidRequest: the base model is not trained here, or the adapter cannot be had.
-            NotFound, PermissionDenied, Gone: the session is not the caller's, or finished.
+            NotFound, Gone: the session is not the caller's, or finished.
             Conflict: model_seq_id was used for another model.
         """
         await self._sessions.open_for_more(owner, session_id)
@@ -168,6 +165,7 @@ class Models:
         NotFound when there is no such checkpoint.
 
         Args:
+            base_model: the name to train it under: the checkpoint's, or another one of the same weights.
             reader: whose checkpoint it may be, if not the owner's.
         """
         await self._sessions.open_for_more(owner, session_id)
@@ -176,16 +174,19 @@ class Models:
         if await self._journal.is_accepted(model_id, 0, asked):
             return ids.request_id(model_id, 0)
         source, checkpoint = await self._checkpoints.training(reader or owner, path)
-        if base_model is not None and (await self._base_models.get(base_model)).name != checkpoint.base_model:
+        trained_on = checkpoint.base_model
+        name = trained_on if base_model is None else (await self._base_models.get(base_model)).name
+        if not await self._base_models.may_share_weights(name, trained_on):
             raise InvalidRequest(
-                f"{path} was trained on {checkpoint.base_model}; leave base_model out or pass that name",
+                f"{path} was trained on {trained_on}, which has other weights than {name}; leave base_model "
+                "out or pass a name of the same weights",
                 field="base_model",
             )
         if roles.asked_for(user_metadata or {}) not in (None, checkpoint.role):
             raise InvalidRequest(
                 f"{path} is of a {checkpoint.role}; leave {roles.METADATA_KEY} out of user_metadata or say so"
             )
-        base = await self._base_models.trainable(checkpoint.base_model)
+        base = await self._base_models.trainable(name)
         lora = adapter_shape.lora_of(checkpoint)
         self._check_kind(lora, checkpoint.role, base)
         state = operation_pb2.LoadState(
@@ -194,7 +195,7 @@ class Models:
             optimizer=optimizer,
             version=checkpoint.version,
         )
-        create = operation_pb2.CreateModel(base_model=checkpoint.base_model, from_state=state)
+        create = operation_pb2.CreateModel(base_model=name, from_state=state)
         return await self._create(owner, model_id, asked, create, lora, checkpoint.role, user_metadata)
 
     async def _create(
@@ -268,6 +269,8 @@ class Models:
                 coerce(built)
                 validate.check_forward_backward(built, record.role, base, self._limits)
                 operation.forward_backward.CopyFrom(built)
+                operation.ranks = base.trainer_ranks
+                operation.one_rank_tokens = base.one_rank_tokens
 
             await _run(make, size)
 
@@ -315,7 +318,7 @@ class Models:
             asked: digest of the request: what `fill` makes of its repetition may be something else.
 
         Raises:
-            NotFound, PermissionDenied, Gone: the model is not the caller's, or its session is finished.
+            NotFound, Gone: the model is not the caller's, or its session is finished.
             InvalidRequest: seq_id is not one that a model has.
             Conflict: the seq_id was used for another request.
             Overloaded: the model's journal is full.
@@ -341,6 +344,10 @@ class Models:
 
     async def _accept(self, operation: operation_pb2.Operation, owner: str, asked: bytes) -> str:
         accepted = None
+        operation.origin.traceparent, operation.origin.owner = subject.traceparent(), owner
+        operation.origin.accepted_at = time.time()
+        request_id = ids.request_id(operation.model_id, operation.seq_id)
+        subject.note(owner, operation.model_id, request_id, operation.refused.code)
         try:
             accepted = await self._redo_log.perform(
                 lambda: self._journal.accept(operation, owner, digest=asked),

@@ -48,7 +48,7 @@ class Exports:
             age_recipients: public keys that every file is encrypted to.
 
         Raises:
-            NotFound, PermissionDenied, Gone, Conflict, Overloaded: as Models.submit.
+            NotFound, Gone, Conflict, Overloaded: as Models.submit.
         """
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
@@ -72,7 +72,7 @@ class Exports:
         repetition of a request whose answer was lost finds it. Later requests of the model fail.
 
         Raises:
-            NotFound, PermissionDenied, Gone, Overloaded: as Models.submit.
+            NotFound, Gone, Overloaded: as Models.submit.
             InvalidRequest: it is unloaded already, by a request with a seq_id, or not created yet.
             Unavailable: the model's client goes on sending at the same time.
         """

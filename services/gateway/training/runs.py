@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from services.common.contract import ids
-from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied
+from services.common.contract.errors import InvalidRequest, NotFound
 from services.common.process.tasks import a_few_at_once
 from services.common.state.poison import Unreadable
 from services.gateway.access.limits import Limits
@@ -49,7 +49,7 @@ class RunPage:
 class _Project:
     """The sessions of a project, newest first, and how many runs they have with those before them."""
 
-    sessions: Sequence[str]
+    sessions: Sequence[Cursor]
     ends: Sequence[int]
 
     @property
@@ -75,14 +75,11 @@ class Runs:
             accessible: also somebody else's of which a checkpoint is published.
 
         Raises:
-            NotFound: no such run.
-            PermissionDenied: somebody else's.
+            NotFound: no such run, or somebody else's.
         """
         record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
-        if record is None:
+        if record is None or (record.owner != owner and not (accessible and await self._published(model_id))):
             raise NotFound(f"training run {model_id[:100]!r} does not exist")
-        if record.owner != owner and not (accessible and await self._published(model_id)):
-            raise PermissionDenied(f"training run {model_id} belongs to another API key")
         return await self._run(owner, record)
 
     async def _published(self, model_id: str) -> bool:
@@ -108,7 +105,7 @@ class Runs:
         """Some of the caller's runs, newest first, from a cursor on; with a project, only of its sessions.
 
         Raises:
-            InvalidRequest: limit is out of range, or the cursor's run is in the project no more.
+            InvalidRequest: limit is out of range, or the cursor names no run.
         """
         self._limits.check_page_size(limit)
         if project_id is None:
@@ -130,7 +127,7 @@ class Runs:
 
     async def _project(self, owner: str, project_id: str) -> _Project:
         sessions = await self._sessions.of_project(owner, project_id)
-        counts = await self._sessions.model_counts(sessions)
+        counts = await self._sessions.model_counts([session.name for session in sessions])
         return _Project(sessions, list(accumulate(counts)))
 
     async def _of_project(self, project: _Project, offset: int, limit: int) -> list[str]:
@@ -138,7 +135,7 @@ class Runs:
         ends = project.ends
         first, last = bisect_right(ends, offset), bisect_left(ends, offset + limit)
         shown = project.sessions[first : last + 1] if limit else []
-        models = await a_few_at_once(self._sessions.models, shown)
+        models = await a_few_at_once(self._sessions.models, [session.name for session in shown])
         found = [model_id for of_session in models for model_id in reversed(of_session)]
         start = offset - (ends[first - 1] if first else 0)
         return found[start : start + limit]
@@ -147,23 +144,25 @@ class Runs:
         self, owner: str, project_id: str, limit: int, cursor: Cursor | None
     ) -> Listed:
         project = await self._project(owner, project_id)
-        offset = 0 if cursor is None else await self._place(project, cursor.name)
+        offset = 0 if cursor is None else await self._place(project, cursor)
         found = await self._of_project(project, offset, limit)
-        more = bool(found) and offset + len(found) < project.total
-        return Listed(found, project.total, Cursor(0.0, found[-1]) if more else None)
+        if not found or offset + len(found) >= project.total:
+            return Listed(found, project.total, None)
+        made = {session.name: session.created_at for session in project.sessions}
+        return Listed(found, project.total, Cursor(made[ids.session_of(found[-1])], found[-1]))
 
-    async def _place(self, project: _Project, model_id: str) -> int:
-        """How many runs of a project come before the one after a run."""
-        session_id = ids.session_of(model_id) if ids.is_model_id(model_id) else ""
-        if session_id not in project.sessions:
-            message = (
-                "page_token is not one of this project's, or its session moved; begin with the first page"
-            )
+    async def _place(self, project: _Project, cursor: Cursor) -> int:
+        """How many runs of a project come before the place where a page ended, which is told by the creation
+        of the last run's session and stays when that session moves to another project or is gone."""
+        if not ids.is_model_id(cursor.name):
+            message = "page_token is not one of ours; pass next_page_token back as it is"
             raise InvalidRequest(message, field="page_token")
-        session = project.sessions.index(session_id)
-        number = _number(model_id)
-        before = [one for one in await self._sessions.models(session_id) if _number(one) >= number]
-        return (project.ends[session - 1] if session else 0) + len(before)
+        place = Cursor(cursor.created_at, ids.session_of(cursor.name))
+        newer = sum(session > place for session in project.sessions)
+        number, inside = _number(cursor.name), 0
+        if newer < len(project.sessions) and project.sessions[newer] == place:
+            inside = sum(_number(one) >= number for one in await self._sessions.models(place.name))
+        return (project.ends[newer - 1] if newer else 0) + inside
 
     async def _run(self, owner: str, record: ModelRecord) -> Run:
         checkpoints = await self._checkpoints.of_model(record.model_id)

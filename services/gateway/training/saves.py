@@ -9,6 +9,7 @@ from services.common.contract import ids, roles
 from services.common.contract.errors import InvalidRequest
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
+from services.gateway.cluster.base_models import BaseModels
 from services.gateway.records.model import ModelRecord
 from services.gateway.records.sampling_session import SamplingSessionStore
 from services.gateway.training import adapter_shape
@@ -36,11 +37,13 @@ class Saves:
         self,
         models: Models,
         checkpoints: Checkpoints,
+        base_models: BaseModels,
         sampling_sessions: SamplingSessionStore,
         limits: Limits,
     ) -> None:
         self._models = models
         self._checkpoints = checkpoints
+        self._base_models = base_models
         self._sampling_sessions = sampling_sessions
         self._limits = limits
 
@@ -84,9 +87,8 @@ class Saves:
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
             source, checkpoint = await self._checkpoints.training(reader or owner, path)
-            if checkpoint.base_model != record.base_model or adapter_shape.shape(
-                checkpoint
-            ) != adapter_shape.shape(record):
+            same = await self._base_models.may_share_weights(checkpoint.base_model, record.base_model)
+            if not same or adapter_shape.shape(checkpoint) != adapter_shape.shape(record):
                 raise InvalidRequest(
                     f"{path} holds another kind of model (a {checkpoint.role} "
                     f"{adapter_shape.kind_of(checkpoint)} on {checkpoint.base_model}) than {model_id}; "
@@ -157,9 +159,9 @@ class Saves:
         roles.check_samples(record.role)
         if record.lora_rank and not (await self._models.base_of(record)).samples_adapters:
             raise InvalidRequest(
-                f"no sampler of {record.base_model} here can run adapters: they are on CPUs, and the model "
-                "has routed experts; train on and keep the model with save_state, or have the operator run a "
-                "sampler on a GPU",
+                f"no sampler of {record.base_model} here runs adapters: each was started with --max-loras 0, "
+                "or is on a CPU with a model that has routed experts; train on and keep the model with "
+                "save_state, or have the operator run a sampler that does",
                 "adapters_not_supported",
             )
 

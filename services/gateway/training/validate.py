@@ -7,6 +7,7 @@ except for what only the weights or the disk can tell.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from services.common.contract import loss_schema, roles, tensors
 from services.common.contract.errors import InvalidRequest, TooLarge
@@ -76,6 +77,8 @@ def check_forward_backward(
         )
     loss_schema.check_loss(operation.loss_fn, operation.loss_config)
     roles.check_loss(role, operation.loss_fn)
+    lengths = [max(datum.tokens.shape, default=0) for datum in operation.data]
+    _check_fits(lengths, model, backward=not operation.forward_only)
     for index, datum in enumerate(operation.data):
         name = f"data[{index}]"
         loss_schema.check_datum(
@@ -86,4 +89,26 @@ def check_forward_backward(
             vocab_size=model.vocab_size,
             context_length=model.context_length,
             where=name,
+        )
+
+
+def _check_fits(lengths: Sequence[int], model: BaseModel, *, backward: bool) -> None:
+    """Refuses what the memory of the trainers does not hold. A context that is too long is said first.
+
+    Args:
+        backward: a backward pass follows, for which activations are kept; what only runs forward keeps few.
+    """
+    longest = max(lengths, default=0)
+    if backward and 0 < model.max_sequence_tokens < longest <= model.context_length:
+        raise InvalidRequest(
+            f"data[{lengths.index(longest)}]: {longest} tokens are more than the "
+            f"{model.max_sequence_tokens} of one sequence that the memory of the trainers of {model.name} "
+            "holds in training; shorten the input",
+            "beyond_trainer_memory",
+        )
+    if 0 < model.max_operation_tokens < sum(lengths):
+        raise InvalidRequest(
+            f"the batch has {sum(lengths)} tokens, more than the {model.max_operation_tokens} of one "
+            f"operation that the memory of the trainers of {model.name} holds; send fewer datums at once",
+            "beyond_trainer_memory",
         )

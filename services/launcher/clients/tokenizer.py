@@ -1,8 +1,8 @@
 """`tinsmith tokenizer`: puts a served tokenizer where the tinker SDK and tinker-cookbook look for it.
 
 Both load a tokenizer by the name of the base model, and take a directory of that name below the working
-directory before they ask a hub. Invariant: nothing is written outside of the directory that was asked for,
-and a file is there whole or not at all.
+directory before they ask a hub. Invariants: nothing is written outside of the directory that was asked for,
+and a file is there whole or not at all; the key goes to the host that it was given for and to no other.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from services.common.contract.errors import InvalidRequest, TinsmithError, Unava
 _MOST_BYTES = 256 << 20
 _TIMEOUT_S = 60.0
 _PART = re.compile(r"[0-9A-Za-z][0-9A-Za-z._+=@~-]*")
+_KEY = re.compile(r"[!-~]+")
 _LLAMA_3 = "meta-llama/Llama-3"
 _LLAMA_3_TOKENIZER = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 
@@ -48,20 +49,40 @@ def fetch(base_url: str, api_key: str, name: str) -> dict[str, str]:
     Raises:
         TinsmithError: the cluster refuses, cannot be reached, or answers something else.
     """
-    if urlsplit(base_url).scheme not in ("http", "https"):
-        raise InvalidRequest(f"{base_url[:200]!r} is not the URL of a cluster; set TINKER_BASE_URL")
-    url = f"{base_url.rstrip('/')}/api/v1/tokenizers/{quote(name)}"
+    _check_base_url(base_url)
+    if not _KEY.fullmatch(api_key):
+        raise InvalidRequest("TINKER_API_KEY is no API key: one has visible ASCII characters only")
+    url = f"{base_url.rstrip('/')}/api/v1/tokenizers/{quote(name, errors='replace')}"
     request = urllib.request.Request(url, headers={"x-api-key": api_key})
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT_S) as reply:
             data = reply.read(_MOST_BYTES + 1)
     except urllib.error.HTTPError as error:
         raise InvalidRequest(f"{url}: {_detail(error)}") from error
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise Unavailable(f"{url} cannot be read: {error}") from error
     if len(data) > _MOST_BYTES:
         raise TinsmithError(f"{url} answers more than {_MOST_BYTES} bytes")
     return _files(url, data)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Takes a redirect for an answer that is none: it would be followed with the key."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _check_base_url(base_url: str) -> None:
+    try:
+        parts = urlsplit(base_url)
+        served = parts.scheme in ("http", "https") and bool(parts.hostname) and base_url.isascii()
+        # Reading the port checks it.
+        served = served and parts.port != 0
+    except ValueError:
+        served = False
+    if not served:
+        raise InvalidRequest(f"{base_url[:200]!r} is not the URL of a cluster; set TINKER_BASE_URL")
 
 
 def write(files: dict[str, str], directory: Path) -> None:
@@ -95,7 +116,7 @@ def run(base_url: str | None, api_key: str | None, name: str, directory: Path) -
     files = fetch(base_url, api_key, name)
     try:
         write(files, target)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise Unavailable(f"{target} cannot be written: {error}") from error
     return f"wrote the tokenizer of {name} to {target}; programs that run in {directory} load it by its name"
 
@@ -104,7 +125,7 @@ def _files(url: str, data: bytes) -> dict[str, str]:
     try:
         files = json.loads(data)["files"]
         found = {str(name): str(content) for name, content in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unavailable(
             f"{url} answers something that is no tokenizer; is it a Tinsmith cluster?"
         ) from error
@@ -114,7 +135,12 @@ def _files(url: str, data: bytes) -> dict[str, str]:
 
 
 def _detail(error: urllib.error.HTTPError) -> str:
+    if error.code // 100 == 3:
+        to = str(error.headers.get("location", "elsewhere"))[:200]
+        return (
+            f"it redirects to {to!r}, where the API key is not sent; set TINKER_BASE_URL to the cluster's own"
+        )
     try:
         return str(json.loads(error.read(1 << 16))["detail"])
-    except (ValueError, KeyError, TypeError, OSError):
+    except (ValueError, KeyError, TypeError, OSError, RecursionError):
         return f"HTTP {error.code}"

@@ -30,13 +30,13 @@ def shape_of(model: str) -> dict[str, Shape]:
     size such as 8B or 135M.
 
     Raises:
-        InvalidRequest: it is none of these.
+        InvalidRequest: it is none of these, or far from every size that is known.
     """
     by_name = {name.lower(): name for name in PUBLISHED}
     known = by_name.get(model.rpartition("/")[2].lower())
     config = Path(model).expanduser() / "config.json"
     if config.is_file():
-        return {model: from_config(json.loads(config.read_text()))}
+        return {model: from_config(_read(config))}
     if known:
         return {known: PUBLISHED[known]}
     size = _SIZE.fullmatch(model)
@@ -47,7 +47,21 @@ def shape_of(model: str) -> dict[str, Shape]:
         )
     parameters = int(float(size[1]) * {"M": 1e6, "B": 1e9}[size[2].upper()])
     nearest = sizing.nearest(parameters)
+    if nearest is None:
+        raise InvalidRequest(
+            f"no model of about {model} is known here: give the directory of one, with its config.json"
+        )
     return {f"{nearest}, the nearest to {model} whose shape is known": PUBLISHED[nearest]}
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(config.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{config} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{config} is not the configuration of a model")
+    return found
 
 
 def from_config(config: dict[str, Any]) -> Shape:

@@ -89,12 +89,20 @@ PUBLISHED = {
     "Qwen3-8B": Shape(36, 4096, 12288, 32, 8, 128, 151936, False),
     "Qwen3-14B": Shape(40, 5120, 17408, 40, 8, 128, 151936, False),
     "Qwen3-32B": Shape(64, 5120, 25600, 64, 8, 128, 151936, False),
+    "Qwen2.5-72B": Shape(80, 8192, 29568, 64, 8, 128, 152064, False),
 }
+FARTHEST = 2.5
+"""A model so many times larger or smaller than another tells nothing of it."""
 
 
-def nearest(parameters: int) -> str:
-    """The published model that is nearest in size."""
-    return min(PUBLISHED, key=lambda name: abs(math.log(PUBLISHED[name].parameters / parameters)))
+def nearest(parameters: int) -> str | None:
+    """The published model that is nearest in size; None when it is `FARTHEST` from it."""
+
+    def away(name: str) -> float:
+        return abs(math.log(PUBLISHED[name].parameters / parameters))
+
+    found = min(PUBLISHED, key=away)
+    return found if away(found) < math.log(FARTHEST) else None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 from services.common.contract.errors import InvalidRequest
+from services.common.state import redis_client
 from services.launcher import placement, plan
 from services.launcher.settings import read
 
@@ -46,7 +48,7 @@ def options(
         InvalidRequest: with every mistake, a line each.
     """
     given = read.read(flags, flags.model, flags.file, environment)
-    found = [f"{word!r} is no flag of tinsmith up" for word in flags.unknown] + given.mistakes
+    found = list(given.mistakes)
     models = []
     for text in given.models:
         try:
@@ -55,6 +57,7 @@ def options(
             found.append(error.message)
     values = dict(given.values)
     redis_url, fsync = values.pop("redis-url"), values.pop("redis-appendfsync")
+    found += told_in_argv(getattr(flags, "redis_url", None)) or _no_redis(redis_url)
     if redis_url and fsync:
         found.append("--redis-appendfsync is for the embedded Redis; set appendfsync in your own")
     device = _device(values["device"], machine, found)
@@ -69,6 +72,8 @@ def options(
     values |= {
         "data-dir": Path(values["data-dir"]).expanduser().resolve(),
         "checkpoint-store": _absolute(values["checkpoint-store"]),
+        "tls-cert": _file(values["tls-cert"]),
+        "tls-key": _file(values["tls-key"]),
         "device": device,
         "trainer-ranks": counts.ranks,
         "samplers": counts.samplers,
@@ -84,6 +89,27 @@ def options(
     if found:
         raise InvalidRequest(_told(found))
     return chosen, redis_url
+
+
+def told_in_argv(redis_url: str | None) -> list[str]:
+    """What is wrong with the value of the flag --redis-url, which everybody on this machine can read."""
+    if not redis_url:
+        return []
+    parts = urlsplit(redis_url)
+    named = parse_qsl(parts.query, keep_blank_values=True)
+    if parts.password is not None or any(name.lower().endswith("password") for name, _ in named):
+        return ["a --redis-url with a password can be read by every user here: give it as TINSMITH_REDIS_URL"]
+    return []
+
+
+def _no_redis(url: str | None) -> list[str]:
+    """What is wrong with the URL of a Redis, whose password it does not tell."""
+    try:
+        if url:
+            redis_client.parse(url)
+    except InvalidRequest as error:
+        return [f"--redis-url: {error.message}"]
+    return []
 
 
 def _told(mistakes: list[str]) -> str:
@@ -102,6 +128,10 @@ def _device(wanted: str, machine: Machine, found: list[str]) -> str:
     if wanted == "cuda" and not machine.cuda_build:
         found.append("--device cuda: the CPU build of PyTorch is installed; run make setup DEVICE=cuda")
     return wanted
+
+
+def _file(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().resolve())
 
 
 def _absolute(location: str) -> str:

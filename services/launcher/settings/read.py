@@ -46,7 +46,7 @@ def read(
     """Everything that was given, checked one by one.
 
     Args:
-        options: what the flags of `add_flags` say.
+        options: what the flags of `add_flags` say, and in `unknown` the words that are none.
         models: NAME=SOURCE of each --model; they take the place of the file's.
         file: a TOML file with a key for each setting and a table `models` of NAME = SOURCE.
     """
@@ -54,6 +54,7 @@ def read(
     written = _written(file, given) if file is not None else {}
     in_file = written.pop("models", {})
     given.models = list(models) or _models(in_file, file, given)
+    given.mistakes += unknown_flags(options.unknown)
     for name in sorted(written.keys() - ROWS.keys()):
         near = difflib.get_close_matches(name, ROWS, n=1)
         hint = f"did you mean {near[0]}?" if near else "tinsmith up --help lists them"
@@ -70,6 +71,25 @@ def read(
             value = row.default
         given.values[name] = value
     return given
+
+
+def unknown_flags(words: Sequence[str]) -> list[str]:
+    """What to change about words that are no flags.
+
+    Args:
+        words: in their order; what stands behind one that looks like a flag is taken for its value.
+    """
+    flags = [*(row.flag for row in ROWS.values()), "--model", "--file", "--dry-run", "--verbose"]
+    found, before = [], ""
+    for word in words:
+        if word.startswith("-"):
+            near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; tinsmith up --help lists them"
+            found.append(f"{word!r} is no flag of tinsmith up{hint}")
+        elif not before.startswith("-") or "=" in before:
+            found.append(f"{word!r} belongs to no flag of tinsmith up")
+        before = word
+    return found
 
 
 def _value(row: Setting, value: Any, origin: str, given: Given) -> Any:
@@ -94,10 +114,21 @@ def _written(file: Path, given: Given) -> dict[str, Any]:
 
 
 def _models(table: Any, file: Path | None, given: Given) -> list[str]:
-    if not isinstance(table, dict) or not all(isinstance(source, str) for source in table.values()):
+    if not isinstance(table, dict):
         given.mistakes.append(
             f"models in {file} must be a table of names and sources, for example\n"
             '    [models]\n    "Qwen/Qwen3-8B" = "/models/qwen3-8b"'
         )
         return []
-    return [f"{name}={source}" for name, source in table.items()]
+    found = []
+    for name, source in table.items():
+        if name in ROWS:
+            # In TOML whatever follows the line [models] is in it.
+            given.mistakes.append(f"{file}: {name} stands below [models]; a setting stands above that line")
+        elif not isinstance(source, str):
+            given.mistakes.append(
+                f"{file}: the model {name!r} must have a directory or hub id in quotes, not {source!r}"
+            )
+        else:
+            found.append(f"{name}={source}")
+    return found

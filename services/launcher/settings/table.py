@@ -5,12 +5,14 @@ Invariant: a default is what the cluster does; "auto" says that it is decided by
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.contract.stand_ins import STAND_INS
-from services.common.process.flags import HTTP_URL
+from services.common.process.flags import HTTP_URL, PROXIES
+from services.common.telemetry import logs
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
 """What vLLM compiles its kernels for."""
@@ -96,6 +98,8 @@ def _one_of(*choices: Any) -> Kind:
 def _host(text: str) -> str:
     if not text or any(character.isspace() or character == "/" for character in text):
         raise ValueError
+    if all(character.isdigit() or character == "." for character in text):
+        ipaddress.ip_address(text)
     return text
 
 
@@ -236,15 +240,69 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "max-loras",
-            _whole(1, 4096),
+            _whole(0, 4096),
             8,
-            "adapters in one step of a sampler; requests for more take turns (default: 8)",
+            "adapters in one step of a sampler; requests for more take turns; 0: only base and full models "
+            "are sampled (default: 8)",
         ),
         Setting(
             "max-sequences",
             _whole(1, auto=True),
             None,
             "sequences that a sampler generates at once (default: auto, what vLLM takes on this device)",
+        ),
+        Setting(
+            "max-batched-tokens",
+            _whole(1, auto=True),
+            None,
+            "tokens of prompts and sequences in one step of a sampler (default: auto, what vLLM takes on "
+            "this device)",
+        ),
+        Setting(
+            "kv-cache-dtype",
+            _one_of("auto", "fp8"),
+            "auto",
+            "of keys and values; fp8 has room for twice as many, on CUDA, and changes log-probabilities "
+            "(default: auto, the model's)",
+        ),
+    ),
+    "logs": (
+        Setting(
+            "log-format",
+            _one_of(*logs.FORMATS),
+            "text",
+            "of the processes' logs in DATA_DIR/logs: text, lines to read, or json, objects to search "
+            "(default: text)",
+        ),
+        Setting(
+            "access-log",
+            _one_of("yes", "no"),
+            "no",
+            "yes: they have a line for every request and call (default: no)",
+        ),
+    ),
+    "wires": (
+        Setting(
+            "tls-cert",
+            Kind("a file", "FILE", str),
+            None,
+            "PEM certificate, with its chain, of the HTTP and the gRPC port; read again when it rotates "
+            "(default: none, in the clear)",
+        ),
+        Setting("tls-key", Kind("a file", "FILE", str), None, "PEM key of that certificate"),
+        Setting(
+            "trusted-proxy",
+            Kind(PROXIES.says, PROXIES.unit, lambda text: ",".join(PROXIES.parse(text))),
+            None,
+            "proxies, by address or network, whose X-Forwarded-For and X-Forwarded-Proto are believed "
+            "(default: none)",
+        ),
+        Setting(
+            "mtls",
+            _one_of("on", "off"),
+            "on",
+            "gateways, trainers and samplers call each other by mutual TLS, with certificates that are made "
+            "in DATA_DIR/tls and renewed; so no other user of this machine can call a trainer (default: on)",
         ),
     ),
     "state": (

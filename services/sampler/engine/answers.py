@@ -8,47 +8,95 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from prometheus_client import Histogram
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from services.common.contract.errors import Internal, InvalidRequest
-from services.sampler.engine.sampling import NewTokens, SampleJob, SampleOutput, Sequence, StopReason
-from services.sampler.worker.prompt_scores import ScorePlan, TopkLogprobs, check_logprobs, read_answer
+from services.common.telemetry.metrics import LONG_S
+from services.sampler.engine.sampling import (
+    NewTokens,
+    SampleJob,
+    SampleOutput,
+    Sequence,
+    StopReason,
+    VersionSpan,
+    begun,
+    joined,
+)
+from services.sampler.worker.prompt_scores import (
+    PromptScores,
+    ScorePlan,
+    TopkLogprobs,
+    check_logprobs,
+    read_answer,
+)
 
-_STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length"}
+UPDATE_SECONDS = Histogram(
+    "tinsmith_sample_update_seconds",
+    "From when a running sample left its weights to the first token of one of its sequences on newer ones",
+    buckets=LONG_S,
+)
+
+_STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
-def whole(job: SampleJob, plan: ScorePlan, outputs: list[RequestOutput]) -> SampleOutput:
-    """What a job came to.
+def whole(job: SampleJob, plan: ScorePlan, outputs: list[RequestOutput | None]) -> SampleOutput:
+    """What a job has come to, what it had come to before included.
+
+    Args:
+        outputs: of each sequence; None = it got no further, because it had ended or was interrupted.
 
     Raises:
         InvalidRequest: its constraint cannot be made a grammar of.
         InvalidRequest, Internal: as `sequence`.
     """
-    if job.constraint is not None and any(output.outputs[0].finish_reason == "error" for output in outputs):
+    made = [output for output in outputs if output is not None]
+    if job.constraint is not None and any(output.outputs[0].finish_reason == "error" for output in made):
         raise InvalidRequest(
             f"no grammar can be made of this {job.constraint.kind}: it is too large, or too deeply repeated; "
             "send a simpler one",
             "constraint_too_large",
         )
-    return SampleOutput(
-        [sequence(output.outputs[0], job.scoring.topk_sample_logprobs) for output in outputs],
-        outputs[0].num_cached_tokens or 0,
-        read_answer(job.scoring, plan, outputs[0].prompt_token_id_logprobs),
-    )
+    sequences = [_further(job, index, output) for index, output in enumerate(outputs)]
+    first, before = outputs[0], job.begun
+    if before is not None and before.sequences[0].tokens:
+        return SampleOutput(sequences, before.cached_prompt_tokens, before.scores)
+    if first is None or not sequences[0].tokens:
+        # The scores of the prompt come with the first token.
+        return SampleOutput(sequences, 0, PromptScores())
+    scores = read_answer(job.scoring, plan, first.prompt_token_id_logprobs)
+    return SampleOutput(sequences, first.num_cached_tokens or 0, scores)
 
 
-def sequence(completion: CompletionOutput, topk: int) -> Sequence:
-    """One whole sequence.
+def note_update(job: SampleJob, output: RequestOutput) -> None:
+    """Measures how long newer weights kept a sequence waiting that went on with them."""
+    # vLLM notes times where metrics are asked for, by the same clock.
+    if job.left is not None and output.metrics is not None and output.outputs[0].token_ids:
+        UPDATE_SECONDS.observe(output.metrics.first_token_ts - job.left)
+
+
+def _further(job: SampleJob, index: int, output: RequestOutput | None) -> Sequence:
+    before = begun(job, index)
+    if output is None:
+        return before
+    return joined(before, sequence(output.outputs[0], job.scoring.topk_sample_logprobs, job.version))
+
+
+def sequence(completion: CompletionOutput, topk: int, version: int) -> Sequence:
+    """One sequence, as far as one set of weights made it.
 
     Raises:
         InvalidRequest: the weights give no numbers.
-        Internal: it ended for another reason than stop or length, or a log-probability is missing.
+        Internal: it ended for another reason than stop, length or an interruption, or a log-probability is
+            missing.
     """
     reason = _STOP_REASONS.get(completion.finish_reason)
     if reason is None:
         raise Internal(f"the engine ended a sequence with {completion.finish_reason!r}; try again")
-    return Sequence(reason, *_tokens(completion, topk))
+    tokens, logprobs, likely = _tokens(completion, topk)
+    versions = (VersionSpan(version, len(tokens)),) if tokens else ()
+    return Sequence(reason, tokens, logprobs, likely, versions)
 
 
 def new_tokens(output: RequestOutput, index: int, start: int, topk: int) -> NewTokens:

@@ -14,6 +14,7 @@ import os
 import signal
 
 from services.common.process.process import die_with_parent
+from services.common.telemetry import logs
 
 STACKS_SIGNAL = signal.SIGUSR1
 
@@ -21,3 +22,5 @@ if __name__ == "__mp_main__":
     die_with_parent()
     os.setpgrp()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    if os.environ.get("TINSMITH_LOG_FORMAT") == "json":
+        logs.configure(os.environ.get("TINSMITH_ID", "sampler"), "json")

@@ -8,6 +8,7 @@ another process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -43,6 +44,7 @@ from services.sampler.engine.sampling import (
     SamplingParams,
     ServedTokenizer,
     Tell,
+    begun,
 )
 from services.sampler.engine.settings import EngineStats, adapts, engine_args
 from services.sampler.engine.snapshot_key import Adapter, Weights
@@ -53,6 +55,18 @@ log = logging.getLogger(__name__)
 
 # Work on larger answers runs in a thread, so that other requests do not wait for it.
 _THREAD_ABOVE_CELLS = 2**16
+
+_ABORT_AGAIN_S = 0.02
+
+
+class _Run:
+    """A job that is generated: what its sequences are called in vLLM, and whether it is being interrupted; if
+    so, whether also before each of them has a token."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.interruption: asyncio.Task[None] | None = None
+        self.at_once = False
 
 
 class Engine:
@@ -96,7 +110,8 @@ class Engine:
         self.first_adapter_id = config.max_loras + 1
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
         self._request_numbers = itertools.count()
-        self._entered: dict[str, tuple[str, float]] = {}
+        self._entered: dict[str, float] = {}
+        self._runs: dict[str, _Run] = {}
         self._finished_tokens = 0
         self._weights: Weights = None
         self._calls = Workers(self._llm.collective_rpc, lambda: self.dead)
@@ -131,11 +146,12 @@ class Engine:
         limit = time.monotonic() - seconds
         states = self._llm.output_processor.request_states.values()
         entered = (self._entered.get(state.external_req_id) for state in states if state.is_prefilling)
-        return sum(sequence is not None and sequence[1] <= limit for sequence in entered)
+        return sum(since is not None and since <= limit for since in entered)
 
     def tokens_of(self, request_id: str) -> int:
         """Tokens that it has generated for a request that still runs."""
-        mine = {name for name, sequence in self._entered.items() if sequence[0] == request_id}
+        run = self._runs.get(request_id)
+        mine = frozenset() if run is None else run.names
         states = self._llm.output_processor.request_states.values()
         return sum(state.detokenizer.num_output_tokens() for state in states if state.external_req_id in mine)
 
@@ -171,37 +187,76 @@ class Engine:
         return tokenizers.served(self._llm.get_tokenizer())
 
     async def sample(self, job: SampleJob, adapter: Adapter | None, tell: Tell | None = None) -> SampleOutput:
-        """Generates. Cancelling the caller aborts the request in the engine.
+        """Generates what the job has not come to yet. Cancelling the caller aborts the request in the engine.
 
         Args:
             tell: is told the tokens as they come.
 
+        Returns:
+            What the job has come to; sequences are `cancelled` when it was interrupted.
+
         Raises:
             InvalidRequest: vLLM refused the request, or the weights give no numbers.
             Unavailable: the engine died.
-            Internal: vLLM ended a sequence for another reason than stop or length, or gave no
-                log-probability.
+            Internal: vLLM ended a sequence for another reason than stop, length or an interruption, or gave
+                no log-probability.
         """
+        run = self._runs[job.request_id] = _Run()
+        try:
+            return await self._run(job, adapter, tell, run)
+        finally:
+            await cancel_all([run.interruption])
+            if self._runs.get(job.request_id) is run:
+                del self._runs[job.request_id]
+
+    def interrupt(self, request_id: str, at_once: bool) -> None:
+        """Has `sample` return what a request has come to, if it runs.
+
+        Args:
+            at_once: as it is; otherwise each sequence makes a token first, if it has made none.
+        """
+        if (run := self._runs.get(request_id)) is not None:
+            run.at_once |= at_once
+            work = run.interruption or asyncio.create_task(self._abort(run), name=f"interrupt {request_id}")
+            run.interruption = work
+
+    async def _abort(self, run: _Run) -> None:
+        while not self.dead:
+            # What vLLM is just about to take on is not known to it yet.
+            with contextlib.suppress(EngineDeadError):
+                await self._llm.abort(list(run.names if run.at_once else self._begun(run.names)))
+            await asyncio.sleep(_ABORT_AGAIN_S)
+
+    def _begun(self, names: set[str]) -> set[str]:
+        """Those of the sequences that have made a token."""
+        states = self._llm.output_processor.request_states.values()
+        return names & {state.external_req_id for state in states if not state.is_prefilling}
+
+    async def _run(
+        self, job: SampleJob, adapter: Adapter | None, tell: Tell | None, run: _Run
+    ) -> SampleOutput:
         seed = secrets.randbits(64) if job.params.seed is None else job.params.seed
         plan = plan_of(job.scoring, len(job.prompt), seed, job.params.temperature)
         constraint = await self._checked(job.constraint)
-        tasks = [
-            asyncio.create_task(
-                # The first sequence scores the prompt for all of them.
-                self._generate(
-                    job, index, adapter, plan if index == 0 and plan.needed().size else None, constraint, tell
-                ),
+        before = [begun(job, index) for index in range(job.num_samples)]
+        # The first sequence scores the prompt for all of them.
+        scores = plan if plan.needed().size and not before[0].tokens else None
+        tasks = {
+            index: asyncio.create_task(
+                self._generate(job, index, adapter, None if index else scores, constraint, tell, run),
                 name=f"{job.request_id}-{index}",
             )
-            for index in range(job.num_samples)
-        ]
+            for index, sequence in enumerate(before)
+            if sequence.stop_reason == "cancelled"
+        }
         try:
             await failpoints.reach("sampler.mid_generation")
-            outputs = await asyncio.gather(*tasks)
+            made = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         except BaseException:
-            await cancel_all(tasks)
+            await cancel_all(tasks.values())
             raise
-        sampled = sum(len(output.outputs[0].token_ids) for output in outputs)
+        outputs = [made.get(index) for index in range(job.num_samples)]
+        sampled = sum(len(output.outputs[0].token_ids) for output in outputs if output is not None)
         if sampled * (1 + job.scoring.topk_sample_logprobs) + plan.rows > _THREAD_ABOVE_CELLS:
             return await asyncio.to_thread(answers.whole, job, plan, outputs)
         return answers.whole(job, plan, outputs)
@@ -222,22 +277,29 @@ class Engine:
         plan: ScorePlan | None,
         constraint: StructuredOutputsParams | None,
         tell: Tell | None,
-    ) -> RequestOutput:
+        run: _Run,
+    ) -> RequestOutput | None:
+        """What vLLM makes of a sequence; None when it was interrupted before it came to anything."""
+        if run.at_once:
+            return None
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
         request_id = f"{job.request_id}-{index}-{next(self._request_numbers)}"
         # The salt keys the prefix cache, as an adapter's name does: keys and values that one set of weights
         # made never serve another, and still stand when it comes back.
         salt = "/".join(part for part in (str(self._weights or ""), job.cache_namespace) if part)
-        prompt = tokens_input(prompt_token_ids=job.prompt, cache_salt=salt or None)
+        before = begun(job, index).tokens
+        prompt = tokens_input(prompt_token_ids=job.prompt + before, cache_salt=salt or None)
         known: RequestOutput | None = None
-        self._entered[request_id] = (job.request_id, time.monotonic())
+        self._entered[request_id] = time.monotonic()
+        run.names.add(request_id)
         try:
-            params = vllm_params(job, index, self.limits, plan, constraint, stream=tell is not None)
+            stream, start = tell is not None, len(before)
+            params = vllm_params(job, index, self.limits, plan, constraint, stream=stream, start=start)
             async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
-                if tell is not None:
-                    before = 0 if known is None else len(known.outputs[0].token_ids)
-                    tell(answers.new_tokens(output, index, before, job.scoring.topk_sample_logprobs))
+                if tell is not None and output.outputs[0].token_ids:
+                    told = start if known is None else start + len(known.outputs[0].token_ids)
+                    tell(answers.new_tokens(output, index, told, job.scoring.topk_sample_logprobs))
                 if known is None:
                     known = output
                 else:
@@ -249,9 +311,11 @@ class Engine:
             raise InvalidRequest(str(error)) from error
         finally:
             del self._entered[request_id]
+            run.names.discard(request_id)
         if known is None or not known.finished:
             raise Internal("the engine ended the request without a result")
         self._finished_tokens += len(known.outputs[0].token_ids)
+        answers.note_update(job, known)
         return known
 
     async def join_group(

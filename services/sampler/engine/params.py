@@ -29,9 +29,13 @@ def checked(constraint: Constraint, processor: InputProcessor) -> StructuredOutp
     Raises:
         VLLMClientError: no grammar can be made of it.
     """
-    of = StructuredOutputsParams(json=constraint.source)
-    if constraint.kind != "json_schema":
-        of = StructuredOutputsParams(structural_tag=constraint.source)
+    match constraint.kind:
+        case "json_schema":
+            of = StructuredOutputsParams(json=constraint.source)
+        case "structural_tag":
+            of = StructuredOutputsParams(structural_tag=constraint.source)
+        case "regex":
+            of = StructuredOutputsParams(regex=constraint.source)
     params = VllmParams(structured_outputs=of)
     params._validate_structured_outputs(
         processor.model_config, processor.structured_outputs_config, processor.tokenizer
@@ -47,21 +51,29 @@ def vllm_params(
     constraint: StructuredOutputsParams | None,
     *,
     stream: bool,
+    start: int = 0,
 ) -> VllmParams:
     """How vLLM generates sequence `index` of a job.
 
     Args:
+        start: tokens of the sequence that were generated before.
         plan: what the sequence scores of the prompt.
         constraint: the job's, checked.
         stream: every output has the tokens since the last one; otherwise there is one, at the end.
     """
-    params = job.params
+    params, steering = job.params, job.params.steering
     return _Checked(
-        max_tokens=tokens_left(job, limits),
-        seed=sequence_seed(params.seed, index),
+        max_tokens=tokens_left(job, limits) - start,
+        seed=sequence_seed(params.seed, index, start),
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
+        min_p=steering.min_p,
+        frequency_penalty=steering.frequency_penalty,
+        presence_penalty=steering.presence_penalty,
+        repetition_penalty=steering.repetition_penalty,
+        logit_bias=dict(steering.logit_bias) or None,
+        bad_words=list(steering.bad_words),
         ignore_eos=params.ignore_eos,
         stop=list(params.stop_strings),
         stop_token_ids=list(params.stop_token_ids),

@@ -1,21 +1,29 @@
 """What a sampler is asked and what it answers, and the pure decisions about a request.
 
-Invariant: a request that passed `check` cannot make the engine fail: every token id, length and
-parameter is inside what this engine accepts. No torch, no vLLM, no protobuf.
+Invariants: a request that passed `check` cannot make the engine fail: every token id, length and
+parameter is inside what this engine accepts. Of a sequence that more than one set of weights made, what each
+made follows what the ones before it made, and the spans of versions cover all tokens, none twice. No torch,
+no vLLM, no protobuf.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
+from services.common.contract import steering
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import MAX_SAMPLES, Scoring, check_answer, check_decoding
+from services.common.contract.steering import Steering
 from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
 
-StopReason = Literal["stop", "length"]
+StopReason = Literal["stop", "length", "cancelled"]
+"""Cancelled: the sequence was ended from outside, and could go on."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -40,6 +48,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    steering: Steering = field(default_factory=Steering)
 
 
 @dataclass(frozen=True)
@@ -48,11 +57,11 @@ class Constraint:
 
     Attributes:
         kind: "json_schema" = a JSON value that a JSON Schema admits; "structural_tag" = a structural tag of
-            XGrammar.
-        source: either, as JSON.
+            XGrammar; "regex" = a regular expression.
+        source: JSON, or the expression.
     """
 
-    kind: Literal["json_schema", "structural_tag"]
+    kind: Literal["json_schema", "structural_tag", "regex"]
     source: str
 
 
@@ -66,6 +75,9 @@ class SampleJob:
         scoring: log-probabilities asked for besides those of the sampled tokens.
         cache_namespace: cached keys and values are shared with jobs of the same name only.
         constraint: None = any text.
+        moves: it goes on with newer weights of its model when it is told to.
+        begun: what it has come to on other weights; sequences that were cancelled go on from there.
+        left: when it left those weights, by `time.monotonic`.
     """
 
     request_id: str
@@ -76,6 +88,22 @@ class SampleJob:
     scoring: Scoring = field(default_factory=Scoring)
     cache_namespace: str = ""
     constraint: Constraint | None = None
+    moves: bool = False
+    begun: SampleOutput | None = None
+    left: float | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it runs on; 0 = the base model's own."""
+        return 0 if self.snapshot is None else self.snapshot.version
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens in a row that the same version of the weights made."""
+
+    version: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -84,12 +112,14 @@ class Sequence:
 
     Attributes:
         topk: the most likely tokens at each position; None = not asked for.
+        versions: which weights made the tokens, all of them, in order.
     """
 
     stop_reason: StopReason
     tokens: list[int]
     logprobs: list[float]
     topk: TopkLogprobs | None = None
+    versions: tuple[VersionSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,6 +183,9 @@ def check(job: SampleJob, limits: Limits) -> None:
             "send several requests for more"
         )
     _check_params(job.params, limits)
+    if job.moves:
+        stops_at_text, constrained = bool(job.params.stop_strings), job.constraint is not None
+        steering.check_continued(job.params.steering, stops_at_text, constrained)
     sampled = job.num_samples * tokens_left(job, limits)
     check_answer(job.scoring, len(job.prompt), limits.vocab_size, sampled)
 
@@ -178,6 +211,7 @@ def _check_tokens(tokens: list[int] | tuple[int, ...], limits: Limits, name: str
 
 def _check_params(params: SamplingParams, limits: Limits) -> None:
     check_decoding(params.temperature, params.top_k, params.top_p, params.max_tokens)
+    steering.check(params.steering, limits.vocab_size)
     if params.seed is not None and not 0 <= params.seed <= _MASK64:
         raise InvalidRequest(f"seed is {params.seed}; it must be an unsigned 64-bit number")
     if "" in params.stop_strings:
@@ -185,21 +219,73 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
     _check_tokens(params.stop_token_ids, limits, "stop")
 
 
-def sequence_seed(seed: int | None, index: int) -> int | None:
+def sequence_seed(seed: int | None, index: int, start: int = 0) -> int | None:
     """Engine seed of sequence `index`: a 63-bit mix of seed + index (mod 2**64).
 
     The generators behind the engine read only the low 32 bits of a seed, so the 64 bits are mixed
     (the SplitMix64 finalizer): seeds that differ anywhere give different streams.
+
+    Args:
+        start: tokens of the sequence that were generated before. The engine begins a stream with every
+            request: what goes on after them must not draw again what the first ones drew.
     """
     if seed is None:
         return None
-    mixed = (seed + index + 0x9E3779B97F4A7C15) & _MASK64
+    mixed = _mixed(seed + index)
+    return (_mixed(mixed + start) if start else mixed) >> 1
+
+
+def _mixed(value: int) -> int:
+    mixed = (value + 0x9E3779B97F4A7C15) & _MASK64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return (mixed ^ (mixed >> 31)) >> 1
+    return mixed ^ (mixed >> 31)
 
 
 def tokens_left(job: SampleJob, limits: Limits) -> int:
     """Most tokens to generate: what was asked for, cut to what the context leaves."""
     left = limits.context_length - len(job.prompt)
     return left if job.params.max_tokens is None else min(job.params.max_tokens, left)
+
+
+def begun(job: SampleJob, index: int) -> Sequence:
+    """What sequence `index` of a job has come to before."""
+    return job.begun.sequences[index] if job.begun is not None else _nothing(job)
+
+
+def untouched(job: SampleJob) -> SampleOutput:
+    """A job that was cancelled before its first token."""
+    return SampleOutput([_nothing(job) for _ in range(job.num_samples)], 0)
+
+
+def unfinished(output: SampleOutput) -> bool:
+    """Whether a sequence could go on."""
+    return any(sequence.stop_reason == "cancelled" for sequence in output.sequences)
+
+
+def joined(before: Sequence, after: Sequence) -> Sequence:
+    """A sequence and its continuation, which says how it ended."""
+    topk = after.topk
+    if before.topk is not None and topk is not None:
+        ids = np.concatenate([before.topk.token_ids, topk.token_ids])
+        topk = TopkLogprobs(ids, np.concatenate([before.topk.logprobs, topk.logprobs]))
+    return Sequence(
+        after.stop_reason,
+        before.tokens + after.tokens,
+        before.logprobs + after.logprobs,
+        topk,
+        _spans(before.versions, after.versions),
+    )
+
+
+def _spans(before: tuple[VersionSpan, ...], after: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+    if not before or not after or before[-1].version != after[0].version:
+        return before + after
+    both = dataclasses.replace(after[0], tokens=before[-1].tokens + after[0].tokens)
+    return (*before[:-1], both, *after[1:])
+
+
+def _nothing(job: SampleJob) -> Sequence:
+    k = job.scoring.topk_sample_logprobs
+    topk = TopkLogprobs(np.empty((0, k), np.int32), np.empty((0, k), np.float32)) if k else None
+    return Sequence("cancelled", [], [], topk)

@@ -22,8 +22,14 @@ from services.sampler.engine.cpu_cache import CpuCache
 
 log = logging.getLogger(__name__)
 
-# What train_attn, train_mlp and train_unembed adapt.
-LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+# What train_attn, train_mlp and train_unembed adapt, as architectures call it: apart or fused, of full
+# attention or linear.
+LORA_TARGETS = [
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    "lm_head",
+]
 # Names of the number of experts in models' configurations.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Residency decides what is resident; vLLM's own cache must never evict by itself.
@@ -36,12 +42,15 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
     cache = _cpu_cache(config) if on_cpu else None
     arguments: dict[str, Any] = {
         "model": config.model_path,
+        # Of a model without such files nothing is loaded: those of PyTorch's own format would be unpickled.
+        "load_format": "safetensors",
         "dtype": "float32" if config.dtype == "auto" and on_cpu else config.dtype,
         "tensor_parallel_size": config.tensor_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         # On CUDA without a given size vLLM measures what the GPU has left.
         "kv_cache_memory_bytes": cache.kv_bytes if cache else int(config.kv_cache_gib * GIB) or None,
         "max_model_len": cache.context if cache else config.max_context or None,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "enforce_eager": on_cpu,
         "enable_prefix_caching": True,
         "logprobs_mode": "raw_logprobs",
@@ -65,19 +74,23 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         }
     if config.max_sequences:
         arguments["max_num_seqs"] = config.max_sequences
-    if on_cpu:
+    if config.max_batched_tokens:
+        arguments["max_num_batched_tokens"] = config.max_batched_tokens
+    elif on_cpu:
         arguments["max_num_batched_tokens"] = max(2048, config.max_sequences)
-        if config.tensor_parallel_size == 1:
-            arguments["distributed_executor_backend"] = "uni"
+    if on_cpu and config.tensor_parallel_size == 1:
+        arguments["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**arguments)
 
 
 def adapts(config: SamplerConfig, device: str) -> bool:
-    """Whether the engine can run adapters.
+    """Whether the engine can run adapters, and is to.
 
     On a CPU it cannot for a model with routed experts: with adapters enabled vLLM takes its Triton kernels
     for them, which a CPU does not have, and the first request, of the base model too, ends the engine.
     """
+    if config.max_loras == 0:
+        return False
     if device != "cpu":
         return True
     from transformers import AutoConfig

@@ -4,9 +4,10 @@ Who waits inside the engine waits in the order of arrival, whoever it is. So no 
 engine generates at once, and a little beside it, so that it never runs dry while gateways send the next ones.
 The others wait in the gateways, where API keys take turns.
 
-Invariants: what is taken on and has not ended never exceeds `sequences + queued`; of it, what waits for its
-weights never exceeds `queued`, so requests that need not wait find room beside those that do. One request
-alone may be larger than either.
+Invariants: what is taken on and has not ended never exceeds `sequences + queued`; nothing is taken on to wait
+for its weights that would make what waits exceed `queued`, so requests that need not wait find room beside
+those that do. One request alone may be larger than either, and what goes on with other weights, when its own
+have moved, waits for them whatever waits.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class Place:
         """Its weights are in the engine now, and it goes there."""
         self._waits = False
         self._admission.waiting -= self._sequences
+
+    def leave(self) -> None:
+        """It has left the engine, and goes on with other weights."""
+        self._waits = True
+        self._admission.waiting += self._sequences
 
     def give_up(self) -> None:
         """It has ended."""

@@ -6,17 +6,32 @@ snapshot, no engine request.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol
 
 from prometheus_client import Histogram
 
+from services.common.contract.errors import Internal, TinsmithError
+from services.common.telemetry import subject, tracing
 from services.common.telemetry.metrics import LONG_S
-from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, Tell, check
+from services.sampler.engine.sampling import (
+    Limits,
+    SampleJob,
+    SampleOutput,
+    Tell,
+    check,
+    unfinished,
+    untouched,
+)
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
-from services.sampler.requests.admission import LATE_S, Admission
+from services.sampler.requests.admission import LATE_S, Admission, Place
+from services.sampler.requests.course import Course, Turned
 from services.sampler.requests.suspects import Suspects
+
+log = logging.getLogger(__name__)
 
 SECONDS = Histogram(
     "tinsmith_sample_seconds", "Samples that were generated, their wait included", buckets=LONG_S
@@ -32,6 +47,8 @@ class SamplingEngine(Protocol):
     async def sample(
         self, job: SampleJob, adapter: Adapter | None, tell: Tell | None = None
     ) -> SampleOutput: ...
+
+    def interrupt(self, request_id: str, at_once: bool) -> None: ...
 
     def late(self, seconds: float) -> int: ...
 
@@ -54,11 +71,13 @@ class Samples:
         self._suspects = suspects
         self._snapshots = snapshots
         self._admission = admission
+        self._courses: dict[str, Course] = {}
         self.running = 0
         """Requests that are taken on and have not ended."""
 
     async def run(self, job: SampleJob, tell: Tell | None = None) -> SampleOutput:
-        """Generates. Cancelling the caller frees the engine.
+        """Generates, on one version of the weights after the other when the sample is moved. Cancelling the
+        caller frees the engine.
 
         Args:
             tell: is told tokens as they come.
@@ -73,18 +92,87 @@ class Samples:
         check(job, self._engine.limits)
         self._suspects.check(job.request_id)
         ready, late = self._snapshots.is_ready(job.snapshot), self._engine.late(LATE_S)
+        course = Course(job.snapshot, job.moves, lambda now: self._engine.interrupt(job.request_id, now))
         with self._admission.place(job.num_samples, ready, late) as place:
             self.running += 1
+            self._courses[job.request_id] = course
             try:
-                async with (
-                    self._suspects.turn(job.request_id),
-                    self._snapshots.use(job.snapshot) as adapter,
-                ):
-                    place.enter()
-                    WAITED.observe(time.monotonic() - began)
-                    with self._suspects.executing(job.request_id):
-                        output = await self._engine.sample(job, adapter, tell)
+                async with self._suspects.turn(job.request_id):
+                    output = await self._follow(course, job, place, tell)
                 SECONDS.observe(time.monotonic() - began)
                 return output
             finally:
                 self.running -= 1
+                if self._courses.get(job.request_id) is course:
+                    del self._courses[job.request_id]
+
+    def move(self, request_id: str, weights: SnapshotKey | None) -> bool:
+        """Has a running sample that moves go on with newer weights; any other stays as it is. Whether it
+        runs."""
+        course = self._courses.get(request_id)
+        if course is not None:
+            course.move(weights)
+        return course is not None
+
+    def end(self, request_id: str) -> bool:
+        """Has a running sample end with what it has come to; whether it runs."""
+        course = self._courses.get(request_id)
+        if course is not None:
+            course.end()
+        return course is not None
+
+    async def _follow(self, course: Course, job: SampleJob, place: Place, tell: Tell | None) -> SampleOutput:
+        while not course.ended:
+            key = course.weights
+            try:
+                output = await self._segment(course, dataclasses.replace(job, snapshot=key), place, tell)
+            except Turned:
+                continue
+            except _NotThere as error:
+                if course.weights != key:
+                    # Newer ones have come meanwhile.
+                    continue
+                if job.begun is None or key == job.snapshot:
+                    raise error.reason from error
+                # Its old ones are as good as they were.
+                log.warning("sample %s does not move to %s: %s", job.request_id, key, error.reason)
+                course.weights = job.snapshot
+                continue
+            if not unfinished(output):
+                return output
+            if not course.ended and course.weights == key:
+                raise Internal("the engine ended a sequence by itself; try again")
+            job = dataclasses.replace(job, snapshot=key, begun=output, left=time.monotonic())
+        return job.begun or untouched(job)
+
+    async def _segment(self, course: Course, job: SampleJob, place: Place, tell: Tell | None) -> SampleOutput:
+        """What a job has come to by when it ends or its course turns.
+
+        Raises:
+            Turned: its course turned before it began.
+            _NotThere: its weights are not to be had.
+        """
+        began = time.monotonic()
+        async with AsyncExitStack() as held:
+            try:
+                use = held.enter_async_context(self._snapshots.use(job.snapshot))
+                adapter = await course.wait(use)
+            except TinsmithError as error:
+                raise _NotThere(error) from error
+            course.enter(job.snapshot)
+            place.enter()
+            WAITED.observe(time.monotonic() - began)
+            tracing.record("wait for the weights", subject.current(), began)
+            try:
+                with self._suspects.executing(job.request_id), tracing.span("generate"):
+                    return await self._engine.sample(job, adapter, tell)
+            finally:
+                place.leave()
+
+
+class _NotThere(Exception):
+    """Weights are not to be had, for this reason."""
+
+    def __init__(self, reason: TinsmithError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason

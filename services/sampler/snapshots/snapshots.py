@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -31,6 +32,13 @@ class NotInGroup(TinsmithError):
 
     default_code = "not_in_group"
     grpc_status = "FAILED_PRECONDITION"
+
+
+class StillReceiving(TinsmithError):
+    """The workers receive a snapshot of another weight group; the caller goes on without them this once."""
+
+    default_code = "still_receiving"
+    grpc_status = "UNAVAILABLE"
 
 
 class AdapterEngine(Protocol):
@@ -127,8 +135,8 @@ class Snapshots:
     def _refuse_adapters(self) -> None:
         if not self._adapts:
             raise InvalidRequest(
-                "this sampler cannot run adapters: it is on a CPU, and the model has routed experts; sample "
-                "the base model or a fully fine-tuned one, or run the sampler on a GPU",
+                "this sampler runs no adapters: it was started with --max-loras 0, or is on a CPU with a "
+                "model that has routed experts; sample the base model or a fully fine-tuned one",
                 "adapters_not_supported",
             )
 
@@ -164,10 +172,27 @@ class Snapshots:
     async def join_group(
         self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float
     ) -> None:
-        """Makes the workers members of weight group `epoch`, leaving the present one."""
-        self.group_epoch = 0
-        await self._engine.join_group(epoch, first_rank, world_size, medium, seconds)
-        self.group_epoch = epoch
+        """Makes the workers members of weight group `epoch`, leaving the present one. What they receive at
+        present arrives first.
+
+        Raises:
+            StillReceiving: that takes more than half of the time.
+        """
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(seconds / 2):
+                await self._receiving.acquire()
+        except TimeoutError as error:
+            raise StillReceiving(
+                f"not in weight group {epoch}: receiving from {self.group_epoch}; join later"
+            ) from error
+        try:
+            self.group_epoch = 0
+            left = seconds - (time.monotonic() - began)
+            await self._engine.join_group(epoch, first_rank, world_size, medium, left)
+            self.group_epoch = epoch
+        finally:
+            self._receiving.release()
         log.info("joined weight group %d (%s) as rank %d of %d", epoch, medium, first_rank, world_size)
 
     async def receive(self, incoming: IncomingSnapshot) -> None:

@@ -10,7 +10,7 @@ Invariant: the same tensors give the same bits, so the base model's weights come
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from services.common.contract.errors import InvalidRequest, SnapshotNotFound
+from services.common.contract.errors import InvalidRequest
+from services.sampler.worker.stored_model import weight_files
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -43,11 +44,12 @@ def stored_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a model's directory, read as they are used.
 
     Raises:
-        SnapshotNotFound: it has none.
+        SnapshotNotFound, DataLoss: it is not whole. It is looked through at once.
     """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise SnapshotNotFound(f"there are no weights in {directory}; save them again")
+    return _read(weight_files(directory))
+
+
+def _read(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)

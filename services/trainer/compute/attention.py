@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -19,8 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from services.trainer.compute.memory.transfer import on_device
 from services.trainer.compute.prefix.attention import Rules, attend_tree
 from services.trainer.compute.prefix.layout import Layout, TreeRun
+from services.trainer.compute.split.asked import Asked
+from services.trainer.compute.split.exchange import Exchange
+from services.trainer.compute.split.share import Share
 
 FLAT_ATTENTION = "tinsmith_flat"
 """Its name as transformers' `attn_implementation`."""
@@ -39,12 +43,16 @@ class Sequences:
         offsets: int32 [lengths + 1], where each begins, and the end.
         positions: int64 [1, T], each token's place in its own sequence.
         trees: those of `Layout`: pieces that see others. Any other piece is a sequence.
+        split: the batch is this rank's part of one sequence.
+        asked: each layer notes here what it asks for.
     """
 
     lengths: tuple[int, ...]
     offsets: Tensor
     positions: Tensor
     trees: tuple[tuple[int, TreeRun], ...] = ()
+    split: Split | None = None
+    asked: list[Asked] | None = None
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: str) -> Sequences:
@@ -53,14 +61,22 @@ class Sequences:
         ends = sizes.cumsum(0)
         positions = torch.arange(int(ends[-1])) - (ends - sizes).repeat_interleave(sizes)
         offsets = nn.functional.pad(ends, (1, 0)).int()
-        return cls(tuple(lengths), offsets.to(device), positions[None].to(device))
+        return cls(tuple(lengths), on_device(offsets, device), on_device(positions[None], device))
 
     @classmethod
     def laid_out(cls, layout: Layout, device: str) -> Sequences:
         """How a layout is cut."""
         offsets = nn.functional.pad(torch.tensor(layout.lengths).cumsum(0), (1, 0)).int()
         positions = torch.from_numpy(layout.positions)[None]
-        return cls(layout.lengths, offsets.to(device), positions.to(device), layout.trees)
+        return cls(layout.lengths, on_device(offsets, device), on_device(positions, device), layout.trees)
+
+    @classmethod
+    def part(cls, share: Share, exchange: Exchange, device: str) -> Sequences:
+        """A rank's part of one sequence. What fills it up stands where the last token does."""
+        own = cls.of([share.size], device)
+        positions = (own.positions + share.rank * share.size).clamp(max=share.whole - 1)
+        whole = cls.of([share.size * share.ranks], device)
+        return replace(own, positions=positions, split=Split(exchange, whole))
 
     def runs(self) -> Iterator[tuple[int, int] | TreeRun]:
         """What is computed at once, in order: neighbours of equal length (length, how many), or a tree."""
@@ -71,6 +87,18 @@ class Sequences:
             if tree is not None:
                 yield tree
                 done = first + len(tree.lengths)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A sequence of which each rank has a part.
+
+    Attributes:
+        whole: the one sequence, as attention gets it.
+    """
+
+    exchange: Exchange
+    whole: Sequences
 
 
 def register() -> None:
@@ -135,7 +163,17 @@ def attend(
         [1, T, heads, head size of `value`].
     """
     plain = all(options.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
-    if plain and not sequences.trees and _has_kernel(query, value):
+    kernel = plain and _has_kernel(query, value)
+    if sequences.asked is not None:
+        sequences.asked.append(_asked(query, key, value, window, kernel, plain))
+    if sequences.split is not None:
+        whole = sequences.split.whole
+
+        def within(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(module, query, key, value, window, sequences=whole, scaling=scaling, **options)[0]
+
+        return sequences.split.exchange.attend(within, query, key, value), None
+    if kernel and not sequences.trees:
         return _fused(query, key, value, window, sequences, scaling), None
     runs = list(sequences.runs())
     sizes = [run.tokens if isinstance(run, TreeRun) else run[0] * run[1] for run in runs]
@@ -154,6 +192,12 @@ def attend(
             output = _own(module, stacked, seen, scaling, options)
         outputs.append(output.reshape(1, length * count, *output.shape[2:]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+
+def _asked(query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: bool, plain: bool) -> Asked:
+    heads, key_heads = query.shape[1], key.shape[1]
+    elements = heads * (query.shape[3] + value.shape[3]) + key_heads * (key.shape[3] + value.shape[3])
+    return Asked(heads, key_heads, elements, window, kernel, plain)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:

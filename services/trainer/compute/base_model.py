@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from services.common.weights.rendezvous import tcp_store
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.adapter import (
-    ATTENTION_PROJECTIONS,
     HEAD,
-    MLP_PROJECTIONS,
     LinearShape,
+    kind_of,
 )
 from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.memory.capacity import Footprint, footprint
+from services.trainer.compute.split.asked import Asked, splits
+from services.trainer.compute.split.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +59,32 @@ def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> No
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         _load_collectives()
+    backend = "nccl" if device == "cuda" else "gloo"
+    _meet(backend, timeout)
     deepspeed.init_distributed(
-        dist_backend="nccl" if device == "cuda" else "gloo",
+        dist_backend=backend,
         auto_mpi_discovery=False,
         verbose=False,
         timeout=timeout,
     )
     if device == "cpu":
         _unlink_shared_buffer()
+
+
+def _meet(backend: str, timeout: timedelta) -> None:
+    """Joins the process group on MASTER_ADDR, and on no other address."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = tcp_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world, timeout)
+    # A group that is bound to its GPU is split without a rendezvous; one rank alone has nobody to split from.
+    bound = backend == "nccl" and world > 1
+    device = torch.device("cuda", torch.cuda.current_device()) if bound else None
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
+    )
 
 
 def _load_collectives() -> None:
@@ -80,6 +102,8 @@ def _load_collectives() -> None:
     prepared = Path(sys.prefix) / "torch_extensions"
     if prepared.is_dir() and os.access(prepared, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(prepared))
+    # Another version of ninja than the one that compiled them would find them out of date.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])
     builder = ShareMemCommBuilder()
     folder = Path(_get_build_directory(builder.name, False))
     with (folder / "in-use").open("w") as users:
@@ -106,9 +130,13 @@ class BaseModel:
         collective: forward and backward passes are collectives of the whole world.
         flat: it computes several sequences at once; else `score` takes one.
         linears: every linear an adapter may adapt, by Hugging Face name, in the model's order.
+        unadapted: weights of the same kinds that none can.
         vocab_size: rows of the output head.
         context_length: most tokens in a sequence.
         arch: architecture class name, for example "Qwen3ForCausalLM".
+        asked: what each layer asks of attention; none where `flat` is not so.
+        exchange: with which all ranks compute one sequence; None: they cannot.
+        footprint: what it takes of this rank's memory, by arithmetic.
     """
 
     def __init__(
@@ -136,6 +164,7 @@ class BaseModel:
         self.vocab_size = int(model.config.vocab_size)
         self.context_length = int(model.config.max_position_embeddings)
         self.linears = find_linears(model)
+        self.unadapted = find_unadapted(model)
         for name in self.linears:
             if name != HEAD:
                 router.hook(model.get_submodule(name), name)
@@ -143,6 +172,16 @@ class BaseModel:
         self._engine, *_ = deepspeed.initialize(model=scorer, config=config)
         # The engine's own call forbids a plain backward(), so the wrapped module is called.
         self._scorer = self._engine.module
+        ranks = torch.distributed.get_world_size()
+        self.asked = self._ask() if self.flat else []
+        self.exchange = Exchange() if splits(self.asked, ranks) else None
+        self.footprint: Footprint = footprint(
+            model,
+            dtype.itemsize,
+            checkpointing=activation_checkpointing,
+            ranks=ranks if self.collective else 1,
+            asked=self.asked,
+        )
         logger.info("loaded %s (%s, ZeRO stage %d) on %s", model_path, self.arch, zero_stage, self.device)
 
     def score(self, tokens: Tensor, targets: Targets, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -159,6 +198,15 @@ class BaseModel:
         """
         logprobs, scored = self._scorer(tokens, targets, sequences)
         return logprobs, self._router.values(scored)
+
+    def _ask(self) -> list[Asked]:
+        """What each layer asks of attention, found by computing one token."""
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        asked: list[Asked] = []
+        with torch.no_grad():
+            sequences = replace(Sequences.of([1], self.device), asked=asked)
+            self._scorer(zero, Targets(zero[0], ((1, 1),)), sequences)
+        return [layer.within(self.context_length) for layer in asked]
 
     def backward(self, loss: Tensor) -> None:
         """Differentiates `loss` into the routed adapters."""
@@ -234,7 +282,12 @@ def load_model(
     register()
     attention = _attention(AutoConfig.from_pretrained(model_path))
     model = AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=dtype, low_cpu_mem_usage=True, attn_implementation=attention
+        model_path,
+        dtype=dtype,
+        low_cpu_mem_usage=True,
+        attn_implementation=attention,
+        # Files of PyTorch's own format would be unpickled.
+        use_safetensors=True,
     )
     del sharding
     for setting, neutral in _LOGIT_TRANSFORMS.items():
@@ -243,6 +296,10 @@ def load_model(
                 f"{model_path}: {type(model).__name__} with {setting} in its config is not supported; "
                 "use a model whose logits are the plain output of its head"
             )
+    if model.base_model is model:
+        raise ValueError(
+            f"{model_path}: {type(model).__name__} has no part below its output head; use another"
+        )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ValueError(f"{model_path}: {type(model).__name__} has no linear output head; use another model")
     model.requires_grad_(False).eval()
@@ -304,12 +361,23 @@ def _attention(config: Any) -> str | None:
 
 def find_linears(model: Any) -> dict[str, LinearShape]:
     """Every linear of a causal language model that an adapter may adapt, by name, the output head's last."""
-    leaves = {*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS}
     found = {
         name: LinearShape(module.in_features, module.out_features)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in leaves
+        if isinstance(module, nn.Linear) and kind_of(name) is not None and name != HEAD
     }
     head = model.get_output_embeddings()
     found[HEAD] = LinearShape(head.in_features, head.out_features)
     return found
+
+
+def find_unadapted(model: Any) -> list[str]:
+    """The weights that a flag promises to train and no adapter can, by name: those of routed experts, which
+    are one tensor for all of them."""
+    return [
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        if kind_of(name) is not None and not isinstance(module, nn.Conv1d)
+        for weight, values in module.named_parameters(recurse=False)
+        if len(getattr(values, "ds_shape", values.shape)) == 3
+    ]

@@ -17,6 +17,7 @@ from services.trainer.compute.collate import Collated, row_output
 from services.trainer.compute.data import PassOp, Row, RowResult
 from services.trainer.compute.logprobs import Slope
 from services.trainer.compute.losses import LOSS_SUM, LOSSES, Datums, Loss
+from services.trainer.compute.memory.transfer import ToHost, on_device
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,15 @@ class _Group:
 
     Attributes:
         numbers: the rows' places in the batch.
-        places: of their outputs in those of the batch, int64 [q], on the host.
+        places: of their outputs in those of the batch, int64 [q], on the host; `at`: on the device, None when
+            they are all of them in order.
         inputs: see `Loss.compute`.
     """
 
     loss: Loss
     numbers: list[int]
     places: Tensor
+    at: Tensor | None
     inputs: dict[str, Tensor]
     datums: Datums
 
@@ -67,8 +70,8 @@ class BatchLosses:
                 low, high = torch.searchsorted(places, bounds).tolist()
                 if low == high:
                     continue
-                mine = order[low:high].to(logprobs.device)
-                at = (places[low:high] - where.start).to(logprobs.device)
+                mine = on_device(order[low:high], str(logprobs.device))
+                at = on_device(places[low:high] - where.start, str(logprobs.device))
                 given = logprobs[at].requires_grad_()
                 inputs = {name: values[mine] for name, values in group.inputs.items()}
                 datums = Datums.of([high - low], str(logprobs.device))
@@ -78,43 +81,24 @@ class BatchLosses:
 
         return of
 
-    def take(self, logprobs: Tensor, values: Tensor) -> None:
+    def compute(self, logprobs: Tensor, values: Tensor) -> Computed:
         """Computes the losses.
 
         Args:
             logprobs: float32 [Q], and
             values: float32 [T - P], as `BaseModel.score` gives them.
         """
-        self._outputs = (logprobs, values)
-        self._computed = [
+        computed = [
             group.loss.compute(
-                _taken(logprobs if group.loss.output == "logprobs" else values, group.places),
+                _taken(logprobs if group.loss.output == "logprobs" else values, group.at),
                 group.inputs,
                 group.datums,
             )
             for group in self._groups
         ]
-
-    def total(self, *, collective: bool) -> Tensor:
-        """Their sum, differentiable: float32.
-
-        Args:
-            collective: all ranks go through the whole graph alike, with whatever rows, or none.
-        """
-        zeros = [(output * 0).sum()[None] for output in self._outputs] if collective else []
-        return torch.cat([*zeros, *(losses for losses, _ in self._computed)]).sum().float()
-
-    def results(self) -> list[RowResult]:
-        """What each row came to; waits for the device."""
-        logprobs, values = (output.detach().cpu() for output in self._outputs)
-        metrics = self._metrics()
-        results = []
-        for number, (row, loss) in enumerate(zip(self._rows, self._losses, strict=True)):
-            output = row_output(logprobs, values, self._batch, number, row)
-            results.append(
-                RowResult(row.op, row.index, {loss.output: from_values(output.numpy())}, metrics[number])
-            )
-        return results
+        numbers = [group.numbers for group in self._groups]
+        losses = [loss.output for loss in self._losses]
+        return Computed(self._rows, self._batch, losses, numbers, (logprobs, values), computed)
 
     def _group(self, loss: Loss, numbers: list[int], ops: Sequence[PassOp], device: str) -> _Group:
         rows = [self._rows[number] for number in numbers]
@@ -126,33 +110,102 @@ class BatchLosses:
         ]
         places = [self._batch.places[number] for number in numbers]
         datums = Datums.of([len(place) for place in places], device)
-        return _Group(loss, numbers, torch.cat(places), _on_device(completed, device), datums)
+        where, batch = torch.cat(places), self._batch
+        scored = loss.output == "logprobs"
+        whole = batch.targets.ids.numel() if scored else batch.tokens.numel() - batch.targets.positions
+        in_order = torch.equal(where, torch.arange(whole))
+        at = None if in_order else on_device(where, device)
+        return _Group(loss, numbers, where, at, _inputs(completed, device), datums)
 
-    def _metrics(self) -> list[dict[str, float]]:
-        """Of each row, in one transfer from the device."""
+
+class Computed:
+    """The losses of a micro-batch, with their graph.
+
+    Args:
+        losses: what each row's model computes for its loss.
+        numbers: of each loss the places in the batch of its rows.
+        outputs: of the model.
+        computed: of each loss, as `Loss.compute`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        batch: Collated,
+        losses: Sequence[str],
+        numbers: Sequence[list[int]],
+        outputs: tuple[Tensor, Tensor],
+        computed: Sequence[tuple[Tensor, Mapping[str, Tensor]]],
+    ) -> None:
+        self._rows, self._batch, self._losses, self._numbers = rows, batch, losses, numbers
+        self._outputs, self._computed = outputs, computed
+
+    def total(self, *, collective: bool) -> Tensor:
+        """Their sum, differentiable: float32.
+
+        Args:
+            collective: all ranks go through the whole graph alike, with whatever rows, or none.
+        """
+        zeros = [(output * 0).sum()[None] for output in self._outputs] if collective else []
+        return torch.cat([*zeros, *(losses for losses, _ in self._computed)]).sum().float()
+
+    def leave(self) -> Leaving:
+        """Has what the rows came to copied to the host, without the graph."""
+        columns = [column for losses, parts in self._computed for column in (losses, *parts.values())]
+        metrics = torch.cat(columns) if columns else self._outputs[0].new_zeros(0)
         names = [[LOSS_SUM, *parts] for _, parts in self._computed]
-        columns = [
-            column.detach() for losses, parts in self._computed for column in (losses, *parts.values())
-        ]
-        found = iter(torch.cat(columns).tolist() if columns else [])
+        copies = ToHost([*self._outputs, metrics])
+        named = list(zip(self._numbers, names, strict=True))
+        return Leaving(self._rows, self._batch, self._losses, named, copies)
+
+
+class Leaving:
+    """What the rows of a micro-batch came to, on its way to the host.
+
+    Args:
+        losses: what each row's model computes for its loss.
+        names: of each loss the rows' places in the batch, and the metrics that each has.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        batch: Collated,
+        losses: Sequence[str],
+        names: Sequence[tuple[list[int], list[str]]],
+        copies: ToHost,
+    ) -> None:
+        self._rows, self._batch, self._losses = rows, batch, losses
+        self._names = names
+        self._copies = copies
+
+    def results(self) -> list[RowResult]:
+        """Waits for the device."""
+        logprobs, values, columns = self._copies.wait()
+        metrics = self._metrics(columns)
+        results = []
+        for number, (row, name) in enumerate(zip(self._rows, self._losses, strict=True)):
+            output = row_output(logprobs, values, self._batch, number, row)
+            results.append(RowResult(row.op, row.index, {name: from_values(output.numpy())}, metrics[number]))
+        return results
+
+    def _metrics(self, columns: Tensor) -> list[dict[str, float]]:
+        found = iter(columns.tolist())
         metrics: list[dict[str, float]] = [{} for _ in self._rows]
-        for group, named in zip(self._groups, names, strict=True):
-            for name in named:
-                for number in group.numbers:
+        for numbers, names in self._names:
+            for name in names:
+                for number in numbers:
                     metrics[number][name] = next(found)
         return metrics
 
 
-def _taken(outputs: Tensor, places: Tensor) -> Tensor:
-    """The outputs at these places; the tensor itself when that is all of them in order."""
-    if torch.equal(places, torch.arange(outputs.shape[0])):
-        return outputs
-    return outputs.index_select(0, places.to(outputs.device))
+def _taken(outputs: Tensor, at: Tensor | None) -> Tensor:
+    return outputs if at is None else outputs.index_select(0, at)
 
 
-def _on_device(completed: Sequence[Mapping[str, np.ndarray]], device: str) -> dict[str, Tensor]:
+def _inputs(completed: Sequence[Mapping[str, np.ndarray]], device: str) -> dict[str, Tensor]:
     """The inputs of datums one after the other; one transfer per name, not per datum."""
     return {
-        name: torch.from_numpy(np.concatenate([inputs[name] for inputs in completed])).to(device)
+        name: on_device(torch.from_numpy(np.concatenate([inputs[name] for inputs in completed])), device)
         for name in completed[0]
     }

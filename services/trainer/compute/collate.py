@@ -7,20 +7,22 @@ values, the others' have log-probabilities of targets. Critics' rows come last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.common.contract.loss_schema import TARGETS
-from services.common.contract.tensors import HostTensor
 from services.trainer.compute.attention import Sequences
 from services.trainer.compute.data import Row
 from services.trainer.compute.logprobs import Targets
+from services.trainer.compute.memory.transfer import on_device
 from services.trainer.compute.prefix.layout import lay_out
+from services.trainer.compute.split.exchange import Exchange
+from services.trainer.compute.split.share import Share
 from services.trainer.order.prefixes import PrefixTree, shared_tree, unshared
 
 
@@ -42,6 +44,26 @@ class Collated:
     sequences: Sequences
     places: list[Tensor]
     ops: list[tuple[int, int]]
+
+    def part(self, share: Share, exchange: Exchange) -> Collated:
+        """What a rank computes of one row, which is all that is here: its tokens, and the targets that they
+        predict. What fills it up predicts nothing, or has values that nobody asked for.
+
+        Its `places` are nowhere: what the ranks came to is to be put together first.
+        """
+        tokens = nn.functional.pad(self.tokens[:, share.start : share.stop], (0, share.filled))
+        targets = self.targets
+        if targets.positions:
+            targets = targets[share.start : share.stop]
+            targets = replace(targets, widths=(*targets.widths, *[(share.filled, 0)] * (share.filled > 0)))
+        sequences = Sequences.part(share, exchange, str(tokens.device))
+        return Collated(tokens, targets, sequences, [], [(self.ops[0][0], share.size)])
+
+    def outputs(self, share: Share) -> tuple[int, int]:
+        """How many log-probabilities, and values, a rank's part of the one row has."""
+        if self.targets.positions:
+            return self.targets[share.start : share.stop].ids.numel(), 0
+        return 0, share.stop - share.start
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
@@ -67,7 +89,7 @@ def collate(rows: Sequence[Row], device: str, *, shared: bool) -> Collated:
     targets, places = _targets([(rows[number], layout.places[number]) for number in scored], device)
     first = int(layout.places[len(scored)][0]) if len(scored) < len(rows) else 0
     return Collated(
-        tokens=torch.from_numpy(layout.tokens)[None].to(device),
+        tokens=on_device(torch.from_numpy(layout.tokens)[None], device),
         targets=targets,
         sequences=Sequences.laid_out(layout, device),
         places=places + [torch.from_numpy(place - first) for place in layout.places[len(scored) :]],
@@ -96,7 +118,7 @@ def _targets(rows: Sequence[tuple[Row, np.ndarray]], device: str) -> tuple[Targe
     # Where the number of targets changes, a run begins.
     begins = np.flatnonzero(np.diff(widths, prepend=-1))
     runs = zip(np.diff(begins, append=widths.size).tolist(), widths[begins].tolist(), strict=True)
-    targets = Targets(torch.from_numpy(np.concatenate(ids)[order]).to(device), tuple(runs))
+    targets = Targets(on_device(torch.from_numpy(np.concatenate(ids)[order]), device), tuple(runs))
     return targets, list(torch.from_numpy(places).split(counts)) if counts else []
 
 
@@ -117,14 +139,3 @@ def row_output(logprobs: Tensor, values: Tensor, batch: Collated, number: int, r
     if TARGETS not in row.loss_inputs:
         return values[batch.places[number]]
     return logprobs[batch.places[number]].view(row.loss_inputs[TARGETS].shape)
-
-
-def with_dtype(tensors: Mapping[str, HostTensor], dtype: str) -> dict[str, HostTensor]:
-    """Float32 host arrays as "float32" or, rounded to nearest even, "bfloat16"."""
-    if dtype == "float32":
-        return dict(tensors)
-    result = {}
-    for name, array in tensors.items():
-        rounded = torch.from_numpy(array.values().copy()).to(torch.bfloat16)
-        result[name] = HostTensor("bfloat16", array.shape, rounded.view(torch.int16).numpy().tobytes())
-    return result

@@ -67,6 +67,8 @@ class MicroBatch(msgspec.Struct, frozen=True):
     """One micro-batch. Its rows may belong to several operations and models."""
 
     rows: list[Row]
+    split: bool = False
+    """It has one row, which all ranks compute together."""
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -96,13 +98,15 @@ class RowResult(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-class ModelState(msgspec.Struct, frozen=True):
-    """All that makes up a model between two steps, float32 on the host.
+class ModelState(msgspec.Struct, frozen=True, tag=True):
+    """All that makes up an adapter between two steps, float32 on the host.
 
     `adapter` holds `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank], and of a critic
-    `value_head.weight` [1, hidden]; or with `lora` None every weight by its Hugging Face name. `optimizer`
-    holds `<name>.exp_avg` and `<name>.exp_avg_sq` of each, and
+    `value_head.weight` [1, hidden]. `optimizer` holds `<name>.exp_avg` and `<name>.exp_avg_sq` of each, and
     nothing before the first step; `step` counts the optimizer steps taken.
+
+    Or with `lora` None what a model that trains all weights computes with, by Hugging Face name, in the base
+    model's element type and without moments.
     """
 
     lora: LoraSpec | None
@@ -114,3 +118,16 @@ class ModelState(msgspec.Struct, frozen=True):
     def role(self) -> Role:
         """What the model's head computes."""
         return "policy" if self.lora is None else self.lora.role
+
+
+class ShardedState(msgspec.Struct, frozen=True, tag=True):
+    """All that makes up a model that trains all weights between two steps: files of a directory that every
+    rank can read, `step` steps taken."""
+
+    directory: str
+    step: int
+
+    @property
+    def lora(self) -> None:
+        """Of no adapter."""
+        return None

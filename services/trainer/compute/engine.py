@@ -12,36 +12,42 @@ sum of its own micro-batches in order, however the passes were composed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from services.common.contract import roles
-from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
+from services.common.contract.errors import Internal, InvalidRequest, TinsmithError
 from services.common.contract.loss_schema import check_datum, check_loss
 from services.common.contract.tensors import HostTensor
 from services.trainer.compute.base_model import BaseModel
-from services.trainer.compute.batch_losses import BatchLosses
-from services.trainer.compute.collate import Collated, collate, idle_batch, in_order
 from services.trainer.compute.data import (
     AdamSpec,
     Failure,
     LoraSpec,
     ModelState,
     Pass,
-    PassOp,
-    Row,
     RowResult,
+    ShardedState,
 )
-from services.trainer.compute.exchange import ELSEWHERE, any_rank, collect
-from services.trainer.compute.full_model import FullModel, FullModelConfig
-from services.trainer.compute.lora.adapter import HEAD, Adapter, select_targets
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.exchange import exchange
+from services.trainer.compute.full.model import FullModel, FullModelConfig
+from services.trainer.compute.full.shards import ShardWriter, Writing
+from services.trainer.compute.lora.adapter import HEAD, Adapter, largest, select_targets
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.memory.capacity import adapter_bytes
+from services.trainer.compute.memory.failures import failure as failure_of
 from services.trainer.compute.optimizer import FlatBuffers
-from services.trainer.compute.tenant import LoraTenant, Tenant
-from services.trainer.order.microbatch import deal
+from services.trainer.compute.rounds import Rounds
+from services.trainer.compute.tenant import (
+    LoraTenant,
+    Tenant,
+    not_finite,
+    not_here,
+    skipped,
+    step_adapters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +59,9 @@ class Engine:
         vocab_size: token ids are below this.
         context_length: most tokens of a datum.
         arch: the base model's architecture class name.
-        shares_prefixes: what datums of one operation begin with alike is computed once for all of them.
+        footprint: what the base model takes of this rank's memory, by arithmetic.
+        splits: all ranks can compute a sequence together that none holds alone.
+        device: of this rank, for example "cuda:0"; `world_size`: ranks; `collective`: they share each pass.
     """
 
     def __init__(
@@ -101,11 +109,13 @@ class Engine:
             )
         self._rank, self._world_size = rank, world_size
         self._device = self._base.device
+        self.device, self.world_size, self.footprint = self._device, world_size, self._base.footprint
         self._full = FullModelConfig(
             model_path, self._device, element, zero_stage, offload_optimizer, activation_checkpointing
         )
         self._tenants: dict[str, LoraTenant | FullModel] = {}
         self._buffers = FlatBuffers(self._device)
+        self._writer = ShardWriter()
         self.vocab_size = self._base.vocab_size
         if max_context > self._base.context_length:
             raise ValueError(
@@ -113,8 +123,34 @@ class Engine:
             )
         self.context_length = max_context or self._base.context_length
         self.arch = self._base.arch
+        self.collective = self._base.collective
+        self.splits = self._base.exchange is not None
         # On CUDA no kernel attends to a tree.
-        self.shares_prefixes = self._base.flat and device == "cpu"
+        shares = self._base.flat and device == "cpu"
+        self._rounds = Rounds(self._base, self._router, self._tenants, rank, world_size, shares)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what datums of one operation begin with alike is computed once for all of them."""
+        return self._rounds.shares_prefixes
+
+    @shares_prefixes.setter
+    def shares_prefixes(self, shares: bool) -> None:
+        self._rounds.shares_prefixes = shares
+
+    def adapter_bytes(self, spec: LoraSpec) -> int:
+        """What an adapter takes of each rank; any rank may ask alone.
+
+        Raises:
+            InvalidRequest: as `create_model`.
+        """
+        targets = select_targets(self._base.linears, spec, self._base.unadapted)
+        value_head = self._base.linears[HEAD].in_features if spec.role == "critic" else 0
+        return adapter_bytes(targets, spec.rank, value_head, self._full.dtype.itemsize)
+
+    def largest_adapter(self, rank: int) -> LoraSpec:
+        """The adapter of this rank that trains all that adapters can."""
+        return largest(self._base.linears, rank, self._base.unadapted)
 
     def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
         """Makes a fresh adapter: equal on all ranks and any world size; it changes nothing until trained.
@@ -130,7 +166,7 @@ class Engine:
         if lora is None:
             self._tenants[model_id] = FullModel(self._full)
             return
-        targets = select_targets(self._base.linears, lora)
+        targets = select_targets(self._base.linears, lora, self._base.unadapted)
         hidden_size = self._base.linears[HEAD].in_features
         adapter = Adapter(lora, targets, model_id, self._device, hidden_size, self._full.dtype)
         self._tenants[model_id] = LoraTenant(adapter, self._buffers)
@@ -141,17 +177,14 @@ class Engine:
         if isinstance(tenant, FullModel):
             tenant.close()
 
-    def clear_gradient(self, model_id: str) -> None:
-        """Forgets what was accumulated since the model's last step."""
-        self._tenant(model_id).clear_gradient()
-
     def run_pass(self, work: Pass) -> list[RowResult]:
         """Runs the rows and adds to the gradients of their models.
 
-        Micro-batches are dealt to the ranks. An operation may come in parts, over several passes. If any
-        part of it fails, all of its rows, in this pass and later ones, have a `failure`, and no gradient of
-        it is left. Under ZeRO-3, and of a full model, an exception inside a forward or backward pass is
-        raised instead: the ranks are out of step, or a gradient is in doubt, and the world must be restarted.
+        Micro-batches are dealt to the ranks, but for a sequence that all compute together. An operation may
+        come in parts, over several passes. If any part of it fails, all of its rows, in this pass and later
+        ones, have a `failure`, and no gradient of it is left. Under ZeRO-3, of a full model, and of a
+        sequence that all ranks compute, an exception inside a forward or backward pass is raised instead: the
+        ranks are out of step, or a gradient is in doubt, and the world must be restarted.
 
         Returns:
             On rank 0 one result per row, ordered by operation and index; elsewhere nothing.
@@ -160,68 +193,101 @@ class Engine:
         for number, op in enumerate(work.ops):
             if not op.forward_only and number not in failures:
                 self._tenants[op.model_id].begin(op.seq_id)
-        results, failed_here = self._run_rounds(work, failures)
-        self._agree_on_failures(work, failures, failed_here)
+        results, failed_here = self._rounds.run(work, failures)
+        failed, collected = exchange(work, results, failures, failed_here, self._device)
+        for number, failure in failed.items():
+            tenant: Tenant | None = self._tenants.get(work.ops[number].model_id)
+            if tenant is not None:
+                tenant.fail(work.ops[number].seq_id, failure)
         for op in work.ops:
             if op.model_id in self._tenants:
                 self._tenants[op.model_id].close_before(op.seq_id)
-        return collect(work, results, failures, self._device)
+        return collected
 
     def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
-        """Sums the model's gradient over the ranks, clips it, applies AdamW and clears the gradient.
+        """One step of `optim_steps`; raises what that answers."""
+        (found,) = self.optim_steps([(model_id, adam)])
+        if isinstance(found, TinsmithError):
+            raise found
+        return found
+
+    def optim_steps(self, due: Sequence[tuple[str, AdamSpec]]) -> list[dict[str, float] | TinsmithError]:
+        """Sums the gradients of different models over the ranks, clips each, applies AdamW and clears them.
+        What a model comes to does not depend on who steps with it.
 
         Returns:
-            grad_norm (before clipping), learning_rate, update_norm; and "skipped" = 1 when there was no
-            gradient, in which case nothing changed.
-
-        Raises:
-            InvalidRequest: the gradient is not finite; it was dropped and nothing else changed.
+            Of each model grad_norm (before clipping), learning_rate, update_norm; and "skipped" = 1 when
+            there was no gradient, in which case nothing changed. Or an error: the model is not here, or its
+            gradient is not finite; it was dropped and nothing else changed.
         """
-        tenant = self._tenant(model_id)
-        if not tenant.has_gradient:
-            tenant.clear_gradient()
-            return {"skipped": 1.0, "grad_norm": 0.0, "learning_rate": adam.learning_rate, "update_norm": 0.0}
-        try:
-            return tenant.step(adam)
-        except FloatingPointError as error:
-            raise InvalidRequest(
-                f"{error}: the step was not applied and the gradient was dropped; check weights, advantages "
-                "and logprobs, or lower the learning rate",
-                "non_finite_gradient",
-            ) from None
+        found: dict[str, dict[str, float] | TinsmithError] = {}
+        adapters: list[tuple[str, LoraTenant, AdamSpec]] = []
+        for model_id, adam in due:
+            tenant = self._tenants.get(model_id)
+            if tenant is None:
+                found[model_id] = not_here(model_id)
+            elif not tenant.has_gradient:
+                tenant.clear_gradient()
+                found[model_id] = skipped(adam)
+            elif isinstance(tenant, LoraTenant):
+                adapters.append((model_id, tenant, adam))
+            else:
+                try:
+                    found[model_id] = tenant.step(adam)
+                except FloatingPointError as error:
+                    found[model_id] = not_finite(error)
+        steps = step_adapters([(tenant, adam) for _, tenant, adam in adapters], self._buffers)
+        for (model_id, _, _), step in zip(adapters, steps, strict=True):
+            found[model_id] = not_finite(step) if isinstance(step, FloatingPointError) else step
+        return [found[model_id] for model_id, _ in due]
 
     def state(self, model_id: str, *, optimizer: bool = True) -> ModelState:
-        """A copy of the model's state. A pending gradient is not part of it.
-
-        Any rank may call it alone unless `gathers_state`: then the copy is on rank 0.
+        """A copy of the model's state, without a pending gradient. Any rank may call it alone unless
+        `gathers_weights`: then the copy is on rank 0.
 
         Args:
-            optimizer: include the moments.
+            optimizer: include the moments. Not of a full model: that is `write_state`'s.
         """
-        return self._tenant(model_id).state(optimizer)
+        tenant = self._tenant(model_id)
+        if isinstance(tenant, LoraTenant):
+            return tenant.state(optimizer)
+        if optimizer:
+            raise TypeError(f"the state of {model_id} is written by every rank")
+        return tenant.weights()
 
-    def gathers_state(self, model_id: str) -> bool:
-        """Whether the model's state is spread over the ranks, so that all must call `state`."""
-        return isinstance(self._tenant(model_id), FullModel)
+    def gathers_weights(self, model_id: str) -> bool:
+        """Whether the model's weights are spread over the ranks, so that all must call `state`."""
+        tenant = self._tenant(model_id)
+        return isinstance(tenant, FullModel) and tenant.sharded
 
-    def load_state(self, model_id: str, state: ModelState, optimizer: bool) -> None:
+    def write_state(self, model_id: str, directory: str) -> Writing:
+        """Has the state of a full model written by every rank; see `FullModel.write`."""
+        tenant = self._tenant(model_id)
+        if not isinstance(tenant, FullModel):
+            raise TypeError(f"{model_id} is an adapter, whose state rank 0 has")
+        return tenant.write(self._writer, directory)
+
+    def load_state(self, model_id: str, state: ModelState | ShardedState, optimizer: bool) -> None:
         """Replaces the weights, and the optimizer state or else starts that afresh. Clears the gradient.
 
         Raises:
-            InvalidRequest: the state is of a model of another shape; nothing changed.
+            InvalidRequest, DataLoss: the state is of a model of another shape, or damaged; nothing changed.
         """
-        tenant = self._tenant(model_id)
-        if isinstance(tenant, FullModel) != (state.lora is None):
-            raise InvalidRequest(
-                "the saved state is of an adapter and the model trains all weights, or the other way round; "
-                "create the model from the state instead",
-                "state_mismatch",
-            )
-        tenant.load_state(state, optimizer)
+        match self._tenant(model_id), state:
+            case FullModel() as full, ShardedState():
+                full.load_state(state, optimizer)
+            case LoraTenant() as adapter, ModelState():
+                adapter.load_state(state, optimizer)
+            case _:
+                raise InvalidRequest(
+                    "the saved state is of an adapter and the model trains all weights, or the other way "
+                    "round; create the model from the state instead",
+                    "state_mismatch",
+                )
 
-    def _tenant(self, model_id: str) -> Tenant:
+    def _tenant(self, model_id: str) -> LoraTenant | FullModel:
         if model_id not in self._tenants:
-            raise ModelNotResident(f"model {model_id} is not on this trainer")
+            raise not_here(model_id)
         return self._tenants[model_id]
 
     def _refuse(self, work: Pass) -> dict[int, Failure]:
@@ -235,7 +301,7 @@ class Engine:
                 check_loss(op.loss_fn, op.loss_config)
                 roles.check_loss(self._tenant(op.model_id).role, op.loss_fn)
             except TinsmithError as error:
-                failures[number] = _failure(error)
+                failures[number] = failure_of(error)
         for row in (row for batch in work.micro_batches for row in batch.rows if row.op not in failures):
             try:
                 check_datum(
@@ -248,152 +314,5 @@ class Engine:
                     where=f"data[{row.index}]",
                 )
             except TinsmithError as error:
-                failures[row.op] = _failure(error)
+                failures[row.op] = failure_of(error)
         return failures
-
-    def _run_rounds(
-        self, work: Pass, failures: Mapping[int, Failure]
-    ) -> tuple[list[RowResult], dict[int, Failure]]:
-        """Runs this rank's micro-batches; its results, and the operations that failed while running."""
-        model = self._computes(work)
-        kept = ([row for row in batch.rows if row.op not in failures] for batch in work.micro_batches)
-        batches = [in_order(rows) for rows in kept if rows]
-        if not model.flat:
-            batches = [[row] for rows in batches for row in rows]
-        results: list[RowResult] = []
-        failed: dict[int, Failure] = {}
-        # What only runs forward builds no graph, whatever it came with.
-        for grad in (False, True):
-            parts = [[row for row in rows if work.ops[row.op].forward_only != grad] for rows in batches]
-            parts = [rows for rows in parts if rows]
-            # Only what a replay does again moves where the next batch runs.
-            dealt = deal(len(parts), self._world_size, self._first_rank(work, len(parts) if grad else 0))
-            for number in range(max(map(len, dealt))):
-                mine = dealt[self._rank][number : number + 1]
-                rows = [row for batch in mine for row in parts[batch] if row.op not in failed]
-                if model.collective:
-                    results += self._run_micro_batch(model, work.ops, rows, grad)
-                elif rows:
-                    results += self._run_or_split(model, work.ops, rows, grad, failed)
-        return results, failed
-
-    def _run_or_split(
-        self,
-        model: BaseModel | FullModel,
-        ops: Sequence[PassOp],
-        rows: Sequence[Row],
-        grad: bool,
-        failed: dict[int, Failure],
-    ) -> list[RowResult]:
-        """A micro-batch, in halves as long as it does not fit into memory.
-
-        A sequence that does not fit by itself fails its operation, any other error those of all `rows`.
-        """
-        try:
-            return self._run_micro_batch(model, ops, rows, grad)
-        except Exception as error:
-            if not _is_out_of_memory(error) or len(rows) == 1:
-                logger.exception("a micro-batch of %d rows failed", len(rows))
-                failure = _failure(_explained(error, rows))
-                failed.update({row.op: failure for row in rows})
-                return []
-        # Only here has the error let go of what the batch had computed.
-        _free_cache()
-        results = []
-        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            left = [row for row in half if row.op not in failed]
-            results += self._run_or_split(model, ops, left, grad, failed) if left else []
-        return results
-
-    def _computes(self, work: Pass) -> BaseModel | FullModel:
-        """The model that a pass runs on."""
-        tenants = {op.model_id: self._tenants.get(op.model_id) for op in work.ops}
-        full = [tenant for tenant in tenants.values() if isinstance(tenant, FullModel)]
-        if full and len(tenants) > 1:
-            raise RuntimeError("a full model shares a pass with other models")
-        return full[0] if full else self._base
-
-    def _first_rank(self, work: Pass, batches: int) -> int:
-        """Where dealing starts. A model that has the pass for itself goes on where its last pass ended."""
-        models = {op.model_id for op in work.ops} & self._tenants.keys()
-        if len(models) != 1:
-            return 0
-        tenant = self._tenants[models.pop()]
-        if isinstance(tenant, FullModel):
-            # Each of its passes is of one operation alone.
-            return 0
-        first = tenant.batches
-        tenant.batches += batches
-        return first
-
-    def _run_micro_batch(
-        self,
-        model: BaseModel | FullModel,
-        ops: Sequence[PassOp],
-        rows: Sequence[Row],
-        grad: bool,
-    ) -> list[RowResult]:
-        """One micro-batch forward and, with `grad`, backward.
-
-        Args:
-            rows: of operations that all want a backward pass, or all none.
-        """
-        batch = collate(rows, self._device, shared=self.shares_prefixes) if rows else idle_batch(self._device)
-        segments = self._segments(ops, batch, grad) if model is self._base else []
-        losses, targets = BatchLosses(ops, rows, batch, self._device), batch.targets
-        if grad and model is self._base and not model.collective:
-            targets = replace(targets, slope=losses.slope())
-        with torch.set_grad_enabled(grad), self._router.route(segments):
-            losses.take(*model.score(batch.tokens, targets, batch.sequences))
-            if grad:
-                model.backward(losses.total(collective=model.collective))
-            # Within the context, as the gradients are kept when it ends: nothing may fail after that.
-            return losses.results()
-
-    def _segments(self, ops: Sequence[PassOp], batch: Collated, grad: bool) -> list[Segment]:
-        segments = []
-        for number, tokens in batch.ops:
-            op = ops[number]
-            tenant = self._tenants[op.model_id]
-            assert isinstance(tenant, LoraTenant)
-            gradient, fresh = tenant.gradient(op.seq_id) if grad else (None, False)
-            segments.append(Segment(tokens, tenant.adapter, gradient, fresh))
-        return segments
-
-    def _agree_on_failures(
-        self, work: Pass, failures: dict[int, Failure], failed_here: Mapping[int, Failure]
-    ) -> None:
-        """Adds to `failures` what failed on any rank, and drops the gradients of all failed operations."""
-        failed = any_rank([number in failed_here for number in range(len(work.ops))], self._device)
-        for number, (op, has_failed) in enumerate(zip(work.ops, failed, strict=True)):
-            if has_failed:
-                failures[number] = failed_here.get(number, ELSEWHERE)
-            if number in failures and op.model_id in self._tenants:
-                self._tenants[op.model_id].fail(op.seq_id, failures[number])
-
-
-def _free_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _failure(error: TinsmithError) -> Failure:
-    return Failure(error.category, error.code, error.message)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """On a CPU the error has no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _explained(error: Exception, rows: Sequence[Row]) -> TinsmithError:
-    if _is_out_of_memory(error):
-        _free_cache()
-        (row,) = rows
-        return Internal(
-            f"out of device memory on one sequence of {row.length} tokens; send shorter data, or start the "
-            "trainer with --activation-checkpointing on; a smaller --micro-batch-tokens leaves more room for "
-            "what else is on the device",
-            "out_of_memory",
-        )
-    return Internal(f"{type(error).__name__}: {error}")

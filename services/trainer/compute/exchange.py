@@ -31,42 +31,41 @@ def any_rank(flags: list[bool], device: str) -> list[bool]:
     return [bool(flag) for flag in tensor.tolist()]
 
 
-def gather_bytes(payload: bytes, device: str) -> list[bytes]:
-    """The payloads of all ranks in rank order on rank 0; nothing elsewhere."""
-    world_size = dist.get_world_size()
-    if world_size == 1:
-        return [payload]
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    sizes = [torch.zeros_like(size) for _ in range(world_size)]
-    dist.all_gather(sizes, size)
-    longest = max(int(other) for other in sizes)
-    buffer = torch.zeros(longest, dtype=torch.uint8, device=device)
-    buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
-    if dist.get_rank() != 0:
-        dist.gather(buffer, dst=0)
-        return []
-    parts = [torch.empty_like(buffer) for _ in range(world_size)]
-    dist.gather(buffer, parts, dst=0)
-    return [part[: int(used)].cpu().numpy().tobytes() for part, used in zip(parts, sizes, strict=True)]
-
-
-def collect(
-    work: Pass, results: list[RowResult], failures: Mapping[int, Failure], device: str
-) -> list[RowResult]:
-    """On rank 0 what every row of a pass came to, ordered by operation and index; nothing elsewhere.
+def exchange(
+    work: Pass,
+    results: list[RowResult],
+    refused: Mapping[int, Failure],
+    failed_here: Mapping[int, Failure],
+    device: str,
+) -> tuple[dict[int, Failure], list[RowResult]]:
+    """Tells all ranks which operations of a pass failed, and rank 0 what every row came to.
 
     Args:
         results: of the rows that ran on this rank.
-        failures: of the operations that failed, on whatever rank.
+        refused: operations that did not run, on all ranks alike.
+        failed_here: those that failed on this rank.
+
+    Returns:
+        The operations that failed on any rank, and those that were refused; and on rank 0 one result per row,
+        ordered by operation and index, elsewhere nothing.
     """
-    report = msgspec.msgpack.encode(_RankReport(results, dict(failures)))
-    reports = [msgspec.msgpack.decode(data, type=_RankReport) for data in gather_bytes(report, device)]
+    report = msgspec.msgpack.encode(_RankReport(results, dict(failed_here)))
+    numbers = range(len(work.ops))
+    heads = _everyones([len(report), *(number in failed_here for number in numbers)], device)
+    failed = {
+        number: failed_here.get(number, ELSEWHERE)
+        for number in numbers
+        if any(head[1 + number] for head in heads)
+    }
+    failures = {**refused, **failed}
+    payloads = gather_bytes(report, [head[0] for head in heads], device)
+    reports = [msgspec.msgpack.decode(data, type=_RankReport) for data in payloads]
     if not reports:
-        return []
+        return failures, []
     # The rank on which an operation failed says why, whichever it is.
-    told = dict(failures)
+    told = dict(refused)
     for rank in reports:
-        told |= {number: failure for number, failure in rank.failures.items() if failure != ELSEWHERE}
+        told |= rank.failures
     collected = [result for rank in reports for result in rank.results if result.op not in told]
     collected += [
         RowResult(row.op, row.index, failure=told[row.op])
@@ -74,4 +73,29 @@ def collect(
         for row in batch.rows
         if row.op in told
     ]
-    return sorted(collected, key=lambda result: (result.op, result.index))
+    return failures, sorted(collected, key=lambda result: (result.op, result.index))
+
+
+def gather_bytes(payload: bytes, sizes: list[int], device: str) -> list[bytes]:
+    """The payloads of all ranks, of `sizes` bytes, in rank order on rank 0; nothing elsewhere."""
+    if dist.get_world_size() == 1:
+        return [payload]
+    buffer = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    if dist.get_rank() != 0:
+        dist.gather(buffer, dst=0)
+        return []
+    parts = [torch.empty_like(buffer) for _ in sizes]
+    dist.gather(buffer, parts, dst=0)
+    return [part[:used].cpu().numpy().tobytes() for part, used in zip(parts, sizes, strict=True)]
+
+
+def _everyones(mine: list[int], device: str) -> list[list[int]]:
+    """The numbers of all ranks, in rank order, equally many of each; the host waits for the device once."""
+    if dist.get_world_size() == 1:
+        return [mine]
+    own = torch.tensor(mine, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    found: list[list[int]] = torch.stack(everyone).tolist()
+    return found

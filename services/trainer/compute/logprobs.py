@@ -70,6 +70,13 @@ class Targets:
         return Targets(self.ids[start:stop], tuple(widths))
 
 
+def shifted(slope: Slope | None, first: int) -> Slope | None:
+    """The slope for who has the targets from `first` on and counts them from 0."""
+    if slope is None:
+        return None
+    return lambda logprobs, where: slope(logprobs, slice(where.start + first, where.stop + first))
+
+
 class _SelectiveLogSoftmax(torch.autograd.Function):
     """log_softmax(logits)[targets]; saves the logits and one normaliser per position, no softmax."""
 

@@ -27,6 +27,7 @@ from services.common.contract.loss_schema import (
     VALUE_CLIP,
     settings,
 )
+from services.trainer.compute.memory.transfer import on_device
 
 LOSS_SUM = "loss:sum"
 
@@ -50,7 +51,7 @@ class Datums:
         """Datums of these many outputs."""
         made = torch.tensor(counts)
         offsets = torch.nn.functional.pad(made.cumsum(0), (1, 0))
-        return cls(sum(counts), made.to(device), offsets.to(device))
+        return cls(sum(counts), on_device(made, device), on_device(offsets, device))
 
     def sum(self, values: Tensor) -> Tensor:
         """Each datum's sum of `values` [Q], in float64 [D]."""

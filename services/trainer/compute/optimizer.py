@@ -1,20 +1,31 @@
-"""AdamW over one adapter's flat tensor, with every setting given anew for each step.
+"""AdamW over flat tensors, adapters' and a rank's part of a full model, with every setting given anew for
+each step.
 
 Invariant: a step depends only on the masters, the moments, the step count and the step's own gradient and
-settings; `export` and `restore` carry moments and count bit for bit.
+settings, bit for bit the same whatever other adapters step with it; `export` and `restore` carry moments and
+count bit for bit.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from services.trainer.compute.data import AdamSpec
 
 _BLOCK = 2**15
 """Elements whose float64 copy stays in a core's cache."""
+
+_DEVICE_BLOCK = 2**20
+"""Elements whose norm a device takes in float32; those of blocks are put together in float64."""
+
+_STEP_BLOCK = 2**22
+"""Elements of a full model that step at once, whose values before are kept to measure the change."""
 
 KEPT_BYTES = 256 * 1024**2
 
@@ -49,75 +60,188 @@ class FlatBuffers:
 
 
 class AdapterOptimizer:
-    """torch.optim.AdamW (decoupled weight decay) of one flat float32 tensor.
+    """torch.optim.AdamW (decoupled weight decay) of one flat float32 tensor; `step_together` steps it.
 
-    Args:
-        buffers: where a step gets its scratch from.
+    Attributes:
+        flat: what it changes.
+        steps: taken so far.
+        moments: "exp_avg" and "exp_avg_sq", flat; none before the first step.
     """
 
-    def __init__(self, flat: Tensor, buffers: FlatBuffers) -> None:
-        self._flat = flat
-        self._buffers = buffers
-        # One sweep over the tensors: the step of a small model costs as much as its memory traffic.
-        self._adam = torch.optim.AdamW([flat], fused=True)
-
-    @property
-    def steps(self) -> int:
-        """Steps taken."""
-        state = self._adam.state.get(self._flat)
-        return int(state["step"].item()) if state else 0
-
-    def step(self, gradient: Tensor, adam: AdamSpec) -> dict[str, float]:
-        """Clips `gradient` (flat, changed in place) to the global norm and applies it.
-
-        Returns:
-            grad_norm (global L2 norm before clipping), learning_rate, update_norm (L2 norm of the change).
-
-        Raises:
-            FloatingPointError: the gradient is not finite; nothing was applied.
-        """
-        norm = _norm(gradient)
-        if not norm < float("inf"):
-            raise FloatingPointError(f"gradient norm is {norm}")
-        if adam.grad_clip_norm > 0:
-            gradient.mul_(min(1.0, adam.grad_clip_norm / (norm + 1e-6)))
-        self._adam.param_groups[0].update(
-            lr=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-        )
-        before = self._buffers.take(self._flat.numel()).copy_(self._flat)
-        self._flat.grad = gradient
-        self._adam.step()
-        self._flat.grad = None
-        change = _norm(before.sub_(self._flat))
-        self._buffers.give(before)
-        return {"grad_norm": norm, "learning_rate": adam.learning_rate, "update_norm": change}
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.steps = 0
+        self.moments: dict[str, Tensor] = {}
 
     def export(self) -> tuple[int, dict[str, Tensor]]:
         """Step count and the flat moments ("exp_avg", "exp_avg_sq"); no moments before the first step."""
-        state = self._adam.state.get(self._flat)
-        if not state:
-            return 0, {}
-        return self.steps, {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        return self.steps, dict(self.moments)
 
     def restore(self, steps: int, moments: dict[str, Tensor]) -> None:
         """Takes over what `export` gave."""
-        self._adam.state.clear()
+        self.steps, self.moments = steps, {}
         if steps:
-            self._adam.state[self._flat] = {
-                "step": torch.tensor(float(steps), device=self._flat.device),
-                "exp_avg": moments["exp_avg"].to(self._flat).clone(),
-                "exp_avg_sq": moments["exp_avg_sq"].to(self._flat).clone(),
-            }
+            self.moments = {name: moments[name].to(self.flat).clone() for name in ("exp_avg", "exp_avg_sq")}
 
 
-def _norm(values: Tensor) -> float:
-    """L2 norm of a flat tensor, summed up in float64.
+class MeasuredAdamW(torch.optim.AdamW):
+    """torch's fused AdamW, which sums up the squared change of what it steps, without a copy of it.
 
-    On CPUs block by block: torch.linalg.vector_norm takes ten times as long for that, and a float64 copy of
-    the whole would have to be fetched from fresh memory.
+    A block steps after the other, so that scratch is of one block whatever the size of the tensors. State of
+    each tensor is there before its first step, as `start` makes it.
+
+    Attributes:
+        change: sum of the squared changes of all elements since it was last set to 0; float64 [].
     """
-    blocks = values.split(_BLOCK if values.device.type == "cpu" else values.numel())
-    return math.sqrt(float(torch.stack([block.double().square_().sum() for block in blocks]).sum()))
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.0, weight_decay=0.0)
+        self.change: Tensor | float = 0.0
+
+    def start(self, flat: Tensor) -> None:
+        """Gives a flat tensor the state of one that has not been stepped yet."""
+        zeros = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
+        self.state[flat] = {"step": torch.zeros((), device=flat.device), **zeros}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Steps what has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            for flat in group["params"]:
+                if flat.grad is not None:
+                    self._step_blocks(flat, flat.grad, group)
+
+    def _step_blocks(self, flat: Tensor, whole: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[flat]
+        together = (flat, whole, state["exp_avg"], state["exp_avg_sq"])
+        blocks = zip(*(values.split(_STEP_BLOCK) for values in together), strict=True)
+        beta1, beta2 = group["betas"]
+        for block, gradient, first, second in blocks:
+            change = block.clone()
+            adamw(
+                [block],
+                [gradient],
+                [first],
+                [second],
+                [],
+                # Counted up by every call.
+                [state["step"].clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            (squares,) = _square_sums([change.sub_(block)])
+            self.change = squares + self.change
+        state["step"] += 1
+
+
+class Due(NamedTuple):
+    """A step that is to be taken. `gradient`: flat, changed in place."""
+
+    optimizer: AdapterOptimizer
+    gradient: Tensor
+    adam: AdamSpec
+
+
+def step_together(due: Sequence[Due], buffers: FlatBuffers) -> list[dict[str, float] | FloatingPointError]:
+    """Clips each gradient to its global norm and applies it, in as few kernels as their settings allow.
+
+    The host waits for the device twice, whatever the number of steps.
+
+    Args:
+        due: of different adapters on one device.
+        buffers: where the scratch comes from, which is as large as the masters.
+
+    Returns:
+        Of each grad_norm (global L2 norm before clipping), learning_rate, update_norm (L2 norm of the
+        change); or the error of a gradient that is not finite, of which nothing was applied.
+    """
+    norms = _norms([step.gradient for step in due])
+    finite = [number for number, norm in enumerate(norms) if norm < float("inf")]
+    for number in finite:
+        step = due[number]
+        if step.adam.grad_clip_norm > 0:
+            step.gradient.mul_(min(1.0, step.adam.grad_clip_norm / (norms[number] + 1e-6)))
+    flats = [due[number].optimizer.flat for number in finite]
+    before = [buffers.take(flat.numel()).copy_(flat) for flat in flats]
+    for group in _alike([due[number] for number in finite]):
+        _apply(group)
+    if flats:
+        torch._foreach_sub_(before, flats)
+    changes = dict(zip(finite, _norms(before), strict=True))
+    for scratch in before:
+        buffers.give(scratch)
+    return [
+        {"grad_norm": norm, "learning_rate": step.adam.learning_rate, "update_norm": changes[number]}
+        if number in changes
+        else FloatingPointError(f"gradient norm is {norm}")
+        for number, (step, norm) in enumerate(zip(due, norms, strict=True))
+    ]
+
+
+def _alike(due: Sequence[Due]) -> Iterator[list[Due]]:
+    """Steps that one call may take: their settings are equal, but for the clipping, which is done."""
+    groups: dict[tuple[float, ...], list[Due]] = {}
+    for step in due:
+        adam = step.adam
+        settings = (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay)
+        groups.setdefault(settings, []).append(step)
+    yield from groups.values()
+
+
+@torch.no_grad()
+def _apply(group: Sequence[Due]) -> None:
+    adam = group[0].adam
+    device = group[0].optimizer.flat.device
+    for optimizer, _, _ in group:
+        if not optimizer.moments:
+            zeros = {name: torch.zeros_like(optimizer.flat) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.moments = zeros
+    # One sweep over the tensors: the step of a small model costs as much as its memory traffic.
+    adamw(
+        [step.optimizer.flat for step in group],
+        [step.gradient for step in group],
+        [step.optimizer.moments["exp_avg"] for step in group],
+        [step.optimizer.moments["exp_avg_sq"] for step in group],
+        [],
+        list(torch.tensor([float(step.optimizer.steps) for step in group], device=device).unbind()),
+        fused=True,
+        amsgrad=False,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        lr=adam.learning_rate,
+        weight_decay=adam.weight_decay,
+        eps=adam.eps,
+        maximize=False,
+    )
+    for step in group:
+        step.optimizer.steps += 1
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[float]:
+    """L2 norms of flat tensors of one device, for which the host waits once."""
+    if not tensors:
+        return []
+    return [math.sqrt(each) for each in torch.stack(_square_sums(tensors)).tolist()]
+
+
+def _square_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Sums of the squares of flat tensors, each float64 [].
+
+    On CPUs block by block in float64: torch.linalg.vector_norm takes ten times as long for that, and a
+    float64 copy of the whole would have to be fetched from fresh memory. On devices without any copy.
+    """
+    if tensors[0].device.type == "cpu":
+        return [
+            torch.stack([block.double().square_().sum() for block in values.split(_BLOCK)]).sum()
+            for values in tensors
+        ]
+    blocks = [values.split(_DEVICE_BLOCK) for values in tensors]
+    norms = torch.stack(torch._foreach_norm([block for each in blocks for block in each])).double()
+    return [part.square().sum() for part in norms.split([len(each) for each in blocks])]

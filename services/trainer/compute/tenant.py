@@ -5,20 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, ModelNotResident
 from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor, from_values
 from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.lora.adapter import Adapter
-from services.trainer.compute.optimizer import AdapterOptimizer, FlatBuffers
+from services.trainer.compute.optimizer import KEPT_BYTES, AdapterOptimizer, Due, FlatBuffers, step_together
+from services.trainer.order.microbatch import deal
 
 
 class Tenant(Protocol):
@@ -47,26 +48,6 @@ class Tenant(Protocol):
     def clear_gradient(self) -> None:
         """Forgets the gradient and the failures since the last step."""
 
-    def step(self, adam: AdamSpec) -> dict[str, float]:
-        """Sums the gradient over the ranks, applies it and clears it.
-
-        Returns:
-            grad_norm (before clipping), learning_rate, update_norm.
-
-        Raises:
-            FloatingPointError: the gradient is not finite; it was dropped and nothing else changed.
-        """
-
-    def state(self, optimizer: bool) -> ModelState:
-        """A copy of the state, on the host; with the moments when `optimizer` is set."""
-
-    def load_state(self, state: ModelState, optimizer: bool) -> None:
-        """Replaces weights, and optimizer state or else starts that afresh. Clears the gradient.
-
-        Raises:
-            InvalidRequest: the state is of a model of another shape; nothing changed.
-        """
-
 
 class LoraTenant:
     """An adapter and its AdamW.
@@ -80,13 +61,16 @@ class LoraTenant:
 
     Attributes:
         adapter: the masters.
-        batches: micro-batches dealt to ranks since the last step, of passes the model had for itself.
+        loads: tokens dealt to each rank since the last step, of passes the model had for itself and
+            operations that did not fail; empty: none.
     """
 
     def __init__(self, adapter: Adapter, buffers: FlatBuffers) -> None:
         self.adapter = adapter
-        self.batches = 0
-        self._optimizer = AdapterOptimizer(adapter.flat, buffers)
+        self.loads: list[int] = []
+        self._dealt: dict[int, list[int]] = {}
+        """Of each operation that may still fail, its part of `loads`."""
+        self._optimizer = AdapterOptimizer(adapter.flat)
         self._buffers = buffers
         self._total: Tensor | None = None
         self._closed = False
@@ -112,17 +96,36 @@ class LoraTenant:
         gradient = self._open[seq_id] = self._zeros()
         return gradient, True
 
+    def deal(self, sizes: Sequence[int], seq_ids: Sequence[int], ranks: int) -> list[list[int]]:
+        """Batches of a pass that the model has for itself, dealt to ranks from where its last one ended, so
+        that the rank of each depends on the model's own operations only.
+
+        Args:
+            sizes, seq_ids: of each batch, and the operation that it is of.
+        """
+        self.loads = self.loads or [0] * ranks
+        dealt = deal(sizes, self.loads)
+        for rank, batches in enumerate(dealt):
+            for batch in batches:
+                self._dealt.setdefault(seq_ids[batch], [0] * ranks)[rank] += sizes[batch]
+        return dealt
+
     def failure(self, seq_id: int) -> Failure | None:
         return self._failures.get(seq_id)
 
     def fail(self, seq_id: int, failure: Failure) -> None:
         self._failures[seq_id] = failure
         self._open.pop(seq_id, None)
+        # A replay leaves the operation out, and deals what comes after it as if it had never been.
+        dealt = self._dealt.pop(seq_id, None)
+        if dealt is not None:
+            self.loads = [load - part for load, part in zip(self.loads, dealt, strict=True)]
 
     def close_before(self, seq_id: int) -> None:
         """The gradients of operations before `seq_id` join the total."""
         for done in sorted(number for number in self._open if number < seq_id):
             gradient = self._open.pop(done)
+            self._dealt.pop(done, None)
             self._closed = True
             if gradient is None:
                 continue
@@ -135,24 +138,18 @@ class LoraTenant:
     def clear_gradient(self) -> None:
         if self._total is not None:
             self._buffers.give(self._total)
-        self._total, self._closed, self.batches = None, False, 0
+        self._total, self._closed, self.loads = None, False, []
         self._open.clear()
+        self._dealt.clear()
         self._failures.clear()
 
-    def step(self, adam: AdamSpec) -> dict[str, float]:
-        gradient = self._take_gradient()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(gradient)
-        failpoints.hit("trainer.mid_step")
-        try:
-            metrics = self._optimizer.step(gradient, adam)
-            self.adapter.renew()
-            return metrics
-        finally:
-            self._buffers.give(gradient)
+    def due(self, adam: AdamSpec) -> Due:
+        """A step with this rank's part of the gradient, which is taken out of the tenant."""
+        return Due(self._optimizer, self._take_gradient(), adam)
 
     def state(self, optimizer: bool) -> ModelState:
-        """See `Tenant.state`; any rank may call it alone."""
+        """A copy of the state, on the host, with the moments when `optimizer` is set; any rank may call it
+        alone."""
         step, moments = self._optimizer.export()
         return ModelState(
             lora=self.adapter.spec,
@@ -166,6 +163,11 @@ class LoraTenant:
         )
 
     def load_state(self, state: ModelState, optimizer: bool) -> None:
+        """Replaces weights, and optimizer state or else starts that afresh. Clears the gradient.
+
+        Raises:
+            InvalidRequest: the state is of a model of another shape; nothing changed.
+        """
         flat = _flattened(self.adapter, state.adapter)
         moments = {}
         if optimizer and state.step:
@@ -189,6 +191,67 @@ class LoraTenant:
         return self._buffers.take(self.adapter.flat.numel()).zero_()
 
 
+def step_adapters(
+    due: Sequence[tuple[LoraTenant, AdamSpec]], buffers: FlatBuffers
+) -> list[dict[str, float] | FloatingPointError]:
+    """Sums the gradients of different adapters over the ranks, applies and clears them.
+
+    Each sum is taken by itself, so its bits do not depend on the others, but all are under way at once; of
+    so many adapters at a time that their scratch stays bounded.
+
+    Returns:
+        As `step_together`.
+    """
+    found: list[dict[str, float] | FloatingPointError] = []
+    for some in _chunks(due):
+        steps = [tenant.due(adam) for tenant, adam in some]
+        if dist.get_world_size() > 1:
+            sums = [dist.all_reduce(step.gradient, async_op=True) for step in steps]
+            for under_way in sums:
+                under_way.wait()
+        failpoints.hit("trainer.mid_step")
+        try:
+            found += step_together(steps, buffers)
+        finally:
+            for (tenant, _), step in zip(some, steps, strict=True):
+                tenant.adapter.renew()
+                buffers.give(step.gradient)
+    return found
+
+
+def not_here(model_id: str) -> ModelNotResident:
+    """The error of a model that this trainer does not have."""
+    return ModelNotResident(f"model {model_id} is not on this trainer")
+
+
+def not_finite(error: FloatingPointError) -> InvalidRequest:
+    """The error of a step whose gradient is not finite."""
+    return InvalidRequest(
+        f"{error}: the step was not applied and the gradient was dropped; check weights, advantages "
+        "and logprobs, or lower the learning rate",
+        "non_finite_gradient",
+    )
+
+
+def skipped(adam: AdamSpec) -> dict[str, float]:
+    """The metrics of a step without a gradient."""
+    return {"skipped": 1.0, "grad_norm": 0.0, "learning_rate": adam.learning_rate, "update_norm": 0.0}
+
+
+def _chunks(due: Sequence[tuple[LoraTenant, AdamSpec]]) -> Iterator[list[tuple[LoraTenant, AdamSpec]]]:
+    """Steps in order, of adapters of `KEPT_BYTES` together or of one that is larger."""
+    some: list[tuple[LoraTenant, AdamSpec]] = []
+    size = 0
+    for tenant, adam in due:
+        size += tenant.adapter.flat.nbytes
+        if some and size > KEPT_BYTES:
+            yield some
+            some, size = [], tenant.adapter.flat.nbytes
+        some.append((tenant, adam))
+    if some:
+        yield some
+
+
 def _named(adapter: Adapter, flat: Tensor) -> dict[str, HostTensor]:
     """Host copies of a flat tensor's matrices by name."""
     views = adapter.views(flat.detach().cpu())
@@ -198,7 +261,7 @@ def _named(adapter: Adapter, flat: Tensor) -> dict[str, HostTensor]:
 def _flattened(adapter: Adapter, named: Mapping[str, HostTensor | None]) -> Tensor:
     """Named matrices as one flat host tensor in the adapter's layout."""
     views = adapter.views(flat := torch.empty(adapter.flat.numel(), dtype=torch.float32))
-    check_shapes(named, {name: tuple(view.shape) for name, view in views.items()})
+    _check_shapes(named, {name: tuple(view.shape) for name, view in views.items()})
     for name, view in views.items():
         array = named[name]
         assert array is not None
@@ -206,7 +269,7 @@ def _flattened(adapter: Adapter, named: Mapping[str, HostTensor | None]) -> Tens
     return flat
 
 
-def check_shapes(named: Mapping[str, HostTensor | None], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shapes(named: Mapping[str, HostTensor | None], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses tensors of a saved state that do not fit a model.
 
     Args:

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
 
 from services.common.contract import roles
 from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
-from services.common.contract.tensors import HostTensor
 from services.common.process import failpoints
 from services.common.storage.base import Writer
 from services.common.storage.encryption import encrypted
 from services.trainer import convert
-from services.trainer.compute.collate import with_dtype
 from services.trainer.compute.data import ModelState
 from services.trainer.convert import Create, Export, Load, Publish, Save, Step, Unload
+from services.trainer.execution.adapter_room import AdapterRoom
 from services.trainer.execution.full_models import FullModels, snapshot_due
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
-from services.trainer.files.checkpoints import CheckpointStore, Files
-from services.trainer.files.export_format import Base, weight_files
+from services.trainer.execution.states import States
+from services.trainer.files.base import Base
+from services.trainer.files.checkpoints import CheckpointStore, Files, SavedState
+from services.trainer.files.export_format import weight_files
 from services.trainer.publish.publisher import Publisher
-from services.trainer.world.commands import CreateModel, DropModel, LoadState, OptimStep
+from services.trainer.world.commands import CreateModel, DropModel, LoadState, ModelStep
 from services.trainer.world.world import World
 
 Release = Callable[[], None]
@@ -38,9 +38,8 @@ class ControlOps:
     Args:
         changed: told the id of a model whose state is new and should become durable.
         durable: operation in a model's durable snapshot, None when it has none.
-        full: makes room for models that train all weights.
+        full: makes room for models that train all weights, `adapters` for adapters.
         snapshot_steps: optimizer steps between durable snapshots of a full model.
-        dtype: element type of the base model, in which samplers and exports get the weights of full models.
     """
 
     def __init__(
@@ -49,21 +48,23 @@ class ControlOps:
         checkpoints: CheckpointStore,
         publisher: Publisher,
         base: Base,
+        states: States,
         changed: Callable[[str], None],
         durable: Callable[[str], Awaitable[int | None]],
         full: FullModels,
+        adapters: AdapterRoom,
         snapshot_steps: int,
-        dtype: str,
     ) -> None:
         self._world = world
         self._checkpoints = checkpoints
         self._publisher = publisher
         self._base = base
+        self._states = states
         self._changed = changed
         self._durable = durable
         self._full = full
+        self._adapters = adapters
         self._snapshot_steps = snapshot_steps
-        self._dtype = dtype
 
     async def run(self, model: Model, operation: Operation, release: Release) -> OperationResult:
         """The result of an operation.
@@ -104,6 +105,7 @@ class ControlOps:
             # Made afresh it would lack everything up to its snapshot, which the journal no longer has.
             raise ModelNotResident(f"model {model.model_id} exists; restore it")
         lora, saved, optimizer = work.lora, None, False
+        found: SavedState | None = None
         try:
             if work.from_state is not None:
                 load, optimizer = work.from_state, work.from_state.optimizer
@@ -112,18 +114,21 @@ class ControlOps:
                 )
                 lora, saved = found.meta.lora, found.state
             create = CreateModel(model.model_id, seq_id, lora, saved, optimizer)
-            async with self._full.room() if lora is None else nullcontext():
+            async with self._full.room() if lora is None else self._adapters.room(lora) as size:
                 await self._world.call(create)
-                model.created, model.lora = True, lora
+                model.created, model.lora, model.adapter_bytes = True, lora, size or 0
         except (TinsmithError, OSError) as error:
             model.broken = error if isinstance(error, TinsmithError) else Internal(str(error))
             raise
+        finally:
+            if found is not None:
+                await asyncio.to_thread(found.release)
         self._replaced(model)
         return convert.created(lora)
 
     async def _step(self, model: Model, seq_id: int, work: Step) -> OperationResult:
         try:
-            metrics = await self._world.call(OptimStep(model.model_id, seq_id, work.adam))
+            metrics = await self._world.step(ModelStep(model.model_id, seq_id, work.adam))
         finally:
             # A step that was refused has dropped the gradient: that too is to be kept.
             model.unsaved_steps += 1
@@ -133,17 +138,28 @@ class ControlOps:
         return convert.stepped(metrics)
 
     async def _save(self, model: Model, seq_id: int, work: Save) -> OperationResult:
-        _, state = await self._world.state(model.model_id)
-        size = await asyncio.to_thread(
-            self._checkpoints.save, model.model_id, seq_id, work.checkpoint_id, work.overwrite, state
-        )
+        taken = await self._states.take(model, leave_reserve=True)
+        try:
+            size = await asyncio.to_thread(
+                self._checkpoints.save,
+                model.model_id,
+                seq_id,
+                work.checkpoint_id,
+                work.overwrite,
+                taken.state,
+            )
+        finally:
+            await asyncio.to_thread(taken.release)
         return convert.saved(model.model_id, work, size)
 
     async def _load(self, model: Model, seq_id: int, work: Load) -> OperationResult:
         found = await asyncio.to_thread(
             self._checkpoints.load, work.source_model_id, work.checkpoint_id, work.version
         )
-        await self._world.call(LoadState(model.model_id, seq_id, found.state, work.optimizer))
+        try:
+            await self._world.call(LoadState(model.model_id, seq_id, found.state, work.optimizer))
+        finally:
+            await asyncio.to_thread(found.release)
         self._replaced(model)
         return convert.loaded(work)
 
@@ -153,8 +169,7 @@ class ControlOps:
         model.publishing = True
         release()
         try:
-            weights = await asyncio.to_thread(self._weights, state)
-            published = await self._publisher.publish(model.model_id, seq_id, state.lora, weights)
+            published = await self._publisher.publish(model.model_id, seq_id, state.lora, state.adapter)
         finally:
             model.publishing = False
         return convert.published(
@@ -180,14 +195,10 @@ class ControlOps:
 
     def _export_files(self, state: ModelState, work: Export) -> Files:
         def make() -> Mapping[str, Writer]:
-            files = weight_files(self._base, state.lora, self._weights(state))
+            files = weight_files(self._base, state.lora, state.adapter)
             return encrypted(files, work.age_recipients) if work.age_recipients else files
 
         return make
-
-    def _weights(self, state: ModelState) -> Mapping[str, HostTensor]:
-        """What others compute with: a full model's in the base's element type. Blocking."""
-        return state.adapter if state.lora is not None else with_dtype(state.adapter, self._dtype)
 
     def _replaced(self, model: Model) -> None:
         """The model's state is to become durable as it is now."""

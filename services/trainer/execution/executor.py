@@ -11,8 +11,7 @@ import asyncio
 import logging
 import time
 
-from prometheus_client import Counter, Histogram
-
+from services.common.contract import ids
 from services.common.contract.errors import (
     Internal,
     InvalidRequest,
@@ -25,13 +24,17 @@ from services.common.contract.errors import (
 from services.common.contract.errors import to_pb as error_to_pb
 from services.common.process import failpoints
 from services.common.process.crashes import CrashLedger
+from services.common.process.pools import COMPUTE
 from services.common.storage.base import failure
-from services.common.telemetry.metrics import LONG_S
+from services.common.telemetry import subject
+from services.common.telemetry.subject import Subject
 from services.trainer import convert
 from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row, RowResult
 from services.trainer.convert import Forward, Target
+from services.trainer.execution import measures
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
+from services.trainer.order.microbatch import Unit
 from services.trainer.order.scheduler import (
     Cursor,
     Decision,
@@ -50,20 +53,8 @@ from tinsmith.internal.v1 import operation_pb2
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 2 * 1024**3
-
-SECONDS = Histogram(
-    "tinsmith_operation_seconds",
-    "Operations, from their arrival at the trainer to their result",
-    ["kind", "outcome"],
-    buckets=LONG_S,
-)
-PASS_SECONDS = Histogram("tinsmith_pass_seconds", "Forward and backward passes of the world", buckets=LONG_S)
-PASS_TOKENS = Histogram(
-    "tinsmith_micro_batch_tokens",
-    "Tokens a micro-batch computes",
-    buckets=[4**power for power in range(2, 10)],
-)
-TOKENS = Counter("tinsmith_passed_tokens_total", "Tokens of the data that passes were for", ["direction"])
+READ_ASIDE_BYTES = 64 * 1024
+"""Larger operations take longer to read than the event loop may stand still."""
 
 
 class Executor:
@@ -99,10 +90,25 @@ class Executor:
         """Bytes of the operations that wait or run."""
         return self._queued_bytes
 
+    async def read(self, operation: operation_pb2.Operation) -> convert.Work | Rejected:
+        """What an operation asks for, or why it cannot be understood. A large one is read beside the loop."""
+        if operation.ByteSize() > READ_ASIDE_BYTES:
+            return await COMPUTE.run(self._read, operation)
+        return self._read(operation)
+
+    def _read(self, operation: operation_pb2.Operation) -> convert.Work | Rejected:
+        try:
+            return convert.from_pb(operation, self._target)
+        except InvalidRequest as error:
+            return Rejected(error)
+
     def submit(
-        self, operation: operation_pb2.Operation, after: int, epoch: int
+        self, operation: operation_pb2.Operation, work: convert.Work | Rejected, after: int, epoch: int
     ) -> OperationResult | asyncio.Future[OperationResult]:
         """Takes in an operation, or finds what is known of it.
+
+        Args:
+            work: what `read` made of it.
 
         Raises:
             ModelNotResident, StaleEpoch, Overloaded, Unavailable, Conflict: as TrainerService.Execute says.
@@ -125,7 +131,7 @@ class Executor:
         is_head = model.sequence.is_next(after) and not model.sequence.ready
         if self._queued_bytes + size > MAX_QUEUED_BYTES and not is_head:
             raise Overloaded(f"{self._queued_bytes} bytes of operations are waiting; try again later")
-        queued = self._operation(operation, size)
+        queued = self._operation(operation, work, size)
         model.sequence.admit(operation.seq_id, after, queued)
         self._queued_bytes += size
         self._models[model.model_id] = model
@@ -191,12 +197,9 @@ class Executor:
             if not operation.result.done():
                 operation.result.set_exception(error)
 
-    def _operation(self, operation: operation_pb2.Operation, size: int) -> Operation:
-        work: convert.Work | Rejected
-        try:
-            work = convert.from_pb(operation, self._target)
-        except InvalidRequest as error:
-            work = Rejected(error)
+    def _operation(
+        self, operation: operation_pb2.Operation, work: convert.Work | Rejected, size: int
+    ) -> Operation:
         given_up = self._crashes.verdict((operation.model_id, operation.seq_id))
         if given_up is not None:
             work = Rejected(given_up)
@@ -211,11 +214,18 @@ class Executor:
             work=work,
             size=size,
             result=result,
+            subject=Subject.of(
+                operation.origin.traceparent,
+                operation.origin.owner,
+                operation.model_id,
+                ids.request_id(operation.model_id, operation.seq_id),
+            ),
         )
 
     async def _control_op(self, model: Model) -> None:
         """Runs the operation at the head of a model's queue."""
         operation = model.sequence.ready[0]
+        subject.begin(operation.subject)
         keys = [(model.model_id, operation.seq_id)]
         released = False
 
@@ -228,6 +238,7 @@ class Executor:
                 self._wake.set()
 
         self._crashes.begin(keys)
+        measures.began(operation)
         try:
             result = await self._control.run(model, operation, release)
         except ModelNotResident as error:
@@ -255,8 +266,7 @@ class Executor:
         model.sequence.finish(operation.seq_id, result)
         self._crashes.survived((model.model_id, operation.seq_id))
         model.unsaved_bytes += operation.size
-        outcome = "failed" if result.HasField("error") else "done"
-        SECONDS.labels(_kind(operation), outcome).observe(time.monotonic() - operation.admitted)
+        measures.ended(operation, result)
         model.last_used = time.monotonic()
         self._wake.set()
         if not operation.result.done():
@@ -264,7 +274,7 @@ class Executor:
 
     async def _pass(self, decision: NextPass) -> None:
         plan, operations = self._plan(decision)
-        computed = [sum(map(self._computed, batch)) for batch in decision.micro_batches]
+        computed = [sum(self._unit(ref).tokens for ref in batch) for batch in decision.micro_batches]
         keys = [(operation.model_id, operation.seq_id) for operation in operations]
         self._crashes.begin(keys)
         began = time.monotonic()
@@ -274,7 +284,7 @@ class Executor:
             # The engine reports failed operations row by row; an error of the whole pass leaves the
             # gradients in doubt.
             raise RuntimeError(f"a pass failed: {error}") from error
-        _count_pass(plan, computed, time.monotonic() - began)
+        measures.passed(operations, plan, computed, began)
         await failpoints.reach("trainer.before_pass_reply")
         self._crashes.end(keys)
         for row in rows:
@@ -302,18 +312,24 @@ class Executor:
                 numbers[ref.model_id, ref.seq_id] = len(operations)
                 operations.append(self._models[ref.model_id].find(ref))
         batches = [
-            MicroBatch([row for ref in batch for row in _rows(ref, numbers, operations)])
+            MicroBatch(
+                [row for ref in batch for row in _rows(ref, numbers, operations)],
+                any(self._unit(ref).split for ref in batch),
+            )
             for batch in decision.micro_batches
         ]
         for ref in (ref for batch in decision.micro_batches for ref in batch):
-            operations[numbers[ref.model_id, ref.seq_id]].next_unit = ref.unit + 1
+            operation = operations[numbers[ref.model_id, ref.seq_id]]
+            if operation.next_unit == 0:
+                measures.began(operation)
+            # A later unit of an operation may be in an earlier batch.
+            operation.next_unit = max(operation.next_unit, ref.unit + 1)
         return Pass([_pass_op(operation) for operation in operations], batches), operations
 
-    def _computed(self, ref: UnitRef) -> int:
-        """Tokens that a unit computes."""
+    def _unit(self, ref: UnitRef) -> Unit:
         units = self._models[ref.model_id].find(ref).units
         assert units is not None
-        return units[ref.unit].tokens
+        return units[ref.unit]
 
     def _fail_broken(self) -> None:
         for model in self._models.values():
@@ -327,24 +343,6 @@ class Executor:
                     f"the model was not created: {model.broken.message}",
                 )
                 self._finish(model, operation, OperationResult(error=error_to_pb(error)))
-
-
-def _kind(operation: Operation) -> str:
-    """What an operation is, in a word."""
-    work = operation.work
-    if isinstance(work, Forward):
-        return "forward" if work.forward_only else "forward_backward"
-    return type(work).__name__.lower()
-
-
-def _count_pass(plan: Pass, computed: list[int], seconds: float) -> None:
-    """Counts a pass whose micro-batches computed so many tokens each."""
-    PASS_SECONDS.observe(seconds)
-    for tokens, batch in zip(computed, plan.micro_batches, strict=True):
-        PASS_TOKENS.observe(tokens)
-        for row in batch.rows:
-            direction = "forward" if plan.ops[row.op].forward_only else "forward_backward"
-            TOKENS.labels(direction).inc(row.length)
 
 
 def _rows(ref: UnitRef, numbers: dict[tuple[str, int], int], operations: list[Operation]) -> list[Row]:
@@ -365,6 +363,11 @@ def _pass_op(operation: Operation) -> PassOp:
 
 
 def _forward_result(operation: Operation) -> OperationResult:
+    with subject.about(operation.subject):
+        return _built(operation)
+
+
+def _built(operation: Operation) -> OperationResult:
     if operation.failed is not None:
         return OperationResult(error=error_to_pb(operation.failed))
     assert isinstance(operation.work, Forward)

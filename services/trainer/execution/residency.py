@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from services.common.contract.errors import (
     ModelBusy,
@@ -21,9 +22,11 @@ from services.common.contract.errors import (
 )
 from services.common.storage.data_dir import DataDir
 from services.common.storage.model_files import delete_snapshots
+from services.trainer.compute.data import LoraSpec
+from services.trainer.execution.adapter_room import AdapterRoom
 from services.trainer.execution.full_models import FullModels
-from services.trainer.execution.resident_models import Model, new_sequence
-from services.trainer.files.checkpoints import Meta, SavedState
+from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
+from services.trainer.execution.states import States
 from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers
 from services.trainer.world.commands import CreateModel, DropModel
 from services.trainer.world.world import World
@@ -41,26 +44,32 @@ class Residency:
 
     Args:
         models: the trainer's models by id; restored ones are added, parked ones taken out.
+        staging: this trainer's.
         max_full_models: models that train all weights which may be here at once.
+        adapter_bytes: that adapters may take of each rank; `bytes_of`: what one takes.
     """
 
     def __init__(
         self,
         world: World,
         models: dict[str, Model],
-        base_model: str,
+        states: States,
         data: DataDir,
+        staging: Path,
         pointers: Pointers,
         max_full_models: int,
+        adapter_bytes: int,
+        bytes_of: Callable[[LoraSpec], int],
     ) -> None:
         self._world = world
         self._models = models
-        self._base_model = base_model
+        self._states = states
         self._data = data
         self._restoring: dict[str, asyncio.Task[int]] = {}
         self._reading = asyncio.Semaphore(_RESTORING)
-        self.durable = DurableStore(data, pointers, self._take, self._epoch_of, self._note_durable)
+        self.durable = DurableStore(data, staging, pointers, self._take, self._epoch_of, self._note_durable)
         self.full = FullModels(models, max_full_models, self._save, self._drop)
+        self.adapters = AdapterRoom(models, adapter_bytes, bytes_of, self._save, self._drop)
 
     async def drain(self) -> None:
         """Makes everything durable that is not yet."""
@@ -106,20 +115,31 @@ class Residency:
             if not model.sequence.is_behind(pointer):
                 return pointer
             await self._discard(model, evict)
-        async with self._reading:
+        meta = await self.durable.meta(model_id)
+        if meta is None:
+            raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
+        # Room may take a minute, so whoever waits for it has no state in memory and keeps no other out.
+        room = self.full.room() if meta.lora is None else self.adapters.room(meta.lora, had_before=True)
+        async with room as size, self._reading:
             snapshot = await self.durable.read(model_id)
             if snapshot is None:
                 raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
-            if snapshot.saved.meta.lora is not None:
-                return await self._bring_back(model_id, epoch, snapshot)
-        # Room for all weights may take a minute.
-        async with self.full.room():
-            return await self._bring_back(model_id, epoch, snapshot)
+            try:
+                return await self._bring_back(model_id, epoch, snapshot, size or 0)
+            finally:
+                await asyncio.to_thread(snapshot.saved.release)
 
-    async def _bring_back(self, model_id: str, epoch: int, snapshot: DurableSnapshot) -> int:
+    async def _bring_back(self, model_id: str, epoch: int, snapshot: DurableSnapshot, size: int) -> int:
         seq_id, lora = snapshot.seq_id, snapshot.saved.meta.lora
         create = CreateModel(model_id, seq_id, lora, snapshot.saved.state, optimizer=True)
-        model = Model(model_id, new_sequence(seq_id), created=True, lora=lora, durable_seq=seq_id)
+        model = Model(
+            model_id,
+            new_sequence(seq_id),
+            created=True,
+            lora=lora,
+            adapter_bytes=size,
+            durable_seq=seq_id,
+        )
         model.sequence.restore_results(snapshot.results)
         # At once, whether the caller waits for it or not: it is of after the model's last move.
         model.sequence.fence(epoch)
@@ -195,18 +215,28 @@ class Residency:
         if model is None:
             return None
         try:
-            seq_id, state = await self._world.state(model_id)
+            saved = await self._states.take(model)
         except ModelNotResident:
             return None
+        try:
+            results = await self._results(model, saved.meta.seq_id)
+        except BaseException:
+            await asyncio.to_thread(saved.release)
+            raise
+        if results is None:
+            await asyncio.to_thread(saved.release)
+            return None
+        return DurableSnapshot(saved, results)
+
+    async def _results(self, model: Model, seq_id: int) -> dict[int, OperationResult] | None:
+        """Results of the last operations up to one, once it and all before have theirs; None: it is gone."""
         # The journal will be trimmed up to this operation, so nothing before it may still lack a result.
         unfinished = model.unfinished(up_to=seq_id)
         if unfinished:
             await asyncio.wait(unfinished)
-        if self._models.get(model_id) is not model or model.unfinished(up_to=seq_id):
+        if self._models.get(model.model_id) is not model or model.unfinished(up_to=seq_id):
             return None
-        results = {number: result for number, result in model.sequence.results.items() if number <= seq_id}
-        meta = Meta(self._base_model, model_id, seq_id, state.step, state.lora)
-        return DurableSnapshot(SavedState(meta, state), results)
+        return {number: result for number, result in model.sequence.results.items() if number <= seq_id}
 
     async def _save(self, model: Model) -> None:
         if model.unsaved_steps:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.common.contract.errors import TinsmithError
+from services.common.telemetry.subject import Subject
 from services.trainer.compute.data import LoraSpec, RowResult
 from services.trainer.convert import Export, Forward, Publish, Work
 from services.trainer.order.scheduler import QueuedOp, UnitRef
@@ -38,6 +39,7 @@ class Operation(QueuedOp):
         rows: results of a forward so far, by datum.
         failed: why a forward failed, if it did.
         admitted: when it was, in seconds of the monotonic clock.
+        subject: the call that it was accepted from.
     """
 
     model_id: str
@@ -47,6 +49,7 @@ class Operation(QueuedOp):
     rows: dict[int, RowResult] = field(default_factory=dict)
     failed: TinsmithError | None = None
     admitted: float = field(default_factory=time.monotonic)
+    subject: Subject = field(default_factory=Subject)
 
     @property
     def is_complete(self) -> bool:
@@ -68,6 +71,7 @@ class Model:
     Attributes:
         created: it exists on the engine.
         lora: shape of its adapter; None of a model that trains all weights, and before it is created.
+        adapter_bytes: that its adapter takes of each rank, gradient and moments included; 0 = it has none.
         broken: why it could not be created; every later operation fails with this.
         held: a control operation of the model is executing.
         publishing: a snapshot or an export is on its way; another one waits for it.
@@ -81,6 +85,7 @@ class Model:
     sequence: Sequence[Operation, OperationResult] = field(default_factory=new_sequence)
     created: bool = False
     lora: LoraSpec | None = None
+    adapter_bytes: int = 0
     broken: TinsmithError | None = None
     held: bool = False
     publishing: bool = False

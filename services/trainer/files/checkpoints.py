@@ -1,12 +1,15 @@
 """Training state on disk: named checkpoints, and the format they share with durable snapshots.
 
-A saved state is a directory of adapter.safetensors, optimizer.safetensors and meta.json. Invariant: it
-holds all that a model needs to go on as if it had never stopped, and only tensors and JSON.
+A saved state is a directory of adapter.safetensors, optimizer.safetensors and meta.json; of a model that
+trains all weights it has the files of every rank instead (`compute/full/shards.py`). Invariant: it holds all
+that a model needs to go on as if it had never stopped, and only tensors and JSON.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,9 @@ import msgspec
 from services.common.contract import ids
 from services.common.contract.errors import DataLoss, InvalidRequest, NotFound
 from services.common.storage.base import Key, Storage, Writer, failure
-from services.trainer.compute.data import LoraSpec, ModelState
+from services.common.storage.directory import linked_files
+from services.trainer.compute.data import LoraSpec, ModelState, ShardedState
+from services.trainer.files.base import Base
 from services.trainer.files.tensor_files import load_tensors, save_tensors, save_text
 
 _ADAPTER, _OPTIMIZER, _META = "adapter.safetensors", "optimizer.safetensors", "meta.json"
@@ -27,10 +32,17 @@ Files = Callable[[], Mapping[str, Writer]]
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What meta.json says. `seq_id` is the operation after which the state was taken; `lora` None: the
-    model trains all weights."""
+    """What meta.json says.
+
+    Attributes:
+        base_model: the name that its base is registered under.
+        weights: what those weights are, as `weights_of`: another name of them goes on from this state.
+        seq_id: the operation after which the state was taken.
+        lora: None = the model trains all weights.
+    """
 
     base_model: str
+    weights: str
     model_id: str
     seq_id: int
     step: int
@@ -39,15 +51,22 @@ class Meta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SavedState:
-    """A saved state in memory."""
+    """A saved state in memory, or in files of its own until `release`."""
 
     meta: Meta
-    state: ModelState
+    state: ModelState | ShardedState
+
+    def release(self) -> None:
+        """Deletes the files of a sharded state. Blocking."""
+        if isinstance(self.state, ShardedState):
+            shutil.rmtree(self.state.directory, ignore_errors=True)
 
 
 def state_files(saved: SavedState) -> dict[str, Writer]:
     """The files of a saved state."""
     meta = json.dumps(msgspec.to_builtins(saved.meta), indent=2)
+    if isinstance(saved.state, ShardedState):
+        return {**linked_files(Path(saved.state.directory)), _META: save_text(meta + "\n")}
     return {
         _ADAPTER: save_tensors(saved.state.adapter),
         _OPTIMIZER: save_tensors(saved.state.optimizer),
@@ -69,8 +88,11 @@ def read_meta(directory: Path) -> Meta | None:
         raise DataLoss(f"{_META} in {directory.name} is damaged: {error}") from error
 
 
-def read_state(directory: Path) -> SavedState | None:
+def read_state(directory: Path, staging: Path) -> SavedState | None:
     """The saved state in a directory; None when there is no such directory.
+
+    Args:
+        staging: where files of a sharded state are linked or copied to, for all ranks to read.
 
     Raises:
         DataLoss: a file is missing or damaged.
@@ -79,20 +101,47 @@ def read_state(directory: Path) -> SavedState | None:
     if meta is None:
         return None
     try:
+        if meta.lora is None:
+            return SavedState(meta, ShardedState(str(_staged(directory, staging)), meta.step))
         adapter, optimizer = load_tensors(directory / _ADAPTER), load_tensors(directory / _OPTIMIZER)
     except FileNotFoundError as error:
         raise DataLoss(f"saved state {directory.name} is incomplete: {error}") from error
     return SavedState(meta, ModelState(meta.lora, adapter, optimizer, meta.step))
 
 
+def _staged(directory: Path, staging: Path) -> Path:
+    """A directory with the files of another one, however soon that goes."""
+    staging.mkdir(parents=True, exist_ok=True)
+    target = Path(tempfile.mkdtemp(dir=staging))
+    try:
+        for name, link in linked_files(directory).items():
+            link(target / name)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    return target
+
+
 class CheckpointStore:
-    """Named checkpoints and exports of one base model's models. Blocking; call from a thread."""
+    """Named checkpoints and exports of one base model's models. Blocking; call from a thread.
 
-    def __init__(self, storage: Storage, base_model: str) -> None:
+    Args:
+        staging: as of `read_state`.
+    """
+
+    def __init__(self, storage: Storage, base: Base, staging: Path) -> None:
         self._storage = storage
-        self._base_model = base_model
+        self._base = base
+        self._staging = staging
 
-    def save(self, model_id: str, seq_id: int, checkpoint_id: str, overwrite: bool, state: ModelState) -> int:
+    def save(
+        self,
+        model_id: str,
+        seq_id: int,
+        checkpoint_id: str,
+        overwrite: bool,
+        state: ModelState | ShardedState,
+    ) -> int:
         """Writes a checkpoint and returns its bytes. A repeat of the same operation changes nothing.
 
         Raises:
@@ -100,7 +149,7 @@ class CheckpointStore:
             StorageFull, Internal: it could not be written; what was saved before is as it was.
         """
         key = Key(model_id, checkpoint_id, seq_id)
-        meta = Meta(self._base_model, model_id, seq_id, state.step, state.lora)
+        meta = Meta(self._base.name, self._base.weights, model_id, seq_id, state.step, state.lora)
         return self._publish(key, overwrite, lambda: state_files(SavedState(meta, state)))
 
     def export(self, model_id: str, seq_id: int, checkpoint_id: str, files: Files) -> int:
@@ -108,7 +157,8 @@ class CheckpointStore:
         return self._publish(Key(model_id, checkpoint_id, seq_id), False, files)
 
     def load(self, model_id: str, checkpoint_id: str, version: int = 0) -> SavedState:
-        """Reads a checkpoint, of any model of this base.
+        """Reads a checkpoint, of any model of this base, under whichever name it was served. The caller
+        releases it.
 
         Args:
             version: seq_id of the save; 0 = the newest.
@@ -123,10 +173,11 @@ class CheckpointStore:
         saved = self._read(Key(model_id, checkpoint_id, versions[0]), path) if versions else None
         if saved is None:
             raise NotFound(f"checkpoint {path} does not exist", "checkpoint_not_found")
-        if saved.meta.base_model != self._base_model:
+        if saved.meta.base_model != self._base.name and saved.meta.weights != self._base.weights:
+            saved.release()
             raise InvalidRequest(
                 f"checkpoint {path} belongs to base model {saved.meta.base_model}; this model trains "
-                f"{self._base_model}",
+                f"{self._base.name}, which has other weights",
                 "base_model_mismatch",
             )
         return saved
@@ -147,6 +198,6 @@ class CheckpointStore:
     def _read(self, key: Key, path: str) -> SavedState | None:
         try:
             with self._storage.local(key) as directory:
-                return None if directory is None else read_state(directory)
+                return None if directory is None else read_state(directory, self._staging)
         except DataLoss as error:
             raise DataLoss(f"checkpoint {path}: {error.message}") from error

@@ -25,7 +25,7 @@ from services.common.process import failpoints
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import publish_directory
 from services.common.storage.model_files import delete_state
-from services.trainer.files.checkpoints import SavedState, read_state, state_files
+from services.trainer.files.checkpoints import Meta, SavedState, read_meta, read_state, state_files
 from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ class DurableStore:
     """Writes and reads durable snapshots.
 
     Args:
-        take: gives a model's newest snapshot; None when the model is gone.
+        staging: as of `read_state`.
+        take: gives a model's newest snapshot, which is released here; None when the model is gone.
         epoch_of: highest fencing epoch seen for a model.
         on_durable: told (model_id, seq_id) once a snapshot is durable.
     """
@@ -84,12 +85,14 @@ class DurableStore:
     def __init__(
         self,
         data: DataDir,
+        staging: Path,
         pointers: Pointers,
         take: Callable[[str], Awaitable[DurableSnapshot | None]],
         epoch_of: Callable[[str], int],
         on_durable: Callable[[str, int], None],
     ) -> None:
         self._data = data
+        self._staging = staging
         self._pointers = pointers
         self._take = take
         self._epoch_of = epoch_of
@@ -131,17 +134,28 @@ class DurableStore:
         found = await self._pointers.durable(model_id)
         return None if found is None else found[0]
 
-    async def read(self, model_id: str) -> DurableSnapshot | None:
-        """The model's durable snapshot; None when it has none.
+    async def meta(self, model_id: str) -> Meta | None:
+        """What the model's durable snapshot is of, without its tensors; None when it has none.
 
         Raises:
             DataLoss: there should be one, but its files are missing or damaged.
         """
-        pointer = await self._pointers.durable(model_id)
-        if pointer is None:
+        directory = await self._directory(model_id)
+        if directory is None:
             return None
-        _, location = pointer
-        return await asyncio.to_thread(_read, self._data.state(model_id) / Path(location).name)
+        found = await asyncio.to_thread(read_meta, directory)
+        if found is None:
+            raise _missing(directory)
+        return found
+
+    async def read(self, model_id: str) -> DurableSnapshot | None:
+        """The model's durable snapshot, which the caller releases; None when it has none.
+
+        Raises:
+            DataLoss: there should be one, but its files are missing or damaged.
+        """
+        directory = await self._directory(model_id)
+        return None if directory is None else await asyncio.to_thread(_read, directory, self._staging)
 
     async def is_closed(self, model_id: str) -> bool:
         """Whether the model will never be used again."""
@@ -156,6 +170,11 @@ class DurableStore:
         # What is still being written would appear after the deletion.
         await self.settle(model_id)
         await asyncio.to_thread(delete_state, self._data, model_id)
+
+    async def _directory(self, model_id: str) -> Path | None:
+        """Where the model's durable snapshot is."""
+        pointer = await self._pointers.durable(model_id)
+        return None if pointer is None else self._data.state(model_id) / Path(pointer[1]).name
 
     async def _write_all(self, model_id: str) -> None:
         try:
@@ -181,7 +200,10 @@ class DurableStore:
         # Not the wait for the slot, which grows with the number of writers like the rest itself.
         clock = asyncio.get_running_loop().time
         started = clock()
-        await self._write(snapshot)
+        try:
+            await self._write(snapshot)
+        finally:
+            await asyncio.to_thread(snapshot.saved.release)
         rest = min(_MOST_REST_S, _REST * len(self._writers) * (clock() - started))
         return 0.0 if await self._pointers.is_half_full(model_id) else rest
 
@@ -212,17 +234,23 @@ def _write_files(target: Path, snapshot: DurableSnapshot) -> None:
     publish_directory(target, files, replace=True)
 
 
-def _read(directory: Path) -> DurableSnapshot:
-    saved = read_state(directory)
+def _read(directory: Path, staging: Path) -> DurableSnapshot:
+    saved = read_state(directory, staging)
     if saved is None:
-        raise DataLoss(
-            f"the durable snapshot of model {directory.parent.name} at {directory.name} is missing"
-        )
-    results = msgspec.msgpack.decode((directory / _RESULTS).read_bytes(), type=dict[int, bytes])
+        raise _missing(directory)
+    try:
+        results = msgspec.msgpack.decode((directory / _RESULTS).read_bytes(), type=dict[int, bytes])
+    except BaseException:
+        saved.release()
+        raise
     return DurableSnapshot(
         saved,
         {seq_id: results_pb2.OperationResult.FromString(result) for seq_id, result in results.items()},
     )
+
+
+def _missing(directory: Path) -> DataLoss:
+    return DataLoss(f"the durable snapshot of model {directory.parent.name} at {directory.name} is missing")
 
 
 def _delete_older(parent: Path, current: str) -> None:

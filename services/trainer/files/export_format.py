@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from services.common.contract.errors import Internal
 from services.common.contract.tensors import HostTensor
 from services.common.storage.base import Writer
 from services.trainer.compute.data import LoraSpec
+from services.trainer.files.base import Base
 from services.trainer.files.tensor_files import load_tensors, save_tensors, save_text
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -49,14 +49,6 @@ _COPIED = (
 )
 
 
-@dataclass(frozen=True)
-class Base:
-    """A base model: the name it is registered under, and the directory or hub id it comes from."""
-
-    name: str
-    path: str
-
-
 def weight_files(base: Base, lora: LoraSpec | None, tensors: Mapping[str, HostTensor]) -> dict[str, Writer]:
     """The files of an adapter, or without `lora` of a model all of whose weights are given. Blocking.
 
@@ -65,7 +57,7 @@ def weight_files(base: Base, lora: LoraSpec | None, tensors: Mapping[str, HostTe
     """
     if lora is None:
         return full_model_files(base.path, tensors)
-    return adapter_files(base.name, lora, tensors)
+    return adapter_files(base.portable_name, lora, tensors)
 
 
 def adapter_files(base_model: str, lora: LoraSpec, adapter: Mapping[str, HostTensor]) -> dict[str, Writer]:

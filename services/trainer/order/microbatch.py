@@ -1,14 +1,14 @@
 """Splits one operation into units of work and deals micro-batches to ranks. Pure.
 
-Invariant: the split is a function of the operation's own tokens, the token budget and whether prefixes are
-shared, so that a replay of the operation with the same settings, on the same device, computes bit for bit the
-same gradient.
+Invariant: the split is a function of the operation's own tokens, the token budget, the ranks and the length
+of a sequence for one rank that the operation was journaled with, and whether prefixes are shared, so that a
+replay of the operation with the same settings, on the same device, computes bit for bit the same gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from services.trainer.order.prefixes import PrefixTree, computed_tokens, prefix_tree, unshared
@@ -19,6 +19,16 @@ are there for each, however few are computed: about a hundred bytes, where the a
 computed take a thousand times that."""
 
 
+LEAST = 256
+"""Tokens below which a micro-batch takes hardly less time: no operation is cut into smaller ones for the sake
+of more ranks."""
+
+EXTRA = 8
+"""Prefixes that several ranks have to compute may add one to so many of an operation's tokens."""
+
+_TRIES = 12
+
+
 @dataclass(frozen=True)
 class Unit:
     """Datums of one operation that stay together in one micro-batch.
@@ -26,15 +36,19 @@ class Unit:
     Attributes:
         datums: their indices in the operation.
         tokens: that are computed for all of them; a prefix that they share counts once, if it is worth it.
+        split: it is one datum that no rank holds alone, and all compute together.
     """
 
     datums: tuple[int, ...]
     tokens: int
+    split: bool = False
 
 
-def split_operation(sequences: Sequence[bytes], token_budget: int, *, shared: bool) -> list[Unit]:
+def split_operation(
+    sequences: Sequence[bytes], token_budget: int, *, shared: bool, ranks: int = 1, one_rank: int = 0
+) -> list[Unit]:
     """Groups datums into units of at most `token_budget` computed tokens, and `SENT` times as many that were
-    sent.
+    sent; of nearly equal size, as many for each rank, where the operation is large enough for several.
 
     Datums that share a prefix stay together, at every fork those of the longest datum first: so neighbours
     are of similar length where nothing is shared, and the longest sequence, which needs the most memory, is
@@ -44,13 +58,58 @@ def split_operation(sequences: Sequence[bytes], token_budget: int, *, shared: bo
         sequences: tokens of each datum, int32 little-endian, in request order.
         token_budget: at least 1.
         shared: the prefixes that datums share are computed once.
+        ranks: that share the work.
+        one_rank: tokens of a datum beyond which it is a unit of its own that all ranks compute together; 0 =
+            none is. Those come first, the longest before the others.
 
     Returns:
         Units; every index occurs exactly once.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
+    lengths = [len(tokens) // 4 for tokens in sequences]
+    beyond = {index for index, length in enumerate(lengths) if 0 < one_rank < length}
+    longest_first = sorted(beyond, key=lambda index: (-lengths[index], index))
+    together = [Unit((index,), lengths[index], split=True) for index in longest_first]
+    within = [index for index in range(len(sequences)) if index not in beyond]
+    apart = _units([sequences[index] for index in within], token_budget, shared, ranks)
+    return together + [
+        replace(unit, datums=tuple(within[number] for number in unit.datums)) for unit in apart
+    ]
+
+
+def _units(sequences: Sequence[bytes], token_budget: int, shared: bool, ranks: int) -> list[Unit]:
+    """Units of datums that each rank holds."""
     tree = prefix_tree(sequences) if shared else unshared(sequences)
+    whole = _split(tree, token_budget)
+    total = sum(unit.tokens for unit in whole)
+    while ranks > 1:
+        units = _split_evenly(tree, token_budget, total, ranks)
+        if sum(unit.tokens for unit in units) * EXTRA <= total * (EXTRA + 1):
+            return units
+        # Fewer parts have more prefixes to themselves.
+        ranks //= 2
+    return whole
+
+
+def _split_evenly(tree: PrefixTree, token_budget: int, total: int, ranks: int) -> list[Unit]:
+    """As many units for each of `ranks`, of the smallest size that is found to have no more."""
+    rounds = -(-total // (ranks * token_budget))
+    count = max(1, min(ranks * rounds, total // LEAST))
+    size = -(-total // count)
+    for _ in range(_TRIES):
+        if size >= token_budget:
+            break
+        units = _split(tree, size)
+        if len(units) <= count:
+            return units
+        # Datums that cannot be cut do not fill the units.
+        size += max(1, size // 16)
+    return _split(tree, token_budget)
+
+
+def _split(tree: PrefixTree, token_budget: int) -> list[Unit]:
+    """Units in the order of the tree, each as full as it can be."""
     roots = tree.roots()
     units: list[Unit] = []
     datums: list[int] = []
@@ -135,14 +194,17 @@ def _missing(tree: PrefixTree, piece: int, met: Sequence[int], unit: int) -> lis
     return missing
 
 
-def deal(count: int, world_size: int, first: int) -> list[list[int]]:
-    """Batches 0..count-1 for each rank, in order: batch i goes to rank (first + i) % world_size.
+def deal(tokens: Sequence[int], loads: list[int]) -> list[list[int]]:
+    """Batches 0..count-1 for each rank, in order, each to the one that has the least to do so far.
 
     Args:
-        first: for batches of one model alone, how many of its batches were dealt since its last step: then
-            the rank of each depends on the model's own operations only. Else 0.
+        tokens: of each batch.
+        loads: what each rank was dealt before; changed. For batches of one model alone those since its last
+            step: then the rank of each depends on the model's own operations only.
     """
-    ranks: list[list[int]] = [[] for _ in range(world_size)]
-    for batch in range(count):
-        ranks[(first + batch) % world_size].append(batch)
+    ranks: list[list[int]] = [[] for _ in loads]
+    for batch, size in enumerate(tokens):
+        rank = min(range(len(loads)), key=loads.__getitem__)
+        ranks[rank].append(batch)
+        loads[rank] += size
     return ranks

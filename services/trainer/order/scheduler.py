@@ -1,22 +1,29 @@
-"""Decides what the trainer world does next, one micro-batch per rank at a time.
+"""Decides what the trainer world does next, about a full micro-batch per rank at a time.
 
 Invariants: an operation's work is cut into units that depend on that operation alone, and two units
 of one model never share a micro-batch, so a model that runs alone sees the same batches on every
 replay. A model that computes with weights of its own has its passes for itself, each with units of one
-operation, so what is summed up with what depends on the operation alone. Nothing of a model runs before a
-control operation ahead of it. The model that was served least comes first, by its tokens, so one that asks
-for little waits for the pass that runs and no other; a pass that only runs forward is not held up by a
-backward pass.
+operation, so what is summed up with what depends on the operation alone. So has a sequence that all ranks
+compute together. Nothing of a model runs before a control operation ahead of it. Models have the same tokens
+computed while they have work, and one that asks for little, however often, waits for the pass that runs and
+no other; a pass that only runs forward is not held up by a backward pass.
 Pure: plain data in, a decision out.
+
+Who is first is what weighted fair queuing answers (Demers, Keshav and Shenker, SIGCOMM 1989): whose next unit
+would end first if all models with work were served at the same time, each at the same rate.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 from services.trainer.order.microbatch import Unit
+
+_AHEAD = 8
+"""Units of one model that a pass has at most for each rank; of several training operations one."""
 
 
 @dataclass
@@ -41,7 +48,8 @@ class Limits:
     """Bounds of one pass.
 
     Attributes:
-        micro_batches: micro-batches a pass may have.
+        micro_batches: that are computed at once, one by each rank. A pass has more, which follow on the same
+            ranks, while all together are no more tokens than full ones would be.
         micro_batch_tokens: tokens up to which units of different models share a batch. A unit that is larger
             by itself has a batch of its own.
     """
@@ -55,28 +63,55 @@ class Cursor:
     """What the last decisions were, for fairness.
 
     Attributes:
-        clock: what the least served model had been served when it was last chosen. A model without work
+        clock: what a model has been served, in tokens of forward passes, that always had work. One without
             saves nothing up: when it is back it counts as served this much.
-        served: the service of each model that had more, in tokens of forward passes.
+        served: the service of the models that had work, and of those that were served more.
+        waiting: the models that had work.
         had_control: models that ran a control operation since the last pass.
     """
 
-    clock: int = 0
-    served: Mapping[str, int] = field(default_factory=dict)
+    clock: float = 0.0
+    served: Mapping[str, float] = field(default_factory=dict)
+    waiting: frozenset[str] = frozenset()
     had_control: frozenset[str] = frozenset()
 
-    def of(self, model: str) -> int:
+    def of(self, model: str) -> float:
         """What a model counts as served."""
-        return self.served.get(model, self.clock)
+        served = self.served.get(model, self.clock)
+        return served if model in self.waiting else max(served, self.clock)
 
-    def after(self, first: str, costs: Mapping[str, int]) -> Cursor:
-        """The cursor after a pass that was made for `first` and cost the models in it so much."""
-        clock = self.of(first)
-        served = {
-            **self.served,
-            **{model: max(self.of(model), clock) + cost for model, cost in costs.items()},
-        }
-        return Cursor(clock, {model: service for model, service in served.items() if service > clock})
+    def after(self, waiting: Iterable[str], costs: Mapping[str, int]) -> Cursor:
+        """The cursor after a pass that cost the models in it so much, and was chosen while these had work."""
+        now = {model: self.of(model) + costs.get(model, 0) for model in waiting}
+        gone = {name: served for name, served in self.served.items() if name not in now}
+        # What those did not get who left behind the clock is the others'.
+        work = sum(costs.values()) + sum(
+            self.clock - served for served in gone.values() if served < self.clock
+        )
+        clock = _advanced(self.clock, work, len(now), gone.values())
+        sharing = len(now)
+        for model in sorted(costs, key=now.__getitem__):
+            if now[model] >= clock or sharing == 1:
+                break
+            # Behind it all the same, it had of this pass what it could take: so is the rest of its share, and
+            # it saves nothing up.
+            work, sharing = work - (now[model] - self.clock), sharing - 1
+            clock = _advanced(self.clock, work, sharing, gone.values())
+        now = {model: max(served, clock) if model in costs else served for model, served in now.items()}
+        ahead = {name: served for name, served in gone.items() if served > clock}
+        return Cursor(clock, {**ahead, **now}, frozenset(now))
+
+
+def _advanced(clock: float, work: float, waiting: int, gone: Iterable[float]) -> float:
+    """The clock after so much work, shared alike among the models that have work and those that have none
+    left but were served ahead of the clock, until it comes to where they were served to."""
+    ahead = sorted(served for served in gone if served > clock)
+    for number, served in enumerate(ahead):
+        sharing = waiting + len(ahead) - number
+        if (served - clock) * sharing > work:
+            return clock + work / sharing
+        work, clock = work - (served - clock) * sharing, served
+    return clock + work / waiting
 
 
 @dataclass(frozen=True)
@@ -131,9 +166,11 @@ def plan_next(
         )
     if not passes:
         return None, Cursor()
-    order = sorted(passes, key=lambda model: (cursor.of(model), _cost(heads[model]), model))
+    order = sorted(passes, key=lambda model: (cursor.of(model) + _cost(heads[model]), model))
     first = order[0]
-    if first in alone:
+    if _is_split(heads[first]):
+        chosen = NextPass(((UnitRef(first, heads[first].seq_id, heads[first].next_unit),),))
+    elif first in alone:
         chosen = _plan_alone(first, heads[first], limits)
     else:
         chosen = _plan_pass(queues, [model for model in order if model not in alone], limits)
@@ -141,7 +178,7 @@ def plan_next(
     for ref in (ref for batch in chosen.micro_batches for ref in batch):
         op = next(op for op in queues[ref.model_id] if op.seq_id == ref.seq_id)
         costs[ref.model_id] = costs.get(ref.model_id, 0) + _cost(op, ref.unit)
-    return chosen, cursor.after(first, costs)
+    return chosen, cursor.after(passes, costs)
 
 
 def only_suspect(
@@ -164,6 +201,11 @@ def _head(queue: Iterable[QueuedOp]) -> QueuedOp | None:
         if op.units is None or op.next_unit < len(op.units):
             return op
     return None
+
+
+def _is_split(op: QueuedOp) -> bool:
+    """Whether all ranks compute the next unit together."""
+    return op.units is not None and op.units[op.next_unit].split
 
 
 def _cost(op: QueuedOp, unit: int | None = None) -> int:
@@ -191,9 +233,11 @@ class _MicroBatch:
 
 def _plan_alone(model: str, op: QueuedOp, limits: Limits) -> NextPass:
     """A pass with the next units of one operation."""
-    assert op.units is not None
-    units = islice(range(op.next_unit, len(op.units)), limits.micro_batches)
-    return NextPass(tuple((UnitRef(model, op.seq_id, unit),) for unit in units))
+    units = op.units
+    assert units is not None
+    fitting = islice(range(op.next_unit, len(units)), limits.micro_batches)
+    of_one_rank = takewhile(lambda number: not units[number].split, fitting)
+    return NextPass(tuple((UnitRef(model, op.seq_id, number),) for number in of_one_rank))
 
 
 def _plan_pass(queues: Mapping[str, Iterable[QueuedOp]], order: Sequence[str], limits: Limits) -> NextPass:
@@ -201,10 +245,11 @@ def _plan_pass(queues: Mapping[str, Iterable[QueuedOp]], order: Sequence[str], l
     head = _head(queues[order[0]])
     assert head is not None
     pending = {
-        model: list(_units_ahead(model, queues[model], limits.micro_batches, head.forward_only))
+        model: deque(_units_ahead(model, queues[model], limits.micro_batches, head.forward_only))
         for model in order
     }
     batches: list[_MicroBatch] = []
+    last: dict[str, int] = {}
     progress = True
     while progress:
         progress = False
@@ -212,28 +257,52 @@ def _plan_pass(queues: Mapping[str, Iterable[QueuedOp]], order: Sequence[str], l
             if not units:
                 continue
             ref, unit = units[0]
-            batch = next((batch for batch in batches if batch.fits(model, unit, limits)), None)
-            if batch is None and len(batches) < limits.micro_batches:
-                batch = _MicroBatch()
-                batches.append(batch)
-            if batch is not None:
-                batch.add(ref, unit)
-                units.pop(0)
+            place = _place(batches, model, unit, limits, last.get(model, -1))
+            if place is not None:
+                batches[place].add(ref, unit)
+                last[model] = place
+                units.popleft()
                 progress = True
     return NextPass(tuple(tuple(batch.units) for batch in batches))
 
 
+def _place(batches: list[_MicroBatch], model: str, unit: Unit, limits: Limits, last: int) -> int | None:
+    """Which batch a unit joins, perhaps a new one at the end of `batches`; None: it does not fit.
+
+    A rank that has nothing yet comes first, then the batch that has least; among equals those after the
+    model's last one, so that models which are cut alike do not meet in each other's way.
+    """
+    free = len(batches) < limits.micro_batches
+    if not free:
+        fitting = [number for number, batch in enumerate(batches) if batch.fits(model, unit, limits)]
+        if fitting:
+            return min(
+                fitting, key=lambda number: (batches[number].tokens, (number - last - 1) % len(batches))
+            )
+        most = limits.micro_batches * limits.micro_batch_tokens
+        if sum(batch.tokens for batch in batches) + unit.tokens > most:
+            return None
+    batches.append(_MicroBatch())
+    return len(batches) - 1
+
+
 def _units_ahead(
-    model: str, queue: Iterable[QueuedOp], most: int, forward_only: bool
+    model: str, queue: Iterable[QueuedOp], ranks: int, forward_only: bool
 ) -> Iterable[tuple[UnitRef, Unit]]:
     """A model's next units in order, with or without a backward pass as asked for, up to its next control
-    operation or a unit of the other kind, at most as many as a pass has batches."""
-    count = 0
+    operation, a unit of the other kind or one that all ranks compute together.
+
+    Each training operation has a gradient of its own until the pass is over, on every rank that computes a
+    unit of it. So a rank has many units of one operation, but of several about one each.
+    """
+    count, first = 0, None
     for op in queue:
         if op.units is None:
             return
         for index in range(op.next_unit, len(op.units)):
-            if count == most or op.forward_only != forward_only:
+            first = op.seq_id if first is None else first
+            most = ranks * (_AHEAD if forward_only or op.seq_id == first else 1)
+            if count >= most or op.forward_only != forward_only or op.units[index].split:
                 return
             count += 1
             yield UnitRef(model, op.seq_id, index), op.units[index]

@@ -1,7 +1,8 @@
 """The trainer's end of the weight wire: keeps the group of live samplers and sends snapshots to it.
 
 Invariant: every step has a deadline, and a member that fails one is left out for a while, so that one
-sampler that hangs does not slow every publish down. Sends of one base model happen one at a time.
+sampler that hangs does not slow every publish down. Sends of one base model happen one at a time, whichever
+trainer they are of (turn.py); a member that another trainer's group took in is no failure.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from services.common import weights
 from services.common.contract.tensors import DTYPES, HostTensor, TensorSpec
 from services.common.process import rpc
 from services.common.process.tasks import cancel_all
+from services.common.process.threads import WorkerThread
 from services.common.state import keys, registry
 from services.common.state.registry import ServiceRecord
+from services.common.telemetry import subject
+from services.common.tls.wires import Identity
 from services.common.weights.medium import Medium, choose_medium
 from services.trainer.compute.data import LoraSpec
 from services.trainer.convert import lora_to_pb
-from services.trainer.world.threads import WorkerThread
+from services.trainer.publish.turn import Turn
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -45,6 +49,8 @@ LEFT_OUT = Counter(
     "tinsmith_samplers_left_out_total", "Times that a sampler was left out of broadcasts for a while"
 )
 _JOIN_ATTEMPTS = 3
+_SENDS = 2
+_NOT_IN_GROUP, _STILL_RECEIVING = "not_in_group", "still_receiving"
 _MEDIA: dict[Medium, sampler_pb2.WeightMedium.ValueType] = {
     "gloo": sampler_pb2.WEIGHT_MEDIUM_GLOO,
     "nccl": sampler_pb2.WEIGHT_MEDIUM_NCCL,
@@ -96,11 +102,19 @@ class Broadcaster:
     Args:
         device: of the trainer's rank 0, "cpu" or "cuda:n".
         dtype: element type of adapters on the wire. Whole models go as they are.
+        who: this trainer, to samplers; None: they are called in the clear.
     """
 
     def __init__(
-        self, client: redis.asyncio.Redis, redis_url: str, base_model: str, device: str, dtype: torch.dtype
+        self,
+        client: redis.asyncio.Redis,
+        redis_url: str,
+        base_model: str,
+        device: str,
+        dtype: torch.dtype,
+        who: Identity | None = None,
     ) -> None:
+        self._who = who
         self._redis = client
         self._redis_url = redis_url
         self._base_model = base_model
@@ -108,8 +122,10 @@ class Broadcaster:
         self._gpu = _gpu_uuid(device)
         self._dtype = dtype
         self._lock = asyncio.Lock()
+        self._turn = Turn(client, base_model)
         self._group: _Group | None = None
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        # By address and the number of this trainer's certificate.
+        self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
         self._left_out: dict[tuple[str, str], float] = {}
         self._abandoned: set[asyncio.Future[Any]] = set()
 
@@ -123,18 +139,33 @@ class Broadcaster:
 
         Never fails for a sampler's sake; what does not arrive is logged.
         """
+        snapshot = sampler_pb2.Snapshot(model_id=model_id, version=version)
         async with self._lock:
             try:
-                group = await self._current_group()
+                async with self._turn.taken() as mine:
+                    if mine:
+                        return await self._send(snapshot, lora, arrays)
+                log.warning("no broadcast of %s at %d: another trainer sends for long", model_id, version)
             except RedisError as error:
                 log.warning("no broadcast of %s at %d, Redis does not answer: %s", model_id, version, error)
-                return 0, 0
+            return 0, 0
+
+    async def _send(
+        self, snapshot: sampler_pb2.Snapshot, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]
+    ) -> tuple[int, int]:
+        """Sends to the group, and once more when another trainer's group has its members."""
+        cargo: _Cargo | None = None
+        have_it: Sequence[_Member] = ()
+        for _ in range(_SENDS):
+            group = await self._current_group()
             if group is None:
                 return 0, 0
-            cargo = await asyncio.to_thread(_whole_model if lora is None else self._packed_adapter, arrays)
+            if cargo is None:
+                packed = _whole_model if lora is None else self._packed_adapter
+                cargo = await asyncio.to_thread(packed, arrays)
             request = sampler_pb2.ReceiveSnapshotRequest(
                 epoch=group.handle.epoch,
-                snapshot=sampler_pb2.Snapshot(model_id=model_id, version=version),
+                snapshot=snapshot,
                 lora=None if lora is None else lora_to_pb(lora),
                 tensors=[
                     sampler_pb2.TensorSpec(name=spec.name, dtype=DTYPES[spec.dtype].pb, shape=spec.shape)
@@ -143,8 +174,10 @@ class Broadcaster:
                 crc32=cargo.crc32,
                 timeout_seconds=SEND_TIMEOUT_S + cargo.nbytes / SLOWEST_BYTES_PER_S,
             )
-            have_it = await self._transfer(group, cargo, request)
-            return cargo.nbytes, sum(member.record.world_size for member in have_it)
+            have_it, moved = await self._transfer(group, cargo, request)
+            if not moved:
+                break
+        return 0 if cargo is None else cargo.nbytes, sum(member.record.world_size for member in have_it)
 
     async def close(self) -> None:
         """Leaves the group and closes the channels."""
@@ -189,8 +222,9 @@ class Broadcaster:
 
     async def _close_channels(self, kept: Set[str]) -> None:
         """Closes those to addresses where no sampler lives any more: a restarted one has another."""
-        for address in self._channels.keys() - kept:
-            await self._channels.pop(address).close()
+        # What was called with the certificate before the present one may still run.
+        for key in [key for key in self._channels if key[0] not in kept or key[1] < self._number - 1]:
+            await self._channels.pop(key).close()
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -214,7 +248,9 @@ class Broadcaster:
                 timeout_seconds=JOIN_TIMEOUT_S,
                 medium=_MEDIA[medium],
             )
-            call = self._stub(member).JoinGroup(request, timeout=JOIN_TIMEOUT_S + _ANSWER_S)
+            call = self._stub(member).JoinGroup(
+                request, timeout=JOIN_TIMEOUT_S + _ANSWER_S, metadata=subject.metadata()
+            )
             calls.append(asyncio.ensure_future(_answer(call)))
             first_rank += member.record.world_size
         # A thread for each group: one that is stuck until its deadline must not hold up the next.
@@ -244,7 +280,8 @@ class Broadcaster:
         silent = [member for member, answer in zip(members, answers, strict=True) if _is_silence(answer)]
         # A member that answered only waited for the silent one in vain.
         at_fault = silent or [member for member, answer in zip(members, answers, strict=True) if answer]
-        self._leave_out(at_fault)
+        busy = [m for m, answer in zip(members, answers, strict=True) if _code(answer) == _STILL_RECEIVING]
+        self._leave_out([member for member in at_fault if member not in busy])
         # When no member failed, this end did: there is nothing better to try.
         return None, tuple(member for member in members if member not in at_fault) if at_fault else ()
 
@@ -266,23 +303,29 @@ class Broadcaster:
 
     async def _transfer(
         self, group: _Group, cargo: _Cargo, request: sampler_pb2.ReceiveSnapshotRequest
-    ) -> list[_Member]:
-        """Sends the tensors; the members that confirmed it. A group that failed is given up."""
+    ) -> tuple[Sequence[_Member], bool]:
+        """Sends the tensors; the members that confirmed it, and whether a member is in another group by now.
+        A group that failed is given up."""
         limit = request.timeout_seconds
         own = asyncio.wrap_future(
             group.thread.submit(lambda: group.handle.broadcast_buckets(cargo.buckets(), timeout=limit))
         )
         calls = [
             asyncio.ensure_future(
-                _answer(self._stub(member).ReceiveSnapshot(request, timeout=limit + _ANSWER_S))
+                _answer(
+                    self._stub(member).ReceiveSnapshot(
+                        request, timeout=limit + _ANSWER_S, metadata=subject.metadata()
+                    )
+                )
             )
             for member in group.members
         ]
         _, unfinished = await asyncio.wait([own, *calls], return_when=asyncio.FIRST_EXCEPTION)
         first_failed = [m for m, c in zip(group.members, calls, strict=True) if c.done() and c.exception()]
-        if unfinished:
+        if unfinished and not _moved(calls):
             # The others may wait in vain for the one that failed; who has the snapshot says so soon.
             await asyncio.wait(unfinished, timeout=_ANSWER_S)
+        moved = [m for m, c in zip(group.members, calls, strict=True) if _moved([c])]
         have_it = []
         for member, call in zip(group.members, calls, strict=True):
             if not call.done():
@@ -296,15 +339,19 @@ class Broadcaster:
             log.warning("weight group %d is given up", group.handle.epoch)
             # The own end may be stuck until its deadline; nobody waits for it.
             own.add_done_callback(lambda future: future.cancelled() or future.exception())
-            self._leave_out(first_failed)
+            self._leave_out([member for member in first_failed if member not in moved])
             self._leave()
-        return have_it
+        return have_it, bool(moved)
 
     def _stub(self, member: _Member) -> Any:
-        address = member.record.address
-        if address not in self._channels:
-            self._channels[address] = rpc.channel(address)
-        return sampler_pb2_grpc.SamplerServiceStub(self._channels[address])
+        key = (member.record.address, self._number)
+        if key not in self._channels:
+            self._channels[key] = rpc.channel(key[0], self._who, "sampler")
+        return sampler_pb2_grpc.SamplerServiceStub(self._channels[key])
+
+    @property
+    def _number(self) -> int:
+        return 0 if self._who is None else self._who.number
 
 
 def _whole_model(arrays: Mapping[str, HostTensor]) -> _Cargo:
@@ -326,11 +373,21 @@ def _failure(future: asyncio.Future[Any]) -> BaseException | None:
     return asyncio.CancelledError() if future.cancelled() else future.exception()
 
 
+def _code(answer: object) -> str:
+    """The code of the error that a call failed with; empty when it failed without one, or not."""
+    if not isinstance(answer, grpc.aio.AioRpcError):
+        return ""
+    return str(dict(answer.trailing_metadata() or ()).get(rpc.CODE_METADATA, ""))
+
+
+def _moved(calls: Iterable[asyncio.Future[Any]]) -> bool:
+    """Whether a member says that it is in another group."""
+    return any(_code(_failure(call)) == _NOT_IN_GROUP for call in calls)
+
+
 def _is_silence(answer: object) -> bool:
     """Whether a call failed without a word from the other side."""
-    if not isinstance(answer, grpc.aio.AioRpcError):
-        return isinstance(answer, BaseException)
-    return rpc.CODE_METADATA not in dict(answer.trailing_metadata() or ())
+    return isinstance(answer, BaseException) and not _code(answer)
 
 
 def _described(error: BaseException) -> str:

@@ -20,9 +20,11 @@ from prometheus_client import Counter, Histogram
 from services.common.contract.tensors import HostTensor
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import directory_bytes, publish_directory
+from services.common.telemetry import tracing
 from services.common.telemetry.metrics import LONG_S
 from services.trainer.compute.data import LoraSpec
-from services.trainer.files.export_format import Base, read_adapter, weight_files
+from services.trainer.files.base import Base
+from services.trainer.files.export_format import read_adapter, weight_files
 from services.trainer.publish.broadcast import Broadcaster
 
 SECONDS = Histogram("tinsmith_publish_seconds", "Snapshots stored and sent to every sampler", buckets=LONG_S)
@@ -65,7 +67,7 @@ class Publisher:
             OSError: it could not be stored.
             Internal: the base model's configuration, which a full model needs, cannot be had.
         """
-        with SECONDS.time():
+        with SECONDS.time(), tracing.span("publish the snapshot", version=version):
             published = await self._publish(model_id, version, lora, tensors)
         BYTES.labels("stored").inc(published.size_bytes)
         BYTES.labels("sent").inc(published.wire_bytes)

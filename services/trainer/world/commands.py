@@ -1,17 +1,19 @@
 """What rank 0 tells the ranks of a trainer world to do.
 
-Invariant: a command holds all that a rank needs to carry it out (msgpack, never pickle), so ranks share
-neither files nor memory.
+Invariant: a command holds all that a rank needs to carry it out (msgpack, never pickle), so ranks share no
+memory; of files they share the saved states of models that train all weights, which are named to them.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import msgspec
 
+from services.common.contract.errors import TinsmithError
 from services.common.process import failpoints
-from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState, Pass
+from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState, Pass, ShardedState
 from services.trainer.compute.engine import Engine
 
 
@@ -21,7 +23,7 @@ class CreateModel(msgspec.Struct, frozen=True, tag=True):
     model_id: str
     seq_id: int
     lora: LoraSpec | None
-    saved: ModelState | None = None
+    saved: ModelState | ShardedState | None = None
     optimizer: bool = False
 
 
@@ -33,22 +35,38 @@ class RunPass(msgspec.Struct, frozen=True, tag=True):
     plan: Pass
 
 
-class OptimStep(msgspec.Struct, frozen=True, tag=True):
+class ModelStep(msgspec.Struct, frozen=True):
+    """An optimizer step of one model."""
+
     model_id: str
     seq_id: int
     adam: AdamSpec
 
 
+class OptimSteps(msgspec.Struct, frozen=True, tag=True):
+    """Optimizer steps of different models. Each is answered by its metrics, or the error that refused it."""
+
+    steps: list[ModelStep]
+
+
 class LoadState(msgspec.Struct, frozen=True, tag=True):
     model_id: str
     seq_id: int
-    saved: ModelState
+    saved: ModelState | ShardedState
     optimizer: bool
 
 
-class ReadState(msgspec.Struct, frozen=True, tag=True):
+class ReadWeights(msgspec.Struct, frozen=True, tag=True):
+    """The weights of a model that are spread over the ranks, for rank 0."""
+
     model_id: str
-    optimizer: bool
+
+
+class WriteState(msgspec.Struct, frozen=True, tag=True):
+    """Every rank writes its part of the state of a model that trains all weights into a new directory."""
+
+    model_id: str
+    directory: str
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):
@@ -59,16 +77,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """The other ranks end."""
 
 
-Command = CreateModel | DropModel | RunPass | OptimStep | LoadState | ReadState | Tick | Shutdown
-
-
-def for_followers(command: Command) -> Command:
-    """The command as the other ranks get it: a full model's tensors reach them while it is loaded."""
-    saved = command.saved if isinstance(command, CreateModel | LoadState) else None
-    if saved is None or saved.lora is not None:
-        return command
-    bare = msgspec.structs.replace(saved, adapter={}, optimizer={})
-    return msgspec.structs.replace(command, saved=bare)
+Command = (
+    CreateModel | DropModel | RunPass | OptimSteps | LoadState | ReadWeights | WriteState | Tick | Shutdown
+)
 
 
 def apply(engine: Engine, command: Command) -> Any:
@@ -83,17 +94,27 @@ def apply(engine: Engine, command: Command) -> Any:
             rows = engine.run_pass(command.plan)
             failpoints.hit("trainer.after_pass")
             return rows
-        case OptimStep():
+        case OptimSteps():
             failpoints.hit("trainer.before_step")
-            metrics = engine.optim_step(command.model_id, command.adam)
+            found = engine.optim_steps([(step.model_id, step.adam) for step in command.steps])
             failpoints.hit("trainer.after_step")
-            return metrics
+            return found
         case LoadState():
             return engine.load_state(command.model_id, command.saved, command.optimizer)
-        case ReadState():
-            return engine.state(command.model_id, optimizer=command.optimizer)
+        case ReadWeights():
+            return engine.state(command.model_id, optimizer=False)
+        case WriteState():
+            return engine.write_state(command.model_id, command.directory)
         case Tick() | Shutdown():
             return None
+
+
+def refused(command: Command, answer: Any) -> str:
+    """What of a command was refused though it was carried out, in a form that ranks can compare."""
+    if not isinstance(command, OptimSteps):
+        return ""
+    codes = [each.code if isinstance(each, TinsmithError) else "" for each in answer]
+    return f"refused {zlib.crc32(','.join(codes).encode()):08x}" if any(codes) else ""
 
 
 def _create(engine: Engine, command: CreateModel) -> None:

@@ -13,38 +13,58 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from services.common.contract.errors import Internal, TinsmithError
-from services.trainer.compute.data import ModelState
+from services.common.contract.errors import Internal, ModelNotResident, TinsmithError
+from services.common.process.threads import WorkerThread
+from services.trainer.compute.data import ModelState, ShardedState
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.full.shards import Writing
 from services.trainer.world.commands import (
     Command,
     CreateModel,
     DropModel,
     LoadState,
-    OptimStep,
-    ReadState,
+    ModelStep,
+    OptimSteps,
+    ReadWeights,
     RunPass,
     Shutdown,
     Tick,
+    WriteState,
     apply,
-    for_followers,
+    refused,
 )
-from services.trainer.world.threads import WorkerThread
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 TICK_S = 30.0
+SLOWEST_WRITE = 5_000_000
+"""Bytes of a state that a rank writes in a second, at least: a slower one counts as stuck."""
+
+SLOWEST_READ = 5_000_000
+"""The same of reading one."""
+
 _OUTCOME_BYTES = 512
+
+
+def _file_bytes(directory: str) -> int:
+    """Of the files in a directory; none where it cannot be read, which the ranks will find out."""
+    try:
+        return sum(path.stat().st_size for path in Path(directory).iterdir())
+    except OSError:
+        return 0
 
 
 class WorldFailure(Exception):
@@ -63,7 +83,7 @@ class Channel:
         """Rank 0: gives a command to the other ranks."""
         if self._group is None:
             return
-        payload = bytearray(msgspec.msgpack.encode(for_followers(command)))
+        payload = bytearray(msgspec.msgpack.encode(command))
         dist.broadcast(torch.tensor([len(payload)], dtype=torch.int64), 0, self._group)
         dist.broadcast(torch.frombuffer(payload, dtype=torch.uint8), 0, self._group)
 
@@ -75,14 +95,17 @@ class Channel:
         dist.broadcast(payload, 0, self._group)
         return msgspec.msgpack.decode(payload.numpy().data, type=Command)
 
-    def agree(self, error: Exception | None) -> None:
+    def agree(self, error: Exception | None, refused: str = "") -> None:
         """All ranks: compares outcomes; raises this rank's own error when all failed alike.
+
+        Args:
+            refused: what was refused of a command that did not fail.
 
         Raises:
             WorldFailure: the ranks came to different outcomes.
             TinsmithError: the command failed on all ranks.
         """
-        mine = "" if error is None else f"{type(error).__name__}: {error}"
+        mine = refused if error is None else f"{type(error).__name__}: {error}"
         outcomes = self._exchange(mine)
         if len({outcome.partition(":")[0] for outcome in outcomes}) > 1:
             raise WorldFailure(f"ranks disagree about a command: {dict(enumerate(outcomes))}") from error
@@ -116,7 +139,7 @@ def execute(engine: Engine, channel: Channel, command: Command) -> Any:
             # Others may be in a collective that this rank never comes to, and would wait for minutes.
             raise WorldFailure(f"a pass broke off: {caught!r}") from caught
         error = caught
-    channel.agree(error)
+    channel.agree(error, "" if error is not None else refused(command, answer))
     return answer
 
 
@@ -130,6 +153,14 @@ def follow(engine: Engine, channel: Channel) -> None:
             log.debug("%s failed: %s", type(command).__name__, error)
         if isinstance(command, Shutdown):
             return
+
+
+@dataclass(eq=False)
+class _DueStep:
+    """A step and what it came to."""
+
+    step: ModelStep
+    answer: dict[str, float] | TinsmithError | None = None
 
 
 class World:
@@ -146,9 +177,12 @@ class World:
         self._timeout = timeout
         self._last_call = time.monotonic()
         self._changed_by: dict[str, int] = {}
+        self._due: deque[_DueStep] = deque()
+        """Steps that wait for the engine's thread, which takes all at once."""
         self._broken: WorldFailure | None = None
         """Of the engine's thread, which must see it before the next call that waits there already."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._writing = asyncio.Lock()
 
     async def watch(self) -> None:
         """Waits until the world fails, whoever noticed it.
@@ -161,19 +195,70 @@ class World:
     async def call(self, command: Command) -> Any:
         """Has every rank carry out the command; returns rank 0's answer.
 
+        A state is read from files for as long as its size says, beside what every command may take.
+
         Raises:
             TinsmithError: the command failed; the world goes on.
             WorldFailure: the world is broken.
         """
-        return await self._run(lambda: self._execute(command), type(command).__name__)
+        reading = 0.0
+        if isinstance(command, CreateModel | LoadState) and isinstance(command.saved, ShardedState):
+            reading = await asyncio.to_thread(_file_bytes, command.saved.directory) / SLOWEST_READ
+        return await self._run(lambda: self._execute(command), type(command).__name__, reading)
+
+    async def step(self, step: ModelStep) -> dict[str, float]:
+        """Has every rank take an optimizer step, together with those of other models that are due; its
+        metrics, as `Engine.optim_steps` says.
+
+        Raises:
+            TinsmithError: it was refused; the gradient is gone.
+            WorldFailure: the world is broken.
+        """
+        due = _DueStep(step)
+        self._due.append(due)
+        await self._run(self._take_steps, "optimizer steps")
+        assert due.answer is not None
+        if isinstance(due.answer, TinsmithError):
+            raise due.answer
+        return due.answer
 
     async def state(self, model_id: str, *, optimizer: bool = True) -> tuple[int, ModelState]:
-        """A copy of the model's state, and the operation that made it: the last step, load or creation.
+        """A copy of the model's state, as `Engine.state`, and the operation that made it: the last step, load
+        or creation.
 
         Raises:
             ModelNotResident: the engine does not have the model.
         """
         return await self._run(lambda: self._read(model_id, optimizer), "state")
+
+    async def write_state(self, model_id: str, directory: str) -> tuple[int, int]:
+        """Has every rank write its part of a full model's state into a new directory; the operation that made
+        the state, and its steps. Other commands go on meanwhile, but no other write: it would hold another
+        copy in memory.
+
+        Raises:
+            ModelNotResident: the engine does not have the model.
+            OSError: it could not be written.
+            WorldFailure: the ranks did not write it together.
+        """
+        async with self._writing:
+            seq_id, writing = await self._run(lambda: self._write(model_id, directory), "state")
+            timeout = self._timeout + writing.nbytes / SLOWEST_WRITE
+            done = asyncio.wrap_future(writing.done)
+            done.add_done_callback(lambda done: done.cancelled() or done.exception())
+            waiting: list[asyncio.Future[Any]] = [done, self._failure]
+            await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done() and not self._failure.done():
+                self._failure.set_exception(WorldFailure(f"no state was written in {timeout:g} s"))
+            if not done.done():
+                raise WorldFailure(f"the world failed: {self._failure.exception()}")
+            error = done.exception()
+            if error is not None and not isinstance(error, OSError):
+                if not self._failure.done():
+                    self._failure.set_exception(WorldFailure(f"a state was not written: {error}"))
+                raise WorldFailure("the ranks did not write a state") from error
+            done.result()
+        return seq_id, writing.step
 
     async def keep_alive(self) -> None:
         """Ticks while nothing else goes on. Runs until cancelled."""
@@ -182,7 +267,8 @@ class World:
             if time.monotonic() - self._last_call > TICK_S:
                 await self.call(Tick())
 
-    async def _run(self, function: Callable[[], T], name: str) -> T:
+    async def _run(self, function: Callable[[], T], name: str, longer: float = 0.0) -> T:
+        seconds = self._timeout + longer
         loop = asyncio.get_running_loop()
         begun: asyncio.Future[None] = loop.create_future()
 
@@ -198,9 +284,9 @@ class World:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if begun.done():
             waiting[0] = future
-            await asyncio.wait(waiting, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not future.done() and not self._failure.done():
-            self._failure.set_exception(WorldFailure(f"{name} did not finish in {self._timeout:g} s"))
+            self._failure.set_exception(WorldFailure(f"{name} did not finish in {seconds:g} s"))
         if not future.done():
             raise WorldFailure(f"the world failed: {self._failure.exception()}")
         try:
@@ -224,12 +310,10 @@ class World:
             self._channel.send(command)
             answer = execute(self._engine, self._channel, command)
         except TinsmithError as error:
-            if isinstance(command, OptimStep | LoadState) and isinstance(error, Internal):
+            broke_off = isinstance(command, LoadState) and isinstance(error, Internal)
+            if broke_off or isinstance(command, OptimSteps):
                 # Not refused but broken off: a restart brings the model back from its durable snapshot.
                 raise WorldFailure(f"weights may be half changed: {error}") from error
-            if isinstance(command, OptimStep):
-                # Refused, and the gradient dropped: what came before is settled.
-                self._changed_by[command.model_id] = command.seq_id
             raise
         except WorldFailure:
             raise
@@ -237,15 +321,32 @@ class World:
             raise WorldFailure(f"{type(command).__name__}: {type(error).__name__}: {error}") from error
         finally:
             self._last_call = time.monotonic()
-        if isinstance(command, CreateModel | OptimStep | LoadState):
+        if isinstance(command, CreateModel | LoadState):
             self._changed_by[command.model_id] = command.seq_id
+        elif isinstance(command, OptimSteps):
+            for step, found in zip(command.steps, answer, strict=True):
+                # Also where a step was refused the gradient was dropped: what came before is settled.
+                if not isinstance(found, ModelNotResident):
+                    self._changed_by[step.model_id] = step.seq_id
         elif isinstance(command, DropModel):
             self._changed_by.pop(command.model_id, None)
         return answer
 
+    def _take_steps(self) -> None:
+        """Takes the steps that are due; none if those before have taken them along."""
+        due = [self._due.popleft() for _ in range(len(self._due))]
+        if due:
+            answers = self._execute(OptimSteps([each.step for each in due]))
+            for each, answer in zip(due, answers, strict=True):
+                each.answer = answer
+
     def _read(self, model_id: str, optimizer: bool) -> tuple[int, ModelState]:
-        if self._engine.gathers_state(model_id):
-            state = self._execute(ReadState(model_id, optimizer))
+        if self._engine.gathers_weights(model_id):
+            state = self._execute(ReadWeights(model_id))
         else:
             state = self._engine.state(model_id, optimizer=optimizer)
         return self._changed_by[model_id], state
+
+    def _write(self, model_id: str, directory: str) -> tuple[int, Writing]:
+        writing = self._execute(WriteState(model_id, directory))
+        return self._changed_by[model_id], writing

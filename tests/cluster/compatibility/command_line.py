@@ -10,7 +10,7 @@ from unittest import mock
 
 import tinker
 
-from tests.cluster.compatibility.walk import ClientOnly, Walk, probe
+from tests.cluster.compatibility.walk import ClientOnly, Walk, probe, window
 from tests.cluster.conftest import BASE_MODEL
 
 NOT_CALLED = {"checkpoint push-hf"}
@@ -51,18 +51,21 @@ def auth_whoami(walk: Walk) -> None:
 
 @probe("tinker billing usage")
 def billing_usage(walk: Walk) -> None:
+    assert walk.state
     walk.cli(
         "billing usage",
-        starting_on="2026-07-13T00:00:00Z",
-        ending_before="2026-07-14T00:00:00Z",
+        **window(),
         csv_path=walk.directory / "a.csv",
         sessions_csv_path=walk.directory / "b.csv",
     )
+    assert "checkpoint" in (walk.directory / "a.csv").read_text()
+    assert walk.session_id in (walk.directory / "b.csv").read_text()
 
 
 @probe("tinker billing checkpoint-storage")
 def billing_storage(walk: Walk) -> None:
     walk.cli("billing checkpoint-storage", project_id="walk", csv_path=walk.directory / "c.csv")
+    assert (walk.directory / "c.csv").exists()
 
 
 @probe("tinker checkpoint list")
@@ -151,12 +154,10 @@ def run_info(walk: Walk) -> None:
 
 @probe("tinker session export-trace")
 def session_export_trace(walk: Walk) -> None:
-    walk.cli(
-        "session export-trace",
-        session_id=walk.session_id,
-        output=walk.directory / "trace",
-        url_only=True,
-    )
+    trace = walk.directory / "trace"
+    assert "http" in walk.cli("session export-trace", session_id=walk.session_id, url_only=True)
+    walk.cli("session export-trace", session_id=walk.session_id, output=trace)
+    assert walk.training.model_id.encode() in trace.read_bytes()
 
 
 @probe("tinker version")

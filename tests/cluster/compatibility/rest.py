@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import date
+import time
+from datetime import UTC, date, datetime, timedelta
 
 from tinker import types
 
-from tests.cluster.compatibility.walk import Walk, probe
+from tests.cluster.compatibility.walk import Walk, probe, window
 from tests.cluster.conftest import BASE_MODEL
 
 
@@ -181,24 +182,52 @@ def whoami(walk: Walk) -> None:
     walk.call(walk.rest, "whoami")
 
 
+def _check_audit(walk: Walk, client: object) -> None:
+    """The walk's session is among what was done; a day before there was a cluster has nothing."""
+    past = date(2025, 1, 1)
+    assert walk.call(client, "get_audit_log", event_type="all", day=past).entries == []
+    # The walk may have begun before midnight.
+    today = datetime.now(UTC).date()
+    for _ in range(50):
+        days = (today - timedelta(days=1), today)
+        found = [entry for day in days for entry in walk.admin.get_audit_log("all", day).result().entries]
+        if walk.session_id in [entry.event_details["object"] for entry in found]:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the audit log does not have the session")
+
+
 @probe("RestClient.get_audit_log")
 def get_audit_log(walk: Walk) -> None:
-    walk.call(walk.rest, "get_audit_log", event_type="all", day=date(2025, 1, 1))
+    _check_audit(walk, walk.rest)
+
+
+def _check_usage(walk: Walk, client: object) -> None:
+    """The walk's session saved a checkpoint."""
+    assert walk.state
+    found = walk.call(client, "get_billing_usage", **window())
+    kinds = {one.event_info.type for one in found.data if one.session_id == walk.session_id}
+    assert "checkpoint" in kinds
+    assert walk.session_id in found.sessions
+
+
+def _check_stored(walk: Walk, client: object) -> None:
+    """The walk's checkpoints, of which another project has none."""
+    assert walk.state
+    found = walk.call(client, "get_current_checkpoint_storage_usage", project_id="nothing is in it")
+    assert found.data == []
+    rows = walk.admin.get_current_checkpoint_storage_usage().result().data
+    assert sum(row.checkpoint_count for row in rows) > 0 and sum(row.size_bytes for row in rows) > 0
 
 
 @probe("RestClient.get_billing_usage")
 def get_billing_usage(walk: Walk) -> None:
-    walk.call(
-        walk.rest,
-        "get_billing_usage",
-        starting_on="2026-07-13T00:00:00Z",
-        ending_before="2026-07-14T00:00:00Z",
-    )
+    _check_usage(walk, walk.rest)
 
 
 @probe("RestClient.get_current_checkpoint_storage_usage")
 def get_storage(walk: Walk) -> None:
-    walk.call(walk.rest, "get_current_checkpoint_storage_usage", project_id="walk")
+    _check_stored(walk, walk.rest)
 
 
 @probe("AdminClient.get_telemetry")
@@ -208,19 +237,14 @@ def get_telemetry_of_admin(walk: Walk) -> None:
 
 @probe("AdminClient.get_audit_log")
 def get_audit_log_of_admin(walk: Walk) -> None:
-    walk.call(walk.admin, "get_audit_log", event_type="all", day=date(2025, 1, 1))
+    _check_audit(walk, walk.admin)
 
 
 @probe("AdminClient.get_billing_usage")
 def get_billing_usage_of_admin(walk: Walk) -> None:
-    walk.call(
-        walk.admin,
-        "get_billing_usage",
-        starting_on="2026-07-13T00:00:00Z",
-        ending_before="2026-07-14T00:00:00Z",
-    )
+    _check_usage(walk, walk.admin)
 
 
 @probe("AdminClient.get_current_checkpoint_storage_usage")
 def get_storage_of_admin(walk: Walk) -> None:
-    walk.call(walk.admin, "get_current_checkpoint_storage_usage", project_id="walk")
+    _check_stored(walk, walk.admin)

@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -258,3 +259,10 @@ class Walk:
 def _whole(answer: Any) -> Any:
     """A client whose future acts as the client."""
     return answer.result() if type(answer).__name__.startswith("Backcompat") else answer
+
+
+def window() -> dict[str, str]:
+    """Yesterday and today, as the walk may have begun before midnight."""
+    today = datetime.now(UTC).date()
+    begin, end = today - timedelta(days=1), today + timedelta(days=1)
+    return {"starting_on": f"{begin}T00:00:00Z", "ending_before": f"{end}T00:00:00Z"}

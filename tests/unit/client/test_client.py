@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 
+from services.common.contract import ids
+from services.common.state import keys
 from tests.unit.gateway.edges import ALICE, BASE, LORA, Edges, running
-from tinsmith.v1 import models_pb2, sampling_pb2, service_pb2_grpc, training_pb2
+from tinsmith.v1 import checkpoints_pb2, models_pb2, sampling_pb2, service_pb2_grpc, training_pb2
 from tinsmith_client import (
     Changed,
     Client,
@@ -22,11 +24,15 @@ from tinsmith_client import (
     Refused,
     RequestFailed,
     Session,
+    Span,
     Unreachable,
+    as_completed,
     datum,
     floats,
     ints,
+    versions,
 )
+from tinsmith_client import results as client_results
 from tinsmith_client.calls import Calls
 from tinsmith_client.sampling import Sampler, _fresh
 from tinsmith_client.tensors import tensor
@@ -169,4 +175,123 @@ async def test_work_that_fails_says_who_can_mend_it(edges: Edges) -> None:
         with pytest.raises(RequestFailed) as caught:
             await waiting(missing.result)
         assert caught.value.code == "not_found"
+        session.leave()
+
+
+async def moving_sampler(edges: Edges, model: Model, seq_id: int) -> Sampler:
+    saving = asyncio.create_task(waiting(model.sampler, inflight=True))
+    async with asyncio.timeout(20):
+        while (saved := await edges.operation(model.model_id, seq_id)) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    session_id = saved.save_for_sampler.sampling_session_id
+    assert saved.save_for_sampler.inflight
+    result = checkpoints_pb2.SaveForSamplerResult(sampling_session_id=session_id, version=seq_id)
+    await edges.answer(model.model_id, seq_id, save_for_sampler=result)
+    return await saving
+
+
+def half_done() -> sampling_pb2.SampleResult:
+    spans = [sampling_pb2.VersionSpan(version=1, tokens=2), sampling_pb2.VersionSpan(version=2, tokens=1)]
+    part = sampling_pb2.SampledSequence(
+        tokens=tensor("i", [7, 8, 9]),
+        logprobs=tensor("f", [-1.0, -2.0, -3.0]),
+        stop_reason=sampling_pb2.STOP_REASON_CANCELLED,
+        versions=spans,
+    )
+    return sampling_pb2.SampleResult(sequences=[part])
+
+
+async def test_a_sample_that_goes_on_with_newer_weights_and_is_kept_says_which_made_its_tokens(
+    edges: Edges,
+) -> None:
+    with Client(edges.grpc_address, ALICE) as client:
+        session, model = await model_of(edges, client)
+        sampler = await moving_sampler(edges, model, 1)
+        work = await waiting(sampler.sample, [1, 2], max_tokens=9, on_update="continue")
+        assert (await edges.sample(work.request_id)).moves
+        keeping = asyncio.create_task(waiting(work.keep))
+        await asyncio.sleep(0.1)
+        assert not keeping.done(), "it returns when the result is there"
+        await edges.answer_sample(work.request_id, half_done())
+        (sequence,) = (await keeping).sequences
+        assert ints(sequence.tokens.data) == [7, 8, 9]
+        assert versions(sequence) == [Span(1, 2), Span(2, 1)]
+        assert await waiting(work.keep) == await waiting(work.result), "it may be kept again"
+        with pytest.raises(Refused) as caught:
+            await waiting(sampler.sample, [1, 2], stop=["."], on_update="continue")
+        assert caught.value.status == "INVALID_ARGUMENT"
+        session.leave()
+
+
+async def test_a_stream_that_is_kept_ends_with_what_there_is(edges: Edges) -> None:
+    with Client(edges.grpc_address, ALICE) as client:
+        session, model = await model_of(edges, client)
+        sampler = await moving_sampler(edges, model, 1)
+        streaming = asyncio.create_task(waiting(lambda: list(sampler.stream([1, 2], max_tokens=9))))
+        async with asyncio.timeout(20):
+            while not (pending := await edges.samples.samples_of("gateway-0")):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        (request_id,) = pending
+        keeping = asyncio.create_task(waiting(sampler.keep, request_id))
+        await edges.answer_sample(request_id, half_done())
+        await keeping
+        *parts, last = await streaming
+        assert [token for part in parts for token in part.tokens] == [7, 8, 9]
+        assert {part.request_id for part in [*parts, last]} == {request_id}
+        assert (last.stopped, last.kept, last.versions) == (False, True, [Span(1, 2), Span(2, 1)])
+        session.leave()
+
+
+async def test_a_sample_that_is_given_up_fails_and_only_inflight_samplers_go_on_with_newer_weights(
+    edges: Edges,
+) -> None:
+    with Client(edges.grpc_address, ALICE) as client:
+        session = await waiting(client.create_session)
+        sampler = await waiting(session.sampler, base_model=BASE)
+        work = await waiting(sampler.sample, [1, 2], max_tokens=9)
+        assert not (await edges.sample(work.request_id)).moves
+        await waiting(work.cancel)
+        with pytest.raises(RequestFailed) as caught:
+            await waiting(work.result)
+        assert caught.value.code == "cancelled"
+        with pytest.raises(Refused) as refused:
+            await waiting(sampler.sample, [1, 2], on_update="continue")
+        assert refused.value.status == "INVALID_ARGUMENT"
+        with pytest.raises(Refused) as unknown:
+            await waiting(sampler.keep, f"{sampler.sampling_session_id}:5")
+        assert unknown.value.status == "NOT_FOUND"
+        session.leave()
+
+
+@pytest.mark.parametrize("at_once", [2, 1024])
+async def test_many_samples_are_waited_for_with_one_call_and_let_go_when_they_were_read(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(client_results, "_AT_ONCE", at_once)
+    monkeypatch.setattr(client_results, "_TURN_S", 0.05)
+    with Client(edges.grpc_address, ALICE) as client:
+        session = await waiting(client.create_session)
+        sampler = await waiting(session.sampler, base_model=BASE)
+        works = [await waiting(sampler.sample, [1, number], max_tokens=4) for number in range(5)]
+        completed = as_completed([*works, works[0]])
+        order = [works[number] for number in (3, 1, 0)]
+        for work in order:
+            await edges.answer_sample(work.request_id, half_done())
+            again = 2 if work is works[0] else 1
+            for _ in range(again):
+                assert await waiting(next, completed) is work
+        await waiting(works[2].cancel)
+        failed = await waiting(next, completed)
+        assert failed is works[2]
+        with pytest.raises(RequestFailed, match="cancelled"):
+            failed.result()
+        await waiting(completed.close)
+        for work in [*order, works[2]]:
+            future = keys.future(*ids.parse_request_id(work.request_id))
+            assert 0 < await edges.redis.ttl(future) <= 60
+        with pytest.raises(TimeoutError, match="1 requests"):
+            await waiting(lambda: list(as_completed(works, timeout=0.2)))
+        await edges.answer_sample(works[4].request_id, half_done())
+        assert set(await waiting(lambda: list(as_completed(works)))) == set(works)
+        assert (await waiting(works[4].result)) == half_done()
         session.leave()

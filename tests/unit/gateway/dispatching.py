@@ -11,12 +11,14 @@ import redis.asyncio
 from services.common.contract import errors, ids
 from services.common.contract.errors import InvalidRequest
 from services.common.state.journal import Journal
+from services.common.state.room import Room
 from services.gateway.access.memory import Memory
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
+from services.gateway.timelines.timelines import Timelines
 from tests.unit.gateway.scripted_services import BASE
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import models_pb2, results_pb2, training_pb2
@@ -59,6 +61,7 @@ class Gateway:
         self.journal = Journal(client, gateway_id=name)
         self.stores = Stores.over(client)
         self.futures = Futures(client)
+        self.timelines = Timelines(client, Room())
         self.recorded: list[int] = []
         self.held: dict[int, asyncio.Event] = {}
         """seq_ids whose results are recorded only when the event is set."""
@@ -71,6 +74,7 @@ class Gateway:
             self.futures,
             name,
             self._record,
+            self.timelines,
             settings,
             ttl,
             memory,

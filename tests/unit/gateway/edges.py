@@ -5,7 +5,7 @@ A test answers operations itself, through the journal, in the trainer's place.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +21,18 @@ from services.common.state.journal_records import Published
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
-from services.gateway.access.auth import KeyRing
+from services.common.tls.files import KeyFiles
 from services.gateway.access.limits import Limits
 from services.gateway.access.memory import Memory
 from services.gateway.application import Application
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.cluster.discovery import Discovery
 from services.gateway.dispatch.record_results import ResultRecorder
+from services.gateway.dispatch.used import used_by
 from services.gateway.edge.grpc import service
 from services.gateway.edge.http.server import HttpServer
+from services.gateway.identity.key_store import KeyStore
+from services.gateway.identity.ring import KeyRing
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.sample_journal import SampleJournal
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
@@ -37,7 +40,7 @@ from services.gateway.wiring import Gateway
 from tinsmith.internal.v1 import operation_pb2, sampler_pb2
 from tinsmith.v1 import models_pb2, results_pb2, sampling_pb2
 
-ALICE, BOB = "tml-alice", "tml-bob"
+ALICE, BOB, ROOT = "tml-alice", "tml-bob", "tml-root"
 BASE = "org/tiny"
 VOCAB, CONTEXT = 100, 64
 LORA = models_pb2.LoraConfig(rank=4, train_attn=True, train_mlp=True, train_unembed=True)
@@ -79,7 +82,8 @@ class Edges:
         outcome = results_pb2.OperationResult(**result)
         outcome = await self.recorder.record(operation, outcome)
         await self.redis.set(keys.epoch(model_id), EPOCH)
-        published = await self.journal.publish(model_id, EPOCH, seq_id, outcome.SerializeToString())
+        payload, use = outcome.SerializeToString(), used_by(operation, outcome)
+        published = await self.journal.publish(model_id, EPOCH, seq_id, payload, use=use)
         assert published is Published.PUBLISHED
 
     async def sample(self, request_id: str, gateway_id: str = "gateway-0") -> sampler_pb2.SampleRequest:
@@ -100,9 +104,11 @@ async def running(
     directory: Path,
     limits: Limits | None = None,
     memory: Memory | None = None,
+    tls: KeyFiles | None = None,
+    proxies: Sequence[str] = (),
 ) -> AsyncIterator[Edges]:
     """Both edges on free ports, with one base model announced."""
-    (directory / "keys").write_text(f"{ALICE} alice\n{BOB} bob\n")
+    (directory / "keys").write_text(f"{ALICE} alice\n{BOB} bob\n{ROOT} root role=admin\n")
     client = redis_client.connect(redis_url)
     await client.flushall()
     fields: dict[str, Any] = {
@@ -127,7 +133,7 @@ async def running(
     gateway = Gateway(
         "gateway-0",
         client,
-        KeyRing(directory / "keys"),
+        KeyRing(directory / "keys", KeyStore(client)),
         connect("", data),
         data,
         limits=limits,
@@ -135,12 +141,14 @@ async def running(
     )
     app, stores = gateway.application, gateway.stores
     await app.futures.start()
-    http = HttpServer(app, "127.0.0.1", 0)
+    await app.keys.start()
+    await app.keys.look()
+    http = HttpServer(app, "127.0.0.1", 0, None, True, tls, proxies)
     http.start()
-    rpc_server = await service.serve(app, "127.0.0.1:0")
+    rpc_server = await service.serve(app, "127.0.0.1:0", tells=True, tls=tls)
     try:
         yield Edges(
-            f"http://127.0.0.1:{http.port}",
+            f"{'https' if tls else 'http'}://127.0.0.1:{http.port}",
             f"127.0.0.1:{rpc_server.port}",
             app,
             client,
@@ -159,6 +167,7 @@ async def running(
         await rpc_server.drain(1)
         await http.drain()
         await app.futures.stop()
+        await app.keys.stop()
         for announcer in announcers.values():
             await announcer.stop()
         await client.aclose()

@@ -21,6 +21,7 @@ from services.common.contract.errors import (
     SnapshotNotFound,
     StaleEpoch,
     TinsmithError,
+    Unavailable,
 )
 from services.common.process import rpc
 from services.common.state import registry
@@ -101,7 +102,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 model.results[operation.seq_id] = await self._execute(model, operation)
                 model.applied = max(model.applied, operation.seq_id)
                 model.moved.notify_all()
-        await self._make_durable(model, operation, request.epoch)
+            # Before the next one: what is durable is the state that this one left.
+            await self._make_durable(model, operation, request.epoch)
         return trainer_pb2.ExecuteResponse(result=model.results[operation.seq_id])
 
     async def _execute(self, model: Model, operation: operation_pb2.Operation) -> results_pb2.OperationResult:
@@ -173,13 +175,22 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 class ScriptedSampler(sampler_pb2_grpc.SamplerServiceServicer):
-    """Answers with the tokens of its own name."""
+    """Answers with the tokens of its own name.
+
+    Attributes:
+        deaf: so many words about samples are lost.
+        early: so many words come before their sample.
+        mute: so many questions for a sample are not answered.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.served: list[str] = []
         self.ended: list[str] = []
+        self.kept: list[str] = []
+        self.moved: list[tuple[str, str, int]] = []
         self.known: set[str] = set()
+        self.deaf = self.early = self.mute = 0
         self.waiting = 0
         self.arrived = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -209,12 +220,35 @@ class ScriptedSampler(sampler_pb2_grpc.SamplerServiceServicer):
     async def EndSample(
         self, request: sampler_pb2.EndSampleRequest, context: grpc.aio.ServicerContext
     ) -> sampler_pb2.EndSampleResponse:
-        self.ended.append(request.request_id)
-        return sampler_pb2.EndSampleResponse()
+        known = self._hears()
+        if known and request.keep:
+            self.kept.append(request.request_id)
+            self.gate.set()
+        elif known:
+            self.ended.append(request.request_id)
+        return sampler_pb2.EndSampleResponse(known=known)
+
+    async def MoveSample(
+        self, request: sampler_pb2.MoveSampleRequest, context: grpc.aio.ServicerContext
+    ) -> sampler_pb2.MoveSampleResponse:
+        known = self._hears()
+        if known:
+            self.moved.append((request.request_id, request.snapshot.model_id, request.snapshot.version))
+        return sampler_pb2.MoveSampleResponse(known=known)
+
+    def _hears(self) -> bool:
+        if self.deaf:
+            self.deaf -= 1
+            raise Unavailable("the word was lost")
+        self.early = max(0, self.early - 1)
+        return not self.early
 
     async def FindSample(
         self, request: sampler_pb2.FindSampleRequest, context: grpc.aio.ServicerContext
     ) -> sampler_pb2.FindSampleResponse:
+        if self.mute:
+            self.mute -= 1
+            raise Unavailable("the question was lost")
         return sampler_pb2.FindSampleResponse(known=request.request_id in self.known)
 
 

@@ -105,6 +105,12 @@ def test_a_model_is_named_by_size_by_name_or_by_its_directory(tmp_path: Path) ->
     for wrong in ("large", "0B", str(tmp_path / "nothing")):
         with pytest.raises(InvalidRequest, match="no size such as 8B"):
             command.shape_of(wrong)
+    with pytest.raises(InvalidRequest, match="no model of about 400B is known here"):
+        command.shape_of("400B")
+    for text, told in (("{", "config.json cannot be read"), ("[]", "is not the configuration of a model")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InvalidRequest, match=told):
+            command.shape_of(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="num_attention_heads"):
         command.shape_of(str(tmp_path))

@@ -90,6 +90,7 @@ def test_a_directory_becomes_absolute_and_a_hub_id_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert plan.parse_model("a/b=here") == plan.Model("a/b", str(tmp_path / "here"))
     assert plan.parse_model("a/b=Qwen/Qwen3-8B") == plan.Model("a/b", "Qwen/Qwen3-8B")
@@ -166,7 +167,9 @@ def test_trainers_and_samplers_get_the_gpus_in_turn(tmp_path: Path) -> None:
         "trainer-1": "1",
         "sampler-1": "3",
     }
-    assert planned[1].argv[-1] == "0"
+    # What the launcher of its ranks is told last.
+    argv = planned[1].argv
+    assert argv[argv.index("--metrics-port") - 1] == "0"
     assert dict(itertools.pairwise(planned[2].argv))["--gpu-memory-utilization"] == "0.9"
 
 

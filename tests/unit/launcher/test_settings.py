@@ -94,7 +94,12 @@ def test_every_mistake_is_told_in_one_answer(tmp_path: Path) -> None:
     [
         ("port = ", "is not TOML"),
         ("models = 3", "must be a table of names and sources"),
-        ("[models]\na = 3", "must be a table of names and sources"),
+        (
+            '[models]\n"a/b" = "org/m"\na = 3',
+            "the model 'a' must have a directory or hub id in quotes, not 3",
+        ),
+        ('[models]\n"a/b" = "org/m"\nport = 9000', "port stands below [models]"),
+        ('[models]\n"a/b" = "org/m"\nhost = "0.0.0.0"', "host stands below [models]"),
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
@@ -147,6 +152,56 @@ def test_a_whole_file_can_be_written_from_the_defaults(tmp_path: Path) -> None:
     assert asked("-f", written(tmp_path, text)) == asked()
 
 
+def test_of_a_table_of_models_all_that_is_wrong_is_told(tmp_path: Path) -> None:
+    told = refused("-f", written(tmp_path, '[models]\n"a/b" = "/no/such"\nc = 3\nhost = "x"\n'))
+    assert told[0] == "3 things are to be changed:"
+
+
 def test_a_flag_is_not_to_be_shortened() -> None:
-    told = refused("--gateway", "2")
-    assert told[1:] == ["  '--gateway' is no flag of tinsmith up", "  '2' is no flag of tinsmith up"]
+    assert refused("--gateway", "2") == ["'--gateway' is no flag of tinsmith up; did you mean --gateways?"]
+
+
+def test_words_that_are_no_flags_are_told_each() -> None:
+    assert refused("also", "--nonsense=1", "this")[1:] == [
+        "  'also' belongs to no flag of tinsmith up",
+        "  '--nonsense=1' is no flag of tinsmith up; tinsmith up --help lists them",
+        "  'this' belongs to no flag of tinsmith up",
+    ]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:secret@host:1",
+        "redis://host:1?password=secret",
+        "rediss://host:1/0?a=b&ssl_password=secret",
+        "redis://host:1?sentinel_pass%77ord=secret",
+    ],
+)
+def test_a_password_of_redis_in_the_arguments_is_refused_however_it_is_given(url: str) -> None:
+    assert "TINSMITH_REDIS_URL" in refused("--redis-url", url)[0]
+    assert "secret" not in refused("--redis-url", url)[0]
+    asked(TINSMITH_REDIS_URL=url)
+
+
+def test_other_parameters_of_the_url_of_redis_may_stand_in_the_arguments() -> None:
+    asked("--redis-url", "rediss://host:1/0?ssl_ca_certs=/etc/passwords&db=1")
+
+
+@pytest.mark.parametrize("url", ["http://:secret@host:1", "redis+sentinel://:secret@host:1", "host:6379"])
+def test_what_is_no_url_of_a_redis_is_told_before_anything_starts(url: str) -> None:
+    (told,) = refused(TINSMITH_REDIS_URL=url)
+    assert "redis+sentinel://" in told
+    assert "secret" not in told
+
+
+@pytest.mark.parametrize("address", ["999.1.1.1", "1.2.3", "a b"])
+def test_what_is_no_address_is_told_before_anything_starts(address: str) -> None:
+    assert "--host must be a host name or address" in refused("--host", address)[0]
+    assert asked("--host", "10.0.0.7").host == "10.0.0.7"
+
+
+def test_a_store_that_nothing_here_can_read_is_told_before_anything_starts() -> None:
+    assert "no object store is called s4" in refused("--checkpoint-store", "s4://bucket/x")[0]
+    assert "needs the package gcsfs" in refused("--checkpoint-store", "gs://bucket/x")[0]
+    assert asked("--checkpoint-store", "s3://bucket/x").checkpoint_store == "s3://bucket/x"

@@ -13,7 +13,13 @@ TINY = Shape(2, 256, 768, 8, 4, 32, 64, True)
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("SmolLM2-135M", 0.1345), ("Qwen3-0.6B", 0.596), ("Qwen3-8B", 8.19), ("Qwen3-32B", 32.76)],
+    [
+        ("SmolLM2-135M", 0.1345),
+        ("Qwen3-0.6B", 0.596),
+        ("Qwen3-8B", 8.19),
+        ("Qwen3-32B", 32.76),
+        ("Qwen2.5-72B", 72.7),
+    ],
 )
 def test_the_shapes_have_the_parameters_that_their_makers_publish(name: str, billions: float) -> None:
     assert PUBLISHED[name].parameters / 1e9 == pytest.approx(billions, rel=0.003)
@@ -22,6 +28,12 @@ def test_the_shapes_have_the_parameters_that_their_makers_publish(name: str, bil
 def test_a_size_is_near_the_model_that_is_called_by_it() -> None:
     assert sizing.nearest(8_000_000_000) == "Qwen3-8B"
     assert sizing.nearest(100_000_000) == "SmolLM2-135M"
+    assert sizing.nearest(70_000_000_000) == "Qwen2.5-72B"
+
+
+def test_a_size_far_from_every_model_is_near_none() -> None:
+    assert sizing.nearest(400_000_000_000) is None
+    assert sizing.nearest(10_000_000) is None
 
 
 def test_an_adapter_has_as_many_parameters_as_the_trainer_gives_it() -> None:

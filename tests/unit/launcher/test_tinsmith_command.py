@@ -17,6 +17,7 @@ import redis
 from services.common.contract.errors import Unavailable
 from services.common.state import keys
 from services.common.state.registry import ServiceRecord
+from services.common.storage.data_dir import DataDir
 from services.launcher import cli, default_model, plan, status, up
 from services.launcher.progress import Endpoint, Progress
 from tests.announced import announce, withdraw
@@ -36,6 +37,7 @@ def test_up_without_a_model_would_serve_the_one_that_comes_from_a_package(
     [
         (["--model", "nonsense"], "NAME=PATH_OR_HUB_ID"),
         (["--model", "a/b=/no/such/place"], "no directory"),
+        (["--model", "a/b=/"], "no config.json"),
         (["--model", "a/b=org/model", "--samplers", "-1"], "--samplers"),
         (["--model", "a/b=org/model", "--port", "70000"], "--port"),
         (
@@ -64,6 +66,15 @@ def test_status_of_a_directory_where_nothing_runs(
     report = json.loads(capsys.readouterr().out)
     assert report["processes"] == []
     assert "no cluster runs" in report["error"]
+
+
+def test_status_looks_where_the_variable_had_up_keep_its_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINSMITH_REDIS_URL", raising=False)
+    monkeypatch.setenv("TINSMITH_DATA_DIR", str(tmp_path / "elsewhere"))
+    assert cli.main(["status"]) == 3
+    assert str(tmp_path / "elsewhere") in capsys.readouterr().out
 
 
 def test_a_base_model_is_retired_once_nothing_serves_it(
@@ -98,6 +109,10 @@ def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
     trainer = {
         "world_size": 2,
         "zero_stage": 1,
+        "max_sequence_tokens": "4096",
+        "max_operation_tokens": "100000",
+        "adapter_bytes": str(3 * 2**20),
+        "adapter_room_bytes": str(2**30),
         "models": [
             {"model_id": name, "lora_rank": rank, "applied_seq_id": 3, "durable_seq_id": 2, "queued": 0}
             for name, rank in (("s:train:0", 8), ("s:train:1", 0))
@@ -111,6 +126,7 @@ def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
     ]
     shown = status.show({"processes": [], "services": services})
     assert "s:train:0  rank 8 " in shown
+    assert "adapters take 3 of 1024 MiB of each rank; sequences of up to 4096 tokens, 100000 an op" in shown
     assert "s:train:1  all weights " in shown
     assert "1 requests, 4 waiting for other weights" in shown
     assert "has the weights of s:train:1 version 3" in shown
@@ -123,6 +139,60 @@ def test_the_api_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path)
     assert len(key) > 40
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert up.api_key(file) == key
+    # Its owner has a name, which a new key in its place keeps.
+    assert file.read_text().split()[1:] == ["operator", "role=admin"]
+    file.unlink()
+    assert up.api_key(file) != key
+    assert file.read_text().split()[1:] == ["operator", "role=admin"]
+
+
+def test_a_file_of_keys_with_a_mistake_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "api_key").write_text("tml-one alice bob\n")
+    with pytest.raises(Unavailable, match="line 1: after the owner come role="):
+        up.api_key(tmp_path / "api_key")
+    (tmp_path / "api_key").write_text("# none\n")
+    with pytest.raises(Unavailable, match="holds no API key"):
+        up.api_key(tmp_path / "api_key")
+
+
+def test_a_key_without_an_owner_is_told_which_one_has_what_was_made_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "api_key"
+    file.write_text("# the first\ntml-one\n")
+    with pytest.raises(Unavailable, match="line 2: the owner's name is missing") as caught:
+        up.api_key(file)
+    told = caught.value.message.rpartition("in that line: ")[2]
+    # What `printf %s tml-one | sha256sum` begins with.
+    assert told == "key-37186f648184 role=admin"
+    file.write_text(f"tml-one {told}\n")
+    assert up.api_key(file) == "tml-one"
+
+
+@pytest.mark.parametrize(
+    ("holds", "mode"), [([], 0o700), (["cluster_id", "run"], 0o700), (["pictures"], 0o755)]
+)
+def test_only_a_directory_of_a_cluster_alone_is_closed_to_others(
+    holds: list[str], mode: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o755)
+    for name in holds:
+        (tmp_path / name).mkdir()
+    # The second start finds what the first one made.
+    for _ in range(2):
+        up.make_directory(DataDir(tmp_path))
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
+        assert ("chmod 700" in capsys.readouterr().err) == (mode != 0o700)
+
+
+def test_a_directory_that_up_makes_is_closed_to_others(tmp_path: Path) -> None:
+    up.make_directory(DataDir(tmp_path / "a" / "b"))
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_a_file_cannot_be_the_data_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for wrong in ("file", "file/below"):
+        with pytest.raises(Unavailable, match="choose another with --data-dir"):
+            up.make_directory(DataDir(tmp_path / wrong))
 
 
 def test_a_second_cluster_on_a_directory_is_refused(tmp_path: Path) -> None:

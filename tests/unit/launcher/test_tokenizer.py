@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -20,9 +21,22 @@ FILES = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": "ü"}'}
 class Cluster(BaseHTTPRequestHandler):
     """Answers as a gateway does, by the name that is asked for."""
 
+    asked: ClassVar[list[tuple[int, str]]] = []
+
     def do_GET(self) -> None:
-        known = {"org/model": {"files": FILES}, "org/evil": {"files": {"../x": ""}}, "org/other": []}
+        known: dict[str, object] = {
+            "org/model": {"files": FILES},
+            "org/evil": {"files": {"../x": ""}},
+            "org/other": [],
+            "org/surrogate": {"files": {"x": "\ud800"}},
+        }
         name = self.path.removeprefix("/api/v1/tokenizers/")
+        self.asked.append((self.server.server_port, self.headers["x-api-key"]))
+        if name.startswith("org/moved"):
+            self.send_response(int(name[-3:]))
+            self.send_header("location", f"http://localhost:{self.server.server_port}/elsewhere")
+            self.end_headers()
+            return
         allowed = self.headers["x-api-key"] == "tml-k"
         body = known[name] if allowed and name in known else {"detail": "it is not served here"}
         self.send_response(200 if allowed and name in known else 400)
@@ -77,11 +91,11 @@ def test_a_name_leads_nowhere_else(name: str) -> None:
         tokenizer.place(name)
 
 
-@pytest.mark.parametrize("name", ["org/evil", "org/other"])
+@pytest.mark.parametrize("name", ["org/evil", "org/other", "org/surrogate"])
 def test_an_answer_of_another_form_writes_nothing(base_url: str, tmp_path: Path, name: str) -> None:
     with pytest.raises(TinsmithError):
         tokenizer.run(base_url, "tml-k", name, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_cluster_that_is_not_there_is_told_of(tmp_path: Path) -> None:
@@ -90,3 +104,32 @@ def test_a_cluster_that_is_not_there_is_told_of(tmp_path: Path) -> None:
     for url, key in ((None, "tml-k"), ("http://127.0.0.1:9", None), ("file:///etc", "tml-k")):
         with pytest.raises(InvalidRequest):
             tokenizer.run(url, key, "org/model", tmp_path)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_key_follows_no_redirect(base_url: str, tmp_path: Path, status: int) -> None:
+    Cluster.asked.clear()
+    with pytest.raises(InvalidRequest, match="redirects to 'http://localhost"):
+        tokenizer.run(base_url, "tml-k", f"org/moved{status}", tmp_path)
+    assert len(Cluster.asked) == 1
+
+
+@pytest.mark.parametrize("key", ["tml-\u4e00", "tml-\u00fc", "tml-\udc80", "tml\nx: y", " ", "tml-k\r"])
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(tmp_path: Path, key: str) -> None:
+    with pytest.raises(InvalidRequest, match="TINKER_API_KEY is no API key") as caught:
+        tokenizer.run("http://127.0.0.1:9", key, "org/model", tmp_path)
+    assert key.strip() == "" or key not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://[", "http://h\u00f6st", "http://host:99999", "http://host:x", "http://\udc80"]
+)
+def test_a_url_of_no_cluster_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not the URL of a cluster"):
+        tokenizer.run(url, "tml-k", "org/model", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["org/model:\udc80", "meta-llama/Llama-3\u4e00", "org/model/\n"])
+def test_an_odd_name_is_one_that_the_cluster_does_not_know(base_url: str, tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="it is not served here"):
+        tokenizer.run(base_url, "tml-k", name, tmp_path)

@@ -31,7 +31,7 @@ async def test_status_tells_the_limits_of_gateways_and_what_each_owner_has(
     report = await status.collect(DataDir(tmp_path), redis_url)
     assert report["limits"] == {"gateway-0": {"--max-models": 7}, "gateway-1": {"--max-models": 7}}
     ann = {"sessions": 2, "models": 1, "checkpoints": 1, "checkpoint_bytes": 2**29}
-    ann |= {"waiting_operations": 5, "state_bytes": 2**30}
+    ann |= {"waiting_operations": 5, "state_bytes": 2**30, "snapshot_bytes": 0}
     assert report["owners"] == {"ann": ann, "bob": dict.fromkeys(ann, 0)}
 
     shown = status.show(report)
@@ -41,3 +41,14 @@ async def test_status_tells_the_limits_of_gateways_and_what_each_owner_has(
         "1.00 GiB of requests and results"
     ) in shown
     assert shown.count("its event loop stood still 3 times, for 80 ms at most") == 2
+
+
+async def test_status_tells_how_full_the_volume_is_and_what_snapshots_take(
+    redis_client: redis.asyncio.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    await redis_client.hset(keys.SNAPSHOT_BYTES, mapping={"ann": 2**30, "bob": 2**29})
+    report = await status.collect(DataDir(tmp_path), redis_url)
+    assert report["storage"]["snapshot_bytes"] == {"ann": 2**30, "bob": 2**29}
+    assert 0 < report["storage"]["free_bytes"] <= report["storage"]["volume_bytes"]
+    shown = status.show(report)
+    assert "GiB are free; snapshots without a name take 1.50 GiB\n  ann  1.00 GiB\n  bob  0.50 GiB" in shown

@@ -6,8 +6,9 @@ import pytest
 from services.common.contract.tensors import from_values
 from services.trainer import convert
 from services.trainer.compute.data import RowResult
-from services.trainer.convert import Datum, Forward
-from tinsmith.v1 import training_pb2
+from services.trainer.convert import Datum, Forward, Target
+from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import training_pb2, types_pb2
 
 
 def result_of(*shapes: tuple[int, ...]) -> training_pb2.BatchedTensor:
@@ -40,3 +41,35 @@ def test_outputs_say_what_shape_each_datum_has(
     sizes = [4 * int(np.prod(shape)) for shape in shapes]
     assert list(batched.offsets) == [0, *np.cumsum(sizes)]
     assert np.frombuffer(batched.data, "<f4").tolist() == list(range(sum(sizes) // 4))
+
+
+def units_of(splits: bool, forward_only: bool = False) -> list[tuple[int, bool]]:
+    """Tokens of the units of an operation that was journaled for ranks of 10 tokens, and which are split."""
+    data = [
+        training_pb2.Datum(
+            tokens=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[length], data=bytes(4 * length))
+        )
+        for length in (10, 11)
+    ]
+    operation = operation_pb2.Operation(
+        forward_backward=training_pb2.ForwardBackward(
+            data=data, loss_fn="cross_entropy", forward_only=forward_only
+        ),
+        ranks=2,
+        one_rank_tokens=10,
+    )
+    work = convert.from_pb(operation, Target("base", 8, shares_prefixes=False, splits=splits))
+    assert isinstance(work, Forward)
+    return sorted((unit.tokens, unit.split) for unit in work.units)
+
+
+def test_what_one_rank_of_the_journal_does_not_hold_all_ranks_compute() -> None:
+    assert units_of(splits=True) == [(10, False), (11, True)]
+
+
+def test_a_trainer_that_cannot_split_computes_it_on_one_rank() -> None:
+    assert units_of(splits=False) == [(10, False), (11, False)]
+
+
+def test_what_only_runs_forward_is_computed_by_one_rank() -> None:
+    assert units_of(splits=True, forward_only=True) == [(10, False), (11, False)]

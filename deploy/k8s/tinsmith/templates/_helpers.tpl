@@ -25,14 +25,17 @@
 {{- end -}}
 {{- $_ := set $ids $id $model.name -}}
 {{- $_ := set $names $model.name true -}}
-{{- $one := dict "id" $id "name" $model.name "path" $model.path -}}
+{{- $one := dict "id" $id "name" $model.name "path" $model.path "revision" ($model.revision | default "") -}}
+{{- if and $model.revision (or (hasPrefix "/" $model.path) (ne (len (splitList "/" $model.path)) 2)) -}}
+{{- fail (printf "model %q: revision is of a Hugging Face repository, and path is %q" $model.name $model.path) -}}
+{{- end -}}
 {{- range $part := list "trainer" "sampler" -}}
 {{- if hasKey (index $model $part | default dict) "serviceAccount" -}}
 {{- fail (printf "model %q: all %ss have one serviceAccount: set %s.serviceAccount" $model.name $part $part) -}}
 {{- end -}}
 {{- $settings := deepCopy (index $.Values $part) -}}
 {{- range $key, $value := index $model $part -}}
-{{- if and (has $key (list "image" "podDisruptionBudget" "resources")) (kindIs "map" $value) -}}
+{{- if and (has $key (list "autoscaling" "image" "podDisruptionBudget" "resources")) (kindIs "map" $value) -}}
 {{- $both := deepCopy (index $settings $key | default dict) -}}
 {{- range $name, $own := $value -}}{{- $_ := set $both $name $own -}}{{- end -}}
 {{- $_ := set $settings $key $both -}}
@@ -147,7 +150,7 @@ imagePullSecrets:
   {{- end }}
 {{- end }}
 securityContext:
-  {{- $security := deepCopy .root.Values.podSecurityContext }}
+  {{- $security := deepCopy (.root.Values.podSecurityContext | default dict) }}
   {{- if eq .component "redis" }}
   {{- range list "runAsUser" "runAsGroup" "fsGroup" }}
   {{- if hasKey $security . }}{{ $_ := set $security . ($.settings.uid | int64) }}{{ end }}
@@ -185,21 +188,30 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "tinsmith.selector" . | nindent 8 }}
 {{- end }}
-{{- with .settings.initContainers }}
+{{- $first := dict "download" "" }}
+{{- if and (has .component (list "trainer" "sampler")) .model.revision }}
+{{- $_ := set $first "download" (include "tinsmith.download" .) }}
+{{- end }}
+{{- if or .settings.initContainers $first.download }}
 initContainers:
+  {{- with .settings.initContainers }}
   {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- with $first.download }}
+  {{- . | nindent 2 }}
+  {{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* Secret and entry that hold the password of the bundled Redis. */}}
+{{/* Secret and entry that hold a password of the bundled Redis. Takes root and entry. */}}
 {{- define "tinsmith.redisPassword" -}}
 secretKeyRef:
-  name: {{ .Values.redis.existingSecret | default (printf "%s-redis" (include "tinsmith.fullname" .)) }}
-  key: password
+  name: {{ .root.Values.redis.existingSecret | default (printf "%s-redis" (include "tinsmith.fullname" .root)) }}
+  key: {{ .entry }}
 {{- end -}}
 
-{{/* Environment of gateway, trainer and sampler. Takes root and settings. The kubelet puts the password into
-     the URL, so that it is in Secrets alone. */}}
+{{/* Environment of gateway, trainer and sampler. Takes root, component and settings. The kubelet puts the
+     password into the URL, so that it is in Secrets alone. */}}
 {{- define "tinsmith.env" -}}
 - name: POD_NAME
   valueFrom:
@@ -214,10 +226,14 @@ secretKeyRef:
 {{- else }}
 - name: REDIS_PASSWORD
   valueFrom:
-    {{- include "tinsmith.redisPassword" .root | nindent 4 }}
+    {{- include "tinsmith.redisPassword" (dict "root" .root "entry" .component) | nindent 4 }}
 - name: TINSMITH_REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ include "tinsmith.fullname" .root }}-redis:6379/0
+  value: redis://{{ .component }}:$(REDIS_PASSWORD)@{{ include "tinsmith.fullname" .root }}-redis:6379/0
 {{- end }}
+- name: TINSMITH_LOG_FORMAT
+  value: {{ .root.Values.logs.format }}
+- name: TINSMITH_ACCESS_LOG
+  value: {{ ternary "yes" "no" .root.Values.logs.access | quote }}
 # The root file system is read-only.
 - name: HOME
   value: /tmp
@@ -308,7 +324,7 @@ envFrom:
 
 {{/* Fails when Redis may fill more memory than its container may have: it would be killed again at every start. */}}
 {{- define "tinsmith.checkRedis" -}}
-{{- with (.Values.redis.resources.limits | default dict).memory -}}
+{{- with ((.Values.redis.resources | default dict).limits | default dict).memory -}}
 {{- if ge (include "tinsmith.maxmemory" $ | int64) (include "tinsmith.mebibytes" . | int64) -}}
 {{- fail (printf "redis.maxmemory %s is not below redis.resources.limits.memory %v: leave about 30 %% of the limit for what Redis needs besides" $.Values.redis.maxmemory .) -}}
 {{- end -}}
@@ -328,12 +344,12 @@ envFrom:
 {{- if gt (.minReplicas | int64) (.maxReplicas | int64) -}}
 {{- fail "gateway.autoscaling.minReplicas is above maxReplicas" -}}
 {{- end -}}
-{{- if not ($.Values.gateway.resources.requests | default dict).cpu -}}
+{{- if not (($.Values.gateway.resources | default dict).requests | default dict).cpu -}}
 {{- fail "gateway.autoscaling goes by gateway.resources.requests.cpu: set it" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- with (.Values.gateway.resources.limits | default dict).memory -}}
+{{- with ((.Values.gateway.resources | default dict).limits | default dict).memory -}}
 {{- if ge ($.Values.gateway.memoryMiB | int64) (include "tinsmith.mebibytes" . | int64) -}}
 {{- fail (printf "gateway.memoryMiB %d is not below gateway.resources.limits.memory %v: keep it at about 70 %% of the limit" ($.Values.gateway.memoryMiB | int64) .) -}}
 {{- end -}}
@@ -350,4 +366,39 @@ envFrom:
 - name: metrics
   containerPort: {{ .Values.metrics.port | int64 }}
 {{- end }}
+{{- end -}}
+
+{{/* Who a process is to the others of the cluster: argument, mount and volume. Each takes root and component. */}}
+{{- define "tinsmith.identityArg" -}}
+{{- if .root.Values.mtls.enabled }}
+- --identity=/etc/tinsmith-identity
+{{- end }}
+{{- end -}}
+
+{{- define "tinsmith.identityMount" -}}
+{{- if .root.Values.mtls.enabled }}
+- name: identity
+  mountPath: /etc/tinsmith-identity
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "tinsmith.identityVolume" -}}
+{{- if .root.Values.mtls.enabled }}
+- name: identity
+  secret:
+    secretName: {{ include "tinsmith.identitySecret" . }}
+    defaultMode: 0440
+{{- end }}
+{{- end -}}
+
+{{- define "tinsmith.identitySecret" -}}
+{{- $own := index .root.Values.mtls.existingSecrets .component -}}
+{{- if $own -}}
+{{ $own }}
+{{- else if .root.Values.mtls.issuerRef -}}
+{{ printf "%s-%s-identity" (include "tinsmith.fullname" .root) .component }}
+{{- else -}}
+{{ fail (printf "mtls is enabled: set mtls.issuerRef, or mtls.existingSecrets.%s" .component) }}
+{{- end -}}
 {{- end -}}

@@ -11,7 +11,7 @@
 {{- if .root.Values.modelCache.hostPath }}
 # Models are downloaded once a node; what is compiled for its GPUs survives a restart.
 - name: HF_HOME
-  value: /cache/huggingface
+  value: {{ include "tinsmith.hubCache" . }}
 - name: XDG_CACHE_HOME
   value: /cache
 - name: TRITON_CACHE_DIR
@@ -21,7 +21,7 @@
 {{- else }}
 # Models are downloaded once, into the shared volume.
 - name: HF_HOME
-  value: /data/huggingface
+  value: {{ include "tinsmith.hubCache" . }}
 {{- end }}
 {{- with .root.Values.huggingFace.existingSecret }}
 - name: HF_TOKEN
@@ -37,7 +37,7 @@
 {{- define "tinsmith.modelResources" -}}
 {{- $count := .count -}}
 {{- $resources := dict -}}
-{{- range $kind, $amounts := .settings.resources -}}
+{{- range $kind, $amounts := .settings.resources | default dict -}}
 {{- $all := dict -}}
 {{- range $name, $quantity := $amounts -}}
 {{- $times := ternary 1 $count (eq $name "ephemeral-storage") -}}
@@ -55,7 +55,7 @@
 
 {{/* Fails when the caches of a sampler alone are more than its pod may have. Takes root, model, settings and count. */}}
 {{- define "tinsmith.checkSampler" -}}
-{{- with (.settings.resources.limits | default dict).memory -}}
+{{- with ((.settings.resources | default dict).limits | default dict).memory -}}
 {{- $limit := include "tinsmith.mebibytes" (include "tinsmith.times" (dict "quantity" . "times" $.count)) | int64 -}}
 {{- $caches := addf $.settings.snapshotCacheGiB $.settings.fullSnapshotCacheGiB -}}
 {{- if eq $.root.Values.device "cpu" -}}{{- $caches = addf $caches $.settings.kvCacheGiB -}}{{- end -}}
@@ -67,7 +67,7 @@
 
 {{/* Startup, readiness and liveness by the gRPC health service. Takes root and settings. */}}
 {{- define "tinsmith.modelProbes" -}}
-{{- $check := include "tinsmith.grpcCheck" .root -}}
+{{- $check := include "tinsmith.grpcCheck" . -}}
 startupProbe:
   {{- $check | nindent 2 }}
   periodSeconds: 10
@@ -85,9 +85,9 @@ livenessProbe:
   failureThreshold: 6
 {{- end -}}
 
-{{/* Kubernetes speaks gRPC health itself since 1.24. */}}
+{{/* Kubernetes speaks gRPC health itself since 1.24, and never with a certificate. Takes root and component. */}}
 {{- define "tinsmith.grpcCheck" -}}
-{{- if semverCompare ">=1.24-0" .Capabilities.KubeVersion.Version -}}
+{{- if and (semverCompare ">=1.24-0" .root.Capabilities.KubeVersion.Version) (not .root.Values.mtls.enabled) -}}
 grpc:
   port: 9000
 {{- else -}}
@@ -98,7 +98,14 @@ exec:
     - |
       import grpc
       from grpc_health.v1 import health_pb2, health_pb2_grpc
+      {{- if .root.Values.mtls.enabled }}
+      from pathlib import Path
+      files = [Path("/etc/tinsmith-identity", name).read_bytes() for name in ("ca.crt", "tls.key", "tls.crt")]
+      named = [("grpc.ssl_target_name_override", "{{ .component }}.tinsmith.internal")]
+      with grpc.secure_channel("127.0.0.1:9000", grpc.ssl_channel_credentials(*files), named) as channel:
+      {{- else }}
       with grpc.insecure_channel("127.0.0.1:9000") as channel:
+      {{- end }}
           reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=8)
       raise SystemExit(reply.status != health_pb2.HealthCheckResponse.SERVING)
 {{- end -}}
@@ -116,6 +123,7 @@ exec:
 - name: cache
   mountPath: /cache
 {{- end }}
+{{- include "tinsmith.identityMount" . }}
 {{- include "tinsmith.extraMounts" . }}
 {{- end -}}
 
@@ -135,5 +143,66 @@ exec:
     path: {{ . }}
     type: DirectoryOrCreate
 {{- end }}
+{{- include "tinsmith.identityVolume" . }}
 {{- include "tinsmith.extraVolumes" . }}
+{{- end -}}
+
+{{/* Where models from Hugging Face are kept. Takes root. */}}
+{{- define "tinsmith.hubCache" -}}
+{{- ternary "/cache/huggingface" "/data/huggingface" (ne .root.Values.modelCache.hostPath "") -}}
+{{- end -}}
+
+{{/* What trainer and sampler load: a pinned revision is the directory that the download makes of it, so that neither ever
+     asks the hub for another. Takes root and model. */}}
+{{- define "tinsmith.modelPath" -}}
+{{- if .model.revision -}}
+{{ include "tinsmith.hubCache" . }}/hub/models--{{ .model.path | replace "/" "--" }}/snapshots/{{ .model.revision }}
+{{- else -}}
+{{ .model.path }}
+{{- end -}}
+{{- end -}}
+
+{{/* The container that downloads a pinned revision before the pod's own starts; what is there already is not downloaded
+     again, and pods that come at the same time wait for one another's files. Takes the same, component and settings. */}}
+{{- define "tinsmith.download" -}}
+- name: download
+  image: {{ include "tinsmith.image" . }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [tini, --, python, -c]
+  args:
+    - |
+      import sys
+      from huggingface_hub import snapshot_download
+      repository, revision, expected = sys.argv[1:]
+      found = snapshot_download(repository, revision=revision, ignore_patterns=["*.bin", "*.gguf", "*.pth", "original/*"])
+      if found != expected:
+          raise SystemExit(f"{repository} {revision} is at {found}, not at {expected}")
+    - {{ .model.path }}
+    - {{ .model.revision | quote }}
+    - {{ include "tinsmith.modelPath" . }}
+  {{- include "tinsmith.envFrom" . | nindent 2 }}
+  env:
+    {{- include "tinsmith.modelEnv" . | nindent 4 }}
+  resources:
+    requests: {cpu: 100m, memory: 256Mi}
+  securityContext:
+    {{- toYaml (.root.Values.containerSecurityContext | default dict) | nindent 4 }}
+  volumeMounts:
+    {{- include "tinsmith.modelMounts" . | nindent 4 }}
+{{- end -}}
+
+{{/* Most samplers of a model at once. Takes its settings. */}}
+{{- define "tinsmith.samplers" -}}
+{{- ternary .autoscaling.maxReplicas .replicas .autoscaling.enabled | int64 -}}
+{{- end -}}
+
+{{/* Sequences that a sampler generates at once; 0: vLLM's choice, by the GPU. Takes root and settings. */}}
+{{- define "tinsmith.sequences" -}}
+{{- if .settings.maxSequences -}}
+{{- .settings.maxSequences | int64 -}}
+{{- else if eq .root.Values.device "cpu" -}}
+{{- mul 128 (.settings.tensorParallelSize | int64) -}}
+{{- else -}}
+0
+{{- end -}}
 {{- end -}}

@@ -9,7 +9,7 @@
 --      '1' = it is a batch, which a replay may need until the next step,
 --      max bytes that all owners hold, max bytes that this one holds, max operations of this one that wait
 -- Returns 'new' journaled and to be run, 'resolved' nothing is to be run, 'same' accepted before, or why not:
---      'conflict', 'ahead', 'full', 'busy', 'many', 'waiting', 'held'
+--      'conflict', 'ahead', 'full', 'batches', 'busy', 'many', 'waiting', 'held'
 local seq = tonumber(ARGV[1])
 local payload, digest, owner, refusal = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local ttl, most, again, batch = tonumber(ARGV[8]), tonumber(ARGV[15]), ARGV[17] == '1', ARGV[19] == '1'
@@ -64,7 +64,7 @@ else
   if not (awaited or again) and tonumber(redis.call('HGET', KEYS[7], owner) or 0) >= tonumber(ARGV[22]) then
     return 'waiting'
   end
-  if batch and redis.call('ZCARD', KEYS[3]) >= most then return 'full' end
+  if batch and redis.call('ZCARD', KEYS[3]) >= most then return 'batches' end
   if batch and tonumber(meta[5] or 0) + size > tonumber(ARGV[14]) then return 'full' end
   local makes_room = seq > 0 and not batch and size <= SMALL_BYTES and waiting < SMALL_WAITING
   if not (makes_room or again or has_room(owner, size + ENTRY, tonumber(ARGV[20]), tonumber(ARGV[21]))) then

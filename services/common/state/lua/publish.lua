@@ -1,9 +1,12 @@
 #!lua flags=allow-oom
 -- Resolves the future of an operation, once, for the holder of the current epoch.
 -- USES held
--- KEYS future, journal, order, pending, meta, epoch, waiting of all owners, held, expiring
+-- USES use
+-- KEYS future, journal, order, pending, meta, epoch, waiting of all owners, what the owner used today,
+--      held, expiring
 -- ARGV seq, epoch, result, ttl (s), '1' when a replay may pass the operation over,
---      result of all later operations ('' = the model stays open), request id, done channel
+--      result of all later operations ('' = the model stays open), request id, done channel,
+--      how long what was used is kept (s), session, run, then what was used
 -- Returns 1 published, 0 not pending, -1 stale epoch
 if tonumber(redis.call('GET', KEYS[6]) or 0) ~= tonumber(ARGV[2]) then return -1 end
 local known = redis.call('HMGET', KEYS[1], 'state', 'owner')
@@ -35,5 +38,6 @@ if size > 0 then
   end
 end
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[5], 'closed', ARGV[6]) end
+count_use(KEYS[8], ARGV[9], redis.call('HGET', KEYS[5], 'base_model') or '', ARGV[10], ARGV[11], 12)
 redis.call('PUBLISH', ARGV[8], ARGV[7])
 return 1

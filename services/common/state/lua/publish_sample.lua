@@ -1,10 +1,14 @@
 #!lua flags=allow-oom
--- Resolves the future of a sample, once, and puts it on the list that its client's poller reads.
+-- Resolves the future of a sample, once, takes it off its gateway's list, and puts it on the one that its client's
+-- poller reads.
 -- USES held
--- KEYS future, pending samples of the sampling session, completions, held, expiring
+-- USES use
+-- KEYS future, pending samples of the sampling session, completions, what the owner used today, samples of a gateway, held,
+--      expiring
 -- ARGV result, ttl (s), request id, done channel, seq_id, 'finished' or 'failed',
---      '1' = also when there is no future (it was lost with the last second of a Redis)
--- Returns {outcome, gateway that dispatched it}; outcome 1 resolved, 0 it was before, -1 no such future
+--      '1' = also when there is no future (it was lost with the last second of a Redis),
+--      the gateway of KEYS, base model, how long what was used is kept (s), session, run, then what was used
+-- Returns {outcome, another gateway that dispatches it}; outcome 1 resolved, 0 it was before, -1 no such future
 local known = redis.call('HMGET', KEYS[1], 'state', 'gateway', 'owner', 'held')
 if known[1] == 'done' then return {0, ''} end
 if not known[1] and ARGV[7] ~= '1' then return {-1, ''} end
@@ -24,5 +28,7 @@ redis.call('ZADD', KEYS[3], cursor, ARGV[5] .. ':' .. ARGV[6] .. ':' .. #ARGV[1]
 -- A completion lives as long as the result that it announces.
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', string.format('%.0f', at - ttl * 1000000))
 redis.call('EXPIRE', KEYS[3], ttl)
+count_use(KEYS[4], ARGV[10], ARGV[9], ARGV[11], ARGV[12], 13)
+redis.call('SREM', KEYS[5], ARGV[3])
 redis.call('PUBLISH', ARGV[4], ARGV[3])
-return {1, known[2] or ''}
+return {1, known[2] ~= ARGV[8] and known[2] or ''}

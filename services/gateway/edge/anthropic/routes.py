@@ -124,7 +124,11 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
 
 def routes(application: Application) -> list[Route]:
     return [
-        Route(f"{path}/{below}", endpoint(application, handler, answers.error), methods=[method])
+        Route(
+            f"{path}/{below}",
+            endpoint(application, f"{method} {below}", handler, answers.error),
+            methods=[method],
+        )
         for path in PATHS
         for method, below, handler in TABLE
     ]

@@ -11,6 +11,7 @@ import grpc.aio
 
 from services.gateway.application import Application
 from services.gateway.edge.grpc.receive import key_of
+from services.gateway.identity.key import Caller
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -21,10 +22,14 @@ class Calls:
     def __init__(self, application: Application) -> None:
         self._app = application
 
+    def _caller(self, context: Context) -> Caller:
+        """Who calls. Raises as `_owner`."""
+        return self._app.keys.caller_of(key_of(context.invocation_metadata()))
+
     def _owner(self, context: Context) -> str:
         """The owner of the caller's key.
 
         Raises:
-            Unauthenticated: there is no key, or a wrong one.
+            Unauthenticated: the key has ended since the call began.
         """
         return self._app.keys.owner_of(key_of(context.invocation_metadata()))

@@ -3,15 +3,15 @@
 Invariants: nothing of a message is received before its caller is known, and no more than a few unknown sizes
 at once. (gRPC tells a message's size only with the whole message, and hands unary handlers whole messages;
 so here every call is a stream, of which one message is read when there is room for it.) A message is parsed
-only after its bytes were counted, and what it takes is given back when its call ends. It is looked at before
-(`wire_check`), so no method sees fields that are not in the contract.
+only after its bytes were counted, and what it takes is given back with its first answer. It is looked at
+before (`wire_check`), so no method sees fields that are not in the contract.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeAlias
 
 import grpc
@@ -22,17 +22,21 @@ from services.common.contract.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
-    TinsmithError,
-    Unauthenticated,
     Unavailable,
 )
 from services.common.process.pools import COMPUTE
 from services.common.process.tasks import cancel_all
+from services.common.telemetry import subject
 from services.gateway.access.body_budget import Account
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.access.limits import THREAD_ABOVE_BYTES
 from services.gateway.application import Application
+from services.gateway.audit.acts import ACTS, Source
+from services.gateway.audit.trail import Act
 from services.gateway.edge import wire_check
+from services.gateway.identity.door import address_of
+from services.gateway.identity.key import Caller
+from services.gateway.identity.rights import NEEDS
 
 KEY_METADATA = "x-api-key"
 
@@ -60,7 +64,8 @@ class Reception(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, application: Application, open_services: Collection[str]) -> None:
-        self._keys = application.keys
+        self._door = application.door
+        self._audit = application.audit
         self._gate = application.gate
         self._budget = application.budget
         self._limits = application.limits
@@ -79,29 +84,51 @@ class Reception(grpc.aio.ServerInterceptor):
         service = handler_call_details.method.rpartition("/")[0].removeprefix("/")
         if service in self._open_services:
             return _as_stream(handler, self._open(handler))
-        try:
-            owner = self._keys.owner_of(key_of(handler_call_details.invocation_metadata))
-        except Unauthenticated as error:
-            return _as_stream(handler, _refusing(error))
-        return _as_stream(handler, self._received(handler, owner))
+        method = handler_call_details.method.rpartition("/")[2]
+        assert method in NEEDS, f"nobody has decided who may call {method}"
+        assert method in ACTS, f"nobody has decided what is written down of {method}"
+        return _as_stream(handler, self._received(handler, method))
 
-    def _received(self, handler: grpc.RpcMethodHandler, owner: str) -> Handler:
-        """A handler that reads before the method is called."""
+    def _received(self, handler: grpc.RpcMethodHandler, method: str) -> Handler:
+        """A handler that knows the caller, and reads, before the method is called."""
         kind = _request_class(handler)
 
+        @asynccontextmanager
+        async def entered(
+            context: grpc.aio.ServicerContext,
+        ) -> AsyncIterator[tuple[Caller, Account, Act]]:
+            address = address_of(context.peer())
+            caller = await self._door.enter(key_of(context.invocation_metadata()), method, address)
+            owner = caller.owner
+            with (
+                self._gate.call(owner),
+                self._budget.account(owner) as account,
+                self._audit.act(method, owner, caller.key_id, address) as act,
+            ):
+                yield caller, account, act
+
         async def answer(_: object, context: grpc.aio.ServicerContext) -> Any:
-            with self._gate.call(owner), self._budget.account(owner) as account:
-                request = await self._message(context, owner, account, kind)
-                return await handler.unary_unary(request, context)
+            async with entered(context) as (caller, account, act):
+                request = await self._message(context, caller.owner, account, kind)
+                act.saw(fields_of(request))
+                reply = await handler.unary_unary(request, context)
+                act.saw(fields_of(reply))
+                return reply
 
         async def answers(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            with self._gate.call(owner), self._budget.account(owner) as account:
-                request = await self._message(context, owner, account, kind)
-                async for reply in handler.unary_stream(request, context):
+            async with entered(context) as (caller, account, act):
+                request = await self._message(context, caller.owner, account, kind)
+                act.saw(fields_of(request))
+                replies = handler.unary_stream(request, context)
+                del request
+                async for reply in replies:
+                    # Methods keep nothing of a request that they have begun to answer.
+                    account.close()
                     yield reply
 
         async def converse(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            with self._gate.call(owner), self._budget.account(owner) as account:
+            async with entered(context) as (caller, account, _act):
+                owner = caller.owner
 
                 async def requests() -> AsyncIterator[Any]:
                     with suppress(_NoMessage):
@@ -139,7 +166,9 @@ class Reception(grpc.aio.ServerInterceptor):
     async def _message(
         self, context: grpc.aio.ServicerContext, owner: str, account: Account, kind: type[Message]
     ) -> Message:
+        subject.note(owner=owner)
         raw = await self._raw(context, owner, account)
+        subject.received(len(raw))
         account.hold(len(raw))
         if len(raw) > THREAD_ABOVE_BYTES:
             return await COMPUTE.run(wire_check.parsed, kind, raw, self._limits)
@@ -189,16 +218,30 @@ def _as_stream(handler: grpc.RpcMethodHandler, call: Handler) -> grpc.RpcMethodH
     return make(call, response_serializer=handler.response_serializer)
 
 
-def _refusing(error: TinsmithError) -> Handler:
-    async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
-        raise error
-
-    return refuse
-
-
 def _request_class(handler: grpc.RpcMethodHandler) -> type[Message]:
     """What a method takes: the generated code deserializes with `FromString` of the request's class."""
     return handler.request_deserializer.__self__
+
+
+def fields_of(message: Message) -> Source:
+    """The fields of a message by name, those of its messages as "field.field"; of an enum, the name."""
+
+    def value(name: str) -> object:
+        found: Any = message
+        for part in name.split("."):
+            field = found.DESCRIPTOR.fields_by_name.get(part)
+            if field is None or field.is_repeated:
+                return None
+            found = getattr(found, part)
+            if field.enum_type is not None:
+                known = field.enum_type.values_by_number.get(found)
+                return known.name if found and known else None
+            if field.type != field.TYPE_MESSAGE:
+                # What is not set says nothing.
+                return found or None
+        return None
+
+    return value
 
 
 def key_of(metadata: Any) -> str | None:

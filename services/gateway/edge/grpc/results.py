@@ -6,7 +6,7 @@ Invariant: a wait ends before its call's deadline, so that its client hears how 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 
 from services.common.contract import errors
 from services.common.contract.errors import InvalidRequest
@@ -29,7 +29,10 @@ class ResultCalls(Calls):
         owner = self._owner(context)
         asked = request.timeout_seconds if request.HasField("timeout_seconds") else None
         seconds = patience(asked, context.time_remaining())
-        return convert.result(await self._app.wait_result(owner, request.request_id, seconds))
+        held = ExitStack()
+        # Until the client has it.
+        context.add_done_callback(lambda _: held.close())
+        return convert.result(await self._app.wait_result(owner, request.request_id, seconds, held))
 
     async def ReadResults(
         self, request: results_pb2.ReadResultsRequest, context: Context
@@ -46,6 +49,8 @@ class ResultCalls(Calls):
                 else:
                     error = errors.to_pb(result)
                     yield results_pb2.ReadResultsResponse(request_id=request_id, error=error)
+                # Its memory counts until the next is asked for.
+                del result
 
     async def AcknowledgeResults(
         self, request: results_pb2.AcknowledgeResultsRequest, context: Context

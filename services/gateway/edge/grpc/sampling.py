@@ -7,7 +7,11 @@ from contextlib import aclosing
 
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
+from services.gateway.edge.grpc.results import patience
 from tinsmith.v1 import sampling_pb2
+
+_KEEP_S = 30.0
+"""How long a sample may take to end with what it has come to: what a lost gateway had is found in less."""
 
 
 class SamplingCalls(Calls):
@@ -45,13 +49,20 @@ class SamplingCalls(Calls):
     async def StreamSample(
         self, request: sampling_pb2.StreamSampleRequest, context: Context
     ) -> AsyncIterator[sampling_pb2.StreamSampleResponse]:
-        owner = self._owner(context)
-        async with aclosing(self._app.sample_streams.tell(owner, request.sample)) as parts:
+        told = self._app.sample_streams.tell(self._owner(context), request.sample)
+        # It is counted until the first answer only.
+        del request
+        async with aclosing(told) as parts:
             async for part in parts:
                 yield convert.stream_part(part)
 
     async def CancelSample(
         self, request: sampling_pb2.CancelSampleRequest, context: Context
     ) -> sampling_pb2.CancelSampleResponse:
-        await self._app.sampling.cancel(self._owner(context), request.request_id)
+        owner = self._owner(context)
+        if request.keep:
+            seconds = patience(_KEEP_S, context.time_remaining())
+            await self._app.sampling.keep(owner, request.request_id, seconds)
+        else:
+            await self._app.sampling.cancel(owner, request.request_id)
         return sampling_pb2.CancelSampleResponse()

@@ -32,9 +32,12 @@ class SessionCalls(Calls):
         self, request: models_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[models_pb2.GetTokenizerResponse]:
         owner = self._owner(context)
-        with self._app.gate.download(owner):
-            for name, text in (await self._app.tokenizer_files.of(request.base_model)).items():
-                data = text.encode()
+        with self._app.gate.download(owner), self._app.budget.account(owner) as account:
+            texts = await self._app.tokenizer_files.of(request.base_model)
+            files = {name: text.encode() for name, text in texts.items()}
+            account.hold(sum(map(len, files.values())))
+            del texts
+            for name, data in files.items():
                 for start in range(0, len(data), convert.PIECE_BYTES):
                     piece = data[start : start + convert.PIECE_BYTES]
                     yield models_pb2.GetTokenizerResponse(file=name, file_bytes=len(data), data=piece)

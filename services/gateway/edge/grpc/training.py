@@ -40,7 +40,8 @@ class TrainingCalls(Calls):
             number,
             request.path,
             request.optimizer,
-            user_metadata=dict(request.user_metadata),
+            request.base_model or None,
+            dict(request.user_metadata),
         )
         model_id = ids.model_id(request.session_id, number)
         return models_pb2.CreateModelFromStateResponse(request_id=request_id, model_id=model_id)

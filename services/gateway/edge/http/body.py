@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import zstandard
 from starlette.requests import Request
@@ -27,6 +28,7 @@ is in within them at 2 Mbit/s, a chunk of 5 MB of the SDK at 0.3 Mbit/s.)"""
 _BEGINNING_BYTES = 64 * 1024
 _HEAD_BYTES = 160 * 1024
 """More than the first block of a zstd frame, which tells nothing before it is whole."""
+_END_BYTES = 1024
 _MOST_WINDOW_BYTES = 2**31
 """Memory for it is only used as far as is decompressed."""
 
@@ -64,11 +66,9 @@ async def received(
 
 
 async def _whole(request: Request, account: Account, limit: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit():
-        if int(declared) > limit:
-            raise TooLarge(f"the body has {declared} bytes; this call takes at most {limit}")
-        account.check(int(declared))
+    declared = check_declared(request, limit)
+    if declared is not None:
+        account.check(declared)
     parts, taken = [], 0
     async for part in _parts(request):
         taken += len(part)
@@ -92,6 +92,7 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
             async with asyncio.timeout(left):
                 part = await anext(stream)
         except StopAsyncIteration:
+            request.state.whole = True
             return
         except TimeoutError as error:
             raise DeadlineExceeded(
@@ -102,11 +103,46 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
         yield part
 
 
+async def skimmed(request: Request, limit: int) -> None:
+    """Takes the rest of a refused body in, of which only the end is kept, for `end_of`: of one with no more
+    bytes than the limit, that comes in time. Of another, nothing is known of its end."""
+    with suppress(TinsmithError):
+        check_declared(request, limit)
+        if hasattr(request.state, "whole"):
+            return
+        taken = 0
+        async for part in _parts(request):
+            taken += len(part)
+            if taken > limit:
+                return
+
+
+def check_declared(request: Request, limit: int) -> int | None:
+    """The bytes that a body says it has, if it says so.
+
+    Raises:
+        TooLarge: they are more than the limit.
+    """
+    declared = request.headers.get("content-length", "")
+    if not declared.isdigit():
+        return None
+    if int(declared) > limit:
+        raise TooLarge(f"the body has {declared} bytes; this call takes at most {limit}")
+    return int(declared)
+
+
+def end_of(request: Request) -> bytes:
+    """The last bytes of a body that came as a whole, else nothing."""
+    known: bytes = getattr(request.state, "end", b"")
+    return known if hasattr(request.state, "whole") else b""
+
+
 def note_head(request: Request, part: bytes) -> None:
-    """Keeps the beginning of a body, also of one that turns out to be too large."""
+    """Keeps beginning and end of a body, also of one that turns out to be too large."""
     known: bytes = getattr(request.state, "head", b"")
     if len(known) < _HEAD_BYTES:
         request.state.head = known + part[: _HEAD_BYTES - len(known)]
+    request.state.end = (getattr(request.state, "end", b"") + part[-_END_BYTES:])[-_END_BYTES:]
 
 
 async def head_of(request: Request) -> bytes:

@@ -20,9 +20,8 @@ from services.gateway.edge.http.training import lora_fields, reader
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.training.copies import Wanted
 
-API = "/api/v1"
 DOWNLOADS = "downloads"
-"""Where signed files are, below /api/v1."""
+"""Where signed files are, below the API."""
 
 
 async def weights_info(call: Call) -> Response:
@@ -101,10 +100,8 @@ async def set_ttl(call: Call) -> Response:
 
 
 async def external_weights_urls(call: Call) -> Response:
-    signed = await call.app.downloads.sign(call.owner, *_name(call))
-    # Any gateway can serve the files, under the address that this client reached one by.
-    reached = call.app.downloads.public_url or str(call.request.base_url).rstrip("/")
-    base = f"{reached}{API}/{DOWNLOADS}"
+    signed = await call.app.downloads.sign(call.caller, *_name(call))
+    base = call.reached(DOWNLOADS)
     return reply(
         {
             "urls": {name: f"{base}/{path}" for name, path in signed.paths.items()},
@@ -117,7 +114,7 @@ async def copy_weights(call: Call) -> Response:
     body = await call.json(messages.CopyWeights)
     headers, copies = call.request.headers, call.app.copies
     token = body.weights_access_token or headers.get("x-tinker-weights-access-token")
-    wanted = Wanted(body.source_path, body.ttl_seconds, reader(call, token))
+    wanted = Wanted(body.source_path, body.ttl_seconds, await reader(call, token))
     if body.session_id is not None and body.model_seq_id is not None and body.destination_project_id is None:
         path = await copies.into_session(call.owner, wanted, body.session_id, body.model_seq_id)
     elif body.destination_project_id is not None and body.session_id is body.model_seq_id is None:
@@ -132,9 +129,8 @@ async def download(application: Application, request: Request) -> Response:
     """Serves a signed file. The signature takes the place of the API key."""
     params, query = request.path_params, request.query_params
     key = Key(params["training_run_id"], f"{params['kind']}/{params['name']}", params["version"])
-    found = await application.downloads.open(
-        key, params["file"], query.get("expires", ""), query.get("signature", "")
-    )
+    signed = (query.get(part, "") for part in ("expires", "key", "signature"))
+    found = await application.downloads.open(key, params["file"], *signed)
     headers = {
         "content-length": str(found.size),
         "content-disposition": "attachment",

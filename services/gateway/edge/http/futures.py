@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from redis.exceptions import RedisError
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from services.common.contract.errors import Overloaded, TinsmithError
 from services.common.contract.ids import parse_request_id
@@ -30,14 +31,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PIECE_BYTES = 2**18
+
 
 async def retrieve_future(call: Call) -> Response:
     body = await call.json(messages.RetrieveFuture)
-    with _trouble_is_429():
-        view = await call.while_there(call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS))
+    with _trouble_is_429(), ExitStack() as held:
+        waiting = call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS, held)
+        view = await call.while_there(waiting)
         if view.result is None:
             return pending(view)
-        return await finished(body.request_id, view.result)
+        return await finished(body.request_id, view.result, held)
 
 
 async def retrieve_futures(call: Call) -> Response:
@@ -91,11 +95,30 @@ def pending(view: FutureView) -> Response:
     return reply(state, 408)
 
 
-async def finished(request_id: str, result: bytes) -> Response:
-    """The result in the SDK's form."""
+async def finished(request_id: str, result: bytes, held: ExitStack) -> Response:
+    """The result in the SDK's form. With it goes what is held, until the client has it."""
     object_id, _ = parse_request_id(request_id)
     if len(result) > THREAD_ABOVE_BYTES:
         answer = await COMPUTE.run(results_out.result, object_id, result)
     else:
         answer = results_out.result(object_id, result)
-    return Response(answer.body, media_type=answer.content_type)
+    return _Sent(answer.body, answer.content_type, held.pop_all())
+
+
+class _Sent(Response):
+    """A response that is handed to its connection piece by piece, as the client takes them."""
+
+    def __init__(self, body: bytes, media_type: str, held: ExitStack) -> None:
+        super().__init__(body, media_type=media_type)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            body = memoryview(self.body)
+            for start in range(0, len(body), _PIECE_BYTES):
+                piece = bytes(body[start : start + _PIECE_BYTES])
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})

@@ -21,21 +21,40 @@ from services.common.contract.errors import Cancelled, InvalidRequest, TinsmithE
 from services.common.process.tasks import cancel_all
 from services.gateway.access.body_budget import JSON_TIMES, BodyBudget
 from services.gateway.application import Application
-from services.gateway.edge.http.body import head_of, received
+from services.gateway.audit.trail import Act
+from services.gateway.edge.http.body import end_of, head_of, received
 from services.gateway.edge.http.codec import head, messages
 from services.gateway.edge.http.codec.results_out import JSON
+from services.gateway.identity.key import Caller
 
 T = TypeVar("T")
+
+API = "/api/v1"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One authenticated HTTP request."""
+    """One authenticated HTTP request.
+
+    Attributes:
+        act: what is to be written down of it.
+    """
 
     request: Request
-    owner: str
+    caller: Caller
     app: Application
     budget: BodyBudget
+    act: Act
+
+    @property
+    def owner(self) -> str:
+        """Of what the caller makes."""
+        return self.caller.owner
+
+    @property
+    def address(self) -> str:
+        """Where the call comes from."""
+        return address_of(self.request)
 
     @property
     def from_this_machine(self) -> bool:
@@ -43,11 +62,15 @@ class Call:
         container's."""
         if not self.app.near_clients:
             return False
-        host = self.request.client.host if self.request.client else ""
         try:
-            return ip_address(host).is_loopback
+            return ip_address(self.address).is_loopback
         except ValueError:
             return False
+
+    def reached(self, path: str) -> str:
+        """The URL of a path below the API. Any gateway can serve it, under the address that this client
+        reached one by."""
+        return f"{self.app.signed_urls.public_url or str(self.request.base_url).rstrip('/')}{API}/{path}"
 
     def check_query(self, *names: str) -> None:
         """Refuses parameters of the query other than these.
@@ -92,10 +115,32 @@ class Call:
     async def json(self, kind: type[T]) -> T:
         """The JSON body as a struct. Raises InvalidRequest or TooLarge."""
         async with self.body() as data:
-            return messages.parse(kind, data)
+            body = messages.parse(kind, data)
+        self.act.saw(lambda name: getattr(body, name, None))
+        return body
+
+
+def address_of(request: Request) -> str:
+    """Where a request comes from."""
+    return request.client.host if request.client else ""
 
 
 Handler = Callable[[Call], Awaitable[Response]]
+_MOST_ANSWER_BYTES = 2**16
+
+
+async def acted(
+    app: Application, request: Request, method: str, caller: Caller, handler: Handler
+) -> Response:
+    """What a handler answers. What it did is written down, if it is something to be."""
+    with app.audit.act(method, caller.owner, caller.key_id, address_of(request)) as act:
+        act.saw(request.path_params.get)
+        response = await handler(Call(request, caller, app, app.budget, act))
+        if act.counts and len(response.body) < _MOST_ANSWER_BYTES:
+            act.saw(msgspec.json.decode(response.body, type=dict[str, Any]).get)
+        return response
+
+
 N = TypeVar(
     "N",
     messages.OptimStep,
@@ -121,15 +166,15 @@ async def numbered(call: Call, kind: type[N], accept: Callable[[N], Awaitable[Re
     try:
         body = await call.json(kind)
     except TinsmithError as error:
-        return await refused(call, error, head.in_json)
+        return await refused(call, error, lambda beginning: head.in_json(beginning, end_of(call.request)))
     return await accept(body)
 
 
 async def refused(
     call: Call, error: TinsmithError, place_in: Callable[[bytes], head.Place | None]
 ) -> Response:
-    """The answer to a request that cannot be read. When its beginning tells model and seq_id it is accepted
-    as one that fails, because the client goes on with the next seq_id whatever the answer.
+    """The answer to a request that cannot be read. When its beginning or its end tells model and seq_id it is
+    accepted as one that fails, because the client goes on with the next seq_id whatever the answer.
 
     Raises:
         TinsmithError: the error itself: the service is at fault, or nothing tells whose request it was.

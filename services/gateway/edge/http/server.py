@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import cast
 
 import uvicorn
@@ -22,10 +23,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler
 
-from services.common.contract.errors import Internal, TinsmithError, Unavailable
+from services.common.contract.errors import Internal, PermissionDenied, TinsmithError, Unavailable
 from services.common.process import redis_errors
+from services.common.tls.files import KeyFiles
+from services.common.tls.wires import https
 from services.gateway.application import Application
+from services.gateway.audit.acts import ACTS
 from services.gateway.edge.anthropic import routes as anthropic
+from services.gateway.edge.books import audit_routes, billing_routes
 from services.gateway.edge.http import (
     checkpoints,
     futures,
@@ -36,19 +41,24 @@ from services.gateway.edge.http import (
     tokenizers,
     training,
 )
-from services.gateway.edge.http.checkpoints import API
-from services.gateway.edge.http.connection import ConnectionLimits, Connections, bounded
-from services.gateway.edge.http.routes import Call, Handler, reply
+from services.gateway.edge.http.routes import API, Handler, acted, address_of, reply
+from services.gateway.edge.http.wire.connection import ConnectionLimits, Connections, bounded
+from services.gateway.edge.http.wire.handshake import Handshakes
+from services.gateway.edge.inference.endpoint import key_of
 from services.gateway.edge.measured import measured
 from services.gateway.edge.openai import routes as openai
+from services.gateway.identity.rights import NEEDS
+from services.gateway.identity.tokens import REJECTED
 
 log = logging.getLogger(__name__)
 
 CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{kind}/{name}"
 SIGNED = f"{checkpoints.DOWNLOADS}/{{training_run_id}}/{{kind}}/{{name}}/{{version:int}}/{{file}}"
+SIGNED_TRACE = f"{session_search.TRACES}/{{session_id}}"
 TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "client/config", sessions.client_config),
     ("POST", "client/dynamic_config", sessions.client_dynamic_config),
+    ("POST", "auth/token", sessions.exchange_key),
     ("GET", "auth/apikey/me", sessions.own_api_key),
     ("DELETE", "auth/apikey/me", sessions.delete_own_api_key),
     ("POST", "create_session", sessions.create_session),
@@ -83,9 +93,9 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "sessions/{session_id}", session_search.get_session),
     ("PUT", "sessions/{session_id}/project", session_search.assign_project),
     ("GET", "sessions/{session_id}/trace_export", session_search.trace_export),
-    ("GET", "audit", session_search.audit),
-    ("GET", "billing/usage/events", session_search.billing_usage),
-    ("GET", "billing/usage/checkpoints/current", session_search.checkpoint_storage),
+    ("GET", "audit", audit_routes.audit),
+    ("GET", "billing/usage/events", billing_routes.usage),
+    ("GET", "billing/usage/checkpoints/current", billing_routes.storage),
     ("POST", "create_sampling_session", sampling.create_sampling_session),
     ("GET", "samplers/{sampling_session_id}", sampling.get_sampler),
     ("POST", "asample", sampling.asample),
@@ -96,14 +106,23 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
 """Method, path below /api/v1, handler."""
 
 
-def create_app(application: Application) -> ASGIApp:
-    """The ASGI application over the application layer."""
+def create_app(application: Application, tells: bool = False) -> ASGIApp:
+    """The ASGI application over the application layer.
+
+    Args:
+        tells: whether each request is a line of the access log.
+    """
 
     def route(method: str, path: str, handler: Handler) -> Route:
+        name = f"{method} {path}"
+        assert name in NEEDS, f"nobody has decided who may call {name}"
+        assert name in ACTS, f"nobody has decided what is written down of {name}"
+
         async def endpoint(request: Request) -> Response:
-            owner = application.keys.owner_of(request.headers.get("x-api-key"))
-            with application.gate.call(owner):
-                return await handler(Call(request, owner, application, application.budget))
+            key = request.headers.get("x-api-key")
+            caller = await application.door.enter(key, name, address_of(request))
+            with application.gate.call(caller.owner):
+                return await acted(application, request, name, caller, handler)
 
         return Route(f"{API}/{path}", endpoint, methods=[method])
 
@@ -123,22 +142,38 @@ def create_app(application: Application) -> ASGIApp:
         Exception: _unexpected,
     }
 
-    async def download(request: Request) -> Response:
-        return await checkpoints.download(application, request)
+    def signed(path: str, handler: Callable[[Application, Request], Awaitable[Response]]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await handler(application, request)
+            except PermissionDenied as error:
+                await application.door.refuse(error, f"GET {path.partition('/')[0]}", address_of(request))
+                raise
+
+        return Route(f"{API}/{path}", endpoint, methods=["GET"])
+
+    def follows(request: Request) -> bool:
+        return application.keys.knows(key_of(request))
 
     routes = [
         Route(f"{API}/healthz", healthz, methods=["GET"]),
         Route(f"{API}/readyz", readyz, methods=["GET"]),
+        Route("/api/unauthed/auth-config", sessions.no_login, methods=["GET"]),
+        Route(f"{API}/auth/apikey", sessions.no_login, methods=["POST"]),
         # SDKs fetch these without their API key; the signature in the query is checked instead.
-        Route(f"{API}/{SIGNED}", download, methods=["GET"]),
+        signed(SIGNED, checkpoints.download),
+        signed(SIGNED_TRACE, session_search.download_trace),
     ]
     routes += [route(*row) for row in TABLE] + openai.routes(application)
     routes += anthropic.routes(application)
-    return measured(Starlette(routes=routes, exception_handlers=handlers), routes)
+    return measured(Starlette(routes=routes, exception_handlers=handlers), routes, tells, follows)
 
 
 def _error(error: TinsmithError) -> Response:
-    headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+    headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
+    if error.code == REJECTED:
+        # The SDK then exchanges its key for another token, and asks again.
+        headers["www-authenticate"] = f'Bearer error="{REJECTED}"'
     return reply({"detail": error.message, "code": error.code}, error.http_status, headers)
 
 
@@ -174,20 +209,35 @@ class HttpServer:
     """The application on a socket that other gateways of this machine may share."""
 
     def __init__(
-        self, application: Application, host: str, port: int, limits: ConnectionLimits | None = None
+        self,
+        application: Application,
+        host: str,
+        port: int,
+        limits: ConnectionLimits | None = None,
+        tells: bool = False,
+        tls: KeyFiles | None = None,
+        proxies: Sequence[str] = (),
     ) -> None:
         """Binds the socket, so that `port` is known before serving starts; port 0 takes a free one.
+
+        Args:
+            tells: whether each request is a line of the access log.
+            tls: certificate of the port, read again when it rotates; None: in the clear.
+            proxies: addresses and networks whose X-Forwarded-For and X-Forwarded-Proto are believed.
 
         Raises:
             Unavailable: the address cannot be bound.
         """
         self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
+        connections = Connections(limits or ConnectionLimits())
         config = uvicorn.Config(
-            create_app(application),
+            create_app(application, tells),
+            proxy_headers=bool(proxies),
+            forwarded_allow_ips=list(proxies),
             loop="none",
             # uvicorn calls it as it would call a class.
-            http=cast(type[asyncio.Protocol], bounded(Connections(limits or ConnectionLimits()))),
+            http=cast(type[asyncio.Protocol], bounded(connections)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -195,7 +245,8 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=20,
         )
-        self._server = _Server(config)
+        handshakes = Handshakes(connections, https(tls)) if tls else None
+        self._server = _Server(config, handshakes)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
@@ -211,7 +262,32 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but signals are the process's business."""
+    """uvicorn, but signals are the process's business, and TLS begins in `handshakes`; None: in the clear."""
+
+    def __init__(self, config: uvicorn.Config, handshakes: Handshakes | None = None) -> None:
+        super().__init__(config)
+        self._handshakes = handshakes
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        options = {"config": self.config, "server_state": self.server_state, "app_state": {}}
+        above: Callable[[], asyncio.Protocol] = functools.partial(make, **options)
+        connection: Callable[[], asyncio.BaseProtocol] = above
+        if self._handshakes is not None:
+            connection = functools.partial(self._handshakes.before, above)
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(connection, sock=listener, backlog=self.config.backlog)
+            for listener in sockets or ()
+        ]
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        if self._handshakes is not None:
+            self._handshakes.close()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""HTTP: lists and search of sessions, and what a cluster of one's own keeps no books about."""
+"""HTTP: lists and search of sessions, and their timelines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import time
 from datetime import datetime
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied
+from services.common.contract.errors import InvalidRequest, PermissionDenied
+from services.gateway.application import Application
 from services.gateway.edge.http.codec import messages, paging
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.records.listed import Cursor
 from services.gateway.records.session import SessionRecord
 from services.gateway.sessions.search import FoundSession, SessionQuery, status_of
+from services.gateway.timelines.perfetto import trace_of
+
+TRACES = "traces"
+"""Where the timelines of sessions are, below the API."""
 
 
 async def list_sessions(call: Call) -> Response:
@@ -57,20 +63,29 @@ async def search(call: Call) -> Response:
 
 
 async def trace_export(call: Call) -> Response:
-    await call.app.session_search.details(call.owner, call.request.path_params["session_id"])
-    return reply({"status": "failed", "error": "this cluster does not record traces of sessions"})
+    session_id = call.request.path_params["session_id"]
+    await call.app.session_search.details(call.owner, session_id)
+    path = f"{TRACES}/{session_id}"
+    signed, _ = await call.app.signed_urls.sign(call.caller, {session_id: path})
+    # It is made when it is fetched.
+    return reply({"status": "ready", "url": call.reached(signed[session_id])})
 
 
-async def audit(call: Call) -> Response:
-    raise NotFound("this cluster keeps no audit log; its gateways' logs name every API key's sessions")
-
-
-async def billing_usage(call: Call) -> Response:
-    raise NotFound("this cluster bills nothing, so there is no usage to show")
-
-
-async def checkpoint_storage(call: Call) -> Response:
-    raise NotFound("this cluster bills nothing; `tinker checkpoint list` shows checkpoints with their sizes")
+async def download_trace(application: Application, request: Request) -> Response:
+    """The timeline of a session as a Perfetto trace. The signature takes the place of the API key."""
+    session_id, query = request.path_params["session_id"], request.query_params
+    signed = (query.get(part, "") for part in ("expires", "key", "signature"))
+    owner = await application.signed_urls.owner(f"{TRACES}/{session_id}", *signed)
+    await application.session_search.details(owner, session_id)
+    with application.gate.download(owner):
+        events = await application.timelines.of(session_id)
+        trace = await application.turns.run(owner, trace_of, session_id, events)
+    headers = {
+        "content-disposition": f'attachment; filename="{session_id}.pftrace"',
+        "cache-control": "private, no-store",
+        "x-content-type-options": "nosniff",
+    }
+    return Response(trace, headers=headers, media_type="application/octet-stream")
 
 
 def _query(body: messages.SearchSessions) -> SessionQuery:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 from pathlib import PurePath
 
+from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.contract.errors import PermissionDenied
+from services.common.contract.errors import NotFound, PermissionDenied
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.edge.http.codec import messages, sdk_versions
 from services.gateway.edge.http.routes import Call, reply
 from services.gateway.sessions.sessions import NewSession
 
 CLIENT_CONFIG = {
-    # Keys are sent as they are; there is no token service.
+    # Keys are sent as they are, but by the SDKs that know who they are from a token alone.
     "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
     # All chunks of a batch are in the journal at once, so they train as one pass.
@@ -43,8 +44,9 @@ DYNAMIC_CONFIG = {
 
 
 async def client_config(call: Call) -> Response:
-    await call.json(messages.ClientConfig)
-    return reply(CLIENT_CONFIG)
+    body = await call.json(messages.ClientConfig)
+    exchanges = sdk_versions.exchanges_keys(body.sdk_version or "")
+    return reply(CLIENT_CONFIG | {"pjwt_auth_enabled": exchanges})
 
 
 async def client_dynamic_config(call: Call) -> Response:
@@ -54,11 +56,12 @@ async def client_dynamic_config(call: Call) -> Response:
 
 async def create_session(call: Call) -> Response:
     body = await call.json(messages.CreateSession)
-    warning = sdk_versions.warning(body.sdk_version)
+    version = body.sdk_version or ""
+    warning = sdk_versions.warning(version)
     new = NewSession(
         tags=body.tags,
         user_metadata=body.user_metadata,
-        sdk_version=body.sdk_version,
+        sdk_version=version,
         project_id=body.project_id or "",
         display_name=body.display_name or "",
     )
@@ -66,6 +69,12 @@ async def create_session(call: Call) -> Response:
     session_id = await call.app.sessions.create(call.owner, new, key)
     said = {} if warning is None else {"warning_message": warning}
     return reply({"type": "create_session", "session_id": session_id, **said})
+
+
+async def exchange_key(call: Call) -> Response:
+    """A short-lived token in the place of what the call came with, whose claims `whoami` reads."""
+    async with call.body():
+        return reply({"jwt": call.app.keys.token_for(call.caller)})
 
 
 async def own_api_key(call: Call) -> Response:
@@ -79,6 +88,15 @@ async def own_api_key(call: Call) -> Response:
             "note": "",
             "details": {"org_details": {"name": "this cluster"}, "user_details": {"email": call.owner}},
         }
+    )
+
+
+async def no_login(request: Request) -> Response:
+    """What clients that log in by browser ask first, before they have a key (the SDK of 0.28)."""
+    raise NotFound(
+        "nobody logs in to this cluster by browser: ask its operator for an API key (`tinsmith keys create "
+        "OWNER` makes one), and set TINKER_API_KEY to it",
+        "no_login",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from services.common.contract.errors import (
     Unauthenticated,
 )
 from services.common.process.pools import COMPUTE
+from services.gateway.access.body_budget import JSON_TIMES
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.cluster.base_models import BaseModel
-from services.gateway.edge.http.body import received
-from services.gateway.edge.http.codec import forward_backward_in, head, messages
+from services.gateway.edge.http.body import end_of, received, skimmed
+from services.gateway.edge.http.codec import forward_backward_in, forward_in, head, messages
+from services.gateway.edge.http.codec.long_lists import MOST_REST_BYTES
 from services.gateway.edge.http.routes import Call, numbered, promise, refused, reply
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord
@@ -122,19 +124,44 @@ async def forward_backward(call: Call) -> Response:
                 limits.inflated_body_bytes,
                 lambda beginning: forward_backward_in.check_beginning(beginning, limits),
             )
-            message, dense = await _read(data, limits)
+            message, dense = await _read(forward_backward_in.parse_request, data, limits)
             size = len(data) + dense
             del data
             account.hold(size)
         except TinsmithError as error:
             return await refused(call, error, head.in_message)
+        return await _accept(call, message, size)
 
-        def build(base: BaseModel) -> training_pb2.ForwardBackward:
-            return forward_backward_in.forward_backward(message, base.vocab_size)
 
-        request_id = await call.app.models.forward_backward(
-            call.owner, message.model_id, message.seq_id, size, message, build
-        )
+async def forward(call: Call) -> Response:
+    """A forward pass, for `forward` and custom losses of SDKs before 0.22, which send it as JSON."""
+    limits = call.app.limits
+    with call.budget.account(call.owner) as account:
+        try:
+            data = await received(call.request, account, limits.sample_body_bytes)
+            # Before it is known what becomes of it: of "1," in a long list a number of 8 bytes, which is
+            # there three times at once, and of what is no long list an object.
+            account.hold(3 * len(data) + JSON_TIMES * min(len(data), MOST_REST_BYTES))
+            message, dense = await _read(forward_in.parse_request, data, limits)
+            size = message.ByteSize() + dense
+            del data
+            account.hold(size)
+        except TinsmithError as error:
+            # Model and number stand at its end.
+            account.close()
+            await skimmed(call.request, limits.inflated_body_bytes)
+            return await refused(call, error, lambda beginning: head.in_json(beginning, end_of(call.request)))
+        return await _accept(call, message, size)
+
+
+async def _accept(call: Call, message: tinker_pb2.TinkerForwardBackwardRequest, size: int) -> Response:
+    def build(base: BaseModel) -> training_pb2.ForwardBackward:
+        stand_in = call.app.limits.stable_reinforce_as
+        return forward_backward_in.forward_backward(message, base.vocab_size, stand_in)
+
+    request_id = await call.app.models.forward_backward(
+        call.owner, message.model_id, message.seq_id, size, message, build
+    )
     return promise(request_id, message.model_id)
 
 
@@ -147,24 +174,16 @@ def _check_content_type(call: Call) -> None:
         )
 
 
-async def _read(data: bytes, limits: Limits) -> tuple[tinker_pb2.TinkerForwardBackwardRequest, int]:
+async def _read(
+    parse: Callable[[bytes, Limits], tinker_pb2.TinkerForwardBackwardRequest], data: bytes, limits: Limits
+) -> tuple[tinker_pb2.TinkerForwardBackwardRequest, int]:
     """The request, and the bytes of its sparse tensors once they are dense."""
 
     def read() -> tuple[tinker_pb2.TinkerForwardBackwardRequest, int]:
-        message = forward_backward_in.parse_request(data, limits)
+        message = parse(data, limits)
         return message, forward_backward_in.sparse_bytes(message, limits)
 
     return await COMPUTE.run(read) if len(data) > THREAD_ABOVE_BYTES else read()
-
-
-async def forward(call: Call) -> Response:
-    """Refuses what SDKs before 0.22 send, in its place in the model's order, so that the model goes on."""
-    body = await call.json(messages.Forward)
-    error = InvalidRequest(
-        "forward() and custom losses of tinker before 0.22 are not served; pip install -U 'tinker>=0.28'",
-        "sdk_too_old",
-    )
-    return promise(await call.app.models.refuse(call.owner, body.model_id, body.seq_id, error), body.model_id)
 
 
 async def optim_step(call: Call) -> Response:
@@ -267,20 +286,23 @@ async def _create_from_state(
         body.optimizer,
         body.base_model,
         body.user_metadata,
-        reader(call, body.weights_access_token),
+        await reader(call, body.weights_access_token),
     )
     return reply({"request_id": request_id})
 
 
 async def _load_state(call: Call, body: messages.LoadWeights, model_id: str, seq_id: int) -> Response:
     try:
-        allowed = reader(call, body.weights_access_token)
+        allowed = await reader(call, body.weights_access_token)
         for name in ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config"):
             if getattr(body, name) is not None:
                 raise InvalidRequest(
                     f"{name} has no meaning when loading into an existing model; leave it out"
                 )
     except TinsmithError as error:
+        if error.category != "user":
+            # The same request may be right later, with the same number.
+            raise
         return promise(await call.app.models.refuse(call.owner, model_id, seq_id, error), model_id)
     request_id = await call.app.saves.load_state(
         call.owner, model_id, seq_id, body.path, body.optimizer, allowed
@@ -288,18 +310,21 @@ async def _load_state(call: Call, body: messages.LoadWeights, model_id: str, seq
     return promise(request_id, model_id)
 
 
-def reader(call: Call, token: str | None) -> str | None:
+async def reader(call: Call, token: str | None) -> str | None:
     """Whose checkpoint may be loaded: that of the key which is passed as an access token.
 
     Raises:
-        PermissionDenied: it is no key.
+        PermissionDenied: it is no key, or one that may not read checkpoints.
+        Unavailable: nobody can tell at present.
+        Overloaded: too many wrong keys are sent.
     """
     if token is None:
         return None
     try:
-        return call.app.keys.owner_of(token)
+        passed = await call.app.door.caller(token, "ReadExternalWeights", call.address, beside=True)
     except Unauthenticated as error:
         raise PermissionDenied(
             "weights_access_token is no API key of this cluster; pass one of the account that the checkpoint "
             "belongs to, or have it published"
         ) from error
+    return passed.owner

@@ -21,8 +21,10 @@ from services.common.contract.errors import Internal, TinsmithError
 from services.common.process import redis_errors
 from services.common.process.tasks import cancel_all
 from services.gateway.application import Application
+from services.gateway.audit.acts import ACTS
 from services.gateway.edge.http.codec.results_out import JSON
-from services.gateway.edge.http.routes import Call, Handler
+from services.gateway.edge.http.routes import Handler, acted, address_of
+from services.gateway.identity.rights import NEEDS
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +39,22 @@ _KEEP_ALIVE = b": waiting\n\n"
 
 
 def endpoint(
-    application: Application, handler: Handler, form: ErrorForm
+    application: Application, method: str, handler: Handler, form: ErrorForm
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A Starlette endpoint that answers what the handler answers, or its error in this form."""
+    """A Starlette endpoint that answers what the handler answers, or its error in this form.
+
+    Args:
+        method: of `rights.NEEDS`.
+    """
+    assert method in NEEDS, f"nobody has decided who may call {method}"
+    assert method in ACTS, f"nobody has decided what is written down of {method}"
 
     async def answer(request: Request) -> Response:
         try:
-            owner = application.keys.owner_of(key_of(request))
+            caller = await application.door.enter(key_of(request), method, address_of(request))
             with ExitStack() as counted:
-                counted.enter_context(application.gate.call(owner))
-                response = await handler(Call(request, owner, application, application.budget))
+                counted.enter_context(application.gate.call(caller.owner))
+                response = await acted(application, request, method, caller, handler)
                 if isinstance(response, EventStream):
                     # The call is under way until its last event.
                     response.hold(counted.pop_all())

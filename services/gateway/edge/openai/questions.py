@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.steering import Steering
 from services.gateway.edge.inference.chat import Conversation
 from services.gateway.edge.inference.unserved import refuse_unserved
 from services.gateway.edge.openai import requests
@@ -77,6 +78,22 @@ def chat(body: requests.Chat, prompt: Sequence[int]) -> Question:
     return _question(body, [prompt], limits.pop() if limits else None, likely)
 
 
+def _steering(body: requests.Chat | requests.Completion) -> Steering:
+    bias = body.logit_bias or {}
+    if not all(token.isascii() and token.isdecimal() and len(token) < 10 for token in bias):
+        raise InvalidRequest("the names in logit_bias must be token ids", field="logit_bias")
+    biases = {int(token): more for token, more in bias.items()}
+    if len(biases) != len(bias):
+        raise InvalidRequest("logit_bias names a token twice; add the two up", field="logit_bias")
+    return Steering(
+        min_p=body.min_p or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=biases,
+    )
+
+
 def _question(
     body: requests.Chat | requests.Completion,
     prompts: Sequence[Sequence[int]],
@@ -102,6 +119,7 @@ def _question(
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=body.seed,
         stop=tuple(stop),
+        steering=_steering(body),
         scored=likely is not None,
         likely=likely or 0,
         prompt_likely=prompt_likely,

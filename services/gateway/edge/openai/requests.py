@@ -11,18 +11,11 @@ from typing import Any, Literal
 from services.gateway.edge.http.codec.messages import Body, Int32
 from services.gateway.edge.inference.unserved import Unserved
 
-_BOTH: Unserved = {
-    "frequency_penalty": ((None, 0, 0.0), "answers are sampled from the model's own distribution"),
-    "presence_penalty": ((None, 0, 0.0), "answers are sampled from the model's own distribution"),
-    "logit_bias": ((None, {}), "answers are sampled from the model's own distribution"),
-}
 COMPLETION_UNSERVED: Unserved = {
-    **_BOTH,
     "best_of": ((None, 1), "ask for n and choose"),
     "suffix": ((None, ""), "the served models continue a prompt and fill nothing in"),
 }
 CHAT_UNSERVED: Unserved = {
-    **_BOTH,
     "audio": ((None,), "the served models speak text"),
     "function_call": ((None,), "use tool_choice"),
     "functions": ((None, []), "use tools"),
@@ -54,9 +47,11 @@ class _Common(Body, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    logit_bias: Any = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     user: str | None = None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,8 +21,26 @@ from services.trainer.compute.data import LoraSpec
 
 HEAD = "lm_head"
 VALUE_HEAD = "value_head.weight"
-ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MAX_RANK = 256
+_ATTENTION = {"self_attn", "self_attention", "attn", "attention", "linear_attn"}
+_MLP = {"mlp", "feed_forward", "block_sparse_moe", "moe", "shared_expert", "shared_experts"}
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""What chooses experts, or weighs one, is not trained: with other choices it would be another model."""
+
+
+def kind_of(name: str) -> str | None:
+    """The flag of a `LoraSpec` that promises to train a weight or linear of this name; None: none does."""
+    if name == HEAD:
+        return "train_unembed"
+    parts = name.split(".")
+    if _ROUTERS & set(parts):
+        return None
+    for part in parts:
+        if part in _ATTENTION:
+            return "train_attn"
+        if part in _MLP:
+            return "train_mlp"
+    return None
 
 
 @dataclass(frozen=True)
@@ -33,37 +51,55 @@ class LinearShape:
     out_features: int
 
 
-def select_targets(linears: Mapping[str, LinearShape], spec: LoraSpec) -> dict[str, LinearShape]:
+def select_targets(
+    linears: Mapping[str, LinearShape], spec: LoraSpec, unadapted: Sequence[str] = ()
+) -> dict[str, LinearShape]:
     """The linears an adapter of `spec` adapts, in the base model's order.
 
     Args:
         linears: every adaptable linear of the base model by name.
+        unadapted: its weights that are no linear's, and so have no adapter.
 
     Raises:
-        InvalidRequest: no target is chosen, the base model has no linear of a chosen kind, or a critic's
-            value head would not be trained.
+        InvalidRequest: no target is chosen, the base model has no linear of a chosen kind, or other weights
+            of that kind too, or a critic's value head would not be trained.
     """
-    if not 1 <= spec.rank <= 256:
-        raise InvalidRequest(f"lora rank must be from 1 to 256, got {spec.rank}")
+    if not 1 <= spec.rank <= MAX_RANK:
+        raise InvalidRequest(f"lora rank must be from 1 to {MAX_RANK}, got {spec.rank}")
     roles.check_trains_head(spec.role, spec.train_unembed)
-    kinds = {
-        "train_attn": (spec.train_attn, ATTENTION_PROJECTIONS),
-        "train_mlp": (spec.train_mlp, MLP_PROJECTIONS),
-        "train_unembed": (spec.train_unembed, (HEAD,)),
-    }
-    if not any(chosen for chosen, _ in kinds.values()):
+    flags = {flag: getattr(spec, flag) for flag in ("train_attn", "train_mlp", "train_unembed")}
+    if not any(flags.values()):
         raise InvalidRequest("the adapter would train nothing; set train_attn, train_mlp or train_unembed")
     if spec.role == "critic":
         # Its head is the value head; the vocabulary's is no part of the model.
-        del kinds["train_unembed"]
-    wanted: set[str] = set()
-    for flag, (chosen, leaves) in kinds.items():
-        names = {name for name in linears if name.rpartition(".")[2] in leaves}
-        if chosen and not names:
+        del flags["train_unembed"]
+    for flag in (flag for flag, chosen in flags.items() if chosen):
+        left = [name for name in unadapted if kind_of(name) == flag]
+        if left:
+            raise InvalidRequest(
+                f"{flag} would train a part of the base model's weights only: those of {left[0]} and others "
+                f"like it cannot have adapters here; set {flag} to false",
+                "not_adaptable",
+            )
+        if not any(kind_of(name) == flag for name in linears):
             raise InvalidRequest(f"the base model has nothing that {flag} could adapt; set {flag} to false")
-        if chosen:
-            wanted |= names
-    return {name: shape for name, shape in linears.items() if name in wanted}
+    return {name: shape for name, shape in linears.items() if flags.get(kind_of(name) or "")}
+
+
+def largest(linears: Mapping[str, LinearShape], rank: int, unadapted: Sequence[str] = ()) -> LoraSpec:
+    """The policy's adapter that trains all that the base model lets one train.
+
+    Args:
+        unadapted: as in `select_targets`.
+    """
+    whole = {kind_of(name) for name in linears} - {kind_of(name) for name in unadapted}
+    return LoraSpec(
+        rank,
+        seed=0,
+        train_attn="train_attn" in whole,
+        train_mlp="train_mlp" in whole,
+        train_unembed="train_unembed" in whole,
+    )
 
 
 class Adapter:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from services.trainer.compute.lora.adapter import HEAD, VALUE_HEAD, Adapter, layout_of, matrix
+from services.trainer.compute.memory.transfer import on_device
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class _Stack:
         scale: Tensor | float = scales[0]
         if len(set(scales)) > 1:
             each = torch.tensor(scales).repeat_interleave(torch.tensor(tokens), output_size=stop - start)
-            scale = each[:, None].to(self._device)
-        return _Cut(tokens, torch.tensor(within, dtype=torch.int32, device=self._device), scale)
+            scale = on_device(each, str(self._device))[:, None]
+        return _Cut(tokens, on_device(torch.tensor(within, dtype=torch.int32), str(self._device)), scale)
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """A [segments, rank, in] and B [segments, out, rank] of a linear."""

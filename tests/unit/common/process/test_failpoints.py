@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from pathlib import Path
 import pytest
 
 from services.common.process import failpoints
+from services.common.process.faults import armed
 
 SERVICES = Path(failpoints.__file__).parents[2]
 POINT = "gateway.after_accept"
 
 
 def run(code: str, setting: str) -> subprocess.CompletedProcess[str]:
-    program = f"from services.common.process import failpoints\n{code}"
+    program = "from services.common.process import failpoints\n"
+    program += f"from services.common.process.faults import armed\n{code}"
     environment = {failpoints.VARIABLE: setting, "PYTHONPATH": str(SERVICES.parent)}
     return subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=30
@@ -50,7 +53,7 @@ def test_a_kill_ends_the_process_at_the_chosen_hit() -> None:
 def test_an_error_is_raised_once() -> None:
     code = "for i in range(3):\n"
     code += f"    try:\n        failpoints.hit({POINT!r}); print(i)\n"
-    code += "    except failpoints.InjectedFault:\n        print('fault')"
+    code += "    except armed.InjectedFault:\n        print('fault')"
     assert run(code, f"{POINT}=error@2").stdout.split() == ["0", "fault", "2"]
 
 
@@ -75,25 +78,47 @@ def test_what_is_not_known_is_refused_at_the_start(setting: str) -> None:
     assert done.returncode == 1 and "ValueError" in done.stderr
 
 
+def test_a_build_without_faults_does_not_start_when_it_is_asked_for_some(tmp_path: Path) -> None:
+    image = tmp_path / "services"
+    left_out = shutil.ignore_patterns("faults", "__pycache__")
+    shutil.copytree(SERVICES / "common", image / "common", ignore=left_out)
+    (image / "__init__.py").touch()
+    code = "from services.common.process import process, failpoints; import pathlib; print('begins')\n"
+    code += (
+        f"process.setup_process('x', pathlib.Path({str(tmp_path)!r}))\nfailpoints.hit({POINT!r}); print('ok')"
+    )
+    for setting, said, wrong in (("", "begins ok", ""), (f"{POINT}=kill", "begins", "unset it")):
+        environment = {failpoints.VARIABLE: setting, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            cwd=tmp_path,
+        )
+        assert done.stdout.split() == said.split() and wrong in done.stderr, done.stderr
+
+
 def test_a_point_of_one_process_leaves_the_others_alone() -> None:
     assert hits(1, f"{POINT}[gateway-1]=kill", "gateway-0").returncode == 0
     assert hits(1, f"{POINT}[gateway-1]=kill", "gateway-1").returncode == -signal.SIGKILL
 
 
 def test_an_arming_in_a_directory_fires_as_often_as_it_says_over_all_processes(tmp_path: Path) -> None:
-    failpoints.arm(tmp_path, POINT, "kill*2")
-    assert failpoints.armed(tmp_path) == {POINT}
+    armed.arm(tmp_path, POINT, "kill*2")
+    assert armed.armed(tmp_path) == {POINT}
     codes = [hits(1, f"dir:{tmp_path}").returncode for _ in range(4)]
     assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
-    assert failpoints.armed(tmp_path) == set()
+    assert armed.armed(tmp_path) == set()
 
 
 def test_a_running_process_is_armed_through_its_directory(tmp_path: Path) -> None:
     code = f"import pathlib\nfailpoints.hit({POINT!r})\n"
-    code += f"failpoints.arm(pathlib.Path({str(tmp_path)!r}), {POINT!r}, 'kill')\nfailpoints.hit({POINT!r})"
+    code += f"armed.arm(pathlib.Path({str(tmp_path)!r}), {POINT!r}, 'kill')\nfailpoints.hit({POINT!r})"
     assert run(code, f"dir:{tmp_path}").returncode == -signal.SIGKILL
 
 
 def test_arming_a_typo_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no failpoint"):
-        failpoints.arm(tmp_path, "trainer.befor_pass", "kill")
+        armed.arm(tmp_path, "trainer.befor_pass", "kill")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 import redis.asyncio
@@ -292,15 +293,17 @@ async def test_batches_since_the_last_step_fill_a_journal_and_never_keep_the_ste
     any_redis: redis.asyncio.Redis,
 ) -> None:
     size = batch(1).ByteSize()
-    for limits in (JournalLimits(entries=8), JournalLimits(journal_bytes=8 * size)):
+    by_count, by_bytes = JournalLimits(entries=8), JournalLimits(journal_bytes=8 * size)
+    for limits, flag in ((by_count, "--pending-operations"), (by_bytes, "--journal-bytes")):
         await any_redis.flushall()
         journal = Journal(any_redis, limits)
         lease = await created(any_redis, journal)
         for seq_id in range(1, 9):
             await journal.accept(batch(seq_id), "ann")
             await journal.publish(MODEL, lease.epoch, seq_id, done())
-        with pytest.raises(Overloaded, match="send an optim_step"):
+        with pytest.raises(Overloaded, match="send an optim_step") as full:
             await journal.accept(batch(9), "ann")
+        assert (full.value.about, re.findall(r"--[a-z-]+", str(full.value))) == ({"limit": flag}, [flag])
         save = operation_pb2.SaveState(checkpoint_id="weights/a")
         await journal.accept(operation_pb2.Operation(model_id=MODEL, seq_id=9, save_state=save), "ann")
         await journal.accept(step(10), "ann")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -158,3 +159,22 @@ def test_base_models_are_a_json_list() -> None:
     assert known_models.parse_configured("") == ()
     parsed = known_models.parse_configured('[{"name": "a/b"}, {"name": "c/d", "trained": false}]')
     assert parsed == (Configured(name="a/b"), Configured(name="c/d", trained=False))
+
+
+async def test_who_is_drained_is_so_while_it_is_heard_of_and_for_a_while_after_that(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    services = Registry(any_redis)
+    for name in ("running", "gone", "away"):
+        await services.announce(record(name=name))
+        await services.drain("trainer", name)
+    long_ago = time.time() - registry.DRAINED_S
+    seen = {"trainer:running": long_ago - 60, "trainer:gone": long_ago - 60, "trainer:away": long_ago + 600}
+    await any_redis.zadd(keys.DRAINED, seen)
+    # The one that runs was drained long ago, and has been heard of since then.
+    await services.announce(record(name="running"))
+    assert (await services.look()).drained == {("trainer", "running"), ("trainer", "away")}
+    await services.announce(record(name="never drained"))
+    assert (await services.look()).drained == {("trainer", "running"), ("trainer", "away")}
+    assert await services.undrain("trainer", "running")
+    assert not await services.undrain("trainer", "gone")

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.contract.errors import InvalidRequest
 from services.common.state.known_models import Configured, Facts, KnownModel
-from services.common.state.registry import ServiceRecord, View
+from services.common.state.registry import ServiceRecord, View, facts
 from services.gateway.cluster import base_models
 from services.gateway.cluster.base_models import BaseModel
 
@@ -34,6 +34,17 @@ def test_the_smallest_limit_of_all_replicas_holds() -> None:
     assert models["a/b"].max_sample_rank == 16
     assert models["a/b"].trainable and models["a/b"].sampleable
     assert models["c/d"].sampleable and not models["c/d"].trainable
+
+
+def test_what_one_rank_holds_is_known_where_ranks_hold_more_together() -> None:
+    together = record("trainer", "a/b", world_size=2, max_sequence_tokens=60, one_rank_tokens=40)
+    smaller = record("trainer", "a/b", world_size=4, max_sequence_tokens=64, one_rank_tokens=30)
+    model = base_models.merge(view(together, smaller))["a/b"]
+    assert (model.max_sequence_tokens, model.one_rank_tokens, model.trainer_ranks) == (60, 30, 2)
+    away = KnownModel("a/b", trainer=facts(together))
+    assert base_models.merge(view(known=(away,)))["a/b"].one_rank_tokens == 40
+    alone = record("trainer", "a/b", max_sequence_tokens=60)
+    assert base_models.merge(view(alone))["a/b"].one_rank_tokens == 0
 
 
 def test_what_is_away_is_judged_by_what_it_said_last_and_what_lives_by_what_it_says() -> None:

@@ -8,9 +8,10 @@ import pytest
 import redis.asyncio
 
 from services.common.contract.errors import InvalidRequest
-from services.common.state import keys, known_models
+from services.common.state import keys, known_models, versions
 from services.common.state.poison import Poison
-from services.common.state.registry import Announcer, ServiceRecord
+from services.common.state.registry import Announcer, Registry, ServiceRecord
+from services.common.state.versions import Range
 from services.gateway.cluster.base_models import BaseModels
 from services.gateway.cluster.discovery import Discovery
 
@@ -106,3 +107,20 @@ async def test_a_base_model_that_has_just_come_is_found_at_once(redis_client: re
     await announcer(redis_client).start()
     discovery._looked_at -= 0.2
     assert (await base_models.trainable(BASE)).trainer_seen
+
+
+async def test_a_service_of_a_release_too_far_away_gets_no_work_and_that_is_said(
+    redis_client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields: Any = {"address": "127.0.0.1:1", "base_model": BASE, "vocab_size": 9, "context_length": 9}
+    registry = Registry(redis_client)
+    next_one = Range(versions.CONTRACT + 1, versions.CONTRACT)
+    later = Range(versions.CONTRACT + 2, versions.CONTRACT + 1)
+    for name, speaks in (("same", Range()), ("next", next_one), ("later", later)):
+        await registry.announce(ServiceRecord(kind="trainer", id=name, versions=speaks, **fields))
+    discovery = Discovery(redis_client, Poison(redis_client))
+    await discovery.refresh()
+    await discovery.refresh()
+    assert [record.id for record in discovery.trainers.serving(BASE)] == ["next", "same"]
+    (told,) = [entry.getMessage() for entry in caplog.records if "contract" in entry.getMessage()]
+    assert told.startswith(f"trainer later speaks contract {later}, this gateway {Range()}: it gets no work")

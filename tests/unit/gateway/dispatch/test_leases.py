@@ -99,3 +99,19 @@ async def test_a_sweep_takes_only_models_with_work(any_redis: redis.asyncio.Redi
     operation = operation_pb2.Operation(model_id=MODEL, seq_id=1, unload_model=operation_pb2.UnloadModel())
     await Journal(any_redis).accept(operation, "ann")
     assert isinstance(await leases.acquire(MODEL, only_with_work=True), Lease)
+
+
+async def test_it_is_known_for_how_long_no_lease_was_renewed(any_redis: redis.asyncio.Redis) -> None:
+    leases = Leases(any_redis, "gateway-0", ttl=0.3)
+    assert leases.unrenewed == 0.0
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    leases.start()
+    await asyncio.sleep(0.7)
+    # It was renewed since.
+    assert 0.0 < leases.unrenewed < clock() - began
+    await leases._renewals.stop()
+    before = leases.unrenewed
+    await asyncio.sleep(0.2)
+    assert leases.unrenewed > before
+    await leases.stop()

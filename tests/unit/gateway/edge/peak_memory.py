@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import uvloop
 
 from services.gateway.access import body_budget
 from services.gateway.access.memory import Memory
@@ -83,4 +84,5 @@ async def main(redis_url: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+    # As a gateway does: what buffers take depends on the loop.
+    uvloop.run(main(sys.argv[1], Path(sys.argv[2])))

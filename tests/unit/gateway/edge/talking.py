@@ -23,9 +23,10 @@ from services.common.contract.errors import TinsmithError, Unavailable
 from services.common.state import redis_client
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
-from services.gateway.access.auth import KeyRing
 from services.gateway.access.limits import Limits
 from services.gateway.edge.http.server import HttpServer
+from services.gateway.identity.key_store import KeyStore
+from services.gateway.identity.ring import KeyRing
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.wiring import Gateway
 from services.launcher.tiny_model import write_tokenizer
@@ -196,7 +197,12 @@ async def talking(redis_url: str, directory: Path) -> AsyncIterator[Talking]:
     announced = {"vocab_size": VOCAB, "context_length": CONTEXT, "model_path": str(directory)}
     async with serving(client, sampler, "sampler-0", **announced):
         gateway = Gateway(
-            "gateway-0", client, KeyRing(directory / "keys"), connect("", data), data, limits=Limits()
+            "gateway-0",
+            client,
+            KeyRing(directory / "keys", KeyStore(client)),
+            connect("", data),
+            data,
+            limits=Limits(),
         )
         await gateway.start()
         http = HttpServer(gateway.application, "127.0.0.1", 0)

@@ -125,7 +125,7 @@ async def test_what_no_sampler_can_run_is_refused_at_the_save_and_trained_all_th
     edges: Edges,
 ) -> None:
     def refused(told: dict[str, Any]) -> bool:
-        return told["category"] == "user" and "run adapters" in told["error"]
+        return told["category"] == "user" and "runs adapters" in told["error"]
 
     async with edges.http() as client:
         adapter, full = await new_model(edges, client), await new_model(edges, client, rank=0)

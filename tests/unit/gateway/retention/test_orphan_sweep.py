@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import redis.asyncio
 
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
+from services.gateway.retention import orphan_sweep
 from services.gateway.retention.orphan_sweep import OrphanSweep
 
 DAY = 24 * 3600
@@ -93,3 +97,35 @@ async def test_nothing_goes_by_what_another_redis_knows(
     await stage.sweep.look(1000 + DAY)
     assert stage.there() == {KNOWN}
     assert stage.data.cluster_id.read_text() == "another"
+
+
+async def test_snapshots_that_cannot_be_deleted_stop_no_others(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {f"{LOST.rpartition(':')[0]}:{number}" for number in range(2, 6)}
+    for model_id in others:
+        stage.data.snapshot(model_id, 3).mkdir(parents=True)
+
+    def fails(path: Path) -> None:
+        if path.name == LOST:
+            raise PermissionError(13, "Permission denied")
+        shutil.rmtree(path)
+
+    monkeypatch.setattr(orphan_sweep, "delete_directory", fails)
+    await stage.sweep.look(1000)
+    await stage.sweep.look(1000 + DAY)
+    assert stage.there() == {KNOWN, LOST}
+    monkeypatch.undo()
+    await stage.sweep.look(1000 + 2 * DAY)
+    assert stage.there() == {KNOWN}
+
+
+async def test_what_a_save_that_broke_off_left_goes_also_of_a_model_that_lives(stage: Stage) -> None:
+    broken_off, under_way = (stage.data.snapshots(KNOWN) / name for name in (".4-abandoned", ".5-under-way"))
+    for path in (broken_off, under_way):
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"half")
+    os.utime(broken_off, (time.time() - 2 * DAY,) * 2)
+    await stage.sweep.look(1000)
+    assert (broken_off.exists(), under_way.exists()) == (False, True)
+    assert stage.data.snapshot(KNOWN, 3).is_dir()

@@ -29,12 +29,14 @@ from services.gateway.records.model import ModelRecord
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
+from services.gateway.records.usage import UsageStore
 from services.gateway.results.futures import Futures
 from services.gateway.retention import retention as retention_module
 from services.gateway.retention.forget import Forgetting
 from services.gateway.retention.plan import RetentionSettings, longer
 from services.gateway.retention.retention import Retention
 from services.gateway.sessions.sessions import NewSession, Sessions
+from services.gateway.timelines.timelines import Timelines
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import models_pb2, results_pb2, training_pb2
@@ -67,6 +69,7 @@ class Stage:
             self.futures,
             "gateway-0",
             ResultRecorder(stores).record,
+            Timelines(client, Room()),
             DispatchSettings(idle_release=0.01),
         )
         self.cancelled: list[str] = []
@@ -451,6 +454,8 @@ async def test_nothing_stays_of_a_session_that_ended_long_ago(stage: Stage) -> N
     await forgetting.sweep(time.time() + 900)
     assert await stage.store.get(session_id) is not None
     await forgetting.sweep(time.time() + 1100)
+    # Its owner goes with its count.
+    await UsageStore(stage.redis).note_stored(time.time())
     counted = {keys.HELD_BYTES, keys.EXPIRING_BYTES, keys.WAITING_OPERATIONS}
     # What was accepted of late is listed for a minute.
     assert await everything(stage.redis) - before - counted <= {keys.PENDING_MODELS}

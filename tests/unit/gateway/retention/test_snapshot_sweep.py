@@ -13,6 +13,7 @@ from services.common.storage.data_dir import DataDir
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
+from services.gateway.retention import snapshot_sweep
 from services.gateway.retention.snapshot_plan import SnapshotBudget
 from services.gateway.retention.snapshot_sweep import SnapshotSweep, budget_on
 
@@ -117,3 +118,33 @@ def test_budgets_are_shares_of_the_volume_unless_they_are_numbers(tmp_path: Path
     share = budget_on(DataDir(tmp_path), 0, 0)
     assert share.total_bytes > share.owner_bytes > 0
     assert budget_on(DataDir(tmp_path), 100, 10) == SnapshotBudget(100, 10)
+
+
+async def test_a_snapshot_whose_clients_cannot_be_read_stops_no_other(stage: Stage) -> None:
+    broken, whole = await stage.save(1, age=0), await stage.save(2, age=0)
+    await stage.sampler(1, inflight=True)
+    await stage.redis.set(keys.sampling_session(f"{SESSION}:sample:1"), b"{}")
+    for version in (1, 2):
+        await stage.stores.snapshots.supersede(MODEL, version, time.time() - 10 + version)
+    full = [await stage.save(version) for version in range(3, 8)]
+    await stage.sweeps.sweep()
+    assert (broken.exists(), whole.exists()) == (True, False)
+    assert [path.exists() for path in full].count(True) < 5
+    # It is looked at again, after others.
+    assert await stage.stores.snapshots.superseded(10) == []
+    assert await stage.redis.zcard(keys.SNAPSHOTS_SUPERSEDED) == 1
+
+
+async def test_a_snapshot_that_cannot_be_removed_stops_no_other(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [await stage.save(version, age=9000 - version) for version in range(1, 6)]
+
+    def fails(path: Path) -> None:
+        if path == paths[0]:
+            raise PermissionError(13, "Permission denied")
+        path.rmdir()
+
+    monkeypatch.setattr(snapshot_sweep, "delete_directory", fails)
+    await stage.sweeps.sweep()
+    assert [path.exists() for path in paths] == [True, False, True, True, True]

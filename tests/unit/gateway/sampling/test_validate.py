@@ -62,6 +62,21 @@ def test_a_good_sample_passes(request_: sampling_pb2.SampleRequest) -> None:
     validate.check_sample(request_, MODEL, LIMITS)
 
 
+def test_a_constraint_that_says_nothing_is_refused() -> None:
+    empty, regex = sample(), sample()
+    empty.params.constraint.SetInParent()
+    regex.params.constraint.regex = "[0-9]+"
+    assert "set json_schema or regex" in refused(validate.check_sample, empty, MODEL, LIMITS)
+    validate.check_sample(regex, MODEL, LIMITS)
+
+
+def test_what_steers_a_sample_is_checked_before_it_is_accepted() -> None:
+    biased = sample()
+    biased.params.logit_bias.add(token_id=MODEL.vocab_size, bias=1)
+    assert "token 100" in refused(validate.check_sample, biased, MODEL, LIMITS)
+    assert "min_p" in refused(validate.check_sample, sample(min_p=1.5), MODEL, LIMITS)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -100,6 +115,41 @@ def test_a_good_sample_passes(request_: sampling_pb2.SampleRequest) -> None:
 )
 def test_a_sample_that_cannot_be_run_is_refused(changes: dict, says: str) -> None:
     assert says in refused(validate.check_sample, sample(**changes), MODEL, LIMITS)
+
+
+CONTINUE = sampling_pb2.ON_UPDATE_CONTINUE
+
+
+def test_a_sample_goes_on_with_newer_weights_when_it_asks_to_and_its_session_follows_its_model() -> None:
+    assert not validate.check_on_update(sample(), inflight=True, constrained=False)
+    finish = sample(on_update=sampling_pb2.ON_UPDATE_FINISH)
+    assert not validate.check_on_update(finish, inflight=False, constrained=True)
+    assert validate.check_on_update(sample(on_update=CONTINUE), inflight=True, constrained=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "inflight", "constrained", "says"),
+    [
+        ({"on_update": CONTINUE}, False, False, "one snapshot for ever"),
+        ({"on_update": 7}, True, False, "on_update 7 is not one of OnUpdate"),
+        ({"on_update": CONTINUE, "stop": strings("a")}, True, False, "stop strings"),
+        ({"on_update": CONTINUE, "frequency_penalty": 1.0}, True, False, "frequency_penalty"),
+        ({"on_update": CONTINUE}, True, True, "constraint"),
+    ],
+)
+def test_what_cannot_go_on_with_newer_weights_is_refused(
+    changes: dict, inflight: bool, constrained: bool, says: str
+) -> None:
+    assert says in refused(validate.check_on_update, sample(**changes), inflight, constrained)
+
+
+def test_the_room_of_an_answer_holds_a_version_of_every_token_of_a_sample_that_moves() -> None:
+    still = validate.check_sample(sample(max_tokens=10), MODEL, LIMITS)
+    moving = validate.check_sample(sample(max_tokens=10, on_update=CONTINUE), MODEL, LIMITS)
+    spans = sampling_pb2.SampledSequence(
+        versions=[sampling_pb2.VersionSpan(version=2**62 + each, tokens=1) for each in range(10)]
+    )
+    assert moving - still >= spans.ByteSize()
 
 
 def test_what_a_request_may_sample_in_all_is_bounded_by_what_its_context_leaves() -> None:

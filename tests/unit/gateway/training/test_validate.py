@@ -1,5 +1,7 @@
 """What is refused before it is accepted, and what the refusal says."""
 
+import dataclasses
+
 import pytest
 
 from services.common.contract.errors import InvalidRequest, TooLarge
@@ -48,6 +50,27 @@ def test_a_batch_that_the_model_cannot_take_is_refused(
     operation: training_pb2.ForwardBackward, says: str
 ) -> None:
     assert says in refused(validate.check_forward_backward, operation, "policy", MODEL, LIMITS)
+
+
+def test_a_sequence_beyond_the_trainers_memory_is_refused_with_both_numbers() -> None:
+    model = dataclasses.replace(MODEL, max_sequence_tokens=8)
+    operation = batch([1] * 8, [1] * 8, [1] * 8)
+    validate.check_forward_backward(operation, "policy", model, LIMITS)
+    operation.data.append(batch([1] * 9, [1] * 9, [1] * 9).data[0])
+    said = refused(validate.check_forward_backward, operation, "policy", model, LIMITS)
+    assert "data[1]: 9 tokens are more than the 8 of one sequence" in said
+    operation.forward_only = True
+    validate.check_forward_backward(operation, "policy", model, LIMITS)
+
+
+def test_an_operation_beyond_the_trainers_memory_is_refused_with_both_numbers() -> None:
+    model = dataclasses.replace(MODEL, max_sequence_tokens=16, max_operation_tokens=20)
+    operation = batch([1] * 10, [1] * 10, [1] * 10)
+    operation.data.append(operation.data[0])
+    validate.check_forward_backward(operation, "policy", model, LIMITS)
+    operation.data.append(operation.data[0])
+    said = refused(validate.check_forward_backward, operation, "policy", model, LIMITS)
+    assert "30 tokens, more than the 20 of one operation" in said
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import Scoring
+from services.common.contract.steering import Steering
 from services.sampler.engine.sampling import (
+    Constraint,
     Limits,
     SampleJob,
     SamplingParams,
@@ -85,3 +87,26 @@ def test_seeds_that_differ_only_in_high_bits_differ_in_the_low_bits_of_the_engin
     engine_seeds = [sequence_seed(seed, 0) for seed in seeds]
     assert all(seed is not None and 0 <= seed < 2**63 for seed in engine_seeds)
     assert len({(seed or 0) & 0xFFFFFFFF for seed in engine_seeds}) == len(seeds)
+
+
+def test_what_goes_on_after_other_tokens_draws_from_a_stream_of_its_own() -> None:
+    seeds = {sequence_seed(seed, index, start) for seed in (0, 1) for index in (0, 5) for start in (0, 1, 2)}
+    assert len(seeds) == 12
+    assert sequence_seed(40, 2, 7) == sequence_seed(42, 0, 7)
+    assert sequence_seed(None, 0, 7) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "hint"),
+    [
+        (params(stop_strings=("a",)), "stop strings"),
+        (params(steering=Steering(presence_penalty=0.1)), "presence_penalty"),
+        (dataclasses.replace(JOB, constraint=Constraint("regex", "a")), "constraint"),
+    ],
+)
+def test_a_job_that_moves_is_refused_what_cannot_be_followed_over_a_change_of_weights(
+    job: SampleJob, hint: str
+) -> None:
+    check(job, LIMITS)
+    with pytest.raises(InvalidRequest, match=hint):
+        check(dataclasses.replace(job, moves=True), LIMITS)

@@ -16,7 +16,7 @@ from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
-from services.sampler.snapshots.snapshots import NotInGroup, Snapshots
+from services.sampler.snapshots.snapshots import NotInGroup, Snapshots, StillReceiving
 from services.sampler.snapshots.staging import Staging
 
 KEY = SnapshotKey("session:train:0", 3)
@@ -233,6 +233,25 @@ async def test_a_transfer_of_another_group_is_refused_before_anything_waits(
     assert (engine.receives, snapshots.group_epoch) == ([], 2)
 
 
+async def test_who_receives_for_long_joins_no_other_group_meanwhile(
+    engine: Engine, snapshots: Snapshots
+) -> None:
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
+    engine.gate.clear()
+    receiving = asyncio.create_task(snapshots.receive(INCOMING))
+    await until(lambda: engine.receives == [100])
+    with pytest.raises(StillReceiving, match="join later"):
+        await snapshots.join_group(2, 1, 2, "gloo", 0.02)
+    assert snapshots.group_epoch == 1
+    joining = asyncio.create_task(snapshots.join_group(3, 1, 2, "gloo", 5))
+    await asyncio.sleep(0.01)
+    assert snapshots.group_epoch == 1
+    engine.gate.set()
+    await receiving
+    await joining
+    assert (snapshots.group_epoch, snapshots.resident()) == (3, [KEY])
+
+
 async def test_a_third_adapter_waits_for_one_of_two_slots_and_is_forgotten_when_it_gives_up(
     snapshots: Snapshots,
 ) -> None:
@@ -261,7 +280,7 @@ async def test_where_adapters_cannot_run_they_are_refused_and_what_arrives_of_th
 ) -> None:
     full = FullSnapshots(engine, DataDir(tmp_path), Staging(20, copies=1))
     snapshots = Snapshots(engine, DataDir(tmp_path), Residency(10, 100), AdapterSlots(2), full, adapts=False)
-    with pytest.raises(InvalidRequest, match="cannot run adapters") as error:
+    with pytest.raises(InvalidRequest, match="runs no adapters") as error:
         await use(snapshots)
     assert error.value.code == "adapters_not_supported"
     await snapshots.join_group(1, 1, 2, "gloo", 5)

@@ -52,10 +52,9 @@ def computed(rows: Sequence[Row]) -> tuple[list[RowResult], list[np.ndarray]]:
         made = np.random.default_rng([row.op, row.index]).normal(-6, 0.5, len(batch.places[number]))
         outputs[_kind(row)][batch.places[number]] = torch.from_numpy(made).float()
     logprobs, values = (output.requires_grad_() for output in outputs)
-    losses = BatchLosses(OPS, rows, batch, "cpu")
-    losses.take(logprobs, values)
+    losses = BatchLosses(OPS, rows, batch, "cpu").compute(logprobs, values)
     losses.total(collective=False).backward()
-    return losses.results(), _gradients(rows, batch, (logprobs, values))
+    return losses.leave().results(), _gradients(rows, batch, (logprobs, values))
 
 
 def _kind(row: Row) -> int:
@@ -121,15 +120,14 @@ def test_one_loss_is_one_call_however_many_rows_it_has(monkeypatch: pytest.Monke
         made = work((op[0], [is_row(seed, 5) for seed in range(count)]))
         rows = in_order(made.micro_batches[0].rows)
         batch = collate(rows, "cpu", shared=True)
-        BatchLosses(op, rows, batch, "cpu").take(torch.zeros(5 * count), torch.zeros(0))
+        BatchLosses(op, rows, batch, "cpu").compute(torch.zeros(5 * count), torch.zeros(0))
         assert calls == [5 * count] * 5
 
 
 def test_a_rank_without_rows_has_a_loss_that_is_zero_and_of_the_whole_graph() -> None:
     logprobs, values = torch.ones(1, requires_grad=True), torch.ones(0, requires_grad=True)
     batch = idle_batch("cpu")
-    losses = BatchLosses([], [], batch, "cpu")
-    losses.take(logprobs, values)
+    losses = BatchLosses([], [], batch, "cpu").compute(logprobs, values)
     total = losses.total(collective=True)
     total.backward()
     assert total.item() == 0
@@ -144,8 +142,8 @@ def test_the_slope_of_some_outputs_is_the_gradient_of_the_total() -> None:
     count = batch.targets.ids.shape[0]
     logprobs = (torch.randn(count, generator=torch.Generator().manual_seed(1)) / 2 - 6).requires_grad_()
     losses = BatchLosses(OPS, rows, batch, "cpu")
-    losses.take(logprobs, torch.zeros(batch.tokens.numel() - batch.targets.positions))
-    (gradient,) = torch.autograd.grad(losses.total(collective=False), logprobs)
+    computed = losses.compute(logprobs, torch.zeros(batch.tokens.numel() - batch.targets.positions))
+    (gradient,) = torch.autograd.grad(computed.total(collective=False), logprobs)
     slope = losses.slope()
     assert slope is not None
     assert gradient.any()

@@ -20,13 +20,31 @@ def test_the_rank_on_which_an_operation_failed_says_why(monkeypatch: pytest.Monk
         [MicroBatch([row(0, 0), row(1, 0)]), MicroBatch([row(0, 1)])],
     )
     sent: list[bytes] = []
+    heads: list[list[int]] = []
 
-    def gather(payload: bytes, device: str) -> list[bytes]:
+    def everyones(mine: list[int], device: str) -> list[list[int]]:
+        # The other rank failed on the first operation; this test plays it first.
+        heads.append(mine)
+        return [heads[0], mine]
+
+    def gather(payload: bytes, sizes: list[int], device: str) -> list[bytes]:
         sent.append(payload)
+        assert sizes == [len(sent[0]), len(payload)]
         return sent if len(sent) == 2 else []
 
+    monkeypatch.setattr(exchange, "_everyones", everyones)
     monkeypatch.setattr(exchange, "gather_bytes", gather)
-    assert exchange.collect(work, [], {0: FULL}, "cpu") == []
+    failed, found = exchange.exchange(work, [], {}, {0: FULL}, "cpu")
+    assert (failed, found) == ({0: FULL}, [])
     here = [RowResult(0, 0), RowResult(1, 0)]
-    found = exchange.collect(work, here, {0: exchange.ELSEWHERE}, "cpu")
+    failed, found = exchange.exchange(work, here, {}, {}, "cpu")
+    assert failed == {0: exchange.ELSEWHERE}
     assert found == [RowResult(0, 0, failure=FULL), RowResult(0, 1, failure=FULL), RowResult(1, 0)]
+
+
+def test_what_was_refused_has_a_failure_for_each_row_and_all_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Pass([PassOp("m", 1, "cross_entropy")], [MicroBatch([row(0, 0), row(0, 1)])])
+    monkeypatch.setattr(exchange.dist, "get_world_size", lambda: 1)
+    failed, found = exchange.exchange(work, [], {0: FULL}, {}, "cpu")
+    assert failed == {0: FULL}
+    assert found == [RowResult(0, index, failure=FULL) for index in range(2)]

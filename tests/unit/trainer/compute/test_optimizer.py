@@ -1,10 +1,18 @@
 """AdamW honours every setting of every step, and its state survives bit for bit."""
 
+import msgspec
 import pytest
 import torch
 
+from services.trainer.compute import optimizer as module
 from services.trainer.compute.data import AdamSpec
-from services.trainer.compute.optimizer import AdapterOptimizer, FlatBuffers
+from services.trainer.compute.optimizer import (
+    AdapterOptimizer,
+    Due,
+    FlatBuffers,
+    MeasuredAdamW,
+    step_together,
+)
 
 STEPS = [
     AdamSpec(learning_rate=1e-2),
@@ -30,6 +38,14 @@ def by_hand(flat: torch.Tensor, gradients: list[torch.Tensor], steps: list[AdamS
     return w
 
 
+def step(optimizer: AdapterOptimizer, gradient: torch.Tensor, adam: AdamSpec) -> dict[str, float]:
+    """A step for itself."""
+    (found,) = step_together([Due(optimizer, gradient, adam)], FlatBuffers("cpu"))
+    if isinstance(found, FloatingPointError):
+        raise found
+    return found
+
+
 @pytest.fixture
 def flat() -> torch.Tensor:
     return torch.randn(1000, generator=torch.Generator().manual_seed(0))
@@ -43,17 +59,15 @@ def gradients() -> list[torch.Tensor]:
 
 def test_steps_equal_adamw_written_out(flat: torch.Tensor, gradients: list[torch.Tensor]) -> None:
     expected = by_hand(flat.clone(), gradients, STEPS)
-    optimizer = AdapterOptimizer(flat, FlatBuffers("cpu"))
+    optimizer = AdapterOptimizer(flat)
     for gradient, adam in zip(gradients, STEPS, strict=True):
-        optimizer.step(gradient.clone(), adam)
+        step(optimizer, gradient.clone(), adam)
     torch.testing.assert_close(flat.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_metrics_are_the_norm_before_clipping_and_the_norm_of_the_change(flat: torch.Tensor) -> None:
     before = flat.clone()
-    metrics = AdapterOptimizer(flat, FlatBuffers("cpu")).step(
-        torch.full((1000,), 2.0), AdamSpec(1e-3, grad_clip_norm=0.1)
-    )
+    metrics = step(AdapterOptimizer(flat), torch.full((1000,), 2.0), AdamSpec(1e-3, grad_clip_norm=0.1))
     assert metrics["grad_norm"] == pytest.approx(2.0 * 1000**0.5)
     assert metrics["update_norm"] == pytest.approx(float((flat - before).norm()), rel=1e-5)
     assert metrics["learning_rate"] == 1e-3
@@ -63,37 +77,91 @@ def test_norms_of_large_tensors_are_exact() -> None:
     flat = torch.randn(100_003, generator=torch.Generator().manual_seed(2))
     gradient, before = flat * 3, flat.clone()
     expected = float(gradient.double().norm())
-    metrics = AdapterOptimizer(flat, FlatBuffers("cpu")).step(gradient, AdamSpec(1e-3))
+    metrics = step(AdapterOptimizer(flat), gradient, AdamSpec(1e-3))
     assert metrics["grad_norm"] == pytest.approx(expected, rel=1e-12)
     assert metrics["update_norm"] == pytest.approx(float((before - flat).double().norm()), rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(flat: torch.Tensor, value: float) -> None:
-    optimizer = AdapterOptimizer(flat, FlatBuffers("cpu"))
-    optimizer.step(torch.ones(1000), STEPS[0])
+    optimizer = AdapterOptimizer(flat)
+    step(optimizer, torch.ones(1000), STEPS[0])
     before = flat.clone()
     gradient = torch.ones(1000)
     gradient[17] = value
     with pytest.raises(FloatingPointError):
-        optimizer.step(gradient, STEPS[0])
+        step(optimizer, gradient, STEPS[0])
     assert torch.equal(flat, before)
     assert optimizer.steps == 1
 
 
 def test_exported_state_goes_on_bit_for_bit(flat: torch.Tensor, gradients: list[torch.Tensor]) -> None:
-    optimizer = AdapterOptimizer(flat, FlatBuffers("cpu"))
+    optimizer = AdapterOptimizer(flat)
     for gradient, adam in zip(gradients[:2], STEPS[:2], strict=True):
-        optimizer.step(gradient.clone(), adam)
+        step(optimizer, gradient.clone(), adam)
     steps, moments = optimizer.export()
     copy = flat.clone()
-    resumed = AdapterOptimizer(copy, FlatBuffers("cpu"))
+    resumed = AdapterOptimizer(copy)
     resumed.restore(steps, {name: tensor.clone() for name, tensor in moments.items()})
     for gradient, adam in zip(gradients[2:], STEPS[2:], strict=True):
-        optimizer.step(gradient.clone(), adam)
-        resumed.step(gradient.clone(), adam)
+        step(optimizer, gradient.clone(), adam)
+        step(resumed, gradient.clone(), adam)
     assert torch.equal(copy, flat)
 
 
 def test_there_are_no_moments_before_the_first_step(flat: torch.Tensor) -> None:
-    assert AdapterOptimizer(flat, FlatBuffers("cpu")).export() == (0, {})
+    assert AdapterOptimizer(flat).export() == (0, {})
+
+
+def test_steps_of_several_adapters_are_bit_for_bit_those_of_each_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    sizes = [1000, 7, 40_001, 1000, 65_536, 1]
+    # Some have equal settings, and one a gradient that is not finite.
+    settings = [STEPS[0], STEPS[1], STEPS[0], STEPS[2], STEPS[1], STEPS[3]]
+    flats = [torch.randn(size, generator=generator) for size in sizes]
+    alone, together = ([AdapterOptimizer(flat.clone()) for flat in flats] for _ in range(2))
+    buffers = FlatBuffers("cpu")
+    for number in range(4):
+        gradients = [torch.randn(size, generator=generator) for size in sizes]
+        if number == 2:
+            gradients[3][5] = float("nan")
+        # Not all step each time, so their counts differ.
+        due = [each for each in range(len(sizes)) if (each + number) % 3]
+        found = step_together(
+            [Due(together[each], gradients[each].clone(), settings[each]) for each in due], buffers
+        )
+        for each, answer in zip(due, found, strict=True):
+            if number == 2 and each == 3:
+                assert isinstance(answer, FloatingPointError)
+                continue
+            assert answer == step(alone[each], gradients[each].clone(), settings[each])
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.flat, other.flat)
+        assert one.steps == other.steps
+        for name, moment in one.export()[1].items():
+            assert torch.equal(moment, other.export()[1][name])
+
+
+def test_nothing_due_is_no_step() -> None:
+    assert step_together([], FlatBuffers("cpu")) == []
+
+
+def test_steps_in_blocks_equal_adamw_written_out_and_measure_the_change(
+    flat: torch.Tensor, gradients: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STEP_BLOCK", 300)
+    unclipped = [msgspec.structs.replace(adam, grad_clip_norm=0.0) for adam in STEPS]
+    expected = by_hand(flat.clone(), gradients, unclipped)
+    optimizer = MeasuredAdamW([flat])
+    optimizer.start(flat)
+    for gradient, adam in zip(gradients, unclipped, strict=True):
+        for group in optimizer.param_groups:
+            betas = (adam.beta1, adam.beta2)
+            group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=adam.weight_decay)
+        flat.grad, before = gradient.clone(), flat.clone()
+        optimizer.change = 0.0
+        optimizer.step()
+        change = float((flat - before).double().square().sum())
+        assert float(optimizer.change) == pytest.approx(change, rel=1e-12)
+    torch.testing.assert_close(flat.double(), expected, rtol=1e-5, atol=1e-6)
+    assert float(optimizer.state[flat]["step"]) == len(STEPS)

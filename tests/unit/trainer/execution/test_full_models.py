@@ -5,24 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-import numpy as np
 import pytest
-import torch
 
 from services.common.contract.errors import Overloaded
-from services.common.contract.tensors import from_values
-from services.trainer.compute.collate import with_dtype
-from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
-from services.trainer.execution import full_models
-from services.trainer.execution.full_models import (
-    IDLE_S,
-    SNAPSHOT_BYTES,
-    FullModels,
-    longest_idle,
-    snapshot_due,
-)
+from services.trainer.compute.data import LoraSpec
+from services.trainer.execution import room
+from services.trainer.execution.full_models import SNAPSHOT_BYTES, FullModels, snapshot_due
 from services.trainer.execution.resident_models import Model
-from services.trainer.world.commands import CreateModel, LoadState, OptimStep, for_followers
+from services.trainer.execution.room import IDLE_S, longest_idle
 
 LORA = LoraSpec(4)
 
@@ -49,8 +39,7 @@ def test_an_adapter_is_made_durable_after_every_step() -> None:
 
 
 def test_the_model_that_was_idle_longest_is_parked() -> None:
-    models = [model("b", used=2.0), model("a", used=1.0), model("adapter", used=0.0, lora=LORA)]
-    found = longest_idle(models, now=100.0)
+    found = longest_idle([model("b", used=2.0), model("a", used=1.0)], now=100.0)
     assert found is not None and found.model_id == "a"
 
 
@@ -85,6 +74,17 @@ async def test_an_idle_model_is_saved_and_dropped_to_make_room() -> None:
         assert trainer.done == ["save a", "drop a"]
 
 
+async def test_an_adapter_makes_no_room_for_a_full_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_WAIT_S", 0.0)
+    long_ago = time.monotonic() - IDLE_S - 1
+    trainer = Trainer(model("a"), model("adapter", used=long_ago, lora=LORA))
+    trainer.models["a"].held = True
+    with pytest.raises(Overloaded):
+        async with trainer.full.room():
+            pass
+    assert trainer.done == []
+
+
 async def test_nothing_is_parked_while_there_is_room() -> None:
     trainer = Trainer(model("a"), model("adapter", lora=LORA), most=2)
     async with trainer.full.room():
@@ -92,7 +92,7 @@ async def test_nothing_is_parked_while_there_is_room() -> None:
 
 
 async def test_a_model_that_gets_work_while_it_is_saved_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(full_models, "_WAIT_S", 0.0)
+    monkeypatch.setattr(room, "_WAIT_S", 0.0)
     trainer = Trainer(model("a", used=time.monotonic() - IDLE_S - 1))
 
     async def save(made: Model) -> None:
@@ -116,31 +116,3 @@ async def test_models_wait_for_room_one_after_the_other() -> None:
     await asyncio.gather(make("a"), make("b"))
     assert list(trainer.models) == ["b"]
     assert trainer.done == ["save a", "drop a"]
-
-
-def state(lora: LoraSpec | None) -> ModelState:
-    array = from_values(np.ones(3, np.float32))
-    return ModelState(lora, {"w": array}, {"w.exp_avg": array}, 7)
-
-
-def test_the_tensors_of_a_full_model_are_not_part_of_commands_to_other_ranks() -> None:
-    bare = ModelState(None, {}, {}, 7)
-    create = CreateModel("m", 0, None, state(None), True)
-    assert for_followers(create) == CreateModel("m", 0, None, bare, True)
-    assert for_followers(LoadState("m", 1, state(None), True)) == LoadState("m", 1, bare, True)
-    for command in (
-        CreateModel("m", 0, LORA, state(LORA), True),
-        CreateModel("m", 0, None),
-        OptimStep("m", 1, AdamSpec()),
-    ):
-        assert for_followers(command) is command
-
-
-def test_samplers_get_weights_rounded_as_torch_rounds() -> None:
-    values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
-    (rounded,) = with_dtype({"w": from_values(values)}, "bfloat16").values()
-    assert (rounded.dtype, rounded.shape, len(rounded.data)) == ("bfloat16", (5, 7), 70)
-    bits = torch.from_numpy(np.frombuffer(rounded.data, np.int16).copy())
-    assert torch.equal(bits.view(torch.bfloat16).view(5, 7), torch.from_numpy(values).to(torch.bfloat16))
-    (kept,) = with_dtype({"w": from_values(values)}, "float32").values()
-    assert np.array_equal(kept.values(), values)

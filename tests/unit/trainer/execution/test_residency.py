@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from services.common.contract import ids
@@ -15,7 +16,9 @@ from services.trainer.compute.data import ModelState
 from services.trainer.execution import residency as module
 from services.trainer.execution.residency import Residency
 from services.trainer.execution.resident_models import Model
+from services.trainer.execution.states import States, staging_of
 from services.trainer.files import durable
+from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import Meta, SavedState
 from services.trainer.files.durable import DurableSnapshot
 from services.trainer.world.commands import CreateModel, DropModel
@@ -54,12 +57,17 @@ class Trainer:
         self.models: dict[str, Model] = {}
         self.pointers = PointersInMemory()
         self.engine = Engine(state)
-        self.residency = Residency(cast(World, self.engine), self.models, "org/base", data, self.pointers, 1)
+        base = Base("org/base", "org/base")
+        world, staging = cast(World, self.engine), staging_of(data, "trainer-0")
+        states = States(world, base, staging)
+        self.residency = Residency(
+            world, self.models, states, data, staging, self.pointers, 1, 2**30, lambda _: 1
+        )
         self._data = data
         self._state = state
 
     def stored(self, model_id: str) -> str:
-        meta = Meta("org/base", model_id, SEQ_ID, self._state.step, self._state.lora)
+        meta = Meta("org/base", "org/base", model_id, SEQ_ID, self._state.step, self._state.lora)
         snapshot = DurableSnapshot(SavedState(meta, self._state), {SEQ_ID: RESULT})
         durable._write_files(self._data.state(model_id) / f"{SEQ_ID}-1", snapshot)
         self.pointers.pointer = (SEQ_ID, f"{SEQ_ID}-1")
@@ -100,6 +108,28 @@ async def test_of_a_thousand_models_that_are_asked_for_together_few_are_read_at_
     trainer.engine.gate.set()
     assert await asyncio.gather(*restores) == [SEQ_ID] * 20
     assert trainer.models.keys() == set(models)
+
+
+async def test_those_that_wait_for_room_keep_no_other_from_being_read(trainer: Trainer) -> None:
+    bytes_of = {2: 2**20, 3: 1}
+    large = [trainer.stored(ids.model_id("s", number)) for number in range(2 * module._RESTORING)]
+    trainer.residency.adapters._room.most = 10
+    trainer.residency.adapters._bytes_of = lambda spec: bytes_of[spec.rank]
+    trainer.models["busy"] = Model("busy", created=True, adapter_bytes=5, held=True)
+    waiting = [asyncio.create_task(trainer.restore(model_id, 1)) for model_id in large]
+    await asyncio.sleep(0.1)
+    lora = trainer._state.lora
+    assert lora is not None
+    trainer._state = msgspec.structs.replace(trainer._state, lora=msgspec.structs.replace(lora, rank=3))
+    small = trainer.stored(ids.model_id("s", 100))
+    async with asyncio.timeout(20):
+        assert await trainer.restore(small, 1) == SEQ_ID
+    assert not any(task.done() for task in waiting)
+    for task in waiting:
+        task.cancel()
+    for task in (under_way := list(trainer.residency._restoring.values())):
+        task.cancel()
+    await asyncio.gather(*waiting, *under_way, return_exceptions=True)
 
 
 async def test_a_copy_from_before_the_models_last_move_is_dropped_and_read_anew(trainer: Trainer) -> None:

@@ -10,7 +10,8 @@ import pytest
 from services.common.contract.errors import DataLoss, InvalidRequest, NotFound, StorageFull
 from services.common.storage.base import Key
 from services.common.storage.directory import DirectoryStorage, publish_directory
-from services.trainer.compute.data import ModelState
+from services.trainer.compute.data import ModelState, ShardedState
+from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore, read_state
 
 MODEL = "s:train:0"
@@ -25,8 +26,13 @@ def storage(tmp_path: Path) -> DirectoryStorage:
 
 
 @pytest.fixture
-def store(storage: DirectoryStorage) -> CheckpointStore:
-    return CheckpointStore(storage, "org/base")
+def staging(tmp_path: Path) -> Path:
+    return tmp_path / "staging"
+
+
+@pytest.fixture
+def store(storage: DirectoryStorage, staging: Path) -> CheckpointStore:
+    return CheckpointStore(storage, Base("org/base", "/models/base"), staging)
 
 
 def test_what_is_loaded_is_what_was_saved(store: CheckpointStore, model_state: ModelState) -> None:
@@ -107,11 +113,45 @@ def test_a_missing_checkpoint_is_the_users_error(store: CheckpointStore) -> None
 
 
 def test_a_checkpoint_of_another_base_model_is_refused(
-    store: CheckpointStore, storage: DirectoryStorage, model_state: ModelState
+    store: CheckpointStore, storage: DirectoryStorage, staging: Path, model_state: ModelState
 ) -> None:
-    CheckpointStore(storage, "org/other").save(MODEL, 1, "weights/a", False, model_state)
+    other = CheckpointStore(storage, Base("org/other", "/models/other"), staging)
+    other.save(MODEL, 1, "weights/a", False, model_state)
     with pytest.raises(InvalidRequest, match="org/other"):
         store.load(MODEL, "weights/a")
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "loaded_as"),
+    [
+        (Base("org/base", "/models/base"), Base("org/alias", "/models/base")),
+        (Base("org/base", "org/base"), Base("alias", "/cache/models--org--base/snapshots/ab12")),
+        (Base("org/base", "/old/disk"), Base("org/base", "/new/disk")),
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_name_of_the_same_weights(
+    storage: DirectoryStorage, staging: Path, model_state: ModelState, saved_as: Base, loaded_as: Base
+) -> None:
+    CheckpointStore(storage, saved_as, staging).save(MODEL, 1, "weights/a", False, model_state)
+    assert CheckpointStore(storage, loaded_as, staging).load(MODEL, "weights/a").state == model_state
+
+
+def test_files_of_the_ranks_come_back_as_files_that_stay_until_they_are_released(
+    store: CheckpointStore, storage: DirectoryStorage, tmp_path: Path, staging: Path
+) -> None:
+    written = tmp_path / "written"
+    written.mkdir()
+    for rank in "ab":
+        (written / f"{rank}.safetensors").write_text(rank)
+    store.save(MODEL, 5, "weights/a", False, ShardedState(str(written), 7))
+    loaded = store.load(MODEL, "weights/a")
+    assert isinstance(loaded.state, ShardedState)
+    assert (loaded.state.step, loaded.meta.lora) == (7, None)
+    assert storage.delete(KEY, grace=0.0) is None
+    files = {path.name: path.read_text() for path in Path(loaded.state.directory).glob("*.safetensors")}
+    assert files == {"a.safetensors": "a", "b.safetensors": "b"}
+    loaded.release()
+    assert list(staging.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["adapter.safetensors", "optimizer.safetensors", "meta.json"])
@@ -126,14 +166,14 @@ def test_damage_is_noticed(
 
 
 def test_an_incomplete_directory_is_not_a_state(
-    store: CheckpointStore, model_state: ModelState, tmp_path: Path
+    store: CheckpointStore, model_state: ModelState, tmp_path: Path, staging: Path
 ) -> None:
     store.save(MODEL, 5, "weights/a", False, model_state)
     directory = tmp_path / KEY.path
     (directory / "optimizer.safetensors").unlink()
     with pytest.raises(DataLoss):
-        read_state(directory)
-    assert read_state(tmp_path / "nothing") is None
+        read_state(directory, staging)
+    assert read_state(tmp_path / "nothing", staging) is None
 
 
 def test_a_failed_publish_leaves_the_old_directory_and_no_litter(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Trained:
         await asyncio.sleep(0)
         if self.gone:
             return None
-        meta = Meta("org/base", model_id, self.seq_id, self.state.step, self.state.lora)
+        meta = Meta("org/base", "org/base", model_id, self.seq_id, self.state.step, self.state.lora)
         return DurableSnapshot(SavedState(meta, self.state), {self.seq_id: RESULT})
 
 
@@ -73,7 +73,12 @@ def make(
 ) -> tuple[DurableStore, list[tuple[str, int]]]:
     told: list[tuple[str, int]] = []
     store = DurableStore(
-        DataDir(tmp_path), pointers, take, lambda _: 1, lambda model, seq: told.append((model, seq))
+        DataDir(tmp_path),
+        tmp_path / "staging",
+        pointers,
+        take,
+        lambda _: 1,
+        lambda model, seq: told.append((model, seq)),
     )
     return store, told
 

@@ -117,7 +117,67 @@ def test_a_unit_has_a_bound_however_much_its_datums_share() -> None:
     assert sum(len(unit.datums) for unit in units) == 10_000
 
 
-def test_batches_are_dealt_evenly_and_dealing_can_go_on_where_it_ended() -> None:
-    assert deal(5, 2, 0) == [[0, 2, 4], [1, 3]]
-    whole, first, rest = deal(5, 2, 0), deal(3, 2, 0), deal(2, 2, 3)
+def test_batches_go_to_the_rank_that_has_least_and_dealing_can_go_on_where_it_ended() -> None:
+    assert deal([1] * 5, [0, 0]) == [[0, 2, 4], [1, 3]]
+    assert deal([5, 1, 1, 3], [0, 0]) == [[0], [1, 2, 3]]
+    loads = [0, 0]
+    whole = deal([3, 1, 4, 1, 5], [0, 0])
+    first, rest = deal([3, 1, 4], loads), deal([1, 5], loads)
     assert whole == [first[rank] + [batch + 3 for batch in rest[rank]] for rank in range(2)]
+    assert sum(loads) == 14
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "units"),
+    [
+        ([128] * 64, 8, [1024] * 8),
+        ([128] * 64, 1, [8192]),
+        ([1000], 8, [1000]),
+        ([100] * 10, 8, [400, 400, 200]),
+        ([16] * 8, 8, [128]),
+        ([128] * 256, 8, [4096] * 8),
+    ],
+)
+def test_an_operation_is_cut_for_all_ranks_where_that_is_worth_it(
+    lengths: list[int], ranks: int, units: list[int]
+) -> None:
+    made = split_operation(sequences(lengths), 8192, shared=True, ranks=ranks)
+    assert [unit.tokens for unit in made] == units
+    assert sorted(index for unit in made for index in unit.datums) == list(range(len(lengths)))
+
+
+def test_answers_to_one_prompt_are_not_cut_apart_for_more_ranks_than_that_is_worth() -> None:
+    answers = group(1, 2048, [64] * 16)
+    (alone,) = split_operation(answers, 8192, shared=True, ranks=8)
+    assert alone.tokens == 2048 + 16 * 64
+    several = [datum for seed in range(8) for datum in group(seed, 2048, [64] * 16)]
+    made = split_operation(several, 65536, shared=True, ranks=8)
+    assert [unit.tokens for unit in made] == [2048 + 16 * 64] * 8
+
+
+def test_uneven_datums_are_cut_evenly() -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 0.8, 512).clip(16, 1024).astype(int).tolist()
+    made = split_operation(sequences(lengths), 65536, shared=True, ranks=8)
+    sizes = [unit.tokens for unit in made]
+    assert len(sizes) == 8
+    assert max(sizes) <= 1.1 * sum(lengths) / 8
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_datums_that_no_rank_holds_are_units_of_all_ranks_and_come_first(shared: bool) -> None:
+    found = split_operation(sequences([5, 101, 7, 300, 100]), 128, shared=shared, one_rank=100)
+    assert found[:2] == [Unit((3,), 300, split=True), Unit((1,), 101, split=True)]
+    assert not any(unit.split for unit in found[2:])
+    assert sorted(index for unit in found[2:] for index in unit.datums) == [0, 2, 4]
+
+
+def test_what_each_rank_holds_is_cut_as_if_the_others_were_not_there() -> None:
+    lengths = [300, 5, 7, 9, 4, 8]
+    with_long = split_operation(sequences(lengths), 16, shared=True, ranks=2, one_rank=100)
+    without = split_operation(sequences(lengths)[1:], 16, shared=True, ranks=2)
+    moved = [Unit(tuple(index + 1 for index in unit.datums), unit.tokens) for unit in without]
+    assert with_long == [Unit((0,), 300, split=True), *moved]
+
+
+def test_without_a_bound_no_datum_is_of_all_ranks() -> None:
+    assert not any(unit.split for unit in split_operation(sequences([5, 10**5]), 16, shared=True, ranks=2))

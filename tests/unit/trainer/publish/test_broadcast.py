@@ -31,7 +31,7 @@ async def test_connections_to_samplers_that_are_gone_are_closed(
         )
         await registry.announce(record)
         assert await sender.send("s:train:0", number, LoraSpec(1), ARRAYS) == (0, 0)
-        assert list(sender._channels) == [record.address]
+        assert [address for address, _ in sender._channels] == [record.address]
         await registry.withdraw("sampler", record.id)
     # A thread that still joins when the interpreter ends would take it down.
     await asyncio.wait(set(sender._abandoned), timeout=20)

@@ -16,7 +16,8 @@ from services.common.contract.tensors import HostTensor
 from services.common.storage.data_dir import DataDir
 from services.launcher.tiny_model import make_tiny_model
 from services.trainer.compute.data import LoraSpec, ModelState
-from services.trainer.files.export_format import Base, read_adapter
+from services.trainer.files.base import Base
+from services.trainer.files.export_format import read_adapter
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Published, Publisher
 

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import cast
 
 import pytest
 
-from services.trainer.compute.data import AdamSpec, ModelState
+from services.common.contract.errors import InvalidRequest, ModelNotResident, TinsmithError
+from services.common.process.threads import WorkerThread
+from services.trainer.compute.data import AdamSpec, ModelState, ShardedState
 from services.trainer.compute.engine import Engine
-from services.trainer.world.commands import DropModel, OptimStep
-from services.trainer.world.threads import WorkerThread
+from services.trainer.compute.full.shards import Writing
+from services.trainer.world import world as world_module
+from services.trainer.world.commands import DropModel, LoadState, ModelStep
 from services.trainer.world.world import Channel, World, WorldFailure
 
-STEP = OptimStep("m", 7, AdamSpec())
+STEP = ModelStep("m", 7, AdamSpec())
 
 
 class Rank0:
     """An engine whose weights are the number of its steps."""
 
-    steps = 0
+    def __init__(self) -> None:
+        self.steps = 0
+        self.commands: list[list[str]] = []
+        self.refused: dict[str, TinsmithError] = {}
 
-    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
-        self.steps += 1
-        return {}
+    def optim_steps(self, due: Sequence[tuple[str, AdamSpec]]) -> list[dict[str, float] | TinsmithError]:
+        self.steps += len(due)
+        self.commands.append([model_id for model_id, _ in due])
+        return [self.refused.get(model_id, {"learning_rate": adam.learning_rate}) for model_id, adam in due]
 
     def drop_model(self, model_id: str) -> None:
         pass
 
-    def gathers_state(self, model_id: str) -> bool:
+    def gathers_weights(self, model_id: str) -> bool:
         return False
 
     def state(self, model_id: str, *, optimizer: bool) -> ModelState:
@@ -45,17 +56,17 @@ class MortalPeer(Channel):
         super().__init__(0, 1, timedelta(seconds=1))
         self.dead = False
 
-    def agree(self, error: Exception | None) -> None:
+    def agree(self, error: Exception | None, refused: str = "") -> None:
         if self.dead:
             raise RuntimeError("Connection closed by peer")
-        super().agree(error)
+        super().agree(error, refused)
 
 
 class Broken(Rank0):
     """An engine that gives out in the middle of a step."""
 
-    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
-        super().optim_step(model_id, adam)
+    def optim_steps(self, due: Sequence[tuple[str, AdamSpec]]) -> list[dict[str, float] | TinsmithError]:
+        super().optim_steps(due)
         raise MemoryError
 
 
@@ -68,7 +79,7 @@ def thread() -> Iterator[WorkerThread]:
 
 async def test_a_state_is_told_with_the_step_that_made_it(thread: WorkerThread) -> None:
     world = World(thread, cast(Engine, Rank0()), MortalPeer(), 5)
-    await world.call(STEP)
+    await world.step(STEP)
     seq_id, state = await world.state("m")
     assert (seq_id, state.step) == (7, 1)
 
@@ -76,12 +87,12 @@ async def test_a_state_is_told_with_the_step_that_made_it(thread: WorkerThread) 
 async def test_what_half_a_world_did_is_never_read(thread: WorkerThread) -> None:
     peer = MortalPeer()
     world = World(thread, cast(Engine, Rank0()), peer, 5)
-    await world.call(STEP)
+    await world.step(STEP)
     peer.dead = True
     # Rank 0 has taken the second step when it hears that the other rank is gone. A snapshot that was asked
     # for before that, and waits for its turn, would be of two steps under the name of the first.
     step, snapshot = (
-        asyncio.create_task(asked) for asked in (world.call(OptimStep("m", 9, AdamSpec())), world.state("m"))
+        asyncio.create_task(asked) for asked in (world.step(ModelStep("m", 9, AdamSpec())), world.state("m"))
     )
     for asked in (step, snapshot):
         with pytest.raises(WorldFailure, match="closed by peer"):
@@ -92,42 +103,174 @@ async def test_what_half_a_world_did_is_never_read(thread: WorkerThread) -> None
 
 async def test_a_step_that_broke_off_ends_the_world(thread: WorkerThread) -> None:
     world = World(thread, cast(Engine, Broken()), MortalPeer(), 5)
-    for asked in (world.call(STEP), world.state("m")):
+    for asked in (world.step(STEP), world.state("m")):
         with pytest.raises(WorldFailure, match="half changed"):
             await asked
 
 
 class Slow(Rank0):
-    """An engine whose steps take a while."""
+    """An engine that takes its time."""
 
-    def optim_step(self, model_id: str, adam: AdamSpec) -> dict[str, float]:
+    def drop_model(self, model_id: str) -> None:
         time.sleep(0.1)
-        return super().optim_step(model_id, adam)
+
+    def optim_steps(self, due: Sequence[tuple[str, AdamSpec]]) -> list[dict[str, float] | TinsmithError]:
+        time.sleep(0.1)
+        return super().optim_steps(due)
 
 
 async def test_the_deadline_of_a_command_does_not_count_its_wait_for_those_before_it(
     thread: WorkerThread,
 ) -> None:
     world = World(thread, cast(Engine, Slow()), MortalPeer(), 0.5)
-    steps = [world.call(OptimStep("m", number, AdamSpec())) for number in range(10)]
-    await asyncio.gather(*steps)
-    assert (await world.state("m"))[1].step == 10
+    drops = [world.call(DropModel(f"m{number}")) for number in range(10)]
+    await asyncio.gather(*drops, world.step(STEP))
+    assert (await world.state("m"))[1].step == 1
+
+
+async def test_steps_that_are_due_together_are_one_command_and_each_has_its_own_answer(
+    thread: WorkerThread,
+) -> None:
+    engine = Rank0()
+    engine.refused["b"] = InvalidRequest("not finite")
+    world = World(thread, cast(Engine, engine), MortalPeer(), 5)
+    busy = threading.Event()
+    thread.submit(busy.wait)
+    steps = [
+        asyncio.create_task(world.step(ModelStep(name, number, AdamSpec(learning_rate=number))))
+        for number, name in enumerate("abc")
+    ]
+    await asyncio.sleep(0)
+    busy.set()
+    first, refused, last = await asyncio.gather(*steps, return_exceptions=True)
+    assert engine.commands == [["a", "b", "c"]]
+    assert (first, last) == ({"learning_rate": 0}, {"learning_rate": 2})
+    assert refused is engine.refused["b"]
+    assert [(await world.state(name))[0] for name in "abc"] == [0, 1, 2]
+
+
+async def test_a_model_that_is_not_there_leaves_no_trace(thread: WorkerThread) -> None:
+    engine = Rank0()
+    engine.refused["m"] = ModelNotResident("not here")
+    world = World(thread, cast(Engine, engine), MortalPeer(), 5)
+    with pytest.raises(ModelNotResident):
+        await world.step(STEP)
+    assert not world._changed_by
 
 
 async def test_a_command_that_takes_too_long_fails_itself_and_those_that_wait_for_it(
     thread: WorkerThread,
 ) -> None:
     world = World(thread, cast(Engine, Slow()), MortalPeer(), 0.02)
-    stuck, waiting = (asyncio.create_task(asked) for asked in (world.call(STEP), world.state("m")))
-    with pytest.raises(WorldFailure, match="OptimStep did not finish"):
+    stuck, waiting = (asyncio.create_task(asked) for asked in (world.step(STEP), world.state("m")))
+    with pytest.raises(WorldFailure, match="optimizer steps did not finish"):
         await stuck
-    with pytest.raises(WorldFailure, match="OptimStep"):
+    with pytest.raises(WorldFailure, match="optimizer steps"):
         await waiting
+
+
+class Reads(Rank0):
+    """An engine that reads a state until the test says that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read = threading.Event()
+
+    def load_state(self, model_id: str, state: ShardedState, optimizer: bool) -> None:
+        self.has_read.wait(20)
+
+
+async def test_a_state_is_read_for_as_long_as_its_size_says(
+    thread: WorkerThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "1.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setattr(world_module, "SLOWEST_READ", 50)
+    engine = Reads()
+    world = World(thread, cast(Engine, engine), MortalPeer(), 0.02)
+    load = LoadState("m", 3, ShardedState(str(tmp_path), 1), True)
+    read = asyncio.create_task(world.call(load))
+    # Many times what a command may take that reads nothing.
+    await asyncio.sleep(0.2)
+    engine.has_read.set()
+    await read
+
+
+async def test_a_state_that_is_not_read_in_that_time_ends_the_world(
+    thread: WorkerThread, tmp_path: Path
+) -> None:
+    engine = Reads()
+    world = World(thread, cast(Engine, engine), MortalPeer(), 0.02)
+    with pytest.raises(WorldFailure, match="LoadState did not finish"):
+        await world.call(LoadState("m", 3, ShardedState(str(tmp_path), 1), True))
+    engine.has_read.set()
 
 
 async def test_a_dropped_model_is_forgotten(thread: WorkerThread) -> None:
     world = World(thread, cast(Engine, Rank0()), MortalPeer(), 5)
     for number in range(100):
-        await world.call(OptimStep(f"m{number}", 1, AdamSpec()))
+        await world.step(ModelStep(f"m{number}", 1, AdamSpec()))
         await world.call(DropModel(f"m{number}"))
     assert not world._changed_by
+
+
+class Writes(Rank0):
+    """An engine whose states are written when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way: list[Future[None]] = []
+
+    def write_state(self, model_id: str, directory: str) -> Writing:
+        self.under_way.append(Future())
+        return Writing(self.steps, 0, self.under_way[-1])
+
+    async def begun(self, count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(self.under_way) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+async def test_training_goes_on_while_a_state_is_written_and_the_next_write_waits(
+    thread: WorkerThread,
+) -> None:
+    engine = Writes()
+    world = World(thread, cast(Engine, engine), MortalPeer(), 5)
+    await world.step(STEP)
+    first, second = (asyncio.create_task(world.write_state("m", name)) for name in "ab")
+    await engine.begun(1)
+    await world.step(ModelStep("m", 9, AdamSpec()))
+    assert len(engine.under_way) == 1
+    engine.under_way[0].set_result(None)
+    assert await first == (7, 1)
+    await engine.begun(2)
+    engine.under_way[1].set_result(None)
+    assert await second == (9, 2)
+
+
+async def test_a_disk_that_is_full_fails_the_write_and_nothing_else(thread: WorkerThread) -> None:
+    engine = Writes()
+    world = World(thread, cast(Engine, engine), MortalPeer(), 5)
+    await world.step(STEP)
+    written = asyncio.create_task(world.write_state("m", "a"))
+    await engine.begun(1)
+    engine.under_way[0].set_exception(OSError(errno.ENOSPC, "rank 1 could not write"))
+    with pytest.raises(OSError, match="rank 1"):
+        await written
+    assert (await world.state("m"))[0] == 7
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["ranks lose each other", "a rank hangs"])
+async def test_ranks_that_do_not_write_together_end_the_world(thread: WorkerThread, lost: bool) -> None:
+    engine = Writes()
+    world = World(thread, cast(Engine, engine), MortalPeer(), 5)
+    await world.step(STEP)
+    if not lost:
+        world._timeout = 0.1
+    written = asyncio.create_task(world.write_state("m", "a"))
+    await engine.begun(1)
+    if lost:
+        engine.under_way[0].set_exception(RuntimeError("Connection closed by peer"))
+    with pytest.raises(WorldFailure):
+        await written
+    with pytest.raises(WorldFailure, match="closed by peer" if lost else "in 0.1 s"):
+        await world.watch()

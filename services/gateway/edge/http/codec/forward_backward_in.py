@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from services.common.contract import loss_schema, tensors
+from services.common.contract import loss_schema, stand_ins, tensors
 from services.common.contract.errors import InvalidRequest, TooLarge
 from services.gateway.access.limits import Limits
 from services.gateway.edge import wire_check
@@ -77,19 +77,20 @@ def sparse_bytes(message: tinker_pb2.TinkerForwardBackwardRequest, limits: Limit
 
 
 def forward_backward(
-    message: tinker_pb2.TinkerForwardBackwardRequest, vocab_size: int
+    message: tinker_pb2.TinkerForwardBackwardRequest, vocab_size: int, stand_in: str = ""
 ) -> training_pb2.ForwardBackward:
     """The operation that a request asks for. Proportional to the data, and to its `sparse_bytes`: run in a
     thread.
 
     Args:
         vocab_size: no position has more targets.
+        stand_in: the loss that runs where stable_reinforce is asked for; empty: that is refused.
 
     Raises:
         InvalidRequest: a tensor is malformed, or something is asked for that is not served.
     """
     operation = training_pb2.ForwardBackward(loss_fn=message.loss_fn, forward_only=message.forward_only)
-    operation.loss_config.update(_loss_config(message))
+    operation.loss_config.update(_loss_config(message, stand_in))
     for index, datum in enumerate(message.data):
         where = f"data[{index}]"
         target = operation.data.add()
@@ -100,15 +101,18 @@ def forward_backward(
     return operation
 
 
-def _loss_config(message: tinker_pb2.TinkerForwardBackwardRequest) -> dict[str, float]:
+def _loss_config(message: tinker_pb2.TinkerForwardBackwardRequest, stand_in: str) -> dict[str, float]:
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
     config = {}
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
             # A loss that takes text is none that is served.
-            loss_schema.check_served(message.loss_fn)
-            raise InvalidRequest(f"loss_fn_config {name!r} must be a number; no served loss takes text")
+            loss_schema.check_served(stand_ins.that_runs(message.loss_fn, stand_in))
+            raise InvalidRequest(
+                f"loss_fn_config {name[:100]!r} must be a number; no served loss takes text",
+                "wrong_loss_config",
+            )
         config[name] = value.number
     return config
 

@@ -1,4 +1,4 @@
-"""Whose request it is, read from the beginning of a body that cannot be read as a whole.
+"""Whose request it is, read from the beginning, or the end, of a body that cannot be read as a whole.
 
 Invariant: what is found is what the whole body would say, so far as it is well formed; nothing is guessed
 from a value that may be cut off.
@@ -10,11 +10,17 @@ import re
 from typing import NamedTuple
 
 HEAD_BYTES = 1024
-"""The SDK's messages name model and number within these."""
+"""The SDK's messages name model and number within the first of these, or the last."""
 
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
 _NAME = re.compile(rb'"([0-9A-Za-z:_-]{1,200})"')
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
+_LAST = re.compile(
+    rb"""[{,]\s*"(model_id|seq_id)"\s*:\s*("[0-9A-Za-z:_-]{1,200}"|-?[0-9]{1,18})\s*"""
+    rb"""(?=(?:,\s*"[0-9A-Za-z_]{1,50}"\s*:\s*(?:"[0-9A-Za-z:_-]{0,200}"|-?[0-9]{1,18}|true|false|null)\s*)*\}\s*\Z)"""
+)
+"""Model or number as a member of the object that ends the body, with nothing but plain members after it. A
+quote that follows a comma or brace begins a name: within a string there would be a backslash between."""
 
 
 class Place(NamedTuple):
@@ -24,8 +30,13 @@ class Place(NamedTuple):
     seq_id: int
 
 
-def in_json(body: bytes) -> Place | None:
-    """From `model_id` and `seq_id` of the outermost object."""
+def in_json(body: bytes, end: bytes = b"") -> Place | None:
+    """From `model_id` and `seq_id` of the outermost object.
+
+    Args:
+        body: its beginning.
+        end: its last bytes, when all of it came.
+    """
     tokens = _TOKEN.findall(body[:HEAD_BYTES])
     found: dict[bytes, bytes] = {}
     depth = 0
@@ -34,6 +45,8 @@ def in_json(body: bytes) -> Place | None:
         depth += (name in (b"{", b"[")) - (name in (b"}", b"]"))
         if depth == 1 and colon == b":" and name in (b'"model_id"', b'"seq_id"'):
             found[name] = value
+    for name, value in _LAST.findall(end[-HEAD_BYTES:]):
+        found[b'"' + name + b'"'] = value
     model, number = _NAME.fullmatch(found.get(b'"model_id"', b"")), found.get(b'"seq_id"', b"")
     if model is None or _NUMBER.fullmatch(number) is None:
         return None

@@ -29,13 +29,13 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ClientConfig(Body):
-    sdk_version: str
+    sdk_version: str | None = None
 
 
 class CreateSession(Body):
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
+    sdk_version: str | None = None
     project_id: str | None = None
     display_name: str | None = None
     type: Literal["create_session"] = "create_session"
@@ -148,14 +148,6 @@ class WeightsInfo(Body):
     tinker_path: str
 
 
-class Forward(Body):
-    """Of SDKs before 0.22."""
-
-    forward_input: msgspec.Raw
-    model_id: str
-    seq_id: Int64
-
-
 class CopyWeights(Body):
     source_path: str
     destination_project_id: str | None = None
@@ -249,6 +241,36 @@ class DmelChunk(Body, tag_field="type", tag="dmel"):
 
 class ModelInput(Body):
     chunks: list[EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelChunk]
+
+
+class LossInput(Body):
+    """Numbers, dense or (with both index lists) in compressed sparse rows."""
+
+    # Or the string that stands for a long list of integers (`long_lists`).
+    data: list[int | float] | str
+    dtype: Literal["float32", "int64"]
+    shape: list[Int64] | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
+
+
+class Datum(Body):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, LossInput]
+
+
+class ForwardInput(Body):
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, float] | None = None
+
+
+class Forward(Body):
+    """Of SDKs before 0.22."""
+
+    forward_input: ForwardInput
+    model_id: str
+    seq_id: Int32
 
 
 class SamplingParams(Body):

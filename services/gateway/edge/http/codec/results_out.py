@@ -23,6 +23,8 @@ JSON = "application/json"
 _STOP_REASONS = {
     sampling_pb2.STOP_REASON_STOP: tinker_pb2.TINKER_STOP_REASON_STOP_UNSPECIFIED,
     sampling_pb2.STOP_REASON_LENGTH: tinker_pb2.TINKER_STOP_REASON_LENGTH,
+    # Kept over gRPC when it was cancelled. The SDK's word for what could go on.
+    sampling_pb2.STOP_REASON_CANCELLED: tinker_pb2.TINKER_STOP_REASON_LENGTH,
 }
 
 

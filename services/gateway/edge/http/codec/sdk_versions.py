@@ -1,7 +1,8 @@
 """What a session is told of the version of the tinker SDK that it was opened with.
 
 Invariant: a version that nothing can be done with is refused before anything is done; one of which some
-methods are not served learns which, and what to upgrade to. docs/compatibility.md has what was tried.
+methods are not served learns which, and what to upgrade to. docs/compatibility.md has what was tried. What
+is no version, or none at all, is a client of its own making, which nothing is known to be missing of.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from services.common.contract.errors import InvalidRequest
 
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\..*)?")
 _SAMPLES = (0, 20)
-_TRAINS = (0, 22)
 _KNOWS_EXPORTS = (0, 28)
+_EXCHANGES_KEYS = (0, 38)
 
 
 def warning(sdk_version: str) -> str | None:
@@ -25,13 +26,9 @@ def warning(sdk_version: str) -> str | None:
     version = _parsed(sdk_version)
     if version < _SAMPLES:
         raise InvalidRequest(
-            f"tinker {sdk_version[:50]} cannot read this cluster's results; pip install -U 'tinker>=0.28'",
+            f"tinker {sdk_version[:50]} cannot read this cluster's results; pip install -U 'tinker>=0.28' (a "
+            "client that is not the SDK leaves sdk_version out)",
             "sdk_too_old",
-        )
-    if version < _TRAINS:
-        return (
-            f"forward() and custom losses of tinker {sdk_version[:50]} are not served by this cluster; "
-            "pip install -U 'tinker>=0.28'"
         )
     if version < _KNOWS_EXPORTS:
         return (
@@ -44,6 +41,11 @@ def warning(sdk_version: str) -> str | None:
 def knows_exports(sdk_version: str) -> bool:
     """Whether this version of the SDK can read a list of checkpoints that has exports in it."""
     return _parsed(sdk_version) >= _KNOWS_EXPORTS
+
+
+def exchanges_keys(sdk_version: str) -> bool:
+    """Whether this version of the SDK exchanges its key for a token, and was tried so."""
+    return _parsed(sdk_version) >= _EXCHANGES_KEYS
 
 
 def _parsed(sdk_version: str) -> tuple[int, int]:

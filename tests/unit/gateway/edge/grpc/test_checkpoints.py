@@ -79,13 +79,13 @@ async def test_checkpoints_are_listed_kept_published_and_deleted(
         first,
     ]
 
-    assert await bob.refusal("GetCheckpoint", path=second) is grpc.StatusCode.PERMISSION_DENIED
+    assert await bob.refusal("GetCheckpoint", path=second) is grpc.StatusCode.NOT_FOUND
     await alice("PublishCheckpoint", path=second)
     assert (await bob("GetCheckpoint", path=second)).checkpoint.public
     for method in ("DeleteCheckpoint", "UnpublishCheckpoint"):
         assert await bob.refusal(method, path=second) is grpc.StatusCode.PERMISSION_DENIED
     await alice("UnpublishCheckpoint", path=second)
-    assert await bob.refusal("GetCheckpoint", path=second) is grpc.StatusCode.PERMISSION_DENIED
+    assert await bob.refusal("GetCheckpoint", path=second) is grpc.StatusCode.NOT_FOUND
 
     await alice("SetCheckpointTtl", path=first)
     assert not (await alice("GetCheckpoint", path=first)).checkpoint.HasField("expires_at")
@@ -93,7 +93,7 @@ async def test_checkpoints_are_listed_kept_published_and_deleted(
     assert too_short is grpc.StatusCode.INVALID_ARGUMENT
     for _ in range(2):
         await alice("DeleteCheckpoint", path=first)
-    assert await bob.refusal("DeleteCheckpoint", path=first) is grpc.StatusCode.PERMISSION_DENIED
+    assert await bob.refusal("DeleteCheckpoint", path=first) is grpc.StatusCode.NOT_FOUND
     nobodys = "tinker://nobody:train:0/weights/a"
     assert await alice.refusal("DeleteCheckpoint", path=nobodys) is grpc.StatusCode.NOT_FOUND
     assert await alice.refusal("GetCheckpoint", path=first) is grpc.StatusCode.NOT_FOUND
@@ -120,7 +120,7 @@ async def test_an_export_is_read_file_by_file(edges: Edges, callers: tuple[Calle
     assert await alice.files(path) == content
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await bob.files(path)
-    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await alice.files(f"tinker://{model}/weights/a")
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -142,7 +142,7 @@ async def test_runs_and_sessions_are_found_again(edges: Edges, callers: tuple[Ca
     runs = await alice("ListTrainingRuns")
     assert ([one.model.model_id for one in runs.training_runs], runs.total) == ([model], 1)
     assert (await alice("ListTrainingRuns", project_id="none")).total == 0
-    assert await bob.refusal("GetTrainingRun", training_run_id=model) is grpc.StatusCode.PERMISSION_DENIED
+    assert await bob.refusal("GetTrainingRun", training_run_id=model) is grpc.StatusCode.NOT_FOUND
     await alice("PublishCheckpoint", path=path)
     assert (await bob("GetTrainingRun", training_run_id=model, accessible=True)).training_run.owner == "alice"
 
@@ -150,7 +150,7 @@ async def test_runs_and_sessions_are_found_again(edges: Edges, callers: tuple[Ca
     assert list((await alice("ListSessions")).session_ids) == [session_id, older]
     session = (await alice("GetSession", session_id=session_id)).session
     assert (session.session_id, list(session.model_ids), session.finished) == (session_id, [model], False)
-    assert await bob.refusal("GetSession", session_id=session_id) is grpc.StatusCode.PERMISSION_DENIED
+    assert await bob.refusal("GetSession", session_id=session_id) is grpc.StatusCode.NOT_FOUND
     await alice("FinishSession", session_id=session_id)
     assert (await alice("GetSession", session_id=session_id)).session.finished
 
@@ -177,7 +177,7 @@ async def test_sessions_are_searched_page_by_page(edges: Edges, callers: tuple[C
     await alice("FinishSession", session_id=made[0], reason=sessions_pb2.FINISH_REASON_ERRORED)
     await alice("SetSessionProject", session_id=made[1], project_id="p")
     stranger = await bob.refusal("SetSessionProject", session_id=made[1], project_id="q")
-    assert stranger is grpc.StatusCode.PERMISSION_DENIED
+    assert stranger is grpc.StatusCode.NOT_FOUND
 
     async def search(**fields: Any) -> list[str]:
         return [one.session_id for one in (await alice("SearchSessions", **fields)).sessions]
@@ -238,8 +238,60 @@ async def test_all_lists_come_in_pages_that_neither_repeat_nor_leave_out_anythin
     for method in ("ListSessions", "ListTrainingRuns", "ListCheckpoints"):
         assert await alice.refusal(method, page_size=1001) is grpc.StatusCode.INVALID_ARGUMENT
         assert await alice.refusal(method, page_token="x") is grpc.StatusCode.INVALID_ARGUMENT
-    elsewhere = await alice.refusal("ListTrainingRuns", project_id="p", page_token="0.0/x:train:0")
+    elsewhere = await alice.refusal("ListTrainingRuns", project_id="p", page_token="0.0/x")
     assert elsewhere is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_session_that_moves_between_two_pages_ends_no_walk_and_takes_nobody_along(
+    edges: Edges, callers: tuple[Caller, Caller]
+) -> None:
+    alice, _ = callers
+    async with edges.http() as http:
+        models = [await new_model(edges, http) for _ in range(5)]
+    sessions = [ids.session_of(model) for model in models]
+    for session in sessions:
+        await alice("SetSessionProject", session_id=session, project_id="p")
+
+    async def page(token: str = "") -> tuple[list[str], str]:
+        found = await alice("ListTrainingRuns", project_id="p", page_size=2, page_token=token)
+        return [run.model.model_id for run in found.training_runs], found.next_page_token
+
+    first, token = await page()
+    assert first == [models[4], models[3]]
+    # The last that was shown leaves the project, and one that comes next does too.
+    for moved in (3, 2):
+        await alice("SetSessionProject", session_id=sessions[moved], project_id="q")
+    assert (await page(token))[0] == [models[1], models[0]]
+    # It comes back behind the place where the walk was: the next walk has it, this one goes on.
+    await alice("SetSessionProject", session_id=sessions[3], project_id="p")
+    second, token = await page(token)
+    assert (second, token) == ([models[1], models[0]], "")
+    assert (await page())[0] == [models[4], models[3]]
+
+
+async def test_a_checkpoint_that_is_saved_anew_between_two_pages_ends_the_walk_all_the_same(
+    edges: Edges, callers: tuple[Caller, Caller]
+) -> None:
+    alice, _ = callers
+    async with edges.http() as http:
+        model = await new_model(edges, http)
+        paths = [await saved.save(edges, http, model, 1 + number, f"c{number}") for number in range(4)]
+        for model_id in ("", model):
+            seq_id, found, token = 10 + 10 * len(model_id), [], ""
+            for _ in range(5):
+                page = await alice("ListCheckpoints", page_size=1, model_id=model_id, page_token=token)
+                found += [one.path for one in page.checkpoints]
+                token = page.next_page_token
+                if not token:
+                    break
+                # The one that was just shown, and the last one, become the newest.
+                await saved.save(edges, http, model, seq_id, found[-1].rpartition("/")[2], overwrite=True)
+                seq_id += 1
+            assert token == "" and found == paths[::-1]
+            paths = [one.path for one in (await alice("ListCheckpoints", model_id=model_id)).checkpoints][
+                ::-1
+            ]
+            assert len(paths) == 4
 
 
 async def test_what_comes_and_goes_between_two_pages_moves_nothing(

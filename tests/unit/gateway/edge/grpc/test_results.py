@@ -13,6 +13,9 @@ import pytest
 from services.common.contract.errors import InvalidRequest
 from services.common.process import rpc
 from services.common.state import keys
+from services.gateway import application
+from services.gateway.access.answer_room import AnswerRoom
+from services.gateway.access.limits import MIB
 from services.gateway.edge.grpc.results import patience
 from tests.unit.gateway.edges import ALICE, BOB, Edges, new_model
 from tinsmith.v1 import results_pb2, service_pb2_grpc, training_pb2
@@ -140,4 +143,66 @@ async def test_what_is_acknowledged_goes_in_a_minute(edges: Edges, stub: Any, mo
     other = results_pb2.AcknowledgeResultsRequest(request_ids=[done])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.AcknowledgeResults(other, timeout=10, metadata=(("x-api-key", BOB),))
-    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_result_counts_until_its_client_has_it_and_waits_for_room(
+    edges: Edges, stub: Any, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "_ROOM_S", 0.1)
+    request_id, answers = await step(stub, model), edges.app.answers
+    # More than gRPC takes ahead of its reader.
+    output = training_pb2.BatchedTensor(dtype=1, data=bytes(8 * MIB), offsets=[0, 8 * MIB])
+    await edges.answer(
+        model, 1, forward_backward=training_pb2.ForwardBackwardResult(outputs={"logprobs": output})
+    )
+    one = results_pb2.GetResultRequest(request_id=request_id)
+    many = results_pb2.ReadResultsRequest(request_ids=[request_id])
+
+    call = stub.ReadResults(many, timeout=20, metadata=METADATA)
+    assert (await call.read()).piece.total_bytes > 8 * MIB
+    assert answers.held == answers.of_result(8 * MIB) == 16 * MIB
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    await holds(lambda: answers.held == 0)
+    assert (await stub.GetResult(one, timeout=20, metadata=METADATA)).result.HasField("forward_backward")
+    await holds(lambda: answers.held == 0)
+
+    with answers.account("alice") as account:
+        assert account.take_now(answers.largest)
+        for refused in (
+            stub.GetResult(one, timeout=10, metadata=METADATA),
+            stub.ReadResults(many, timeout=10, metadata=METADATA).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await refused
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        async with edges.http() as http:
+            later = await http.post("retrieve_future", json={"request_id": request_id})
+            assert later.status_code == 429 and "--memory-mib" in later.json()["detail"]
+        assert answers.held == account.held
+
+        monkeypatch.setattr(application, "_ROOM_S", 10)
+        async with edges.http() as http:
+            waiting = asyncio.create_task(http.post("retrieve_future", json={"request_id": request_id}))
+            await holds(lambda: answers._waiting)
+            account.give(account.held)
+            answer = await waiting
+            assert answer.status_code == 200 and len(answer.content) > 8 * MIB
+    await holds(lambda: answers.held == 0)
+
+
+async def test_a_result_that_is_larger_than_its_room_is_given_all_the_same(
+    edges: Edges, stub: Any, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id = await step(stub, model)
+    output = training_pb2.BatchedTensor(dtype=1, data=bytes(MIB))
+    await edges.answer(
+        model, 1, forward_backward=training_pb2.ForwardBackwardResult(outputs={"logprobs": output})
+    )
+    room = AnswerRoom(1000)
+    object.__setattr__(edges.app, "answers", room)
+    many = results_pb2.ReadResultsRequest(request_ids=[request_id])
+    found = [answer.piece async for answer in stub.ReadResults(many, timeout=20, metadata=METADATA)]
+    assert sum(len(piece.data) for piece in found) > MIB
+    await holds(lambda: room.held == 0)

@@ -1,11 +1,13 @@
 """gRPC: the public service, with the same keys and the same application as HTTP."""
 
+import asyncio
 import dataclasses
 import importlib.metadata
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -13,8 +15,10 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from redis.asyncio.client import PubSub
 
 from services.common.process import rpc
+from services.common.state import keys
 from services.gateway.edge.grpc import convert
 from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, VOCAB, Edges
 from tinsmith.internal.v1 import operation_pb2
@@ -129,7 +133,7 @@ async def test_a_named_save_opens_a_sampling_session(edges: Edges, channel: grpc
         base_model=BASE, model_id=model, model_path=path
     )
     stranger = Client(channel, BOB)("GetSamplingSession", asked)
-    assert await status(stranger) is grpc.StatusCode.PERMISSION_DENIED
+    assert await status(stranger) is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_field_of_a_newer_contract_is_refused_and_not_passed_over(
@@ -157,11 +161,11 @@ async def test_a_session_lives_by_heartbeats_until_it_is_finished(
     assert (await alice("CreateSession", new)).session_id == session
     beat = sessions_pb2.HeartbeatRequest(session_id=session)
     await alice("Heartbeat", beat)
-    assert await status(bob("Heartbeat", beat)) is grpc.StatusCode.PERMISSION_DENIED
+    assert await status(bob("Heartbeat", beat)) is grpc.StatusCode.NOT_FOUND
     finish = sessions_pb2.FinishSessionRequest(
         session_id=session, reason=sessions_pb2.FINISH_REASON_ERRORED, detail="out of cookies"
     )
-    assert await status(bob("FinishSession", finish)) is grpc.StatusCode.PERMISSION_DENIED
+    assert await status(bob("FinishSession", finish)) is grpc.StatusCode.NOT_FOUND
     for _ in range(2):
         await alice("FinishSession", finish)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -192,7 +196,7 @@ async def test_a_model_tells_what_it_is(edges: Edges, channel: grpc.aio.Channel)
     await edges.answer(model_id, 1, unload_model=models_pb2.UnloadModelResult())
     assert (await alice("GetModelInfo", asked)).model.status == models_pb2.MODEL_STATUS_UNLOADED
     stranger = Client(channel, BOB)("GetModelInfo", asked)
-    assert await status(stranger) is grpc.StatusCode.PERMISSION_DENIED
+    assert await status(stranger) is grpc.StatusCode.NOT_FOUND
 
 
 async def test_state_is_saved_loaded_and_continued_from(edges: Edges, channel: grpc.aio.Channel) -> None:
@@ -224,10 +228,15 @@ async def test_state_is_saved_loaded_and_continued_from(edges: Edges, channel: g
     again = models_pb2.CreateModelFromStateRequest(
         session_id=session, model_seq_id=1, path=path, optimizer=True, user_metadata={"run": "two"}
     )
+    again.base_model = f"{BASE}:peft:8"
     made = await alice("CreateModelFromState", again)
     assert (made.model_id, made.request_id) == (f"{session}:train:1", f"{session}:train:1:0")
     creation = await edges.operation(made.model_id, 0)
     assert creation is not None and creation.create_model.from_state == expected
+    assert creation.create_model.base_model == BASE
+    again.base_model, again.model_seq_id = "org/other", 2
+    with pytest.raises(grpc.aio.AioRpcError, match="not served here"):
+        await alice("CreateModelFromState", again)
 
 
 async def refusal(alice: Client, request: checkpoints_pb2.SaveForSamplerRequest) -> str:
@@ -282,8 +291,8 @@ async def test_what_a_model_cannot_be_is_refused(edges: Edges, channel: grpc.aio
     assert await status(alice("CreateModel", nothing)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_sample_is_given_up(edges: Edges, channel: grpc.aio.Channel) -> None:
-    alice = Client(channel, ALICE)
+async def sampling_of(alice: Client) -> sampling_pb2.SampleRequest:
+    """A sample of a new sampling session of the base model."""
     session = (await alice("CreateSession", sessions_pb2.CreateSessionRequest())).session_id
     opened = await alice(
         "CreateSamplingSession",
@@ -291,15 +300,55 @@ async def test_a_sample_is_given_up(edges: Edges, channel: grpc.aio.Channel) -> 
     )
     params = sampling_pb2.SamplingParams(max_tokens=4, temperature=1, top_k=-1, top_p=1)
     params.stop.never.SetInParent()
-    sample = sampling_pb2.SampleRequest(
+    return sampling_pb2.SampleRequest(
         sampling_session_id=opened.sampling_session_id, prompt=int32([1]), num_samples=1, params=params
     )
-    request_id = (await alice("Sample", sample)).request_id
+
+
+async def test_a_sample_is_given_up(edges: Edges, channel: grpc.aio.Channel) -> None:
+    alice = Client(channel, ALICE)
+    request_id = (await alice("Sample", await sampling_of(alice))).request_id
     cancel = sampling_pb2.CancelSampleRequest(request_id=request_id)
-    assert await status(Client(channel, BOB)("CancelSample", cancel)) is grpc.StatusCode.PERMISSION_DENIED
+    assert await status(Client(channel, BOB)("CancelSample", cancel)) is grpc.StatusCode.NOT_FOUND
     await alice("CancelSample", cancel)
     found = await alice("GetResult", results_pb2.GetResultRequest(request_id=request_id))
     assert found.result.error.code == "cancelled"
+
+
+async def test_who_keeps_a_sample_is_answered_when_its_result_is_there(
+    edges: Edges, channel: grpc.aio.Channel
+) -> None:
+    alice = Client(channel, ALICE)
+    request_id = (await alice("Sample", await sampling_of(alice))).request_id
+    keep = sampling_pb2.CancelSampleRequest(request_id=request_id, keep=True)
+    assert await status(Client(channel, BOB)("CancelSample", keep)) is grpc.StatusCode.NOT_FOUND
+    async with edges.redis.pubsub() as listener:
+        await listener.subscribe(keys.SAMPLE_CHANNEL)
+        ending = asyncio.create_task(alice("CancelSample", keep))
+        words = [message["data"] async for message in _some(listener, 3)]
+    assert all(request_id.encode() in word for word in words), "it is said until somebody has heard it"
+    assert not ending.done()
+    await edges.answer_sample(request_id, sampling_pb2.SampleResult())
+    await ending
+    await alice("CancelSample", keep)
+
+
+async def _some(listener: PubSub, count: int) -> AsyncIterator[dict[str, Any]]:
+    async with asyncio.timeout(5):
+        while count:
+            message = await listener.get_message(ignore_subscribe_messages=True, timeout=1)
+            if message is not None:
+                count -= 1
+                yield message
+
+
+async def test_a_sample_of_a_snapshot_cannot_go_on_with_newer_weights(
+    edges: Edges, channel: grpc.aio.Channel
+) -> None:
+    alice = Client(channel, ALICE)
+    sample = await sampling_of(alice)
+    sample.on_update = sampling_pb2.ON_UPDATE_CONTINUE
+    assert await status(alice("Sample", sample)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_keys_and_owners_hold_as_over_http(edges: Edges, channel: grpc.aio.Channel) -> None:
@@ -309,7 +358,7 @@ async def test_keys_and_owners_hold_as_over_http(edges: Edges, channel: grpc.aio
         assert await status(call) is grpc.StatusCode.UNAUTHENTICATED
     model = await create(edges, alice)
     step = training_pb2.OptimStepRequest(model_id=model, seq_id=1)
-    assert await status(bob("OptimStep", step)) is grpc.StatusCode.PERMISSION_DENIED
+    assert await status(bob("OptimStep", step)) is grpc.StatusCode.NOT_FOUND
     step.model_id = "nobody:train:0"
     assert await status(alice("OptimStep", step)) is grpc.StatusCode.NOT_FOUND
 

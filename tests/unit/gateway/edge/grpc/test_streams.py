@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -12,7 +14,11 @@ import numpy as np
 import pytest
 import tokenizers
 
+from services.common.contract.errors import DataLoss
 from services.common.process import rpc
+from services.gateway.access.answer_room import AnswerRoom
+from services.gateway.access.body_budget import Account
+from services.gateway.edge import wire_check
 from services.gateway.edge.grpc import convert, service
 from services.gateway.inference.streams import New, _Told
 from tests.unit.gateway.edge.talking import END, Says, Talking, floats, ints
@@ -175,7 +181,7 @@ async def test_a_stream_is_its_owners(talks: Talking, stub: Any) -> None:
     call = stub.StreamSample(request, timeout=10, metadata=(("x-api-key", BOB),))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
-    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert not talks.sampler.asked
 
 
@@ -196,27 +202,163 @@ async def test_the_tokenizer_of_a_base_model_comes_as_files(talks: Talking, stub
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def delta(start: int, tokens: list[int]) -> sampler_pb2.SequenceDelta:
+    return sampler_pb2.SequenceDelta(index=0, start=start, added=sequence(tokens))
+
+
+def sequence(tokens: list[int]) -> sampling_pb2.SampledSequence:
+    return sampling_pb2.SampledSequence(tokens=ints(tokens), logprobs=floats([-token for token in tokens]))
+
+
+def tokens_of(parts: Iterable[New]) -> list[int]:
+    """What parts that come one after the other tell."""
+    found: list[int] = []
+    for part in parts:
+        assert part.start == len(found)
+        found += np.frombuffer(part.tokens, "<i4").tolist()
+        assert np.frombuffer(part.logprobs, "<f4").tolist() == [-token for token in found[part.start :]]
+    return found
+
+
 def test_tokens_after_a_gap_wait_for_the_whole_sequence() -> None:
-    whole = sampling_pb2.SampledSequence(tokens=ints([1, 2, 3]), logprobs=floats([-1, -2, -3]))
-    late = sampling_pb2.SampledSequence(tokens=ints([3]), logprobs=floats([-3]))
-    told = _Told()
-    told.add([sampler_pb2.SequenceDelta(index=0, start=2, added=late)])
-    assert told.take() == []
-    told.end([whole])
-    assert told.take() == [New(0, 0, whole.tokens.data, whole.logprobs.data)]
+    with AnswerRoom(2**20).account("ann") as account:
+        told = _Told(account)
+        told.add([delta(2, [3])])
+        assert list(told.take()) == []
+        told.end([sequence([1, 2, 3])])
+        assert tokens_of(told.take()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("room", [0, 2 * 2100])
+def test_tokens_that_there_is_no_room_for_wait_for_the_whole_sequence(room: int) -> None:
+    answers = AnswerRoom(room)
+    with answers.account("ann") as account:
+        told = _Told(account)
+        # Nobody reads meanwhile.
+        for start, token in enumerate([1, 2, 3]):
+            told.add([delta(start, [token])])
+        assert answers.held <= room // 2
+        told.end([sequence([1, 2, 3])])
+        assert tokens_of(told.take()) == [1, 2, 3]
+        assert answers.held == 0
+
+
+def test_what_was_told_and_read_takes_no_room() -> None:
+    answers = AnswerRoom(2 * 2100)
+    with answers.account("ann") as account:
+        told, found = _Told(account), []
+        for start in range(500):
+            told.add([delta(start, [start])])
+            found += list(told.take())
+        assert tokens_of(found) == list(range(500))
+        assert answers.held == 0
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        [delta(0, [1, 2, 3, 4])],
+        [delta(0, [1]), delta(1, [2, 3]), delta(3, [4])],
+        [delta(0, [1])],
+        [],
+    ],
+)
+def test_a_sequence_that_is_told_again_goes_on_behind_what_the_client_has(
+    again: list[sampler_pb2.SequenceDelta],
+) -> None:
+    with AnswerRoom(2**20).account("ann") as account:
+        told = _Told(account)
+        told.add([delta(0, [1, 2]), delta(2, [3])])
+        found = list(told.take())
+        for part in again:
+            told.add([part])
+            found += list(told.take())
+        told.end([sequence([1, 2, 3, 4, 5])])
+        assert tokens_of([*found, *told.take()]) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("again", [[delta(0, [1, 9, 3])], [delta(0, [1]), delta(1, [9]), delta(2, [3, 4])]])
+def test_a_sequence_that_is_told_otherwise_fails(again: list[sampler_pb2.SequenceDelta]) -> None:
+    with AnswerRoom(2**20).account("ann") as account:
+        told = _Told(account)
+        told.add([delta(0, [1, 2, 3])])
+        assert tokens_of(told.take()) == [1, 2, 3]
+        for part in again:
+            told.add([part])
+        with pytest.raises(DataLoss):
+            list(told.take())
+
+
+@pytest.mark.parametrize("whole", [[1, 9, 3], [1, 2], []])
+def test_a_sequence_that_ends_otherwise_fails(whole: list[int]) -> None:
+    with AnswerRoom(2**20).account("ann") as account:
+        told = _Told(account)
+        told.add([delta(0, [1, 2, 3])])
+        assert tokens_of(told.take()) == [1, 2, 3]
+        told.end([sequence(whole)])
+        with pytest.raises(DataLoss):
+            list(told.take())
 
 
 def test_tokens_come_in_messages_of_a_mebibyte_at_most() -> None:
     count = 2**18 + 1
     values = np.arange(count)
     whole = sampling_pb2.SampledSequence(tokens=ints(values.tolist()), logprobs=floats((-values).tolist()))
-    told = _Told()
-    told.end([whole])
-    parts = told.take()
+    with AnswerRoom(0).account("ann") as account:
+        told = _Told(account)
+        told.end([whole])
+        parts = list(told.take())
+        assert list(told.take()) == []
     assert all(convert.stream_part(part).ByteSize() <= 2**20 for part in parts)
     assert [part.start for part in parts] == [
         sum(len(one.tokens) // 4 for one in parts[:i]) for i in range(5)
     ]
     assert b"".join(part.tokens for part in parts) == whole.tokens.data
     assert b"".join(part.logprobs for part in parts) == whole.logprobs.data
-    assert told.take() == []
+
+
+async def test_a_stream_keeps_nothing_of_its_request_once_it_answers(
+    talks: Talking, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[Any] = []
+    parsed = wire_check.parsed
+
+    def noted(kind: Any, *args: Any) -> Any:
+        message = parsed(kind, *args)
+        if kind is sampling_pb2.StreamSampleRequest:
+            received.append(message)
+        return message
+
+    request = await asking(stub)
+    monkeypatch.setattr(wire_check, "parsed", noted)
+    talks.sampler.half.clear()
+    app = talks.gateway.application
+    call = stub.StreamSample(request, timeout=20, metadata=METADATA)
+    assert (await call.read()).request_id
+    assert (await call.read()).HasField("new_tokens")
+    assert app.budget.used == 0
+    fresh = [sampling_pb2.StreamSampleRequest.FromString(received[0].SerializeToString())]
+    assert sys.getrefcount(received[0]) == sys.getrefcount(fresh[0])
+    assert sys.getrefcount(received[0].sample) == sys.getrefcount(fresh[0].sample)
+    talks.sampler.half.set()
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    async with asyncio.timeout(10):
+        while app.answers.held:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_tokenizer_on_its_way_counts_in_the_share_of_its_key(
+    talks: Talking, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    hold = Account.hold
+    monkeypatch.setattr(Account, "hold", lambda self, nbytes: held.append(nbytes) or hold(self, nbytes))
+    sent = 0
+    async for piece in stub.GetTokenizer(
+        models_pb2.GetTokenizerRequest(base_model=BASE), timeout=10, metadata=METADATA
+    ):
+        sent += len(piece.data)
+    # The first is the request.
+    assert held[1:] == [sent]
+    assert talks.gateway.application.budget.used == 0

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from services.common.contract import ids
+from services.common.state import keys
 from services.common.storage.base import Key
 from services.gateway.access.limits import Limits, OwnerLimits
+from services.gateway.records.stores import Stores
+from services.gateway.retention.forget import Forgetting
+from services.gateway.training import copies as copies_module
+from services.gateway.training.copies import Wanted
+from services.gateway.wiring import Gateway
 from tests.unit.gateway.edges import ALICE, BOB, Edges, new_model, new_session
 from tests.unit.gateway.saved import CONTENT, export, save, save_sampler, url
 
@@ -151,8 +161,138 @@ async def test_a_copy_in_a_session_takes_a_number_and_cannot_be_trained(edges: E
 async def test_what_another_key_may_not_read_is_copied_with_its_owners_key_only(edges: Edges) -> None:
     async with edges.http() as client, edges.http(BOB) as other:
         path = await save(edges, client, await new_model(edges, client), 1, "a")
-        assert (await copy(other, path)).status_code == 403
+        assert (await copy(other, path)).status_code == 404
         assert (await copy(other, path, weights_access_token="tml-nobody")).status_code == 403
         there = await copied(other, path, weights_access_token=ALICE)
-        assert (await client.get(url(there).rpartition("/checkpoints/")[0])).status_code == 403
+        assert (await client.get(url(there).rpartition("/checkpoints/")[0])).status_code == 404
         assert (await copy(other, "tinker://x", weights_access_token=ALICE)).status_code == 400
+
+
+async def runs_of(client: httpx.AsyncClient) -> list[str]:
+    found = (await client.get("training_runs", params={"limit": 100})).json()["training_runs"]
+    return [run["training_run_id"] for run in found]
+
+
+def break_disk(edges: Edges, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(source: Key, target: Key) -> int | None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(edges.files.storage, "copy", fails)
+
+
+async def test_a_copy_that_fails_leaves_no_run_and_no_session(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        before = await runs_of(client)
+        with monkeypatch.context() as broken:
+            break_disk(edges, broken)
+            failed = await copy(client, path, "k")
+        assert (failed.status_code, failed.json()["code"]) == (507, "storage_full")
+        assert await runs_of(client) == before
+        (session,) = await edges.redis.zrangebyscore(keys.OVER_SESSIONS, 0, 0)
+        await Forgetting(edges.redis, Stores.over(edges.redis), "gateway-0", 3600).sweep(time.time())
+        assert not await edges.redis.exists(keys.session(session.decode()))
+        # The same request makes it as soon as there is room.
+        assert await copied(client, path, "k") == await copied(client, path, "k")
+        assert len(await runs_of(client)) == len(before) + 1
+
+
+async def test_the_number_of_a_copy_that_failed_can_be_used_again(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        other = await save(edges, client, ids.parse_tinker_path(path)[0], 2, "b")
+        session = await new_session(client)
+        before = await runs_of(client)
+        with monkeypatch.context() as broken:
+            break_disk(edges, broken)
+            failed = await copy(client, path, session_id=session, model_seq_id=3)
+        assert failed.status_code == 507
+        assert await runs_of(client) == before
+        await copied(client, other, session_id=session, model_seq_id=3)
+        assert await runs_of(client) == [f"{session}:train:3", *before]
+
+
+async def test_a_copy_beside_another_version_of_it_is_a_conflict(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source was deleted and saved again, and another gateway was quicker to copy the new one."""
+    async with edges.http() as client:
+        model, session = await new_model(edges, client), await new_session(client)
+        await save_sampler(edges, client, model, 1, "s")
+        here = copies_module._copy_snapshot
+
+        def quicker(source: Path, target: Path) -> int | None:
+            record = asyncio.run_coroutine_threadsafe(other_version(), loop).result(30)
+            assert record
+            return here(source, target)
+
+        async def other_version() -> bool:
+            source = await edges.records.get(model, "sampler_weights/s")
+            assert source is not None
+            run = f"{session}:train:3"
+            return await edges.records.put(msgspec.structs.replace(source, model_id=run, version=7))
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(copies_module, "_copy_snapshot", quicker)
+        source = f"tinker://{model}/sampler_weights/s"
+        refused = await copy(client, source, session_id=session, model_seq_id=3)
+        assert (refused.status_code, refused.json()["code"]) == (409, "conflict")
+        # The run is the other's.
+        assert f"{session}:train:3" in await runs_of(client)
+
+
+async def test_two_gateways_make_one_copy(edges: Edges, slow_disk: SlowDisk) -> None:
+    other = Gateway("gateway-1", edges.redis, edges.app.keys, edges.files.storage, edges.data)
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        session = await new_session(client)
+        first = asyncio.create_task(copied(client, path, session_id=session, model_seq_id=3))
+        assert await asyncio.to_thread(slow_disk.begun.wait, 30)
+        repeated = other.application.copies.into_session("alice", Wanted(path), session, 3)
+        second = asyncio.create_task(repeated)
+        await asyncio.wait([second], timeout=0.1)
+        assert not second.done()
+        slow_disk.goes_on.set()
+        assert await second == await first
+        assert slow_disk.copies == 1
+        assert not await edges.redis.exists(keys.copying(f"{session}:train:3"))
+
+
+async def test_a_copy_that_takes_long_is_waited_for_again_and_keeps_its_files(
+    edges: Edges, slow_disk: SlowDisk
+) -> None:
+    copies = edges.app.copies
+    copies._patience, copies._claims._renew_s = 0.05, 0.05
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        asked = await copy(client, path, "k")
+        assert (asked.status_code, asked.json()["code"]) == (503, "unavailable")
+        (making,) = copies._making
+        # As if it had taken more than an hour by now.
+        await edges.records.look_again(making[0], time.time() - 1)
+        await edges.redis.pexpire(keys.copying(making[0].model_id), 1000)
+        while making[0] in await edges.records.due(10):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await edges.redis.pttl(keys.copying(making[0].model_id)) > 50_000
+        copies._patience = 20.0
+        slow_disk.goes_on.set()
+        assert (await copied(client, path, "k")).startswith(f"tinker://{making[0].model_id}/")
+        assert slow_disk.copies == 1
+
+
+async def test_a_gateway_that_ends_leaves_its_copies_to_another(edges: Edges, slow_disk: SlowDisk) -> None:
+    other = Gateway("gateway-1", edges.redis, edges.app.keys, edges.files.storage, edges.data)
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        session = await new_session(client)
+        first = asyncio.create_task(copy(client, path, session_id=session, model_seq_id=3))
+        assert await asyncio.to_thread(slow_disk.begun.wait, 30)
+        await edges.app.copies.stop()
+        assert ((await first).status_code, (await first).json()["code"]) == (503, "draining")
+        slow_disk.goes_on.set()
+        there = await other.application.copies.into_session("alice", Wanted(path), session, 3)
+        assert there == f"tinker://{session}:train:3/weights/a"

@@ -9,8 +9,10 @@ import httpx
 import pyrage
 import pytest
 
+from services.common.state import keys
 from services.common.storage.base import Key
 from services.gateway.access.limits import Limits
+from services.gateway.identity.key import Rights
 from tests.unit.gateway.edges import BOB, Edges, new_model
 from tests.unit.gateway.saved import CONTENT, export, failure, files, save, url
 
@@ -62,7 +64,7 @@ async def test_only_what_a_signature_names_is_served_and_only_for_its_time(edges
         assert await status(good.path.replace("/e/1/", "/f/2/")) == 403
         assert await status(good.path.replace("adapter.safetensors", "other")) == 403
         assert await status(good.path.replace("adapter.safetensors", "..%2f..%2f..%2fkeys")) in (403, 404)
-        assert (await other.get(f"{url(path)}/external_weights_urls")).status_code == 403
+        assert (await other.get(f"{url(path)}/external_weights_urls")).status_code == 404
         weights = url(await save(edges, client, model, 3, "a"))
         assert (await client.get(f"{weights}/external_weights_urls")).status_code == 400
 
@@ -71,9 +73,19 @@ async def test_a_signature_ends_with_its_time(edges: Edges, monkeypatch: pytest.
     async with edges.http() as client, httpx.AsyncClient() as anyone:
         model = await new_model(edges, client)
         path = await export(edges, client, model, 1, "e")
-        monkeypatch.setattr("services.gateway.checkpoints.downloads.URL_S", -1)
+        monkeypatch.setattr("services.gateway.identity.signed_urls.URL_S", -1)
         response = await anyone.get((await urls(client, path))["adapter.safetensors"])
         assert (response.status_code, response.json()["code"]) == (403, "url_expired")
+
+
+async def test_all_signatures_end_with_the_secret_that_made_them(edges: Edges) -> None:
+    async with edges.http() as client, httpx.AsyncClient() as anyone:
+        path = await export(edges, client, await new_model(edges, client), 1, "e")
+        old = (await urls(client, path))["adapter.safetensors"]
+        assert (await anyone.get(old)).status_code == 200
+        await edges.redis.delete(keys.DOWNLOAD_SECRET)
+        assert (await anyone.get(old)).status_code == 403
+        assert (await anyone.get((await urls(client, path))["adapter.safetensors"])).status_code == 200
 
 
 async def test_a_signature_for_a_deleted_export_does_not_name_the_next_one(edges: Edges) -> None:
@@ -118,6 +130,39 @@ async def test_behind_a_proxy_links_begin_with_the_public_url(edges: Edges) -> N
     async with edges.http() as client:
         model = await new_model(edges, client)
         path = await export(edges, client, model, 1, "e")
-        edges.app.downloads.public_url = "https://tinsmith.example.com/base"
+        edges.app.signed_urls.public_url = "https://tinsmith.example.com/base"
         (link,) = (await urls(client, path)).values()
         assert link.startswith("https://tinsmith.example.com/base/api/v1/")
+
+
+async def test_a_url_ends_with_the_key_that_asked_for_it(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await export(edges, client, model, 1, "e")
+    record, key = await edges.app.key_store.create(Rights("alice", "read"))
+    _, other = await edges.app.key_store.create(Rights("alice"))
+    await edges.app.keys.look()
+    async with edges.http(key) as client, edges.http(other) as second, httpx.AsyncClient() as anyone:
+        link = (await urls(client, path))["adapter.safetensors"]
+        staying = (await urls(second, path))["adapter.safetensors"]
+        assert (await anyone.get(link)).status_code == 200
+        await edges.app.key_store.revoke(record.id)
+        await edges.app.keys.look()
+        ended = await anyone.get(link)
+        assert (ended.status_code, ended.json()["code"]) == (403, "url_expired")
+        assert (await anyone.get(staying)).status_code == 200
+        # The key is part of what is signed.
+        assert (await anyone.get(link.replace(record.id, staying.split("key=")[1][:12]))).status_code == 403
+
+
+async def test_another_owners_url_ends_with_the_publication(edges: Edges) -> None:
+    async with edges.http() as client, edges.http(BOB) as other, httpx.AsyncClient() as anyone:
+        model = await new_model(edges, client)
+        path = await export(edges, client, model, 1, "e")
+        assert (await client.post(f"{url(path)}/publish")).status_code == 200
+        theirs = (await urls(other, path))["adapter.safetensors"]
+        mine = (await urls(client, path))["adapter.safetensors"]
+        assert (await anyone.get(theirs)).status_code == 200
+        assert (await client.delete(f"{url(path)}/publish")).status_code == 200
+        assert (await anyone.get(theirs)).status_code == 404
+        assert (await anyone.get(mine)).status_code == 200

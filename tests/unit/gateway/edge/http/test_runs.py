@@ -31,7 +31,7 @@ async def test_runs_are_listed_by_page_and_project(edges: Edges) -> None:
             assert answer.status_code == 200
         assert (
             await other.put(f"sessions/{sessions[0]}/project", json={"project_id": "p"})
-        ).status_code == 403
+        ).status_code == 404
         await client.put(f"sessions/{sessions[0]}/project", json={"project_id": "q"})
         for project, expected in (("p", models[1:2]), ("q", models[:1]), ("r", [])):
             page = (await client.get("training_runs", params={"project_id": project})).json()
@@ -67,10 +67,8 @@ async def test_sessions_are_listed_and_described(edges: Edges) -> None:
         details = (await client.get(f"sessions/{session}")).json()
         assert details["training_run_ids"] == [model]
         assert details["sampler_ids"] == [f"{session}:sample:0", f"{session}:sample:1"]
-        assert (await other.get(f"sessions/{session}")).status_code == 403
+        assert (await other.get(f"sessions/{session}")).status_code == 404
         assert (await other.get("sessions")).json() == {"sessions": []}
-        trace = (await client.get(f"sessions/{session}/trace_export")).json()
-        assert trace["status"] == "failed" and "trace" in trace["error"]
 
 
 async def test_sessions_are_searched_page_by_page(edges: Edges) -> None:
@@ -138,15 +136,3 @@ async def test_a_model_is_unloaded_after_all_that_was_sent(edges: Edges) -> None
         assert operation is not None and operation.HasField("unload_model")
         await edges.answer(model, 2, unload_model=models_pb2.UnloadModelResult())
         assert await failure(client, model, 2) == {"model_id": model}
-
-
-async def test_what_is_not_served_says_so(edges: Edges) -> None:
-    async with edges.http() as client:
-        for method, path in (
-            ("GET", "audit?event_type=all"),
-            ("GET", "billing/usage/events?starting_on=2026-01-01&ending_before=2026-01-02"),
-            ("GET", "billing/usage/checkpoints/current"),
-        ):
-            response = await client.request(method, path)
-            assert response.status_code in (400, 404)
-            assert len(response.json()["detail"].split()) > 6

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import tinker
 
 from services.common.contract import ids
 from services.common.contract.errors import Unavailable
+from services.common.state.registry import Announcer
+from services.gateway.identity.door import REFUSALS
+from services.gateway.identity.key import Caller
 from tests.unit.gateway import saved
 from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, Edges, new_model, new_session
 from tinsmith.internal.v1 import operation_pb2
@@ -78,7 +82,7 @@ async def test_a_model_can_be_created_from_a_saved_state(edges: Edges) -> None:
         assert info.json()["lora_rank"] == 4
 
         theirs = {**body, "session_id": await new_session(other)}
-        assert (await other.post("load_weights", json=theirs)).status_code == 403
+        assert (await other.post("load_weights", json=theirs)).status_code == 404
         missing = {**body, "model_seq_id": 1, "path": path.replace("final", "gone")}
         assert (await client.post("load_weights", json=missing)).status_code == 404
         wrong = {**body, "model_seq_id": 1, "base_model": "org/other"}
@@ -91,7 +95,7 @@ async def test_the_key_of_another_account_opens_its_checkpoints(edges: Edges) ->
         session, model = await new_session(other), await new_model(edges, other)
         made = {"path": path, "optimizer": True, "session_id": session, "model_seq_id": 0}
         loaded = {"path": path, "optimizer": True, "model_id": model, "seq_id": 1}
-        assert (await other.post("load_weights", json=made)).status_code == 403
+        assert (await other.post("load_weights", json=made)).status_code == 404
         wrong = await other.post("load_weights", json={**made, "weights_access_token": "tml-nobody"})
         assert wrong.status_code == 403
         assert "no API key" in wrong.json()["detail"]
@@ -102,6 +106,42 @@ async def test_the_key_of_another_account_opens_its_checkpoints(edges: Edges) ->
         created = await edges.operation(f"{session}:train:0", 0)
     assert operation is not None and operation.load_state.checkpoint_id == "weights/a"
     assert created is not None and created.create_model.from_state.checkpoint_id == "weights/a"
+
+
+async def test_while_nobody_can_tell_whose_a_key_is_its_number_is_not_used_up(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with edges.http() as client, edges.http(BOB) as other:
+        path = await saved.save(edges, client, await new_model(edges, client), 1, "a")
+        model = await new_model(edges, other)
+        body = {
+            **{"path": path, "optimizer": True, "model_id": model, "seq_id": 1},
+            "weights_access_token": ALICE,
+        }
+        known = edges.app.keys.caller_of
+
+        def away(key: str | None) -> Caller:
+            if key == ALICE:
+                raise Unavailable("the API keys cannot be read")
+            return known(key)
+
+        monkeypatch.setattr(edges.app.keys, "caller_of", away)
+        assert (await other.post("load_weights", json=body)).status_code == 503
+        monkeypatch.undo()
+        assert (await other.post("load_weights", json=body)).status_code == 200
+        operation = await edges.operation(model, 1)
+    assert operation is not None and operation.load_state.checkpoint_id == "weights/a"
+
+
+async def test_a_wrong_access_token_is_counted_as_a_wrong_key_is(edges: Edges) -> None:
+    refusals = REFUSALS.labels("unauthenticated")
+    before = refusals._value.get()
+    async with edges.http(BOB) as other:
+        session = await new_session(other)
+        body = {"path": "tinker://x", "optimizer": True, "session_id": session, "model_seq_id": 0}
+        wrong = await other.post("load_weights", json={**body, "weights_access_token": "tml-nobody"})
+    assert wrong.status_code == 403
+    assert refusals._value.get() == before + 1
 
 
 async def test_a_context_length_after_the_name_is_the_same_base_model_if_it_has_that(edges: Edges) -> None:
@@ -182,3 +222,34 @@ async def test_a_saved_critic_is_loaded_as_a_critic_only(edges: Edges) -> None:
         assert (await client.post("load_weights", json=made)).status_code == 200
         record = await edges.app.models.get("alice", ids.model_id(ids.session_of(critic), 7))
     assert record.role == "critic"
+
+
+async def test_a_model_goes_on_under_another_name_of_the_same_weights(edges: Edges) -> None:
+    trainer = edges.announcers["trainer"].record
+    cache = "/hub/models--org--same/snapshots/ab12"
+    await edges.announcers["trainer"].update(msgspec.structs.replace(trainer, model_path=cache))
+    for name, model_path in (("org/alias", "org/same"), ("org/third", "/models/third")):
+        other = msgspec.structs.replace(trainer, id=f"of-{name}", base_model=name, model_path=model_path)
+        await Announcer(edges.redis, other).update(other)
+    await edges.discovery.refresh()
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await saved.save(edges, client, model, 1, "a")
+        session = await new_session(client)
+        body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        refused = await client.post("load_weights", json={**body, "base_model": "org/third"})
+        assert refused.status_code == 400
+        assert "other weights than org/third" in refused.json()["detail"]
+        assert (
+            await client.post("load_weights", json={**body, "base_model": "org/alias"})
+        ).status_code == 200
+        made = await edges.operation(f"{session}:train:0", 0)
+        assert made is not None and made.create_model.base_model == "org/alias"
+        await edges.answer(f"{session}:train:0", 0, create_model=models_pb2.CreateModelResult(lora=LORA))
+        info = await client.post("get_info", json={"model_id": f"{session}:train:0"})
+        assert info.json()["model_data"]["model_name"] == "org/alias"
+        # What was saved under one name is loaded into a model of the other.
+        load = {"model_id": f"{session}:train:0", "seq_id": 1, "path": path, "optimizer": True}
+        assert (await client.post("load_weights", json=load)).status_code == 200
+        loaded = await edges.operation(f"{session}:train:0", 1)
+    assert loaded is not None and loaded.load_state.source_model_id == model

@@ -159,7 +159,7 @@ async def test_heartbeats_end_with_410_when_the_session_is_finished(edges: Edges
         session = await new_session(client)
         beat = {"session_id": session, "type": "session_heartbeat"}
         assert (await client.post("session_heartbeat", json=beat)).status_code == 200
-        assert (await other.post("session_heartbeat", json=beat)).status_code == 403
+        assert (await other.post("session_heartbeat", json=beat)).status_code == 404
         missing = await client.post("session_heartbeat", json={"session_id": "nobody"})
         assert missing.status_code == 404
         finish = {"reason": {"type": "success"}, "detail": None}
@@ -213,3 +213,38 @@ async def test_draining_ends_long_polls_and_healthz(edges: Edges) -> None:
         response = await asyncio.wait_for(poll, 5)
         assert (response.status_code, response.json()["queue_state"]) == (408, "active")
         assert (await client.get("healthz")).status_code == 503
+
+
+@pytest.mark.parametrize("said", [{}, {"sdk_version": None}, {"sdk_version": "my-client/1.0"}])
+async def test_a_client_that_is_not_the_sdk_opens_a_session_like_any_other(
+    edges: Edges, said: dict[str, str | None]
+) -> None:
+    async with edges.http() as client:
+        assert (await client.post("client/config", json=said)).status_code == 200
+        opened = await client.post("create_session", json=said)
+        assert opened.status_code == 200, opened.text
+        assert "warning_message" not in opened.json()
+        listed = await client.get(f"sessions/{opened.json()['session_id']}")
+        assert listed.status_code == 200
+
+
+@pytest.mark.parametrize(("version", "says"), [(28, "sdk_version"), ("0.1.0", "leaves sdk_version out")])
+async def test_a_version_that_is_not_taken_is_answered_with_a_sentence(
+    edges: Edges, version: object, says: str
+) -> None:
+    async with edges.http() as client:
+        refused = await client.post("create_session", json={"sdk_version": version})
+    assert refused.status_code == 400
+    assert says in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/api/unauthed/auth-config"), ("POST", "/api/v1/auth/apikey")]
+)
+async def test_who_wants_to_log_in_by_browser_is_told_what_to_do_instead(
+    edges: Edges, method: str, path: str
+) -> None:
+    async with httpx.AsyncClient() as client:
+        answer = await client.request(method, f"{edges.base_url}{path}", json={})
+    assert (answer.status_code, answer.json()["code"]) == (404, "no_login")
+    assert "TINKER_API_KEY" in answer.json()["detail"]

@@ -75,6 +75,21 @@ async def test_a_setting_that_the_loss_in_its_place_does_not_have_is_refused(edg
         assert "kl_coeff" in answer.json()["error"]
 
 
+@pytest.mark.parametrize("text", ["high", None])
+async def test_a_setting_that_is_text_is_refused_by_its_name(edges: Edges, text: str | None) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        message = tinker_pb2.TinkerForwardBackwardRequest.FromString(batch(model, 1))
+        message.loss_fn_config_v2["stability_mode"].SetInParent()
+        if text is not None:
+            message.loss_fn_config_v2["stability_mode"].text = text
+        sent = await client.post("forward_backward", content=message.SerializeToString(), headers=PROTO)
+        assert sent.status_code == 200, sent.text
+        answer = (await client.post("retrieve_future", json={"request_id": f"{model}:1"})).json()
+        assert "'stability_mode' must be a number" in answer["error"]
+        assert answer["category"] == "user"
+
+
 async def test_samples_that_record_stability_are_taken(edges: Edges) -> None:
     async with edges.http() as client:
         session = await new_session(client)

@@ -1,6 +1,8 @@
 """HTTP: models, training requests and their futures."""
 
 import asyncio
+import json
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import zstandard
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.common.contract.errors import Unavailable
+from services.common.state import keys
 from services.gateway.access.limits import Limits
 from services.gateway.edge.http.codec import forward_backward_in
 from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, VOCAB, Edges, new_model, new_session
@@ -123,7 +126,7 @@ async def test_a_batch_of_other_numeric_types_is_journaled_in_those_of_its_loss(
     assert taken["target_tokens"].dtype == types_pb2.DATA_TYPE_INT64
 
 
-async def test_somebody_elses_model_is_403_and_an_absent_one_404(edges: Edges) -> None:
+async def test_somebody_elses_model_is_as_one_that_does_not_exist(edges: Edges) -> None:
     async with edges.http() as client, edges.http(BOB) as other:
         model = await new_model(edges, client)
         step = {"model_id": model, "seq_id": 1, "adam_params": {}}
@@ -133,9 +136,9 @@ async def test_somebody_elses_model_is_403_and_an_absent_one_404(edges: Edges) -
             ("retrieve_future", {"request_id": f"{model}:0"}),
             ("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}),
         ):
-            assert (await other.post(path, json=body)).status_code == 403, path
+            assert (await other.post(path, json=body)).status_code == 404, path
         data = batch(model, 1, [1])
-        assert (await other.post("forward_backward", content=data, headers=PROTO)).status_code == 403
+        assert (await other.post("forward_backward", content=data, headers=PROTO)).status_code == 404
         absent = {**step, "model_id": "nobody:train:0"}
         assert (await client.post("optim_step", json=absent)).status_code == 404
         assert (await client.post("optim_step", json={**step, "model_id": "../x"})).status_code == 404
@@ -287,6 +290,22 @@ async def test_a_poll_returns_as_soon_as_the_result_is_there_and_again_later(edg
     assert first.json() == again.json() == {"metrics": metrics}
 
 
+async def test_a_result_that_was_fetched_goes_soon_and_one_that_was_not_stays(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        for seq_id in (1, 2):
+            await client.post("optim_step", json={"model_id": model, "seq_id": seq_id, "adam_params": {}})
+            await edges.answer(model, seq_id, optim_step=training_pb2.OptimStepResult())
+        poll = {"request_id": f"{model}:1", "allow_metadata_only": True}
+        assert (await client.post("retrieve_future", json=poll)).status_code == 200
+    await edges.app.fetched.start()
+    async with asyncio.timeout(20):
+        while await edges.redis.ttl(keys.future(model, 1)) > 600:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await edges.app.fetched.stop()
+    assert await edges.redis.ttl(keys.future(model, 2)) > 23 * 3600
+
+
 async def test_trouble_of_the_service_during_a_poll_is_429_which_the_sdk_waits_after(
     edges: Edges, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,10 +394,51 @@ async def test_a_critic_is_made_by_its_metadata_and_keeps_to_its_role(edges: Edg
             assert "critic" in await failure(client, f"{model}:{seq_id}")
 
 
-async def test_a_forward_of_an_old_sdk_fails_in_its_place_and_names_the_way_out(edges: Edges) -> None:
+def as_json(model: str, seq_id: int, tokens: list[int], **inputs: object) -> dict[str, object]:
+    """The body of a forward of SDKs before 0.22."""
+    targets = {"data": tokens, "dtype": "int64", "shape": [len(tokens)]}
+    datum = {
+        "model_input": {"chunks": [{"tokens": tokens, "type": "encoded_text"}]},
+        "loss_fn_inputs": {"target_tokens": targets, **inputs},
+    }
+    forward = {"data": [datum], "loss_fn": "cross_entropy"}
+    return {"model_id": model, "seq_id": seq_id, "forward_input": forward}
+
+
+@pytest.mark.parametrize("comma", [",", "," + 12 * " "])
+async def test_a_forward_of_an_old_sdk_is_what_a_later_one_sends(edges: Edges, comma: str) -> None:
+    tokens = [index % 90 for index in range(50)]
+    weights = {"data": [0.5, *[1.0] * 49], "dtype": "float32", "shape": [50]}
     async with edges.http() as client:
         model = await new_model(edges, client)
-        body = {"forward_input": {"data": [], "loss_fn": "cross_entropy"}, "model_id": model, "seq_id": 1}
-        sent = await client.post("forward", json=body)
-        assert sent.status_code == 200
-        assert "tinker>=0.28" in await failure(client, sent.json()["request_id"])
+        # With white space the lists count as long ones.
+        body = json.dumps(as_json(model, 1, tokens, weights=weights), separators=(comma, ":"))
+        sent = await client.post("forward", content=body)
+        assert sent.json() == {"request_id": f"{model}:1", "model_id": model}, sent.text
+        operation = await edges.operation(model, 1)
+    assert operation is not None
+    forward = operation.forward_backward
+    assert forward.forward_only and forward.loss_fn == "cross_entropy"
+    (datum,) = forward.data
+    assert np.frombuffer(datum.tokens.data, "<i4").tolist() == tokens
+    assert np.frombuffer(datum.loss_inputs["target_tokens"].data, "<i8").tolist() == tokens
+    assert np.frombuffer(datum.loss_inputs["weights"].data, "<f4").tolist() == weights["data"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"data": [1.5, 1], "dtype": "int64"}, "no integer"),
+        ({"data": [1.0], "dtype": "float32", "sparse_crow_indices": [0, 1]}, "needs both"),
+        ({"data": [1.0, 10**400], "dtype": "float32"}, "no float|cannot be read|out of range"),
+        ({"data": "text", "dtype": "float32"}, "is text"),
+    ],
+)
+async def test_a_forward_of_an_old_sdk_that_cannot_be_read_says_why(
+    edges: Edges, weights: dict[str, object], says: str
+) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        sent = await client.post("forward", json=as_json(model, 1, [1, 2], weights=weights))
+        assert sent.status_code == 200, sent.text
+        assert re.search(says, await failure(client, f"{model}:1"))

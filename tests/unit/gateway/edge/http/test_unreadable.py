@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 import zstandard
@@ -19,7 +20,12 @@ LIMIT = 32_000
 
 @pytest.fixture
 def limits() -> Limits:
-    return Limits(json_body_bytes=LIMIT, training_body_bytes=LIMIT, inflated_body_bytes=2 * LIMIT)
+    return Limits(
+        json_body_bytes=LIMIT,
+        sample_body_bytes=LIMIT,
+        training_body_bytes=LIMIT,
+        inflated_body_bytes=2 * LIMIT,
+    )
 
 
 ZSTD = {**PROTO, "content-encoding": "zstd"}
@@ -83,9 +89,9 @@ async def test_somebody_elses_seq_id_is_not_used_up(edges: Edges) -> None:
     async with edges.http() as client, edges.http(BOB) as other:
         model = await new_model(edges, client)
         broken = f'{{"model_id": "{model}", "seq_id": 1, "x": NaN}}'
-        assert (await other.post("optim_step", content=broken)).status_code == 403
+        assert (await other.post("optim_step", content=broken)).status_code == 404
         response = await other.post("forward_backward", content=batch(model, 1, [1])[:-1], headers=PROTO)
-        assert response.status_code == 403
+        assert response.status_code == 404
         sent = await client.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}})
         assert sent.status_code == 200
         assert (await edges.operation(model, 1)) is not None
@@ -143,6 +149,91 @@ def test_the_place_is_that_of_the_outermost_object() -> None:
 )
 def test_nothing_is_guessed_from_json_that_does_not_tell(body: bytes) -> None:
     assert head.in_json(body) is None
+
+
+ENDS = [
+    # What the SDK's versions 0.20 and 0.21 end with: httpx writes JSON without blanks since 0.28.
+    '"model_id":"s:train:0","seq_id":7}',
+    '"model_id": "s:train:0", "seq_id": 7}',
+    '"seq_id" : 7 , "type":"forward","path":null,"model_id":"s:train:0" }\n',
+]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_place_is_also_found_at_the_end(end: str) -> None:
+    body = ('{"forward_input":{"data":[{"a":[NaN,"' + "x" * 5000 + '\\"]"]}]},' + end).encode()
+    assert head.in_json(body[:1024]) is None
+    assert head.in_json(body[:1024], body[-1024:]) == ("s:train:0", 7)
+    assert head.in_json(b'{"model_id":"s:train:0","x":{', b'x"}, "seq_id": 7}') == ("s:train:0", 7)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        '"model_id":"s:train:0","seq_id":7',
+        '"model_id":"s:train:0","seq_id":7}}',
+        '"model_id":"s:train:0","seq_id":7}]}',
+        '"model_id":"s:train:0","seq_id":7},"x":[1]}',
+        '"model_id":"s:train:0","seq_id":7.5}',
+        '"x":",\\"model_id\\":\\"s:train:0\\",\\"seq_id\\":7}"}',
+        '"model_id":"s:train:0","seq_id":7}' + " " * 1024,
+        '"seq_id":7}',
+    ],
+)
+def test_nothing_is_guessed_from_an_end_that_does_not_tell(end: str) -> None:
+    body = ('{"pad":"' + "x" * 5000 + '",' + end).encode()
+    assert head.in_json(body[:1024], body[-1024:]) is None
+
+
+def forward_body(model: str, data: str, blank: str = "") -> bytes:
+    """A forward as SDKs before 0.22 send it."""
+    return (
+        f'{{"forward_input":{blank}{{"data":{blank}[{data}],"loss_fn":{blank}"cross_entropy"}},{blank}'
+        f'"model_id":{blank}"{model}",{blank}"seq_id":{blank}1}}'
+    ).encode()
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+@pytest.mark.parametrize(
+    "data",
+    ["NaN", "1e999,-Infinity", ",".join(["1.25"] * LIMIT)[: LIMIT + 5000], "[" * 5000 + "]" * 5000],
+    ids=["nan", "infinite", "large", "deep"],
+)
+async def test_a_forward_of_an_old_sdk_uses_up_its_seq_id_whatever_is_in_it(
+    edges: Edges, data: str, blank: str
+) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        for _ in range(2):
+            response = await client.post("forward", content=forward_body(model, data, blank))
+            assert response.json() == {"request_id": f"{model}:1", "model_id": model}, response.text
+        assert await failure(client, f"{model}:1")
+        assert edges.app.budget.used == 0
+
+
+async def test_a_forward_that_is_larger_than_any_batch_is_refused(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        body = forward_body(model, ",".join(["1.25"] * 8 * LIMIT))
+        assert (await client.post("forward", content=body)).status_code == 413
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield body[:LIMIT]
+            # What has come when it is refused ends like a request.
+            yield b'"seq_id":1}'
+            yield body[LIMIT:]
+
+        assert (await client.post("forward", content=pieces())).status_code == 413
+        assert await edges.operation(model, 1) is None
+        assert (await client.post("forward", content=b"no JSON at all")).status_code == 400
+
+
+async def test_a_save_whose_name_is_too_long_to_see_over_uses_up_its_seq_id(edges: Edges) -> None:
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        body = f'{{"path": "{"x" * 2000}", "overwrite": NaN, "model_id": "{model}", "seq_id": 1}}'
+        response = await client.post("save_weights", content=body)
+        assert response.json() == {"request_id": f"{model}:1", "model_id": model}, response.text
 
 
 def test_the_place_of_a_message_is_read_from_its_first_fields() -> None:

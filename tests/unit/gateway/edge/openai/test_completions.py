@@ -9,9 +9,13 @@ import numpy as np
 import openai
 import pytest
 
+from services.common.contract import steering
 from services.common.contract.errors import InvalidRequest
-from services.gateway.access.answer_room import AnswerAccount
+from services.common.contract.steering import Steering
+from services.gateway.access.answer_room import AnswerAccount, AnswerRoom
+from services.gateway.inference.question import Question
 from tests.unit.gateway.edge.talking import ALICE, BASE, END, Says, Talking
+from tinsmith.internal.v1 import sampler_pb2
 
 
 @pytest.fixture
@@ -51,6 +55,21 @@ async def test_how_to_sample_reaches_the_sampler_as_it_was_sent(
     assert (asked.params.temperature, asked.params.top_p, asked.params.top_k) == (0.5, 0.25, 9)
     assert (asked.num_samples, list(asked.params.stop.strings.values)) == (2, ["\n"])
     assert asked.params.max_tokens == 16, "what OpenAI generates when nothing is said"
+
+
+async def test_what_changes_which_tokens_are_likely_reaches_the_sampler(
+    talks: Talking, client: openai.AsyncOpenAI
+) -> None:
+    await client.completions.create(
+        model=BASE,
+        prompt=[1],
+        frequency_penalty=-1.5,
+        presence_penalty=0.5,
+        logit_bias={"7": -100, "0": 2},
+        extra_body={"min_p": 0.25, "repetition_penalty": 1.5},
+    )
+    asked = steering.from_pb(talks.sampler.asked[0].params)
+    assert asked == Steering(0.25, -1.5, 0.5, 1.5, {7: -100, 0: 2})
 
 
 async def test_several_prompts_and_samples_are_answered_in_their_order(
@@ -161,6 +180,56 @@ async def test_an_answer_that_may_be_too_large_is_refused_before_it_is_sampled(
     assert talks.sampler.asked == []
 
 
+async def test_without_max_tokens_no_more_is_generated_than_an_answer_has_room_for(
+    talks: Talking, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inference = talks.gateway.application.inference
+    # Room for one answer of some hundred tokens.
+    monkeypatch.setattr(inference, "_room", AnswerRoom(2 * 64 * 8 * 3 * 200))
+    most = 0
+
+    def as_long_as_can_be(request: sampler_pb2.SampleRequest) -> list[Says]:
+        nonlocal most
+        most = request.params.max_tokens
+        return [Says("a" * most, stopped=False)]
+
+    talks.sampler.script = as_long_as_can_be
+    message = [{"role": "user", "content": "x"}]
+    for _ in range(2):
+        answer = await client.chat.completions.create(
+            model=BASE, messages=message, logprobs=True, top_logprobs=2
+        )
+        (choice,) = answer.choices
+        assert choice.finish_reason == "length"
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == most
+    assert 100 < most < 200
+    stream = await client.chat.completions.create(
+        model=BASE, messages=message, logprobs=True, top_logprobs=2, stream=True
+    )
+    told = [chunk.choices[0] async for chunk in stream]
+    assert told[-1].finish_reason == "length"
+    assert sum(len(one.logprobs.content) for one in told if one.logprobs and one.logprobs.content) == most
+
+
+async def test_questions_of_several_prompts_share_room_that_is_enough_for_one(
+    talks: Talking, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inference, length = talks.gateway.application.inference, 200
+    says(talks, Says("a" * length, stopped=False))
+    question = Question([[1]] * 3, max_tokens=length)
+    needed = question.times * sum(question.told_besides(prompt) + 8 * length for prompt in range(3))
+    monkeypatch.setattr(inference, "_room", AnswerRoom(2 * needed))
+    asked = (
+        client.completions.create(model=BASE, prompt=["a", "b", "c"], max_tokens=length) for _ in range(4)
+    )
+    async with asyncio.timeout(30):
+        answers = await asyncio.gather(*asked)
+    for answer in answers:
+        assert [one.text for one in answer.choices] == ["a" * length] * 3
+    assert inference._room.held == 0
+
+
 async def test_a_client_that_goes_away_ends_what_it_asked_for(talks: Talking) -> None:
     for stream in (False, True):
         talks.sampler.arrived.clear()
@@ -217,8 +286,9 @@ async def test_what_a_sample_fails_with_is_told_also_in_a_stream(
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 3}}, "logit_bias"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"logit_bias": {"five": 3}}, "token ids"),
+        ({"logit_bias": {"5": 3, "05": 3}}, "twice"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"temperature": 3.0}, "temperature"),
@@ -231,7 +301,7 @@ async def test_what_a_sample_fails_with_is_told_also_in_a_stream(
         ({"prompt": [[-1]]}, "token"),
         ({"prompt": [100000]}, "vocabulary"),
         ({"stop": [""]}, "stop"),
-        ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"extra_body": {"min_p": 1.5}}, "min_p"),
         ({"model": "tinker://no/path"}, "checkpoint path"),
     ],
 )

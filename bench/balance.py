@@ -1,0 +1,43 @@
+"""How tokens of operations come to be spread over ranks: the trainer's own decisions, without a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.trainer.order.microbatch import deal, split_operation
+from services.trainer.order.scheduler import Cursor, Limits, NextPass, QueuedOp, plan_next
+
+
+def loads(tenants: Sequence[Sequence[int]], ranks: int, micro_batch: int) -> list[int]:
+    """Tokens that each rank computes of one operation of each tenant, from operations to what is dealt.
+
+    Args:
+        tenants: of each the lengths of its datums.
+        micro_batch: tokens.
+    """
+    queues = {}
+    for number, lengths in enumerate(tenants):
+        data = [np.full(length, index, "<i4").tobytes() for index, length in enumerate(lengths)]
+        units = split_operation(data, micro_batch, shared=True, ranks=ranks)
+        queues[str(number)] = [QueuedOp(1, tuple(units))]
+    computed = [0] * ranks
+    cursor = Cursor()
+    while True:
+        decision, cursor = plan_next(queues, Limits(ranks, micro_batch), cursor)
+        if decision is None:
+            return computed
+        assert isinstance(decision, NextPass)
+        sizes = []
+        for batch in decision.micro_batches:
+            sizes.append(0)
+            for ref in batch:
+                op = queues[ref.model_id][0]
+                assert op.units is not None
+                op.next_unit = max(op.next_unit, ref.unit + 1)
+                sizes[-1] += op.units[ref.unit].tokens
+        # A model that is alone goes on where its last pass ended, others begin anew.
+        deal(sizes, computed if len(tenants) == 1 else (mine := [0] * ranks))
+        if len(tenants) > 1:
+            computed = [whole + part for whole, part in zip(computed, mine, strict=True)]

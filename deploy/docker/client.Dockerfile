@@ -1,0 +1,42 @@
+# For people: the `tinsmith` command (status, models retire, tokenizer) and the tinker SDK. `helm test` runs in it.
+#   docker build -f deploy/docker/client.Dockerfile -t tinsmith-client:0.1.0 .
+ARG BASE_IMAGE=python:3.11-slim
+
+FROM ${BASE_IMAGE} AS build
+WORKDIR /src
+COPY deploy/docker/requirements/client.txt requirements.txt
+RUN python -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r requirements.txt
+COPY requirements/cpu.lock constraints.txt
+COPY proto proto
+RUN python -m venv /opt/protoc \
+    && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
+    && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
+        proto/tinsmith/v1/*.proto proto/tinsmith/internal/v1/*.proto
+RUN python -m venv /opt/sbom \
+    && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+    && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --output-file sbom.cdx.json /opt/venv/bin/python
+
+FROM ${BASE_IMAGE}
+# tini is the first process, so that a signal ends a script that runs in it. Debian's package moves only with
+# security fixes.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 tinsmith \
+    && useradd --uid 10001 --gid 10001 --create-home tinsmith
+COPY --from=build /opt/venv /opt/venv
+COPY --from=build /src/sbom.cdx.json /usr/share/sbom/tinsmith.cdx.json
+WORKDIR /app
+COPY --from=build /src/tinsmith tinsmith
+COPY services/__init__.py services/
+COPY services/common services/common
+COPY services/gateway services/gateway
+COPY services/launcher services/launcher
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONPATH=/app \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+ENTRYPOINT ["tini", "--", "python", "-m", "services.launcher.cli"]

@@ -1,0 +1,311 @@
+"""Writes the Grafana dashboards of the chart.
+
+    python scripts/dashboards.py            write deploy/k8s/tinsmith/monitoring/*.json
+    python scripts/dashboards.py --check    exit 1 if one of them is out of date
+
+A panel is a row here: its title, its unit, and what it shows, by legend.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1] / "deploy" / "k8s" / "tinsmith" / "monitoring"
+
+Panel = tuple[str, str, dict[str, str]]
+WIDTH, HEIGHT, PER_ROW = 8, 7, 3
+
+
+def rate(metric: str, by: str = "", where: str = "") -> str:
+    """Of a counter, a second."""
+    chosen = f"{where}, " if where else ""
+    grouped = f" by ({by})" if by else ""
+    return f'sum{grouped} (rate({metric}{{{chosen}namespace=~"$namespace"}}[$__rate_interval]))'
+
+
+def quantile(share: float, metric: str, by: str = "", where: str = "") -> str:
+    """Of a histogram."""
+    return (
+        f"histogram_quantile({share}, {rate(metric + '_bucket', ', '.join(filter(None, ['le', by])), where)})"
+    )
+
+
+def now(metric: str, by: str = "pod", how: str = "sum") -> str:
+    """Of a gauge."""
+    return f'{how} by ({by}) ({metric}{{namespace=~"$namespace"}})'
+
+
+ACCEPTED = 'route=~"/api/v1/(forward_backward|forward|optim_step|asample)"'
+
+HEALTH: dict[str, list[Panel]] = {
+    "Requests": [
+        ("HTTP requests", "reqps", {"{{status}}": rate("tinsmith_http_seconds_count", "status")}),
+        (
+            "Time to accept work",
+            "s",
+            {
+                "p50": quantile(0.5, "tinsmith_http_seconds", where=ACCEPTED),
+                "p99": quantile(0.99, "tinsmith_http_seconds", where=ACCEPTED),
+            },
+        ),
+        ("gRPC calls by outcome", "reqps", {"{{code}}": rate("tinsmith_rpc_seconds_count", "code")}),
+    ],
+    "Gateways": [
+        ("Results that clients wait for", "short", {"{{pod}}": now("tinsmith_futures_waited_for")}),
+        ("Memory of requests being accepted", "bytes", {"{{pod}}": now("tinsmith_request_bytes")}),
+        ("Models led", "short", {"{{pod}}": now("tinsmith_models_led")}),
+        (
+            "Samples that wait or run",
+            "short",
+            {"{{pod}}": now("tinsmith_sample_sequences")},
+        ),
+        (
+            "Samples' wait for their API key's turn",
+            "s",
+            {
+                "p50": quantile(0.5, "tinsmith_sample_turn_seconds"),
+                "p99": quantile(0.99, "tinsmith_sample_turn_seconds"),
+            },
+        ),
+        (
+            "Replays, leases lost, writes refused",
+            "ops",
+            {
+                "operations sent again": rate("tinsmith_replayed_operations_total"),
+                "leases lost": rate("tinsmith_leases_lost_total"),
+                "writes under an old epoch": rate("tinsmith_fenced_writes_total"),
+            },
+        ),
+        ("Memory of answers", "bytes", {"{{pod}}": now("tinsmith_answer_bytes")}),
+        ("Callers refused", "reqps", {"{{code}}": rate("tinsmith_refused_callers_total", "code")}),
+        ("Acts written down", "reqps", {"{{event}}": rate("tinsmith_audit_records_total", "event")}),
+        (
+            "Records of acts that Redis lacks",
+            "short",
+            {
+                "wait": now("tinsmith_audit_waiting_records"),
+                "only in the log": rate("tinsmith_audit_dropped_total"),
+            },
+        ),
+        (
+            "Requests that timelines lack",
+            "reqps",
+            {"{{pod}}": rate("tinsmith_timeline_dropped_total", "pod")},
+        ),
+        (
+            "Lines of the keys file that let nobody in",
+            "short",
+            {"{{pod}}": now("tinsmith_keys_file_wrong_lines")},
+        ),
+    ],
+    "Redis": [
+        ("Atomic steps, p99", "s", {"{{script}}": quantile(0.99, "tinsmith_redis_script_seconds", "script")}),
+        (
+            "Memory",
+            "bytes",
+            {
+                "used": now("tinsmith_redis_used_bytes", "namespace", "max"),
+                "maxmemory": now("tinsmith_redis_max_bytes", "namespace", "max"),
+            },
+        ),
+        (
+            "Failures of background work",
+            "ops",
+            {"{{work}}": rate("tinsmith_periodic_failures_total", "work")},
+        ),
+    ],
+    "Processes": [
+        (
+            "Share of time that loops stood still",
+            "percentunit",
+            {"{{pod}}": rate("tinsmith_loop_stalled_seconds_total", "pod")},
+        ),
+        ("Memory", "bytes", {"{{pod}}": now("process_resident_memory_bytes")}),
+        ("CPU", "short", {"{{pod}}": rate("process_cpu_seconds_total", "pod")}),
+    ],
+}
+
+RUNS: dict[str, list[Panel]] = {
+    "Training": [
+        (
+            "Operations",
+            "ops",
+            {"{{kind}} {{outcome}}": rate("tinsmith_operation_seconds_count", "kind, outcome")},
+        ),
+        ("Time of operations, p95", "s", {"{{kind}}": quantile(0.95, "tinsmith_operation_seconds", "kind")}),
+        (
+            "Wait of operations, p95",
+            "s",
+            {"{{kind}}": quantile(0.95, "tinsmith_operation_wait_seconds", "kind")},
+        ),
+        ("Tokens trained", "short", {"{{direction}}": rate("tinsmith_passed_tokens_total", "direction")}),
+        (
+            "Passes",
+            "s",
+            {"p50": quantile(0.5, "tinsmith_pass_seconds"), "p95": quantile(0.95, "tinsmith_pass_seconds")},
+        ),
+        (
+            "Tokens of a micro-batch",
+            "short",
+            {
+                "p10": quantile(0.1, "tinsmith_micro_batch_tokens"),
+                "p50": quantile(0.5, "tinsmith_micro_batch_tokens"),
+            },
+        ),
+        ("Models in memory", "short", {"{{pod}}": now("tinsmith_models")}),
+        ("Memory of adapters on each rank", "bytes", {"{{pod}}": now("tinsmith_adapter_bytes")}),
+        ("Operations that wait or run", "short", {"{{pod}}": now("tinsmith_queued_operations")}),
+        ("Bytes of them", "bytes", {"{{pod}}": now("tinsmith_queued_operation_bytes")}),
+    ],
+    "Weights": [
+        (
+            "Publishing",
+            "s",
+            {
+                "p50": quantile(0.5, "tinsmith_publish_seconds"),
+                "p95": quantile(0.95, "tinsmith_publish_seconds"),
+            },
+        ),
+        ("Bytes of snapshots", "Bps", {"{{way}}": rate("tinsmith_published_bytes_total", "way")}),
+        (
+            "Unnamed snapshots",
+            "bytes",
+            {"kept": now("tinsmith_snapshot_bytes", "namespace", "max")},
+        ),
+        ("Samplers left out", "ops", {"left out": rate("tinsmith_samplers_left_out_total")}),
+    ],
+    "Sampling": [
+        ("Tokens sampled", "short", {"{{pod}}": rate("tinsmith_generated_tokens_total", "pod")}),
+        (
+            "Time of samples",
+            "s",
+            {
+                "p50": quantile(0.5, "tinsmith_sample_seconds"),
+                "p95": quantile(0.95, "tinsmith_sample_seconds"),
+            },
+        ),
+        (
+            "Wait for weights",
+            "s",
+            {
+                "p50": quantile(0.5, "tinsmith_sample_wait_seconds"),
+                "p95": quantile(0.95, "tinsmith_sample_wait_seconds"),
+            },
+        ),
+        (
+            "What an update of the weights costs a running sample",
+            "s",
+            {
+                "p50": quantile(0.5, "tinsmith_sample_update_seconds"),
+                "p95": quantile(0.95, "tinsmith_sample_update_seconds"),
+            },
+        ),
+        ("Sequences in the engine", "short", {"{{pod}}": now("tinsmith_engine_sequences")}),
+        ("Use of the KV cache", "percentunit", {"{{pod}}": now("vllm:kv_cache_usage_perc", how="max")}),
+        (
+            "Prefix hits and preemptions",
+            "short",
+            {
+                "share of tokens found": f"{rate('vllm:prefix_cache_hits_total')} / "
+                f"{rate('vllm:prefix_cache_queries_total')}",
+                "preemptions": rate("vllm:num_preemptions_total"),
+            },
+        ),
+    ],
+}
+
+
+def dashboard(title: str, uid: str, rows: dict[str, list[Panel]]) -> dict[str, Any]:
+    """A dashboard as Grafana imports it."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for heading, row in rows.items():
+        panels.append(
+            {
+                "type": "row",
+                "title": heading,
+                "id": len(panels) + 1,
+                "gridPos": {"x": 0, "y": y, "w": 24, "h": 1},
+            }
+        )
+        y += 1
+        for index, panel in enumerate(row):
+            place = {
+                "x": index % PER_ROW * WIDTH,
+                "y": y + index // PER_ROW * HEIGHT,
+                "w": WIDTH,
+                "h": HEIGHT,
+            }
+            panels.append(_panel(len(panels) + 1, panel, place))
+        y += -(-len(row) // PER_ROW) * HEIGHT
+    return {
+        "uid": uid,
+        "title": title,
+        "tags": ["tinsmith"],
+        "schemaVersion": 39,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": _variables()},
+        "panels": panels,
+    }
+
+
+def _variables() -> list[dict[str, Any]]:
+    source = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    namespace = {
+        "name": "namespace",
+        "label": "Namespace",
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "query": {"query": "label_values(tinsmith_models_led, namespace)", "refId": "namespace"},
+        "includeAll": True,
+        # What is scraped outside of Kubernetes has no namespace.
+        "allValue": ".*",
+        "refresh": 2,
+    }
+    return [source, namespace]
+
+
+def _panel(number: int, panel: Panel, place: dict[str, int]) -> dict[str, Any]:
+    title, unit, shown = panel
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": title,
+        "datasource": source,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": source, "expr": expression, "legendFormat": legend}
+            for index, (legend, expression) in enumerate(shown.items())
+        ],
+    }
+
+
+def files() -> dict[Path, str]:
+    """What is to be in the folder."""
+    made = {
+        "health.json": dashboard("Tinsmith: service health", "tinsmith-health", HEALTH),
+        "runs.json": dashboard("Tinsmith: training runs", "tinsmith-runs", RUNS),
+    }
+    return {FOLDER / name: json.dumps(content, indent=1) + "\n" for name, content in made.items()}
+
+
+def main() -> int:
+    """The command line."""
+    wanted = files()
+    if sys.argv[1:] == ["--check"]:
+        return int(any(not path.exists() or path.read_text() != text for path, text in wanted.items()))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path, text in wanted.items():
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

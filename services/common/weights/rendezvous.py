@@ -1,0 +1,27 @@
+"""Where ranks of a process group meet: a store that listens on the address that it is told, and on no other.
+
+Invariant: nobody reaches it but over that address. (PyTorch's own rendezvous listens on all interfaces,
+whatever MASTER_ADDR says, and asks nobody who they are.)
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def tcp_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """The store of a world; rank 0 serves it. Returns when all ranks have come.
+
+    Raises:
+        OSError: rank 0 cannot listen there.
+        torch.distributed.DistStoreError: a rank did not come in time.
+    """
+    if rank != 0:
+        return dist.TCPStore(host, port, world_size, False, timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family)
+    # The store closes it.
+    return dist.TCPStore(host, port, world_size, True, timeout, master_listen_fd=listener.detach())

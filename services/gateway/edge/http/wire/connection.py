@@ -1,0 +1,277 @@
+"""What one HTTP connection may cost before anybody knows whose it is.
+
+Invariants: a connection is either busy with a request whose head is in, or it has a deadline; and there are
+at most so many connections, those included whose TLS handshake has not ended (`handshake`), of which one that
+only waits gives way to a new one. The head of a request is
+bounded in bytes and fields, and so are requests that are sent ahead of answers. A client that does not take
+its answer is cut off.
+
+uvicorn bounds none of this with httptools; its other parser, h11, bounds the head's bytes only and takes
+several times the CPU. So this is its protocol for httptools with bounds, and not a parser of our own. Its own
+limit of connections is not used: it answers 503, which the SDK repeats at once, and it prefers those who hold
+a connection open to those who need one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio.events import TimerHandle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from services.common.contract.errors import HeadTooLarge, InvalidRequest, Overloaded, TinsmithError
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Bounds of HTTP connections.
+
+    Attributes:
+        connections: at once, in this process.
+        head_bytes: URL and header fields of one request.
+        head_fields: header fields of one request.
+        head_seconds: time for them, from the connection or the request's first byte on.
+        pipelined: requests that are received before earlier ones of their connection are answered.
+        idle_seconds: how long a connection without a request is kept.
+        linger_seconds: how long a body is received that nobody reads any more, because it was refused. A
+            client that still sends it would else not see why.
+        stuck_seconds: how long a client may take nothing of an answer.
+    """
+
+    connections: int = 4096
+    head_bytes: int = 32 * 1024
+    head_fields: int = 100
+    head_seconds: float = 10.0
+    pipelined: int = 8
+    idle_seconds: int = 75
+    linger_seconds: float = 10.0
+    stuck_seconds: float = 60.0
+
+
+class Held(Protocol):
+    """What counts as a connection."""
+
+    def cut(self) -> None:
+        """Ends it now, whatever is unsent."""
+
+
+class Connections:
+    """The connections of one server, those that only wait in the order since when."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._all: set[Held] = set()
+        self._waiting: dict[Held, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def admit(self, connection: Held) -> bool:
+        """Counts a new connection, at the expense of the one that has waited longest if need be; False when
+        all are busy."""
+        if len(self._all) >= self.limits.connections:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None:
+                return False
+            self.forget(oldest)
+            oldest.cut()
+        self._all.add(connection)
+        return True
+
+    def note_waiting(self, connection: Held) -> None:
+        if connection in self._all:
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = None
+
+    def note_busy(self, connection: Held) -> None:
+        self._waiting.pop(connection, None)
+
+    def forget(self, connection: Held) -> None:
+        self._all.discard(connection)
+        self._waiting.pop(connection, None)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol for httptools, with bounds."""
+
+    def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._known = connections
+        self._limits = connections.limits
+        self._deadline: TimerHandle | None = None
+        self._stuck: TimerHandle | None = None
+        self._unsent = 0
+        self._in_head = False
+        self._unfinished = 0
+        self._head_bytes = 0
+        self._receiving = False
+        self._refusal: TinsmithError | None = None
+
+    def cut(self) -> None:
+        """Ends the connection now, whatever is unsent."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._known.admit(self):
+            self._wait(self._limits.head_seconds)
+        else:
+            self._refuse(Overloaded("this gateway has all the connections it takes; try again in a second"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._known.forget(self)
+        self._cancel_deadline()
+        self._cancel_stuck()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # Nothing is upgraded here: the request is served as it is.
+            return
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or InvalidRequest("this is not an HTTP request"))
+            return
+        if self._in_head:
+            # The parser keeps a field to itself until it is whole.
+            self._unfinished += len(data)
+            if self._unfinished > self._limits.head_bytes:
+                self._refuse(self._too_large())
+
+    def on_message_begin(self) -> None:
+        self._in_head = self._receiving = True
+        self._head_bytes = self._unfinished = 0
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait(self._limits.head_seconds)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        most = self._limits.pipelined
+        if len(self.pipeline) >= most:
+            self._fail(InvalidRequest(f"more than {most} requests were sent ahead of their answers"))
+        self._in_head = False
+        self._cancel_deadline()
+        self._known.note_busy(self)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._receiving = False
+        if self.cycle.response_complete:
+            # What was left of a refused body is in: the connection can be used again.
+            self._wait(self._limits.idle_seconds)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing() or (self._receiving and self.cycle.response_complete):
+            self._wait(self._limits.linger_seconds)
+        elif self.cycle.response_complete:
+            self._wait(self._limits.idle_seconds)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._cancel_stuck()
+        self._look_again(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._cancel_stuck()
+        super().resume_writing()
+
+    def _look_again(self, unsent: int) -> None:
+        """Cuts the connection if after a while there is not less to be sent than this."""
+
+        def look() -> None:
+            left = self.transport.get_write_buffer_size()
+            if left >= unsent:
+                self.cut()
+            else:
+                self._look_again(left)
+
+        self._stuck = self.loop.call_later(self._limits.stuck_seconds, look)
+
+    def _count_head(self, nbytes: int) -> None:
+        self._head_bytes += nbytes
+        limits = self._limits
+        if self._head_bytes > limits.head_bytes or len(self.headers) >= limits.head_fields:
+            self._fail(self._too_large())
+
+    def _too_large(self) -> TinsmithError:
+        limits = self._limits
+        return HeadTooLarge(
+            f"the URL and the headers have more than {limits.head_bytes} bytes or {limits.head_fields} fields"
+        )
+
+    def _fail(self, error: TinsmithError) -> None:
+        """Ends parsing from within a callback of the parser."""
+        self._refusal = error
+        raise error
+
+    def _refuse(self, error: TinsmithError) -> None:
+        """Answers what cannot be read as a request, and ends the connection."""
+        self._refusal = error
+        body = msgspec.json.encode({"detail": error.message, "code": error.code})
+        head = [
+            STATUS_LINE[error.http_status],
+            b"content-type: application/json\r\n",
+            b"content-length: %d\r\n" % len(body),
+            b"retry-after: 1\r\n" if error.http_status == Overloaded.http_status else b"",
+            b"connection: close\r\n\r\n",
+        ]
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(b"".join([*head, body]))
+        self.transport.close()
+        self._wait(self._limits.linger_seconds)
+
+    def _wait(self, seconds: float) -> None:
+        """From now on the connection only waits, and not for longer than this."""
+        self._known.note_waiting(self)
+        self._cancel_deadline()
+        self._unsent = 0
+        self._deadline = self.loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and (not self._unsent or unsent < self._unsent):
+            # The last answer is still being taken.
+            self._unsent = unsent
+            self._deadline = self.loop.call_later(self._limits.stuck_seconds, self._expire)
+        elif unsent or self.transport.is_closing():
+            self.cut()
+        else:
+            self.transport.close()
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _cancel_stuck(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+
+def bounded(connections: Connections) -> Callable[..., Connection]:
+    """What uvicorn makes a connection with."""
+
+    def make(*args: Any, **options: Any) -> Connection:
+        return Connection(*args, connections=connections, **options)
+
+    return make

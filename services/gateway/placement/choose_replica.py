@@ -1,0 +1,143 @@
+"""Which sampler replica a sample goes to: a pure decision.
+
+Invariants: everything is counted in tokens: of work that is under way at a replica, and of work that it is
+spared because it has the prompt's beginning cached. A sample goes where the difference is least, so a
+conversation returns to its cache until another replica has that much less to do. Samples prefer replicas
+whose engine has their weights: swapping them in elsewhere takes long, and stops what runs there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway.placement import prompt_blocks
+
+SEQUENCE_TOKENS = 256
+"""Most that a sequence under generation counts, whatever it may still come to: how many tokens a sequence has
+is not known before its end, and `max_tokens` is often the whole context."""
+ADAPTER_TOKENS = 1024
+"""What a replica is spared that was sent this adapter before: it need not load it."""
+CACHED_WORTH = 3
+"""What a cached token counts. A sample that leaves its cache computes its beginning anew, has it held twice,
+and its conversation's next turns find a part of it here and a part there."""
+SWAP_TOKENS = 64 * SEQUENCE_TOKENS
+"""What a replica is spared that need not swap its engine's weights."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A live sampler.
+
+    Attributes:
+        load: tokens of work under way, of all gateways.
+        spared: what it is worth that it has the prompt's beginning or the adapter; see `spared`.
+        weights: full snapshot in its engine; "" = the base model, which adapters need too.
+    """
+
+    id: str
+    load: int
+    spared: int = 0
+    weights: str = ""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What decides where a sample had best go.
+
+    Attributes:
+        weights: as Replica.weights: what it needs in the engine.
+        home: shared by samples that had best share a replica when none has their weights.
+        blocks: of its prompt, each named with all before it; the first stands for the snapshot.
+        prompt_tokens, answer_tokens: its work, counted as Replica.load.
+    """
+
+    weights: str
+    home: bytes
+    blocks: tuple[int, ...]
+    prompt_tokens: int
+    answer_tokens: int
+
+
+def wanted(
+    model_id: str,
+    version: int,
+    full: bool,
+    namespace: str,
+    prompt: bytes,
+    sequences: int,
+    max_tokens: int | None,
+) -> Wanted:
+    """What a sample of a snapshot wants; model_id "" = the base model.
+
+    Versions of one full model share a home, so that a new one takes the place of the one before.
+
+    Args:
+        namespace: whose cached keys and values it may use.
+        prompt: int32 token ids.
+        max_tokens: of each sequence; None = to the end of the context.
+    """
+    snapshot = f"{model_id}\0{version}"
+    blocks = prompt_blocks.chain(f"{snapshot}\0{namespace}".encode(), prompt)
+    home = _digest(model_id.encode() if full else snapshot.encode())
+    each = SEQUENCE_TOKENS if max_tokens is None else min(max_tokens, SEQUENCE_TOKENS)
+    return Wanted(
+        weights=f"{model_id}@{version}" if full else "",
+        home=home,
+        blocks=blocks,
+        prompt_tokens=len(prompt) // prompt_blocks.TOKEN_BYTES,
+        answer_tokens=sequences * each,
+    )
+
+
+def spared(known_blocks: int, sequences: int = 0) -> int:
+    """What it is worth, in tokens of work, that a replica knows so many of a sample's blocks.
+
+    Args:
+        sequences: that the replica generates at once; 0 = not known. Half of them is the most that it is
+            worth: a prompt that all share must not keep all work on one replica, which would refuse it.
+    """
+    if not known_blocks:
+        return 0
+    worth = ADAPTER_TOKENS + CACHED_WORTH * _cached(known_blocks)
+    return min(worth, sequences * SEQUENCE_TOKENS // 2) if sequences else worth
+
+
+def work(wanted: Wanted, known_blocks: int) -> int:
+    """Tokens of work that a sample is to a replica that knows so many of its blocks."""
+    return wanted.prompt_tokens - _cached(known_blocks) + wanted.answer_tokens
+
+
+def choose(replicas: Sequence[Replica], home: bytes, weights: str) -> Replica | None:
+    """The replica to use; None when there is none.
+
+    Args:
+        home, weights: as in Wanted.
+    """
+    if not replicas:
+        return None
+    if all(replica.weights != weights for replica in replicas):
+        # Rendezvous hashing: when a replica comes or goes, only the models it wins or loses move.
+        best = max(replicas, key=lambda replica: _weight(replica, home))
+        idlest = min(replicas, key=lambda replica: (replica.load, _weight(replica, home)))
+        return best if best.load <= idlest.load + SWAP_TOKENS else idlest
+    return min(replicas, key=lambda replica: (_cost(replica, weights), _weight(replica, home)))
+
+
+def _cached(known_blocks: int) -> int:
+    # The first block stands for the snapshot.
+    return max(0, known_blocks - 1) * prompt_blocks.BLOCK_TOKENS
+
+
+def _cost(replica: Replica, weights: str) -> int:
+    swap = 0 if replica.weights == weights else SWAP_TOKENS
+    return replica.load - replica.spared + swap
+
+
+def _weight(replica: Replica, key: bytes) -> bytes:
+    return _digest(replica.id.encode(), key)
+
+
+def _digest(data: bytes, key: bytes = b"") -> bytes:
+    return hashlib.blake2b(data, key=key, digest_size=16).digest()

@@ -1,0 +1,120 @@
+"""Whether another try of a sample may do better, and which replicas are better left alone for a while.
+
+Invariants: a sample is tried again only after what another replica, or another moment, may do better, and not
+for ever; a replica that fails by a fault of its own rests longer each time, until it answers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from services.common.contract.errors import (
+    DeadlineExceeded,
+    Draining,
+    Internal,
+    Overloaded,
+    SnapshotNotFound,
+    TinsmithError,
+    Unavailable,
+)
+from services.common.state.registry import ServiceRecord
+from services.gateway.dispatch.plan import backoff
+
+log = logging.getLogger(__name__)
+
+_MOST_LOST = 5
+_MOST_FAILURES = 2
+_FIRST_REST_S, _MOST_REST_S = 1.0, 60.0
+_FULL_S = 0.5
+
+
+class Stalled(DeadlineExceeded):
+    """A sample that makes no progress. Another try would take as long."""
+
+
+@dataclass
+class Tries:
+    """The tries of one sample: in all, lost with which replicas, and failed; and the replica that has it from
+    another gateway, until it was asked for it."""
+
+    number: int = 0
+    lost: set[str] = field(default_factory=set)
+    failures: int = 0
+    has_it: ServiceRecord | None = None
+
+    def note(self, request_id: str, error: TinsmithError, replica: ServiceRecord) -> None:
+        """One that a replica answered with an error.
+
+        Raises:
+            TinsmithError: that it fails with; no other try would do better.
+        """
+        self.number += 1
+        if isinstance(error, Unavailable):
+            if not isinstance(error, Draining):
+                self.lost.add(replica.incarnation)
+            if len(self.lost) >= _MOST_LOST:
+                many = len(self.lost)
+                raise Internal(f"{many} samplers stopped while they ran this sample") from error
+            log.info("sampler %s lost sample %s: %s", replica.id, request_id, error.message)
+            return
+        self.failures += 1
+        hopeless = error.category == "user" or isinstance(error, Stalled)
+        if hopeless or self.failures >= _MOST_FAILURES:
+            raise error
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """A replica that failed `times` times in a row, and is left alone until then while there is another."""
+
+    times: int
+    until: float
+
+
+class Rests:
+    """The replicas that rest. Times are seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._rests: dict[str, _Rest] = {}
+
+    def sound(self, name: str, now: float) -> bool:
+        """Whether a replica does not rest."""
+        return name not in self._rests or self._rests[name].until <= now
+
+    def note(self, replica: ServiceRecord, error: TinsmithError, now: float) -> None:
+        """A replica answered with an error. What it refused for load others have, and for longer what it
+        fails at by something that they may do well."""
+        if isinstance(error, Overloaded):
+            before = self._rests.get(replica.incarnation, _Rest(0, 0.0))
+            until = max(before.until, now + _FULL_S)
+            self._rests[replica.incarnation] = replace(before, until=until)
+        elif error.category == "server" and not isinstance(
+            error, Unavailable | SnapshotNotFound | DeadlineExceeded
+        ):
+            self._fail(replica, now)
+
+    def well(self, name: str) -> None:
+        """A replica answered as it should."""
+        self._rests.pop(name, None)
+
+    def keep(self, live: Collection[str]) -> None:
+        """Forgets replicas that are gone."""
+        self._rests = {name: rest for name, rest in self._rests.items() if name in live}
+
+    def _fail(self, replica: ServiceRecord, now: float) -> None:
+        before = self._rests.get(replica.incarnation)
+        times = 1 if before is None else before.times + 1
+        seconds = backoff(times, _FIRST_REST_S, _MOST_REST_S)
+        self._rests[replica.incarnation] = _Rest(times, now + seconds)
+        log.warning("sampler %s failed %d times in a row; it rests for %g s", replica.id, times, seconds)
+
+
+def let_go(model_id: str, version: int) -> SnapshotNotFound:
+    """That a snapshot is not there any more, and why."""
+    return SnapshotNotFound(
+        f"snapshot {version} of model {model_id} was deleted to make room: it had not been "
+        "sampled for a while; save the weights again, and give what is to stay a name",
+        "snapshot_let_go",
+    )

@@ -1,0 +1,71 @@
+"""Which gateway makes a copy of a checkpoint, however long it takes.
+
+Invariants: while one gateway makes a copy and Redis answers, no other one makes the same, and no sweep takes
+its files for what a copy that broke off left behind. What a gateway that died has begun is free within a
+minute, and its files are due within an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import redis.asyncio
+
+from services.common.state import keys
+from services.common.state.kept_lease import KeptLease
+from services.common.storage.base import Key
+from services.gateway.records.checkpoint import CheckpointStore
+
+_TTL_S = 60.0
+_RENEW_S = 15.0
+_LOOK_S = 0.5
+_LOST_S = 3600.0
+"""By then a copy that nobody makes any more has its record, or its files go."""
+
+
+class CopyClaims:
+    """The claims of one gateway.
+
+    Args:
+        renew: seconds between two renewals of what is being made.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, records: CheckpointStore, renew: float = _RENEW_S
+    ) -> None:
+        self._redis = client
+        self._records = records
+        self._renew_s = renew
+        self._holder = uuid.uuid4().hex
+
+    async def take(self, key: Key) -> bool:
+        """Whether this gateway is to make the copy."""
+        return await self._lease(key).take()
+
+    async def wait(self, key: Key) -> None:
+        """Returns when no gateway makes the copy any more."""
+        lease = self._lease(key)
+        while await lease.is_taken():  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+
+    @asynccontextmanager
+    async def kept(self, key: Key) -> AsyncIterator[None]:
+        """Keeps a claim that was taken, and the files that come to be."""
+
+        async def keep_files() -> None:
+            await self._records.look_again(key, time.time() + _LOST_S)
+
+        await keep_files()
+        async with self._lease(key).kept(self._renew_s, keep_files):
+            yield
+
+    async def give_back(self, key: Key) -> None:
+        """Ends a claim of this gateway."""
+        await self._lease(key).give_back()
+
+    def _lease(self, key: Key) -> KeptLease:
+        return KeptLease(self._redis, keys.copying(key.model_id), self._holder, _TTL_S)

@@ -1,0 +1,197 @@
+"""`tinsmith admin`: what an operator asks of a cluster that runs, over gRPC.
+
+Invariants: the API key comes from TINKER_API_KEY and never from a command line; every call has a deadline; a
+list is read page by page, and no more of it than is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from services.common.contract.errors import InvalidRequest, TinsmithError, Unavailable
+from services.common.process.rpc import from_rpc_error
+from tinsmith.v1 import admin_pb2, admin_pb2_grpc
+
+_TIMEOUT_S = 30.0
+_PAGE = 500
+_KINDS = {
+    admin_pb2.SERVICE_KIND_GATEWAY: "gateway",
+    admin_pb2.SERVICE_KIND_TRAINER: "trainer",
+    admin_pb2.SERVICE_KIND_SAMPLER: "sampler",
+}
+
+Ask: TypeAlias = Callable[[str, Any], Awaitable[Any]]
+"""Calls a method of AdminService."""
+
+
+def run(args: argparse.Namespace, api_key: str | None) -> None:
+    """Carries out a command of `admin_verbs`.
+
+    Raises:
+        InvalidRequest: there is no API key, or what was asked for cannot be.
+        TinsmithError: the cluster refuses, or does not answer.
+    """
+    if not api_key:
+        raise InvalidRequest(
+            "set TINKER_API_KEY to a key of role admin (tinsmith keys create NAME --role admin)"
+        )
+    asyncio.run(_run(args, api_key))
+
+
+async def _run(args: argparse.Namespace, api_key: str) -> None:
+    async with _channel(args.address, args.ca) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+
+        async def ask(method: str, request: Any) -> Any:
+            try:
+                metadata = (("x-api-key", api_key),)
+                return await getattr(stub, method)(request, metadata=metadata, timeout=_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                raise _typed(error, args.address) from error
+
+        await _VERBS[args.verb](args, ask)
+
+
+def _channel(address: str, authorities: Path | None) -> grpc.aio.Channel:
+    if authorities is None:
+        return grpc.aio.insecure_channel(address)
+    try:
+        known = authorities.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{authorities} cannot be read: {error}") from error
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(known))
+
+
+def _typed(error: grpc.aio.AioRpcError, address: str) -> TinsmithError:
+    found = from_rpc_error(error)
+    if isinstance(found, Unavailable):
+        return Unavailable(f"{address} does not answer: {found.message}")
+    if isinstance(found, InvalidRequest) and error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+        # It was asked for in the right way.
+        return TinsmithError(found.message)
+    return found
+
+
+async def _pages(
+    ask: Ask, method: str, request: Any, field: str, most: int
+) -> AsyncIterator[tuple[Any, Any]]:
+    """(entry, answer that it came with) of a list, at most so many."""
+    left = most
+    while left > 0:
+        request.page_size = min(left, _PAGE)
+        answer = await ask(method, request)
+        for entry in getattr(answer, field):
+            yield entry, answer
+        left -= request.page_size
+        request.page_token = answer.next_page_token
+        if not answer.next_page_token:
+            return
+    print(f"... and more; --most says how many (now {most})")
+
+
+async def _sessions(args: argparse.Namespace, ask: Ask) -> None:
+    print(f"{'SESSION':<40}{'OWNER':<20}{'MADE':<18}{'HEARD OF':<18}{'MODELS':>6}  STATE  NAME")
+    request = admin_pb2.ListClusterSessionsRequest(owner=args.owner)
+    async for one, _ in _pages(ask, "ListClusterSessions", request, "sessions", args.most):
+        made, heard = _date(one.created_at), _date(one.last_heard_of_at)
+        print(
+            f"{one.session_id:<40}{one.owner:<20}{made:<18}{heard:<18}{one.models:>6}  "
+            f"{'over' if one.over else 'open':<5}  {one.display_name or one.project_id or '-'}"
+        )
+
+
+async def _end_session(args: argparse.Namespace, ask: Ask) -> None:
+    await ask("EndSession", admin_pb2.EndSessionRequest(session_id=args.session, detail=args.why))
+    print(f"session {args.session} is over")
+
+
+async def _services(args: argparse.Namespace, ask: Ask) -> None:
+    print(f"{'ID':<24}{'KIND':<9}{'STATE':<10}{'MODELS':>6}{'QUEUED':>8}  {'ADDRESS':<24}BASE MODEL")
+    request = admin_pb2.ListServicesRequest()
+    async for one, _ in _pages(ask, "ListServices", request, "services", args.most):
+        print(
+            f"{one.id:<24}{_KINDS.get(one.kind, '?'):<9}{_state(one):<10}{one.models:>6}{one.queued:>8}  "
+            f"{one.address:<24}{one.base_model}"
+        )
+
+
+def _state(service: admin_pb2.Service) -> str:
+    if service.drained:
+        return "drained" if service.alive else "drained, gone"
+    return "ready" if service.ready else "draining"
+
+
+async def _drain(args: argparse.Namespace, ask: Ask) -> None:
+    found = await ask("DrainService", admin_pb2.DrainServiceRequest(id=args.id))
+    print(f"{args.id} is given nothing new; it has {found.models} models and {found.queued} operations now")
+
+
+async def _undrain(args: argparse.Namespace, ask: Ask) -> None:
+    await ask("UndrainService", admin_pb2.UndrainServiceRequest(id=args.id))
+    print(f"{args.id} is given work again")
+
+
+async def _retire(args: argparse.Namespace, ask: Ask) -> None:
+    await ask("RetireBaseModel", admin_pb2.RetireBaseModelRequest(base_model=args.name))
+    print(f"{args.name} is retired: what waits for it fails, and new requests for it are refused")
+
+
+async def _unreadable(args: argparse.Namespace, ask: Ask) -> None:
+    print(f"{'MET':>8}  {'LAST':<18}NAME: REASON")
+    request = admin_pb2.ListUnreadableRequest()
+    async for one, _ in _pages(ask, "ListUnreadable", request, "unreadable", args.most):
+        print(f"{one.count:>8}  {_date(one.last_met_at):<18}{one.name}: {one.reason}")
+
+
+async def _drop(args: argparse.Namespace, ask: Ask) -> None:
+    found = await ask("DropUnreadable", admin_pb2.DropUnreadableRequest(name=args.name))
+    print(
+        "forgotten, and taken out of its list" if found.removed else "forgotten; it is noted when met again"
+    )
+
+
+async def _owners(args: argparse.Namespace, ask: Ask) -> None:
+    head = ("SESSIONS", "MODELS", "CHECKPOINTS", "CHECKPOINT MiB", "SNAPSHOT MiB", "WAITING", "STATE MiB")
+    print(f"{'OWNER':<20}" + "".join(f"{name:>15}" for name in head))
+    limits: admin_pb2.OwnerLimits | None = None
+    async for one, answer in _pages(ask, "ListOwners", admin_pb2.ListOwnersRequest(), "owners", args.most):
+        limits = answer.limits
+        figures = (
+            one.sessions,
+            one.models,
+            one.checkpoints,
+            one.checkpoint_bytes >> 20,
+            one.snapshot_bytes >> 20,
+            one.waiting_operations,
+            one.state_bytes >> 20,
+        )
+        print(f"{one.owner:<20}" + "".join(f"{figure:>15}" for figure in figures))
+    if limits is not None:
+        files = f"{limits.checkpoint_bytes >> 20}" if limits.checkpoint_bytes else "no bound"
+        most = (limits.sessions, limits.models, limits.checkpoints, files)
+        print(f"{'each may have':<20}" + "".join(f"{figure:>15}" for figure in most))
+
+
+_VERBS: dict[str, Callable[[argparse.Namespace, Ask], Awaitable[None]]] = {
+    "sessions": _sessions,
+    "end-session": _end_session,
+    "services": _services,
+    "drain": _drain,
+    "undrain": _undrain,
+    "retire": _retire,
+    "unreadable": _unreadable,
+    "drop": _drop,
+    "owners": _owners,
+}
+
+
+def _date(at: Any) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at.ToSeconds()))

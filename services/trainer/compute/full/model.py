@@ -1,0 +1,361 @@
+"""A model that trains all of its weights: a copy of the base model in a DeepSpeed engine of its own.
+
+Everything about full models that knows DeepSpeed's insides is here. The engine runs with
+`managed_gradient_accumulation` off: backward passes only accumulate, a step reduces and applies. Losses are
+token sums, so DeepSpeed's average over the ranks is undone by a factor on the loss.
+
+Optimizer state is always sharded, since nothing is gained by holding it twice: a trainer of ZeRO stage 0
+gives its full models stage 1. Under bfloat16 the least is stage 2, which accumulates gradients in float32 on
+every stage above; master weights and moments are always float32.
+
+Invariants: forward and backward passes, steps and states are collectives of all ranks. Gradients go
+straight into one sum, so an operation cannot be taken out of it again: when one fails after its backward
+pass has begun, the sum is in doubt and the world must be restarted and replay (`fail` raises).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.common.contract.errors import DataLoss, InvalidRequest, TinsmithError
+from services.common.contract.roles import Role
+from services.common.contract.tensors import HostTensor
+from services.trainer.compute.attention import Sequences
+from services.trainer.compute.base_model import Scorer, computes_flat, load_model
+from services.trainer.compute.collate import idle_batch
+from services.trainer.compute.data import AdamSpec, Failure, ModelState, ShardedState
+from services.trainer.compute.exchange import any_rank
+from services.trainer.compute.full.shards import Part, SavedShards, ShardWriter, Writing
+from services.trainer.compute.logprobs import Targets
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.optimizer import MeasuredAdamW
+
+log = logging.getLogger(__name__)
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Elements that DeepSpeed reduces or gathers at once.
+_BUCKET = 1 << 25
+
+
+@dataclass(frozen=True)
+class FullModelConfig:
+    """How full models are held.
+
+    Attributes:
+        model_path: local directory or hub id of the base model.
+        device: device of this rank, for example "cpu" or "cuda:0".
+        dtype: element type of the weights that compute, torch.float32 or torch.bfloat16.
+        zero_stage: the trainer's, 0..3.
+        offload: hold master weights and moments, and step, on the CPU.
+        activation_checkpointing: keep of each block only the input for the backward pass.
+    """
+
+    model_path: str
+    device: str
+    dtype: torch.dtype
+    zero_stage: int
+    offload: bool
+    activation_checkpointing: bool
+
+    def deepspeed(self) -> dict[str, Any]:
+        """The engine's configuration."""
+        bfloat16 = self.dtype == torch.bfloat16
+        zero: dict[str, Any] = {
+            "stage": max(self.zero_stage, 2 if bfloat16 else 1),
+            "overlap_comm": False,
+            "reduce_bucket_size": _BUCKET,
+            "allgather_bucket_size": _BUCKET,
+        }
+        if self.zero_stage == 3:
+            zero["stage3_param_persistence_threshold"] = 10_000
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device != "cpu"}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "zero_optimization": zero,
+            # torch's AdamW steps offloaded states too: DeepSpeed's own would need a compiler at run time.
+            "zero_force_ds_cpu_optimizer": False,
+            # Without it a bfloat16 gradient that is not finite would be applied.
+            "bf16": {"enabled": bfloat16, "check_grad_overflow": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        }
+
+
+class FullModel:
+    """One model, as a `Tenant` and as what computes its own log-probabilities. Use it on all ranks alike.
+
+    Attributes:
+        collective, flat: as of `BaseModel`.
+    """
+
+    collective = True
+
+    def __init__(self, config: FullModelConfig) -> None:
+        """Starts from the weights of the base model, which are read again."""
+        import deepspeed
+
+        settings = config.deepspeed()
+        self._sharded = config.zero_stage == 3
+        self._device = config.device
+        model = load_model(
+            config.model_path,
+            config.dtype,
+            settings if self._sharded else None,
+            config.activation_checkpointing,
+        )
+        model.requires_grad_(True)
+        self.flat = computes_flat(model)
+        self._parameters: dict[str, Any] = dict(model.named_parameters())
+        scorer = Scorer(model, LoraRouter(), detached=False)
+        self._adam = MeasuredAdamW(scorer.parameters())
+        _support(MeasuredAdamW)
+        self._engine, *_ = deepspeed.initialize(model=scorer, optimizer=self._adam, config=settings)
+        self._start_moments()
+        self._begun: set[int] = set()
+        self._failures: dict[int, Failure] = {}
+
+    def score(self, tokens: Tensor, targets: Targets, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """See `BaseModel.score`; log-probabilities are differentiable in the weights when gradients are
+        enabled. There is no value head: every token has targets, and there are no values."""
+        logprobs, hidden = self._engine(tokens, targets, sequences)
+        return logprobs, hidden.new_zeros(0, dtype=torch.float32)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of this rank's part of the loss to the sum."""
+        self._engine.backward(loss * dist.get_world_size())
+
+    @property
+    def role(self) -> Role:
+        return "policy"
+
+    @property
+    def has_gradient(self) -> bool:
+        return bool(self._begun)
+
+    def begin(self, seq_id: int) -> None:
+        self._begun.add(seq_id)
+
+    def failure(self, seq_id: int) -> Failure | None:
+        return self._failures.get(seq_id)
+
+    def fail(self, seq_id: int, failure: Failure) -> None:
+        """See `Tenant.fail`.
+
+        Raises:
+            RuntimeError: a part of the operation has run.
+        """
+        self._failures[seq_id] = failure
+        if seq_id in self._begun:
+            raise RuntimeError(f"operation {seq_id} failed with its gradient begun: {failure.message}")
+
+    def close_before(self, seq_id: int) -> None:
+        """Nothing: gradients are in the sum already."""
+
+    def clear_gradient(self) -> None:
+        if self._begun:
+            # DeepSpeed itself drops a gradient that is not finite, wherever its stage keeps it.
+            batch = idle_batch(self._device)
+            logprobs, _ = self.score(batch.tokens, batch.targets, batch.sequences)
+            self.backward(logprobs.sum() * math.inf)
+            self._engine.step()
+            if not self._engine.optimizer.overflow:
+                raise RuntimeError("a gradient that was to be dropped was applied")
+        self._begun.clear()
+        self._failures.clear()
+
+    def step(self, adam: AdamSpec) -> dict[str, float]:
+        for group in self._adam.param_groups:
+            group.update(
+                lr=adam.learning_rate,
+                betas=(adam.beta1, adam.beta2),
+                eps=adam.eps,
+                weight_decay=adam.weight_decay,
+            )
+        zero = self._engine.optimizer
+        zero.clip_grad = adam.grad_clip_norm
+        self._adam.change = 0.0
+        self._engine.step()
+        self._begun.clear()
+        self._failures.clear()
+        if zero.overflow:
+            raise FloatingPointError("the gradient norm is not finite")
+        change = torch.as_tensor(self._adam.change, dtype=torch.float64, device=self._device)
+        dist.all_reduce(change)
+        return {
+            "grad_norm": float(zero._global_grad_norm),
+            "learning_rate": adam.learning_rate,
+            "update_norm": float(change.sqrt()),
+        }
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights are spread over the ranks, so that all must call `weights`."""
+        return self._sharded
+
+    def weights(self) -> ModelState:
+        """A copy of what computes, by Hugging Face name, in its element type. Of a `sharded` model ranks
+        other than 0 get no tensors."""
+        import deepspeed
+
+        found: dict[str, HostTensor] = {}
+        for name, parameter in self._parameters.items():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self._sharded):
+                if not self._sharded or dist.get_rank() == 0:
+                    found[name] = _host(parameter.detach())
+        return ModelState(lora=None, adapter=found, optimizer={}, step=self._steps)
+
+    def write(self, writer: ShardWriter, directory: str) -> Writing:
+        """Has float32 weights, and after the first step the moments, written to a directory. Training may go
+        on at once.
+
+        Args:
+            directory: as of `ShardWriter.write`.
+        """
+        names = self._names(moments=self._steps > 0)
+        parts = {
+            name: Part(part.values.detach().to("cpu", copy=True), part.start, part.whole)
+            for name, part in self._parts(moments=self._steps > 0)
+        }
+        size = sum(part.values.nbytes for part in parts.values())
+        return Writing(self._steps, size, writer.write(parts, names, directory))
+
+    def load_state(self, state: ShardedState, optimizer: bool) -> None:
+        """Replaces weights, and optimizer state or else starts that afresh. Clears the gradient.
+
+        Raises:
+            InvalidRequest: the state is of a model of another shape; nothing changed.
+            DataLoss: its files are damaged, as one rank at least sees them; nothing changed.
+        """
+        saved = self._opened(state)
+        self.clear_gradient()
+        with_moments = optimizer and state.step > 0
+        with torch.no_grad():
+            saved.read(dict(self._parts(moments=with_moments)))
+            for held in self._partitions:
+                kept = self._adam.state[held]
+                kept["step"].fill_(state.step if with_moments else 0)
+                for moment in () if with_moments else _MOMENTS:
+                    kept[moment].zero_()
+            self._follow_masters()
+
+    def _opened(self, state: ShardedState) -> SavedShards:
+        """What is saved, once every rank has seen that it is whole and of this model: what comes after that
+        ranks do together."""
+        refused: TinsmithError | None = None
+        try:
+            saved = SavedShards(state.directory)
+            saved.check(self._names(moments=state.step > 0))
+        except (DataLoss, InvalidRequest) as error:
+            refused = error
+        damaged, other = any_rank(
+            [isinstance(refused, DataLoss), isinstance(refused, InvalidRequest)], self._device
+        )
+        if damaged and not isinstance(refused, DataLoss):
+            raise DataLoss("the saved state is damaged, as another rank sees it") from refused
+        if refused is not None:
+            raise refused
+        if other:
+            raise InvalidRequest(
+                "the saved state is of another model, as another rank sees it", "state_mismatch"
+            )
+        return saved
+
+    def close(self) -> None:
+        """Frees the memory. The model cannot be used any more."""
+        self._engine.destroy()
+        self._parameters.clear()
+        del self._engine, self._adam
+        # DeepSpeed's hooks and parameters refer to each other.
+        gc.collect()
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
+
+    @property
+    def _partitions(self) -> list[Tensor]:
+        """This rank's float32 master weights, as the flat tensors that AdamW steps."""
+        zero = self._engine.optimizer
+        flat = zero.fp32_partitioned_groups_flat if self._sharded else zero.single_partition_of_fp32_groups
+        return cast(list[Tensor], flat)
+
+    @property
+    def _steps(self) -> int:
+        return int(self._adam.state[self._partitions[0]]["step"].item())
+
+    def _start_moments(self) -> None:
+        """Makes AdamW's state as its first step would, so that it can be set and read from now on."""
+        for held in self._partitions:
+            self._adam.start(held)
+        if not self._sharded:
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _names(self, *, moments: bool) -> dict[str, int]:
+        """Elements of what makes up the state: each weight, and its moments."""
+        sizes = {name: int(self._whole(parameter)) for name, parameter in self._parameters.items()}
+        of_moments = {f"{name}.{moment}": size for name, size in sizes.items() for moment in _MOMENTS}
+        return sizes | of_moments if moments else sizes
+
+    def _parts(self, *, moments: bool) -> Iterator[tuple[str, Part]]:
+        """This rank's part of the state, by name: views of what is trained."""
+        for name, parameter in self._parameters.items():
+            for moment in (None, *_MOMENTS) if moments else (None,):
+                part = self._part_of_3(parameter, moment) if self._sharded else _part(parameter, moment)
+                if part is not None:
+                    yield name if moment is None else f"{name}.{moment}", part
+
+    def _part_of_3(self, parameter: Any, moment: str | None) -> Part | None:
+        zero, whole = self._engine.optimizer, self._whole(parameter)
+        held, _ = zero._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=moment
+        )
+        # The last ranks' parts are filled up to the size of the first one's.
+        start = dist.get_rank() * held.numel()
+        return Part(held[: whole - start], start, whole) if start < whole else None
+
+    def _whole(self, parameter: Any) -> int:
+        return int(parameter.ds_numel if self._sharded else parameter.numel())
+
+    def _follow_masters(self) -> None:
+        """Has the weights that compute be those of the masters, as after a step."""
+        zero = self._engine.optimizer
+        if not self._sharded:
+            zero.update_lp_params()
+            return
+        zero._partition_all_parameters()
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        zero._post_step(set())
+
+
+def _part(parameter: Any, moment: str | None) -> Part | None:
+    """A rank's part of a parameter's master, or of a moment, under ZeRO 1 and 2; None: it has none."""
+    held = parameter._hp_mapping
+    if held is None:
+        return None
+    values = held.get_hp_fragment(moment)
+    return Part(values, held.lp_fragment_address.start, int(parameter.numel()))
+
+
+def _host(values: Tensor) -> HostTensor:
+    """A copy on the host; numpy has no bfloat16."""
+    dtype = str(values.dtype).removeprefix("torch.")
+    elements = values.cpu().reshape(-1).view(torch.uint8)
+    return HostTensor(dtype, tuple(values.shape), elements.numpy().tobytes())
+
+
+def _support(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Has DeepSpeed take an optimizer without a warning that nobody has tried it."""
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    if optimizer not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(optimizer)

@@ -1,0 +1,264 @@
+"""What a rank can hold: arithmetic over the shapes of a model.
+
+Per token and block the backward pass keeps what goes into and comes out of each linear, and about a third as
+much again: norms, activations, rotations. The factor is checked against what PyTorch keeps, see
+tests/unit/trainer/compute/test_capacity.py. With activation checkpointing a block keeps its input alone, and
+one block at a time is computed again. Attention by matrices of scores, which an architecture with sinks or
+capped scores has, keeps those too, as many as the square of the tokens, and so do the masks of a sliding
+window where no kernel goes without them.
+
+Of a sequence that all ranks compute together each has an equal part, and beside it what the exchange around
+attention takes: queries, keys, values and outputs, as they are sent and as they come, while a block is
+computed, and the outputs as long as the block's activations.
+
+What weights and head leave is for sequences, but for a third, which is for adapters: those of other models
+are resident while one computes. Models that train all weights are not counted: how many there are the
+operator says (`--max-full-models`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from services.common.process.process import machine_memory
+from services.trainer.compute.logprobs import CHUNK_ELEMENTS
+from services.trainer.compute.lora.adapter import LinearShape, layout_of
+from services.trainer.compute.split.asked import Asked
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+
+OF_THE_MACHINE = 0.75
+"""Of a machine's memory the ranks on it take so much, unless they are told: other processes run there too."""
+
+ADAPTERS = 1 / 3
+"""Of what weights and head leave, adapters get so much."""
+
+_PROCESS_BYTES = GIB // 2
+_LEAST = 1 / 16
+"""Of the memory. The arithmetic is too coarse to say that nothing fits."""
+_BESIDE_LINEARS = 1.3
+_AROUND = 4
+"""Hidden states that are kept before the first block and after the last one."""
+_ADAPTER_FLOATS = 5
+"""Of each element: the master, Adam's two moments, the gradient since the last step and that of an operation
+which is not complete."""
+_MASKS = 3
+"""Boolean matrices that exist while the mask of a window is made."""
+COPIES = 2
+"""Of what is exchanged, beside what attention takes anyway: as it is sent and as it comes."""
+_LOSS_BYTES = 256
+"""Of each token of a sequence that all ranks compute together, on each of them: ids, the loss's inputs, and
+what it computes in double precision."""
+_HOST_BYTES = 256
+"""Of a token that was sent, on rank 0: tokens, targets, weights and results, as bytes of messages and as
+tensors."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a model takes of a rank, in bytes.
+
+    Attributes:
+        weights: those of the frozen base.
+        token: of each token of a micro-batch, until its backward pass.
+        square: of each pair of tokens of one sequence.
+        exchange: of each token that a rank has of a sequence which all compute together, beside `token`.
+    """
+
+    weights: int
+    token: float
+    square: float = 0.0
+    exchange: float = 0.0
+
+    def tokens(self, room: float) -> int:
+        """The longest sequence that takes no more than `room` bytes."""
+        if self.square:
+            root = math.sqrt(self.token**2 + 4 * self.square * max(room, 0))
+            return int((root - self.token) / (2 * self.square))
+        return int(max(room, 0) / self.token)
+
+    def together(self, room: float, ranks: int) -> int:
+        """The longest sequence of which so many ranks take no more than `room` bytes each."""
+        return int(max(room, 0) / ((self.token + self.exchange) / ranks + _LOSS_BYTES))
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a trainer can hold.
+
+    Attributes:
+        one_rank_tokens: of the longest sequence, on one rank.
+        sequence_tokens: of the longest one on all ranks together; the same where they cannot.
+        operation_tokens: of all sequences of one operation.
+        adapter_bytes: that adapters, their gradients and their moments may take of each rank.
+    """
+
+    one_rank_tokens: int
+    sequence_tokens: int
+    operation_tokens: int
+    adapter_bytes: int
+
+    @property
+    def split_beyond(self) -> int:
+        """Tokens beyond which all ranks compute a sequence together; 0 = they never do."""
+        return self.one_rank_tokens if self.sequence_tokens > self.one_rank_tokens else 0
+
+
+def capacity(memory: int, footprint: Footprint, context_length: int, logits: int, ranks: int = 1) -> Capacity:
+    """What fits.
+
+    Args:
+        memory: bytes that a rank may take, of its device.
+        context_length: most tokens of a sequence, whatever the memory.
+        logits: of a micro-batch, elements; of so many that they come in chunks one chunk counts.
+        ranks: that can compute a sequence together; 1 = each is computed by one.
+    """
+    left = memory - footprint.weights - 2 * 4 * min(CHUNK_ELEMENTS, logits) - _PROCESS_BYTES
+    room = max(left, int(memory * _LEAST))
+    if room != left:
+        log.warning(
+            "%.1f GiB of memory are little for a model of %.1f GiB; see --memory-gib",
+            memory / GIB,
+            footprint.weights / GIB,
+        )
+    for_tokens = room * (1 - ADAPTERS)
+    alone = max(1, min(context_length, footprint.tokens(for_tokens)))
+    together = alone
+    if ranks > 1:
+        together = max(alone, min(context_length, footprint.together(for_tokens, ranks)))
+    return Capacity(alone, together, max(memory // 4 // _HOST_BYTES, together), int(room * ADAPTERS))
+
+
+def steady(found: Capacity, context_length: int) -> Capacity:
+    """The same with less of the last digits: what is measured, or free, is never quite the same at the next
+    start, and what clients were promised should be. It takes at most an eighth away, and nothing of a whole
+    context."""
+
+    def rounded(tokens: int) -> int:
+        step = 1 << max(0, tokens.bit_length() - 4)
+        return tokens if tokens == context_length else tokens // step * step
+
+    return dataclasses.replace(
+        found,
+        one_rank_tokens=rounded(found.one_rank_tokens),
+        sequence_tokens=rounded(found.sequence_tokens),
+    )
+
+
+def at_least(found: Capacity, sequence_tokens: int, one_adapter: int) -> Capacity:
+    """What is promised where nobody said how much memory there is: arithmetic that goes by what the machine
+    has is no reason to refuse what every trainer has to do."""
+    least = Capacity(
+        max(found.one_rank_tokens, sequence_tokens),
+        max(found.sequence_tokens, sequence_tokens),
+        max(found.operation_tokens, sequence_tokens),
+        max(found.adapter_bytes, one_adapter),
+    )
+    if least != found:
+        log.warning(
+            "by arithmetic its share of the machine holds sequences of %d tokens and %.2f GiB of adapters; "
+            "%d tokens and %.2f GiB are let in all the same; see --memory-gib",
+            found.one_rank_tokens,
+            found.adapter_bytes / GIB,
+            least.one_rank_tokens,
+            least.adapter_bytes / GIB,
+        )
+    return least
+
+
+def own_memory(device: str, ranks: int) -> int:
+    """What this rank may take when nobody says: of its GPU what others leave, or its share of the machine."""
+    if device == "cpu":
+        return int(machine_memory() * OF_THE_MACHINE) // ranks
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved()
+
+
+def least_of_all(mine: Capacity, device: str) -> Capacity:
+    """What every rank can hold; all ranks call it."""
+    if dist.get_world_size() == 1:
+        return mine
+    numbers = torch.tensor(dataclasses.astuple(mine), dtype=torch.int64, device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MIN)
+    return Capacity(*numbers.tolist())
+
+
+def footprint(
+    model: Any, item: int, *, checkpointing: bool, ranks: int, asked: Sequence[Asked] = ()
+) -> Footprint:
+    """Arithmetic over a causal language model.
+
+    Args:
+        model: transformers' model, perhaps with weights that ZeRO-3 sharded.
+        item: bytes of one of its elements.
+        checkpointing: of each block only the input is kept.
+        ranks: that share its weights; 1 = each has them all.
+        asked: what each layer asks of attention, as far as that is known.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    text = model.config.get_text_config()
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    active = getattr(text, "num_experts_per_tok", None) or 1
+    widths = [_width(block, active) for block in blocks or [model]]
+    each = [_BESIDE_LINEARS * item * width for width in widths]
+    hidden = text.hidden_size * item
+    kept = len(each) * hidden + max(each) if checkpointing and blocks else sum(each)
+    elements = sum(math.prod(_shape(parameter)) for parameter in model.parameters()) // ranks
+    square = 0.0
+    if _has_scores(model, text):
+        # Scores, their softmax and its gradient, of one block when others are computed again.
+        square = 3 * 4 * text.num_attention_heads * (1 if checkpointing else len(each))
+    masked = sum(layer.masked for layer in asked)
+    if masked:
+        # Who sees whom as it is made, and of each block as what is added to scores.
+        square += _MASKS + (1 if checkpointing else masked) * item
+    exchanged = [item * layer.elements for layer in asked]
+    exchange = COPIES * max(exchanged, default=0) + (0 if checkpointing else sum(exchanged) / 2)
+    return Footprint(elements * item, kept + _AROUND * hidden, square, exchange)
+
+
+def adapter_bytes(targets: dict[str, LinearShape], rank: int, value_head: int, item: int) -> int:
+    """What an adapter takes of each rank, its gradients and moments included.
+
+    Args:
+        value_head: its elements, 0 = none.
+        item: bytes of an element of the base model, in which there is a copy unless it is float32.
+    """
+    _, elements = layout_of(targets, rank, value_head)
+    return elements * (4 * _ADAPTER_FLOATS + (item if item != 4 else 0))
+
+
+def _width(block: nn.Module, active: int) -> int:
+    """Features that go into and come out of all linears of a block, of each token."""
+    total = 0
+    for module in block.modules():
+        if isinstance(module, nn.Linear):
+            total += module.in_features + module.out_features
+        else:
+            # Experts' weights in one tensor, of which a token meets few.
+            shapes = [_shape(weight) for weight in module.parameters(recurse=False)]
+            total += sum(active * (shape[1] + shape[2]) for shape in shapes if len(shape) == 3)
+    return total
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    """That of the whole weight, also where this rank has a part of it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _has_scores(model: Any, config: Any) -> bool:
+    """Whether attention goes by whole matrices of scores."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return capped or any(name.endswith(".sinks") for name, _ in model.named_parameters())

@@ -1,0 +1,141 @@
+"""What a token takes, measured: the engine computes an operation that nobody sent.
+
+Invariant: it leaves no model and no gradient behind, and a rank without memory for it ends no start. All
+ranks take part, with equal arguments, and go the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from services.common.contract.errors import Internal
+from services.common.contract.tensors import from_values
+from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row
+from services.trainer.compute.exchange import any_rank
+from services.trainer.compute.lora.adapter import MAX_RANK
+from services.trainer.compute.memory.capacity import (
+    Capacity,
+    at_least,
+    capacity,
+    least_of_all,
+    own_memory,
+    steady,
+)
+from services.trainer.compute.memory.failures import OUT_OF_MEMORY
+
+if TYPE_CHECKING:
+    from services.trainer.compute.engine import Engine
+
+log = logging.getLogger(__name__)
+
+MODEL_ID = "dry-run"
+FEW, MANY = 256, 2048
+"""Tokens; what does not grow with them cancels out."""
+LEAST = 128
+"""Tokens; of fewer nothing is learned."""
+
+
+class _DoesNotFit(Exception):
+    """Some rank has no memory for so many tokens; raised on all."""
+
+
+def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capacity:
+    """What the world can hold: the least of what its ranks can.
+
+    On CUDA tokens are measured, unless passes are collectives: there a rank that ran out of memory would
+    leave the others waiting. On CPU, unless `memory` is given, a sequence of a micro-batch's tokens and one
+    adapter of any rank are let in whatever the arithmetic says.
+
+    Args:
+        memory: bytes that this rank may take; 0 = what of its GPU is free, or its share of the machine.
+        micro_batch_tokens: up to which several sequences are computed at once.
+
+    Raises:
+        Internal: a small operation could not be computed, for another reason than memory.
+    """
+    found = engine.footprint
+    if engine.device != "cpu" and not engine.collective:
+        token = token_bytes(engine, peak_of_cuda)
+        found = found if token is None else replace(found, token=token)
+    given = memory or own_memory(engine.device, engine.world_size)
+    logits = micro_batch_tokens * engine.vocab_size
+    together = engine.world_size if engine.splits else 1
+    mine = capacity(given, found, engine.context_length, logits, together)
+    if not memory and engine.device == "cpu":
+        adapter = engine.adapter_bytes(engine.largest_adapter(MAX_RANK))
+        mine = at_least(mine, min(engine.context_length, micro_batch_tokens), adapter)
+    least = least_of_all(mine, engine.device)
+    return least if engine.device == "cpu" else steady(least, engine.context_length)
+
+
+def token_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> float | None:
+    """Bytes that each token of a micro-batch takes until its backward pass is done; None: too few fit.
+
+    Args:
+        peak: the most memory that was in use while a call ran, in bytes.
+
+    Raises:
+        Internal: it could not be computed, for another reason than memory.
+    """
+    many = min(MANY, engine.context_length)
+    least = min(LEAST, many)
+    while many >= least:
+        few = max(1, min(FEW, many // 2))
+        engine.create_model(MODEL_ID, engine.largest_adapter(rank=8))
+        try:
+            # The first time allocates what stays.
+            _, less, more = (peak(partial(_run, engine, tokens)) for tokens in (few, few, many))
+            return max(1.0, (more - less) / max(1, many - few))
+        except _DoesNotFit:
+            log.warning("%d tokens do not fit beside the model", many)
+        finally:
+            engine.drop_model(MODEL_ID)
+        many //= 2
+    log.warning("what a token takes could not be measured; arithmetic says it")
+    return None
+
+
+def peak_of_cuda(run: Callable[[], None]) -> int:
+    """The most that was allocated on this process's GPU while `run` ran."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def _run(engine: Engine, tokens: int) -> None:
+    """A forward_backward of one sequence for each rank.
+
+    Raises:
+        _DoesNotFit, Internal: on all ranks alike.
+    """
+    work = Pass(
+        [PassOp(MODEL_ID, tokens, "cross_entropy")],
+        [MicroBatch([_row(rank, tokens)]) for rank in range(engine.world_size)],
+    )
+    # Only rank 0 is told what became of the rows.
+    failed = [result.failure for result in engine.run_pass(work) if result.failure is not None]
+    full = [failure.code == OUT_OF_MEMORY for failure in failed]
+    broken, does_not_fit = any_rank([not all(full), any(full)], engine.device)
+    if broken:
+        reasons = "; ".join(dict.fromkeys(failure.message for failure in failed)) or "see the log of rank 0"
+        raise Internal(f"{tokens} tokens could not be computed at the start: {reasons}")
+    if does_not_fit:
+        raise _DoesNotFit
+
+
+def _row(index: int, tokens: int) -> Row:
+    ids = np.zeros(tokens, dtype="<i4")
+    inputs = {
+        "target_tokens": from_values(np.zeros(tokens, dtype="<i8")),
+        "weights": from_values(np.ones(tokens, dtype="<f4")),
+    }
+    return Row(MODEL_ID, 0, index, ids.tobytes(), inputs)

@@ -1,0 +1,252 @@
+"""What one rank computes of a pass: its micro-batches, one after the other.
+
+Invariants: an operation of which a micro-batch failed here is told, and nothing of it runs after that; while
+one micro-batch runs on a device the host makes the next, and waits only for what came before both. A sequence
+that all ranks compute together fails for none of them alone: what breaks it off is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from services.trainer.compute.base_model import BaseModel
+from services.trainer.compute.batch_losses import BatchLosses, Leaving
+from services.trainer.compute.collate import Collated, collate, idle_batch, in_order
+from services.trainer.compute.data import Failure, Pass, PassOp, Row, RowResult
+from services.trainer.compute.full.model import FullModel
+from services.trainer.compute.logprobs import shifted
+from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.memory.failures import explained, free_cache, is_out_of_memory
+from services.trainer.compute.memory.failures import failure as failure_of
+from services.trainer.compute.split.exchange import joined
+from services.trainer.compute.split.share import Share
+from services.trainer.compute.tenant import LoraTenant
+from services.trainer.order.microbatch import deal
+
+logger = logging.getLogger(__name__)
+
+J = TypeVar("J")
+P = TypeVar("P")
+S = TypeVar("S")
+
+
+def in_turn(jobs: Sequence[J], prepare: Callable[[J], P], start: Callable[[J, P], S]) -> Iterator[S]:
+    """Starts jobs in order. Each is prepared while the one before it runs, and what it started is handed out,
+    to be waited for, when the next one has been started."""
+    # What is handed over is held by nobody else: it may take much memory.
+    ready = [prepare(job) for job in jobs[:1]]
+    before: list[S] = []
+    for number, job in enumerate(jobs, start=1):
+        started = start(job, ready.pop())
+        ready += [prepare(following) for following in jobs[number : number + 1]]
+        yield from before
+        before = [started]
+    yield from before
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a micro-batch of so many rows is computed from, on the device or on its way there."""
+
+    rows: int
+    batch: Collated
+    losses: BatchLosses
+
+
+class Rounds:
+    """Runs this rank's part of passes.
+
+    Args:
+        tenants: the models that are here, by id.
+
+    Attributes:
+        shares_prefixes: as of `Engine`; it holds for what is made from now on.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        router: LoraRouter,
+        tenants: Mapping[str, LoraTenant | FullModel],
+        rank: int,
+        world_size: int,
+        shares_prefixes: bool,
+    ) -> None:
+        self._base = base
+        self._router = router
+        self._tenants = tenants
+        self._rank = rank
+        self._world_size = world_size
+        self.shares_prefixes = shares_prefixes
+        self._device = base.device
+
+    def run(self, work: Pass, failures: Mapping[int, Failure]) -> tuple[list[RowResult], dict[int, Failure]]:
+        """Runs this rank's micro-batches; its results, and the operations that failed while running."""
+        model = self._computes(work)
+        kept = [
+            ([row for row in batch.rows if row.op not in failures], batch.split)
+            for batch in work.micro_batches
+        ]
+        results: list[RowResult] = []
+        for row in (row for rows, split in kept if split for row in rows):
+            leaving = self._run_split(model, work.ops, row)
+            # All ranks came to the same.
+            results += leaving.results() if self._rank == 0 else []
+        batches = [in_order(rows) for rows, split in kept if rows and not split]
+        if not model.flat:
+            batches = [[row] for rows in batches for row in rows]
+        failed: dict[int, Failure] = {}
+        # What only runs forward builds no graph, whatever it came with.
+        for grad in (False, True):
+            parts = [[row for row in rows if work.ops[row.op].forward_only != grad] for rows in batches]
+            parts = [rows for rows in parts if rows]
+            # Where every rank takes part in every round, what counts is how many there are.
+            sizes = [1 if model.collective else sum(row.length for row in rows) for rows in parts]
+            dealt = self._deal(work, parts, sizes, grad)
+            ops = work.ops
+            jobs = [parts[batch] for batch in dealt[self._rank]]
+            if model.collective:
+                jobs += [[]] * (max(map(len, dealt)) - len(jobs))
+            for started in in_turn(
+                jobs,
+                partial(self._prepared, ops, failed),
+                partial(self._start, model, ops, grad, failed),
+            ):
+                results += [result for each in started for result in each.results()]
+        return results, failed
+
+    def _prepared(
+        self, ops: Sequence[PassOp], failed: Mapping[int, Failure], rows: Sequence[Row]
+    ) -> _Ready | None:
+        """What a micro-batch is computed from; None: it is made where it runs, and fails there if it does."""
+        rows = [row for row in rows if row.op not in failed]
+        try:
+            return self._ready(ops, rows)
+        except Exception:
+            return None
+
+    def _ready(self, ops: Sequence[PassOp], rows: Sequence[Row]) -> _Ready:
+        shared = self.shares_prefixes
+        batch = collate(rows, self._device, shared=shared) if rows else idle_batch(self._device)
+        return _Ready(len(rows), batch, BatchLosses(ops, rows, batch, self._device))
+
+    def _start(
+        self,
+        model: BaseModel | FullModel,
+        ops: Sequence[PassOp],
+        grad: bool,
+        failed: dict[int, Failure],
+        rows: Sequence[Row],
+        ready: _Ready | None,
+    ) -> list[Leaving]:
+        left = [row for row in rows if row.op not in failed]
+        if ready is not None and ready.rows != len(left):
+            ready = None
+        if model.collective:
+            return [self._run(model, ops, ready or self._ready(ops, left), grad)]
+        return self._start_or_split(model, ops, grad, failed, left, ready) if left else []
+
+    def _start_or_split(
+        self,
+        model: BaseModel | FullModel,
+        ops: Sequence[PassOp],
+        grad: bool,
+        failed: dict[int, Failure],
+        rows: Sequence[Row],
+        ready: _Ready | None,
+    ) -> list[Leaving]:
+        """A micro-batch, in halves as long as it does not fit into memory.
+
+        A sequence that does not fit by itself fails its operation, any other error those of all `rows`.
+        """
+        try:
+            return [self._run(model, ops, ready or self._ready(ops, rows), grad)]
+        except Exception as error:
+            if not is_out_of_memory(error) or len(rows) == 1:
+                logger.exception("a micro-batch of %d rows failed", len(rows))
+                failure = failure_of(explained(error, rows))
+                failed.update({row.op: failure for row in rows})
+                return []
+        # Only here has the error let go of what the batch had computed.
+        free_cache()
+        started = []
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            left = [row for row in half if row.op not in failed]
+            started += self._start_or_split(model, ops, grad, failed, left, None) if left else []
+        return started
+
+    def _computes(self, work: Pass) -> BaseModel | FullModel:
+        """The model that a pass runs on."""
+        tenants = {op.model_id: self._tenants.get(op.model_id) for op in work.ops}
+        full = [tenant for tenant in tenants.values() if isinstance(tenant, FullModel)]
+        if full and len(tenants) > 1:
+            raise RuntimeError("a full model shares a pass with other models")
+        return full[0] if full else self._base
+
+    def _deal(
+        self, work: Pass, parts: Sequence[Sequence[Row]], sizes: list[int], grad: bool
+    ) -> list[list[int]]:
+        """Which batches each rank computes. Of a model alone in the pass each is of one operation."""
+        models = {op.model_id for op in work.ops} & self._tenants.keys()
+        tenant = self._tenants[models.pop()] if len(models) == 1 else None
+        if not grad or not isinstance(tenant, LoraTenant):
+            return deal(sizes, [0] * self._world_size)
+        return tenant.deal(sizes, [work.ops[rows[0].op].seq_id for rows in parts], self._world_size)
+
+    def _run(self, model: BaseModel | FullModel, ops: Sequence[PassOp], ready: _Ready, grad: bool) -> Leaving:
+        """One micro-batch forward and, with `grad`, backward: its rows all want that, or none does."""
+        batch, losses = ready.batch, ready.losses
+        segments = self._segments(ops, batch, grad) if model is self._base else []
+        targets = batch.targets
+        if grad and model is self._base and not model.collective:
+            targets = replace(targets, slope=losses.slope())
+        with torch.set_grad_enabled(grad), self._router.route(segments):
+            computed = losses.compute(*model.score(batch.tokens, targets, batch.sequences))
+            if grad:
+                model.backward(computed.total(collective=model.collective))
+            # Within the context, as the gradients are kept when it ends: nothing may fail after that.
+            return computed.leave()
+
+    def _run_split(self, model: BaseModel | FullModel, ops: Sequence[PassOp], row: Row) -> Leaving:
+        """One sequence of which each rank computes a part, forward and backward. Each has the loss of all.
+
+        Raises:
+            Exception: this rank could not; the others wait for it in a collective.
+        """
+        exchange = self._base.exchange
+        if exchange is None or ops[row.op].forward_only:
+            raise RuntimeError("a sequence was split that one rank computes")
+        batch = collate([row], self._device, shared=False)
+        losses = BatchLosses(ops, [row], batch, self._device)
+        shares = [Share(rank, self._world_size, row.length) for rank in range(self._world_size)]
+        part = batch.part(shares[self._rank], exchange)
+        counts = [batch.outputs(share) for share in shares]
+        targets = part.targets
+        if model is self._base and not model.collective:
+            first = sum(scored for scored, _ in counts[: self._rank])
+            targets = replace(targets, slope=shifted(losses.slope(), first))
+        segments = self._segments(ops, part, True) if model is self._base else []
+        with torch.enable_grad(), self._router.route(segments):
+            logprobs, values = model.score(part.tokens, targets, part.sequences)
+            computed = losses.compute(
+                joined(logprobs, [scored for scored, _ in counts]),
+                joined(values[: counts[self._rank][1]], [valued for _, valued in counts]),
+            )
+            model.backward(computed.total(collective=model.collective))
+            return computed.leave()
+
+    def _segments(self, ops: Sequence[PassOp], batch: Collated, grad: bool) -> list[Segment]:
+        segments = []
+        for number, tokens in batch.ops:
+            op = ops[number]
+            tenant = self._tenants[op.model_id]
+            assert isinstance(tenant, LoraTenant)
+            gradient, fresh = tenant.gradient(op.seq_id) if grad else (None, False)
+            segments.append(Segment(tokens, tenant.adapter, gradient, fresh))
+        return segments

@@ -1,0 +1,110 @@
+"""Pinned revisions of models, and samplers whose number follows the load."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helm.rendered import arguments, identities, pick, pod, refusal, render, workloads
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+PINNED: dict[str, Any] = {"models": [{"name": "a/b", "path": "Org/Model.v1", "revision": COMMIT}]}
+SCALED: dict[str, Any] = {"sampler": {"autoscaling": {"enabled": True, "minReplicas": 2, "maxReplicas": 6}}}
+
+
+@pytest.mark.parametrize("component", ["trainer", "sampler"])
+@pytest.mark.parametrize(
+    ("more", "cache"), [({}, "/data"), ({"modelCache": {"hostPath": "/var/lib/tinsmith"}}, "/cache")]
+)
+def test_a_pinned_revision_is_downloaded_first_and_is_what_is_loaded(
+    component: str, more: dict[str, Any], cache: str
+) -> None:
+    (one,) = workloads(render(PINNED | more), component)
+    folder = f"{cache}/huggingface/hub/models--Org--Model.v1/snapshots/{COMMIT}"
+    assert f"--model=a/b={folder}" in arguments(one)
+    (download,) = pod(one)["initContainers"]
+    assert download["args"][1:] == ["Org/Model.v1", COMMIT, folder]
+    (main,) = pod(one)["containers"]
+    assert download["image"] == main["image"]
+    assert {"name": "HF_HOME", "value": f"{cache}/huggingface"} in download["env"]
+    assert cache in [mount["mountPath"] for mount in download["volumeMounts"]]
+
+
+@pytest.mark.parametrize("component", ["trainer", "sampler"])
+def test_the_download_has_the_environment_of_what_it_is_for(component: str) -> None:
+    more = {"extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy"}]}
+    source = {"secretRef": {"name": "hub-mirror"}}
+    (one,) = workloads(render(PINNED | {component: more | {"extraEnvFrom": [source]}}), component)
+    (download,) = pod(one)["initContainers"]
+    assert source in download["envFrom"]
+    assert more["extraEnv"][0] in download["env"]
+
+
+def test_what_is_downloaded_lies_where_it_is_loaded_from(tmp_path: Path) -> None:
+    """The container's own program, on a cache that has the revision."""
+    (one,) = workloads(render(PINNED), "trainer")
+    (download,) = pod(one)["initContainers"]
+    program, repository, revision, folder = download["args"]
+    there = tmp_path / Path(folder).relative_to("/data")
+    there.mkdir(parents=True)
+    (there / "config.json").write_text("{}")
+    environment = os.environ | {"HF_HOME": str(tmp_path / "huggingface"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", program, repository, revision]
+    for expected, status in ((there, 0), (tmp_path, 1)):
+        done = subprocess.run([*command, str(expected)], env=environment, capture_output=True, timeout=60)
+        assert done.returncode == status, done.stderr
+
+
+def test_a_model_without_a_revision_has_nothing_to_wait_for() -> None:
+    for one in workloads(render()):
+        assert "initContainers" not in pod(one)
+
+
+def test_a_revision_that_is_none_is_refused() -> None:
+    refusal({"models": [{"name": "a/b", "path": "a/b", "revision": "main"}]})
+    told = refusal({"models": [{"name": "a/b", "path": "/data/models/b", "revision": COMMIT}]})
+    assert "revision is of a Hugging Face repository" in told
+
+
+def test_the_number_of_samplers_may_follow_their_load() -> None:
+    objects = render(SCALED)
+    (sampler,) = workloads(objects, "sampler")
+    scaler = pick(objects, "HorizontalPodAutoscaler", sampler["metadata"]["name"])
+    assert scaler["spec"]["scaleTargetRef"]["name"] == sampler["metadata"]["name"]
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (2, 6)
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == "tinsmith_engine_sequences"
+    assert metric["pods"]["target"]["averageValue"] == "64"
+    assert "replicas" not in sampler["spec"]
+    assert sampler["spec"]["strategy"]["type"] == "RollingUpdate"
+    assert f"PodDisruptionBudget {sampler['metadata']['name']}" in identities(objects)
+
+
+def test_samplers_that_cannot_be_scaled_are_refused() -> None:
+    wrong = {"sampler": {"autoscaling": {"enabled": True, "minReplicas": 5}}}
+    assert "minReplicas is above maxReplicas" in refusal(wrong)
+    assert "set metrics.enabled" in refusal(SCALED | {"metrics": {"enabled": False}})
+
+
+@pytest.mark.parametrize(
+    ("sampler", "more", "most"),
+    [
+        ({"maxSequences": 64}, {}, 58),
+        ({"maxSequences": 256}, {"device": "cuda"}, 232),
+        ({}, {}, 116),
+        ({"tensorParallelSize": 2}, {}, 232),
+    ],
+)
+def test_a_load_that_an_engine_never_has_scales_nothing_and_is_refused(
+    sampler: dict[str, Any], more: dict[str, Any], most: int
+) -> None:
+    def at(sequences: int) -> dict[str, Any]:
+        return more | {"sampler": sampler | {"autoscaling": {"enabled": True, "sequences": sequences}}}
+
+    assert render(at(most))
+    assert f"no load adds one at sampler.autoscaling.sequences {most + 1}" in refusal(at(most + 1))

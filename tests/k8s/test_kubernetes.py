@@ -1,0 +1,195 @@
+"""A release is tested, scaled, disturbed, upgraded, rolled back, backed up, restored and uninstalled.
+
+The tests are run in this order, each on what the one before left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.helm.rendered import CHART, ROOT
+from tests.k8s import cluster
+from tests.k8s.client import Client
+from tests.k8s.cluster import NEW, RELEASE, helm, kubectl, pods, selector, wait_ready, wait_until
+from tests.k8s.report import Report
+
+pytestmark = [pytest.mark.timeout(7200), pytest.mark.usefixtures("release")]
+
+
+@contextmanager
+def disturbed(report: Report, client: Client, what: str) -> Iterator[None]:
+    """Notes how long a disturbance lasted, and how long a client was without a result since it began."""
+    client.wait_progress(time.time())
+    since = time.time()
+    with report.row(what) as row:
+        started = time.monotonic()
+        yield
+        row.seconds = round(time.monotonic() - started, 1)
+        client.wait_progress(time.time())
+        row.training, row.sampling = client.longest("step", since), client.longest("sample", since)
+
+
+def test_helm_test_fine_tunes(report: Report) -> None:
+    with report.row("helm test"):
+        output = helm("test", RELEASE, "--logs", "--timeout", f"{round(600 * cluster.SLOW)}s")
+    assert "passed" in output
+    assert "Succeeded" in output
+
+
+def test_a_second_sampler_serves_the_current_version(report: Report, client: Client, directory: Path) -> None:
+    first = pods("sampler")[0].name
+    with disturbed(report, client, "samplers scaled from 1 to 2, the second ready"):
+        upgrade(directory, sampler__replicas=2)
+        wait_ready("sampler", 2)
+    # It came by a broadcast or by the volume; the one that had it before is taken away.
+    with disturbed(report, client, "the first of two samplers deleted, until it is back"):
+        before = client.wait_for("sample")
+        kubectl("delete", "pod", first, "--wait=false")
+        wait_ready("sampler", 2, but=[first])
+    samples = [line for line in client.told() if line["what"] == "sample"]
+    answers = {line["publish"]: set() for line in samples}
+    for line in samples:
+        answers[line["publish"]].add(tuple(line["tokens"]))
+    # Greedy answers of one version are the same, whoever gave them.
+    assert all(len(found) == 1 for found in answers.values()), answers
+    assert samples[-1]["at"] > before["at"]
+
+
+@pytest.mark.parametrize("component", ["gateway", "trainer", "redis"])
+def test_a_deleted_pod_costs_a_client_a_pause_and_no_call(
+    report: Report, client: Client, component: str
+) -> None:
+    found = pods(component)
+    with disturbed(report, client, f"{component} deleted ({len(found)} of them)"):
+        kubectl("delete", "pod", found[0].name, "--wait=false")
+        wait_ready(component, len(found), but=[found[0].name])
+
+
+def test_all_gateways_may_go_at_once(report: Report, client: Client) -> None:
+    names = [one.name for one in pods("gateway")]
+    with disturbed(report, client, "all gateways deleted"):
+        kubectl("delete", "pod", *names, "--wait=false")
+        wait_ready("gateway", len(names), but=names)
+
+
+def test_a_trainer_comes_back_when_its_node_takes_pods_again(report: Report, client: Client) -> None:
+    """What a drain does: no new pods on the node, and the trainer gone. A single node is waited for."""
+    trainer = pods("trainer")[0].name
+    node = kubectl("get", "pod", trainer, "-o", "jsonpath={.spec.nodeName}")
+    alone = len(json.loads(kubectl("get", "nodes", "-o", "json"))["items"]) == 1
+    with disturbed(report, client, "the trainer's node cordoned and the trainer deleted"):
+        kubectl("cordon", node)
+        try:
+            kubectl("delete", "pod", trainer, "--wait=false")
+            if alone:
+                wait_until(
+                    lambda: [one for one in pods("trainer") if one.name != trainer] != [], "a next one"
+                )
+                assert not any(one.ready for one in pods("trainer") if one.name != trainer)
+        finally:
+            kubectl("uncordon", node)
+        wait_ready("trainer", 1, but=[trainer])
+
+
+def test_an_upgrade_to_another_version_fails_no_request(
+    report: Report, client: Client, directory: Path
+) -> None:
+    redis = pods("redis")
+    names = {one.name for one in pods("gateway")}
+    with disturbed(report, client, "helm upgrade to another version of all images"):
+        upgrade(directory, sampler__replicas=2, image__tag=NEW)
+        rolled(names)
+    assert pods("redis") == redis, "Redis is not ours to restart"
+
+
+def test_a_rollback_fails_no_request(report: Report, client: Client) -> None:
+    names = {one.name for one in pods("gateway")}
+    with disturbed(report, client, "helm rollback"):
+        helm("rollback", RELEASE)
+        rolled(names)
+
+
+def test_a_backup_is_restored_into_another_release(
+    report: Report, client: Client, tiny_model: Path, directory: Path
+) -> None:
+    backup = directory / "backup"
+    with disturbed(report, client, "backup, and the trainer ready again"):
+        script("backup.sh", str(backup))
+        wait_ready("trainer", 1)
+    kept = client.stop()
+    with report.row("the same, with nobody who trains"):
+        script("backup.sh", str(backup))
+        wait_ready("trainer", 1)
+    client.delete()
+    everything_goes(report)
+    with report.row("install anew, restore, everything ready"):
+        cluster.install(directory)
+        cluster.place_model(tiny_model)
+        for component in ("redis", "gateway", "trainer", "sampler"):
+            wait_until(lambda part=component: any(one.ready for one in pods(part)), component)
+        script("restore.sh", str(backup))
+        wait_ready("gateway", 2)
+        wait_ready("trainer", 1)
+        wait_ready("sampler", 1)
+    with report.row("a client loads a state that was saved before"):
+        found = Client("again", STATE=kept["path"])
+        found.wait_running()
+        assert found.wait_for("loaded")["loss"] == kept["loss"]
+    # Redis keeps what it was given when it starts anew.
+    with report.row("Redis deleted after the restore, and the state loaded once more"):
+        redis = pods("redis")[0]
+        kubectl("delete", "pod", redis.name, "--wait=true")
+        wait_ready("redis", 1)
+        found = Client("once-more", STATE=kept["path"])
+        found.wait_running()
+        assert found.wait_for("loaded")["loss"] == kept["loss"]
+
+
+def test_an_uninstalled_release_leaves_its_volumes_alone() -> None:
+    helm("uninstall", RELEASE)
+    wait_until(lambda: not any(pods(one) for one in ("gateway", "trainer", "sampler", "redis")), "pods to go")
+    kinds = "deployments,statefulsets,services,configmaps,secrets,serviceaccounts,networkpolicies,jobs"
+    left = kubectl("get", kinds, "-l", f"app.kubernetes.io/instance={RELEASE}", "-o", "name")
+    assert left.split() == []
+    volumes = kubectl("get", "persistentvolumeclaims", "-o", "name").split()
+    assert sorted(volumes) == [
+        f"persistentvolumeclaim/data-{RELEASE}-redis-0",
+        f"persistentvolumeclaim/{RELEASE}-data",
+    ]
+
+
+def upgrade(directory: Path, **more: object) -> None:
+    timeout = f"{round(900 * cluster.SLOW)}s"
+    arguments = cluster.values(directory, **more)
+    helm("upgrade", RELEASE, str(CHART), *arguments, "--wait", "--timeout", timeout)
+
+
+def rolled(gateways: set[str]) -> None:
+    """Waits until every pod is one of the new version."""
+    wait_ready("gateway", len(gateways), but=list(gateways))
+    wait_ready("trainer", 1)
+    wait_ready("sampler", 2)
+
+
+def script(name: str, target: str) -> None:
+    path = ROOT / "deploy" / "k8s" / name
+    command = shlex.join(cluster.kubectl_command())
+    cluster.run([str(path), RELEASE, target], seconds=1800, env={**os.environ, "KUBECTL": command})
+
+
+def everything_goes(report: Report) -> None:
+    # helm's own pod of `helm test` is no part of the release.
+    kubectl("delete", "pod", "-l", selector("test"), "--ignore-not-found")
+    with report.row("helm uninstall, until every pod is gone"):
+        helm("uninstall", RELEASE)
+        label = f"app.kubernetes.io/instance={RELEASE}"
+        wait_until(lambda: not kubectl("get", "pods", "-l", label, "-o", "name"), "pods to go")
+    kubectl("delete", "persistentvolumeclaims", "--all", "--wait=true")

@@ -1,0 +1,1 @@
+"""Who may do what, with every method of both protocols; and who can talk to whom."""

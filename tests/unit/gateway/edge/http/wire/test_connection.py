@@ -1,0 +1,227 @@
+"""What one HTTP connection may send and take, seen from a raw socket."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+
+from services.gateway.edge.http.server import _bind, _Server
+from services.gateway.edge.http.wire.connection import ConnectionLimits, Connections, bounded
+
+LIMITS = ConnectionLimits(
+    connections=4,
+    head_bytes=2000,
+    head_fields=20,
+    head_seconds=0.4,
+    pipelined=3,
+    idle_seconds=1,
+    linger_seconds=0.4,
+    stuck_seconds=0.3,
+)
+REQUEST = b"GET /small HTTP/1.1\r\nhost: gateway\r\n\r\n"
+LARGE = 32 << 20
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+async def app(
+    scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+) -> None:
+    """Answers /small at once, /slow after a while, /large with much; reads bodies only of /read."""
+    body = {"/large": bytes(LARGE)}.get(scope["path"], b"ok")
+    if scope["path"] == "/slow":
+        await asyncio.sleep(1.0)
+    while scope["path"] == "/read" and (await receive())["more_body"]:
+        pass
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+async def connections() -> AsyncIterator[Connections]:
+    yield Connections(LIMITS)
+
+
+@pytest.fixture
+async def port(connections: Connections) -> AsyncIterator[int]:
+    listener = _bind("127.0.0.1", 0)
+    protocol: Any = bounded(connections)
+    server = _Server(
+        uvicorn.Config(
+            app, loop="none", http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+    )  # fmt: skip
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    yield listener.getsockname()[1]
+    server.should_exit = True
+    await serving
+
+
+@contextlib.asynccontextmanager
+async def connected(port: int) -> AsyncIterator[tuple[Reader, Writer]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def answer(reader: Reader) -> tuple[int, bytes]:
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
+    return int(head.split()[1]), await reader.readexactly(int(fields[b"content-length"]))
+
+
+async def closed_within(reader: Reader, seconds: float) -> bool:
+    """Whether the server ends the connection in time; what it sends until then is dropped."""
+    with contextlib.suppress(ConnectionError):
+        try:
+            async with asyncio.timeout(seconds):
+                while await reader.read(1 << 16):
+                    pass
+        except TimeoutError:
+            return False
+    return True
+
+
+async def test_requests_one_after_the_other_keep_their_connection(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        for _ in range(3):
+            writer.write(REQUEST)
+            assert await answer(reader) == (200, b"ok")
+            await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("path", ["/small", "/read"])
+async def test_a_body_is_taken_also_when_nobody_reads_it(port: int, path: str) -> None:
+    async with connected(port) as (reader, writer):
+        for _ in range(3):
+            head = f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-length: 300000\r\n\r\n"
+            writer.write(head.encode() + bytes(300_000))
+            assert await answer(reader) == (200, b"ok")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"x" * 2000,
+        b"GET / HTTP/1.1\r\n" + b"long: " + b"x" * 2000,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 30,
+    ],
+)
+async def test_a_head_that_is_too_large_is_431_as_soon_as_it_is(port: int, head: bytes) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(head)
+        status, body = await answer(reader)
+        assert status == 431
+        assert b"head_too_large" in body
+        assert await closed_within(reader, 1)
+
+
+@pytest.mark.parametrize("piece", [b"", b"\r\n", b"GET / HTTP/1.1\r\nx: y\r\n", b"a: b\r\n"])
+async def test_a_head_that_does_not_come_to_an_end_ends_the_connection(port: int, piece: bytes) -> None:
+    async with connected(port) as (reader, writer):
+        if piece == b"a: b\r\n":
+            writer.write(b"GET / HTTP/1.1\r\n")
+
+        async def trickle() -> None:
+            while True:
+                writer.write(piece)
+                await asyncio.sleep(0.1)
+
+        trickling = asyncio.create_task(trickle())
+        assert await closed_within(reader, 2)
+        trickling.cancel()
+
+
+async def test_a_connection_without_requests_is_closed_also_when_it_sends_line_ends(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(REQUEST)
+        await answer(reader)
+
+        async def trickle() -> None:
+            while True:
+                writer.write(b"\r\n")
+                await asyncio.sleep(0.1)
+
+        trickling = asyncio.create_task(trickle())
+        assert await closed_within(reader, 3)
+        trickling.cancel()
+
+
+async def test_what_is_no_http_is_400_with_a_sentence(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"\x00\x01\x02\x03\r\n\r\n")
+        status, body = await answer(reader)
+        assert (status, b"detail" in body) == (400, True)
+
+
+async def test_a_body_that_nobody_reads_does_not_hold_the_connection(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"POST /small HTTP/1.1\r\nhost: gateway\r\ncontent-length: 10000\r\n\r\n")
+        assert await answer(reader) == (200, b"ok")
+        assert await closed_within(reader, 2)
+
+
+async def test_few_requests_are_received_ahead_of_their_answers(port: int) -> None:
+    slow = REQUEST.replace(b"small", b"slow")
+    async with connected(port) as (reader, writer):
+        writer.write(slow + REQUEST * 2)
+        assert [await answer(reader) for _ in range(3)] == [(200, b"ok")] * 3
+    async with connected(port) as (reader, writer):
+        writer.write(slow + REQUEST * 1000)
+        assert await closed_within(reader, 3)
+
+
+async def test_a_client_that_does_not_take_its_answer_is_cut_off(port: int, connections: Connections) -> None:
+    async with connected(port) as (_, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(REQUEST.replace(b"small", b"large"))
+        await asyncio.sleep(0.1)
+        assert len(connections) == 1
+        await asyncio.sleep(1.5)
+        assert len(connections) == 0
+
+
+async def test_a_client_that_takes_its_answer_slowly_gets_it(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(REQUEST.replace(b"small", b"large"))
+        await reader.readuntil(b"\r\n\r\n")
+        taken = 0
+        while taken < LARGE:
+            taken += len(await reader.readexactly(min(1 << 20, LARGE - taken)))
+            await asyncio.sleep(0.05)
+
+
+async def test_connections_that_only_wait_give_way_to_new_ones(port: int, connections: Connections) -> None:
+    async with contextlib.AsyncExitStack() as opened:
+        idle = [await opened.enter_async_context(connected(port)) for _ in range(4)]
+        # The second one is the only one in use.
+        idle[1][1].write(REQUEST.replace(b"small", b"slow"))
+        await asyncio.sleep(0.1)
+        async with connected(port) as (reader, writer):
+            writer.write(REQUEST)
+            assert await answer(reader) == (200, b"ok")
+        assert await closed_within(idle[0][0], 0.2)
+        assert await answer(idle[1][0]) == (200, b"ok")
+        assert len(connections) <= 4
+
+
+async def test_when_all_connections_are_busy_a_new_one_is_429(port: int) -> None:
+    async with contextlib.AsyncExitStack() as opened:
+        for _ in range(4):
+            _, writer = await opened.enter_async_context(connected(port))
+            writer.write(REQUEST.replace(b"small", b"slow"))
+        await asyncio.sleep(0.2)
+        async with connected(port) as (reader, _):
+            status, body = await answer(reader)
+            assert (status, b"overloaded" in body) == (429, True)
+        await asyncio.sleep(1.2)
+        async with connected(port) as (reader, writer):
+            writer.write(REQUEST)
+            assert await answer(reader) == (200, b"ok")

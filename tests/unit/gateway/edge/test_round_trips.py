@@ -1,0 +1,128 @@
+"""How often a gateway goes to Redis for one sample, from its acceptance until its client has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio.connection import AbstractConnection
+
+from services.common.contract import ids
+from services.common.process import rpc
+from services.gateway.edge.grpc import service
+from services.gateway.records.sampling_session import SamplingSessionRecord
+from tests.unit.gateway.edge.talking import Talking
+from tests.unit.gateway.edges import ALICE
+from tests.unit.gateway.scripted_services import BASE
+from tinsmith.v1 import results_pb2, sampling_pb2, service_pb2_grpc, types_pb2
+
+METADATA = (("x-api-key", ALICE),)
+SAMPLES = 40
+MOST = 4
+SESSION = 5
+"""What a session costs every few seconds: its record, its sign of life, what is written down of its calls."""
+
+
+@contextmanager
+def counted(session_id: str) -> Iterator[Counter[str]]:
+    """What goes to Redis meanwhile about anything of a session, by the first command that is sent at once."""
+    seen: Counter[str] = Counter()
+    send = AbstractConnection.send_packed_command
+
+    async def count(self: AbstractConnection, command: Any, *args: Any, **kwargs: Any) -> None:
+        sent = command if isinstance(command, bytes) else b"".join(command)
+        if session_id.encode() in sent:
+            words = [word.decode(errors="replace") for word in sent.split(b"\r\n")[2:7:2]]
+            seen[" ".join(words)[:60]] += 1
+        await send(self, command, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AbstractConnection, "send_packed_command", count)
+        yield seen
+
+
+def client(talks: Talking) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=talks.url, headers={"x-api-key": ALICE}, timeout=20)
+
+
+async def open_session(talks: Talking, store: Any, inflight: bool) -> tuple[str, str]:
+    async with client(talks) as http:
+        created = await http.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0"})
+    session_id = created.json()["session_id"]
+    opened = ids.sampling_session_id(session_id, 0)
+    record = SamplingSessionRecord(
+        sampling_session_id=opened,
+        session_id=session_id,
+        owner="alice",
+        base_model=BASE,
+        model_id=ids.model_id(session_id, 1) if inflight else "",
+        version=3 if inflight else 0,
+        inflight=inflight,
+    )
+    await store.create_if_absent(record)
+    return session_id, opened
+
+
+def over_http(talks: Talking, opened: str) -> Callable[[int], Awaitable[None]]:
+    async def sample(number: int) -> None:
+        asked = {
+            "sampling_session_id": opened,
+            "seq_id": number,
+            "num_samples": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+            "sampling_params": {"max_tokens": 4},
+        }
+        async with client(talks) as http:
+            accepted = await http.post("/api/v1/asample", json=asked)
+            told = {"request_id": accepted.json()["request_id"]}
+            answer = await http.post("/api/v1/retrieve_future", json=told)
+        assert answer.status_code == 200, answer.text
+
+    return sample
+
+
+def over_grpc(stub: service_pb2_grpc.TinsmithServiceStub, opened: str) -> Callable[[int], Awaitable[None]]:
+    params = sampling_pb2.SamplingParams(max_tokens=4, temperature=1, top_k=-1, top_p=1)
+    params.stop.never.SetInParent()
+    prompt = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[1], data=bytes(4))
+
+    async def sample(number: int) -> None:
+        asked = sampling_pb2.SampleRequest(
+            sampling_session_id=opened, seq_id=number, prompt=prompt, num_samples=1, params=params
+        )
+        accepted = await stub.Sample(asked, timeout=20, metadata=METADATA)
+        wanted = results_pb2.GetResultRequest(request_id=accepted.request_id, timeout_seconds=20)
+        answer = await stub.GetResult(wanted, timeout=30, metadata=METADATA)
+        assert answer.result.HasField("sample"), answer
+
+    return sample
+
+
+@pytest.mark.parametrize("way", ["http", "grpc"])
+@pytest.mark.parametrize("inflight", [False, True], ids=["snapshot", "inflight"])
+async def test_a_sample_costs_at_most_four_round_trips_to_redis(
+    talks: Talking, way: str, inflight: bool
+) -> None:
+    store = talks.gateway.stores.sampling_sessions
+    session_id, opened = await open_session(talks, store, inflight)
+    server = await service.serve(talks.gateway.application, "127.0.0.1:0")
+    async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
+        stub = service_pb2_grpc.TinsmithServiceStub(channel)
+        sample = over_http(talks, opened) if way == "http" else over_grpc(stub, opened)
+        # What a session costs once.
+        await sample(1)
+        talks.sampler.gate.clear()
+        with counted(session_id) as seen:
+            sampled = asyncio.gather(*(sample(number) for number in range(2, 2 + SAMPLES)))
+            while talks.sampler.waiting < SAMPLES:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            talks.sampler.gate.set()
+            await sampled
+    await server.drain(1)
+    assert sum(seen.values()) <= MOST * SAMPLES + SESSION, seen
+    assert sum(seen.values()) >= 2 * SAMPLES, seen

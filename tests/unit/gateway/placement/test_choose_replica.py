@@ -1,0 +1,121 @@
+"""Which replica a sample goes to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from services.gateway.placement.choose_replica import (
+    ADAPTER_TOKENS,
+    CACHED_WORTH,
+    SEQUENCE_TOKENS,
+    SWAP_TOKENS,
+    Replica,
+    Wanted,
+    choose,
+    spared,
+    wanted,
+    work,
+)
+from services.gateway.placement.prompt_blocks import BLOCK_TOKENS, TOKEN_BYTES
+
+PROMPT = bytes(8 * BLOCK_TOKENS * TOKEN_BYTES)
+
+
+def idle(*names: str) -> list[Replica]:
+    return [Replica(name, 0) for name in names]
+
+
+def adapter(version: int, prompt: bytes = PROMPT, model_id: str = "s:train:0", namespace: str = "") -> Wanted:
+    return wanted(model_id, version, False, namespace, prompt, 1, None)
+
+
+def full(version: int, prompt: bytes = PROMPT, model_id: str = "s:train:0") -> Wanted:
+    return wanted(model_id, version, True, "", prompt, 1, None)
+
+
+def chosen(replicas: list[Replica], sample: Wanted) -> Replica:
+    found = choose(replicas, sample.home, sample.weights)
+    assert found is not None
+    return found
+
+
+def test_without_replicas_there_is_none_to_choose() -> None:
+    assert choose([], b"home", "") is None
+
+
+def test_prompts_share_blocks_as_far_as_they_agree_under_the_same_weights_and_namespace() -> None:
+    first = adapter(3, PROMPT).blocks
+    assert len(first) == 1 + 8
+    assert adapter(3, PROMPT + bytes(100)).blocks == first
+    other = adapter(3, PROMPT[:-1] + b"x").blocks
+    assert (other[:-1], other[-1] == first[-1]) == (first[:-1], False)
+    for elsewhere in (adapter(4), adapter(3, model_id="s:train:1"), adapter(3, namespace="ann")):
+        assert not set(elsewhere.blocks) & set(first)
+
+
+def test_a_samples_work_is_what_is_not_cached_and_some_of_each_answer() -> None:
+    sample = wanted("m", 1, False, "", PROMPT, 4, 10)
+    assert work(sample, 0) == 8 * BLOCK_TOKENS + 40
+    assert work(sample, 1 + 6) == 2 * BLOCK_TOKENS + 40
+    assert wanted("m", 1, False, "", PROMPT, 4, 100_000).answer_tokens == 4 * SEQUENCE_TOKENS
+    assert wanted("m", 1, False, "", PROMPT, 4, None).answer_tokens == 4 * SEQUENCE_TOKENS
+
+
+def test_an_idle_snapshot_goes_to_the_same_replica_whoever_asks() -> None:
+    replicas = idle("a", "b", "c")
+    assert chosen(replicas, adapter(3)) == chosen(replicas[::-1], adapter(3, bytes(12)))
+
+
+def test_snapshots_spread_over_idle_replicas() -> None:
+    counts = Counter(chosen(idle("a", "b", "c"), adapter(version)).id for version in range(600))
+    assert min(counts.values()) > 140
+
+
+def test_only_the_snapshots_of_a_lost_replica_move() -> None:
+    for version in range(200):
+        before = chosen(idle("a", "b", "c"), adapter(version))
+        assert before.id == "c" or before == chosen(idle("a", "b"), adapter(version))
+
+
+def test_a_cached_prompt_is_worth_several_times_the_work_that_it_spares() -> None:
+    cached = spared(1 + 100)
+    assert cached == ADAPTER_TOKENS + CACHED_WORTH * 100 * BLOCK_TOKENS
+    warm = Replica("warm", 5000 + cached - 1, cached)
+    assert chosen([warm, Replica("idle", 5000)], adapter(3)) == warm
+    warm = Replica("warm", 5000 + cached + 1, cached)
+    assert chosen([warm, Replica("idle", 5000)], adapter(3)).id == "idle"
+
+
+# Replicas that have other weights in their engine.
+
+
+def test_requests_go_where_their_weights_are() -> None:
+    replicas = [Replica("a", 0), Replica("b", 0, 0, "s:train:0@3"), Replica("c", 0, 0, "s:train:1@9")]
+    for sample, name in ((full(3), "b"), (adapter(3), "a"), (adapter(0, model_id=""), "a")):
+        assert chosen(replicas, sample).id == name
+
+
+def test_work_spreads_over_the_replicas_that_have_the_weights() -> None:
+    first, second = Replica("a", 9, 0, "s:train:0@3"), Replica("b", 0, 0, "s:train:0@3")
+    assert chosen([first, second, Replica("c", 0)], full(3)) == second
+
+
+def test_all_versions_and_prompts_of_a_full_model_that_no_engine_has_share_a_home() -> None:
+    replicas = idle("a", "b", "c")
+    home = chosen(replicas, full(1))
+    assert all(chosen(replicas, full(version, bytes([version]) * 256)) == home for version in range(20))
+    homes = {chosen(replicas, full(1, model_id=f"s:train:{n}")) for n in range(40)}
+    assert homes == set(replicas)
+
+
+def test_only_much_work_moves_requests_to_a_replica_that_has_to_swap() -> None:
+    for ahead, name in ((SWAP_TOKENS - 1, "a"), (SWAP_TOKENS + 1, "b")):
+        there = Replica("a", 5 + ahead, 0, "s:train:0@3")
+        assert chosen([there, Replica("b", 5)], full(3)).id == name
+
+
+def test_only_much_work_moves_a_full_model_from_a_home_that_does_not_have_it_yet() -> None:
+    home = chosen(idle("a", "b"), full(3))
+    other = "b" if home.id == "a" else "a"
+    for ahead, name in ((SWAP_TOKENS, home.id), (SWAP_TOKENS + 1, other)):
+        assert chosen([Replica(home.id, ahead), Replica(other, 0)], full(3)).id == name

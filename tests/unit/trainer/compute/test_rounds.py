@@ -1,0 +1,158 @@
+"""Micro-batches run one after the other, the next is made meanwhile, and what fails takes nothing with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from services.common.contract.tensors import from_values
+from services.trainer.compute.attention import Sequences
+from services.trainer.compute.base_model import BaseModel
+from services.trainer.compute.data import LoraSpec, MicroBatch, Pass, PassOp, Row
+from services.trainer.compute.logprobs import LogprobHead, Targets
+from services.trainer.compute.lora.adapter import Adapter, LinearShape
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.optimizer import FlatBuffers
+from services.trainer.compute.rounds import Rounds, in_turn
+from services.trainer.compute.tenant import LoraTenant
+
+VOCAB, HIDDEN = 16, 8
+OPS = [PassOp("m", 1, "cross_entropy"), PassOp("m", 2, "cross_entropy")]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "order"),
+    [
+        ("", ""),
+        ("a", "prepare a, start a, wait a"),
+        ("abc", "prepare a, start a, prepare b, start b, prepare c, wait a, start c, wait b, wait c"),
+    ],
+    ids=["none", "one", "three"],
+)
+def test_each_is_made_while_the_one_before_it_runs_and_waited_for_after_the_next_has_started(
+    jobs: str, order: str
+) -> None:
+    done: list[str] = []
+
+    def prepare(job: str) -> str:
+        done.append(f"prepare {job}")
+        return job.upper()
+
+    def start(job: str, ready: str) -> str:
+        assert ready == job.upper()
+        done.append(f"start {job}")
+        return job
+
+    for started in in_turn(list(jobs), prepare, start):
+        done.append(f"wait {started}")
+    assert ", ".join(done) == order
+
+
+class Head:
+    """A base model without blocks: what follows a token depends on that token."""
+
+    collective, flat, device = False, True, "cpu"
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.router = LoraRouter()
+        self.embedding = torch.randn(VOCAB, HIDDEN)
+        self.head = LogprobHead(nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False), self.router)
+        self.scored: list[int] = []
+        self.refuses: Callable[[int], str | None] = lambda tokens: None
+
+    def score(self, tokens: Tensor, targets: Targets, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        refusal = self.refuses(tokens.numel())
+        if refusal is not None:
+            raise RuntimeError(refusal)
+        self.scored.append(tokens.numel())
+        return self.head(self.embedding[tokens[0]], targets), torch.zeros(0)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Rank:
+    """The only rank of a world, with one adapter on the head."""
+
+    def __init__(self) -> None:
+        self.base = Head()
+        adapter = Adapter(LoraSpec(2, seed=0), {"lm_head": LinearShape(HIDDEN, VOCAB)}, "m", "cpu", HIDDEN)
+        adapter.flat.copy_(torch.linspace(-0.3, 0.3, adapter.flat.numel()))
+        adapter.renew()
+        self.tenant = LoraTenant(adapter, FlatBuffers("cpu"))
+        self.rounds = Rounds(
+            cast(BaseModel, self.base), self.base.router, {"m": self.tenant}, 0, 1, shares_prefixes=True
+        )
+
+    def run(self, *micro_batches: Sequence[Row]) -> tuple[dict[tuple[int, int], Any], dict[int, Any]]:
+        for op in OPS:
+            self.tenant.begin(op.seq_id)
+        results, failed = self.rounds.run(Pass(OPS, [MicroBatch(list(rows)) for rows in micro_batches]), {})
+        return {(result.op, result.index): result.outputs["logprobs"] for result in results}, failed
+
+    def gradient(self, seq_id: int) -> Tensor:
+        gradient, _ = self.tenant.gradient(seq_id)
+        return gradient
+
+
+def row(op: int, index: int, length: int) -> Row:
+    rng = np.random.default_rng([op, index])
+    inputs = {
+        "target_tokens": from_values(rng.integers(0, VOCAB, length)),
+        "weights": from_values(rng.normal(size=length).astype(np.float32)),
+    }
+    return Row("m", op, index, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
+
+
+ROWS = [row(0, 0, 5), row(0, 1, 9), row(1, 0, 7), row(0, 2, 4)]
+
+
+def test_rows_come_to_the_same_however_they_are_cut_into_micro_batches() -> None:
+    whole, cut = Rank(), Rank()
+    expected, _ = whole.run(ROWS)
+    found, failed = cut.run(*([each] for each in ROWS))
+    assert cut.base.scored == [5, 9, 7, 4]
+    assert not failed
+    assert found.keys() == expected.keys() == {(0, 0), (0, 1), (1, 0), (0, 2)}
+    for name, logprobs in found.items():
+        np.testing.assert_allclose(logprobs.values(), expected[name].values(), rtol=1e-5, atol=1e-6)
+    for op in OPS:
+        assert whole.gradient(op.seq_id).any()
+        torch.testing.assert_close(cut.gradient(op.seq_id), whole.gradient(op.seq_id))
+
+
+def test_what_does_not_fit_runs_in_halves_and_what_was_made_meanwhile_goes_on() -> None:
+    whole, rank = Rank(), Rank()
+    rank.base.refuses = lambda tokens: "can't allocate memory" if tokens > 10 else None
+    expected, _ = whole.run(ROWS)
+    found, failed = rank.run(ROWS[:3], ROWS[3:])
+    assert rank.base.scored == [5, 9, 7, 4]
+    assert not failed
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(rank.gradient(1), whole.gradient(1))
+
+
+def test_of_an_operation_that_failed_nothing_runs_any_more_and_others_run() -> None:
+    rank = Rank()
+    rank.base.refuses = lambda tokens: "broken" if tokens == 9 else None
+    found, failed = rank.run([ROWS[0]], [ROWS[1]], [ROWS[2], ROWS[3]])
+    # What was made of both rows before one of them was not to run any more is made again.
+    assert rank.base.scored == [5, 7]
+    assert failed.keys() == {0}
+    assert "broken" in failed[0].message
+    assert (1, 0) in found and (0, 2) not in found
+
+
+def test_what_cannot_be_made_fails_its_own_operation() -> None:
+    rank = Rank()
+    rows = [row(0, 0, 5), row(1, 0, 7)]
+    del rows[1].loss_inputs["weights"]
+    found, failed = rank.run([rows[0]], [rows[1]])
+    assert found.keys() == {(0, 0)}
+    assert failed.keys() == {1}

@@ -1,0 +1,113 @@
+"""What the executor takes in, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+
+from services.common.contract.errors import InvalidRequest
+from services.common.contract.tensors import from_values
+from services.trainer import convert
+from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row
+from services.trainer.convert import Forward, Target
+from services.trainer.execution import executor as module
+from services.trainer.execution.executor import READ_ASIDE_BYTES, Executor
+from services.trainer.execution.measures import count_pass
+from services.trainer.execution.resident_models import Rejected
+from services.trainer.order.scheduler import Limits
+from tests.unit.gateway.tensors import tensor
+from tinsmith.internal.v1 import operation_pb2
+
+
+def executor() -> Executor:
+    """One that has no world yet."""
+    nothing: Any = None
+    return Executor(nothing, {}, nothing, Target("org/base", 64, True), Limits(1, 64), nothing)
+
+
+def operation(tokens: int) -> operation_pb2.Operation:
+    made = operation_pb2.Operation(model_id="s:train:0", seq_id=1)
+    made.forward_backward.loss_fn = "cross_entropy"
+    datum = made.forward_backward.data.add(tokens=tensor([1] * tokens, "<i4"))
+    datum.loss_inputs["target_tokens"].CopyFrom(tensor([1] * tokens, "<i8"))
+    return made
+
+
+async def test_a_large_operation_is_read_in_a_thread_and_a_small_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = []
+
+    def read(asked: operation_pb2.Operation, target: Target) -> convert.Work:
+        threads.append(threading.current_thread())
+        return convert.from_pb(asked, target)
+
+    monkeypatch.setattr(module, "convert", _Instead(read))
+    small, large = operation(4), operation(READ_ASIDE_BYTES)
+    for asked in (small, large):
+        work = await executor().read(asked)
+        assert isinstance(work, Forward)
+        assert work.data[0].tokens == asked.forward_backward.data[0].tokens.data
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()
+
+
+class _Instead:
+    def __init__(self, read: Any) -> None:
+        self.from_pb = read
+
+
+async def test_the_loop_goes_on_while_a_large_operation_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def read(asked: operation_pb2.Operation, target: Target) -> convert.Work:
+        # Without the loop this would be waited for in vain.
+        assert goes_on.wait(20)
+        raise InvalidRequest("after all")
+
+    monkeypatch.setattr(module, "convert", _Instead(read))
+    reading = asyncio.create_task(executor().read(operation(READ_ASIDE_BYTES)))
+    await asyncio.sleep(0)
+    goes_on.set()
+    work = await reading
+    assert isinstance(work, Rejected) and work.error.message == "after all"
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def test_a_pass_counts_its_time_what_each_batch_computes_and_all_that_was_sent() -> None:
+    def row(op: int, tokens: int) -> Row:
+        inputs = {"target_tokens": from_values(np.zeros(tokens, "int64"))}
+        return Row("m", op, 0, np.zeros(tokens, "<i4").tobytes(), inputs)
+
+    ops = [PassOp("m", 1, "cross_entropy"), PassOp("n", 1, "cross_entropy", forward_only=True)]
+    plan = Pass(ops, [MicroBatch([row(0, 100), row(0, 60)]), MicroBatch([row(1, 7)])])
+    names = {
+        "tinsmith_pass_seconds_count": {},
+        "tinsmith_pass_seconds_sum": {},
+        "tinsmith_micro_batch_tokens_count": {},
+        "tinsmith_micro_batch_tokens_sum": {},
+        "tinsmith_passed_tokens_total": {"direction": "forward_backward"},
+    }
+    before = {name: counted(name, **labels) for name, labels in names.items()}
+    forward = counted("tinsmith_passed_tokens_total", direction="forward")
+    # Of the first batch's 160 tokens 60 are a prefix that is computed once.
+    count_pass(plan, [100, 7], 0.5)
+    grown = {name: counted(name, **labels) - before[name] for name, labels in names.items()}
+    assert grown == pytest.approx(
+        {
+            "tinsmith_pass_seconds_count": 1,
+            "tinsmith_pass_seconds_sum": 0.5,
+            "tinsmith_micro_batch_tokens_count": 2,
+            "tinsmith_micro_batch_tokens_sum": 107,
+            "tinsmith_passed_tokens_total": 160,
+        }
+    )
+    assert counted("tinsmith_passed_tokens_total", direction="forward") - forward == 7

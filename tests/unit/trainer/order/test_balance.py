@@ -1,0 +1,27 @@
+"""Every rank has as much to do, whoever the work is of: from operations to what each rank computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.balance import loads
+
+RANKS, TOKENS = 8, 8192
+
+
+@pytest.mark.parametrize(
+    "tenants",
+    [
+        [[1000]] * 8,
+        [[100] * 10] * 8,
+        [[125] * 8] * 8,
+        [[128] * 64],
+        [[1024] * 32],
+        [[128] * 512] * 3,
+    ],
+    ids=["8 x 1000", "8 x 10 x 100", "8 x 8 x 125", "64 x 128", "32 x 1024", "3 x 512 x 128"],
+)
+def test_all_ranks_are_loaded_within_a_tenth(tenants: list[list[int]]) -> None:
+    found = loads(tenants, RANKS, TOKENS)
+    assert sum(found) == sum(map(sum, tenants))
+    assert max(found) <= 1.1 * min(found)
