@@ -46,7 +46,9 @@ DYNAMIC_CONFIG = {
 async def client_config(call: Call) -> Response:
     body = await call.json(messages.ClientConfig)
     exchanges = sdk_versions.exchanges_keys(body.sdk_version or "")
-    return reply(CLIENT_CONFIG | {"pjwt_auth_enabled": exchanges})
+    python = call.request.headers.get("x-stainless-runtime-version", "")
+    pyqwest = sdk_versions.may_use_pyqwest(python)
+    return reply(CLIENT_CONFIG | {"pjwt_auth_enabled": exchanges, "use_pyqwest_transport": pyqwest})
 
 
 async def client_dynamic_config(call: Call) -> Response:

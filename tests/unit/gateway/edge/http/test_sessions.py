@@ -228,6 +228,16 @@ async def test_a_client_that_is_not_the_sdk_opens_a_session_like_any_other(
         assert listed.status_code == 200
 
 
+@pytest.mark.parametrize(("python", "pyqwest"), [("3.11.7", False), ("3.13.9", False), ("3.14.0", True), ("", False)])
+async def test_programs_that_pyqwest_could_abort_at_their_end_are_told_to_do_without(
+    edges: Edges, python: str, pyqwest: bool
+) -> None:
+    async with edges.http() as client:
+        headers = {"x-stainless-runtime-version": python} if python else {}
+        config = await client.post("client/config", json={"sdk_version": "0.38.0"}, headers=headers)
+    assert config.json()["use_pyqwest_transport"] is pyqwest
+
+
 @pytest.mark.parametrize(("version", "says"), [(28, "sdk_version"), ("0.1.0", "leaves sdk_version out")])
 async def test_a_version_that_is_not_taken_is_answered_with_a_sentence(
     edges: Edges, version: object, says: str
