@@ -37,6 +37,7 @@ examples:
 
 Every setting is a flag, a key of a TOML file, or a variable TINSMITH_<FLAG>; the first of these counts.
 Those of the services that are not here are variables too: python -m services.gateway --help
+A variable TINSMITH_... that is none of them is refused.
 """
 
 
@@ -140,7 +141,8 @@ def _add_up(up: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH_OR_HUB_ID",
-        help="serve this model; NAME is what SDK users pass as base_model, any org/name. Repeat for several "
+        help="serve this model; NAME is what SDK users pass as base_model, any org/name. Repeat for several; "
+        "TINSMITH_MODEL has several with commas or spaces between, so no path in it has either "
         f"(default: {default_model.NAME}, which installs from a package)",
     )
     up.add_argument(

@@ -111,22 +111,27 @@ class Process:
     computes: str = ""
 
 
-def parse_model(text: str) -> Model:
+def parse_model(text: str, origin: str = "--model") -> Model:
     """ "NAME=PATH_OR_HUB_ID"; a path is made absolute.
+
+    Args:
+        origin: where it was given, as what is said of it begins.
 
     Raises:
         InvalidRequest: another form, or a path without a model.
     """
     name, separator, source = text.partition("=")
     if not (name and separator and source):
-        raise InvalidRequest(f"--model {text!r} is not NAME=PATH_OR_HUB_ID, for example my/model=./model-dir")
+        raise InvalidRequest(
+            f"{origin} {text!r} is not NAME=PATH_OR_HUB_ID, for example my/model=./model-dir"
+        )
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InvalidRequest(f"--model {text!r}: {path} holds no model: it has no config.json")
+            raise InvalidRequest(f"{origin} {text!r}: {path} holds no model: it has no config.json")
         return Model(name, str(path.resolve()))
     if source.startswith(("/", ".", "~")) or source.count("/") > 1:
-        raise InvalidRequest(f"--model {text!r}: there is no directory {path}")
+        raise InvalidRequest(f"{origin} {text!r}: there is no directory {path}")
     return Model(name, source)
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import logging
 import os
 import resource
 import signal
 import sys
 from pathlib import Path
 
+from services.common.contract import variables
 from services.common.process import failpoints
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -66,15 +70,19 @@ def keep_files_private() -> None:
 
 
 def setup_process(name: str, run_dir: Path) -> None:
-    """What every service does first: keeps its files private, dies with its parent, writes its pid file.
+    """What every service does first: keeps its files private, dies with its parent, writes its pid file, warns
+    of variables that nothing reads.
 
-    A container's first process has no parent to die with.
+    A container's first process has no parent to die with. `tinsmith up` refuses such variables; a service only
+    warns, because one of a newer release that a rollback leaves behind must not keep a cluster from starting.
     """
     keep_files_private()
     if os.getppid() != 0 and os.getpid() != 1:
         die_with_parent(signal.SIGTERM)
     write_pid_file(run_dir, name)
     failpoints.name_process(name)
+    for mistake in variables.mistakes(os.environ):
+        log.warning("%s", mistake)
 
 
 def allow_open_files() -> int:

@@ -52,7 +52,7 @@ def options(
     models = []
     for text in given.models:
         try:
-            models.append(plan.parse_model(text))
+            models.append(plan.parse_model(text, given.models_from))
         except InvalidRequest as error:
             found.append(error.message)
     values = dict(given.values)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.common.contract import variables
 from services.launcher.settings.table import ROWS, TABLE, Setting
+
+MODEL_VARIABLE = variables.PREFIX + "MODEL"
 
 
 @dataclass
@@ -24,11 +28,13 @@ class Given:
     Attributes:
         values: by the name of the setting; defaults where nothing was given, or something wrong.
         models: NAME=SOURCE, as given.
+        models_from: where they were given, as a sentence about one of them begins.
         mistakes: sentences that say what to change.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     models: list[str] = field(default_factory=list)
+    models_from: str = "--model"
     mistakes: list[str] = field(default_factory=list)
 
 
@@ -47,14 +53,21 @@ def read(
 
     Args:
         options: what the flags of `add_flags` say, and in `unknown` the words that are none.
-        models: NAME=SOURCE of each --model; they take the place of the file's.
+        models: NAME=SOURCE of each --model; they take the place of the file's, and those of the variable's.
         file: a TOML file with a key for each setting and a table `models` of NAME = SOURCE.
     """
     given = Given()
     written = _written(file, given) if file is not None else {}
     in_file = written.pop("models", {})
-    given.models = list(models) or _models(in_file, file, given)
+    if models:
+        given.models = list(models)
+    elif in_file != {}:
+        given.models, given.models_from = _models(in_file, file, given), f"{file}:"
+    else:
+        given.models = re.findall(r"[^\s,]+", environment.get(MODEL_VARIABLE, ""))
+        given.models_from = f"{MODEL_VARIABLE}:"
     given.mistakes += unknown_flags(options.unknown)
+    given.mistakes += variables.mistakes(environment)
     for name in sorted(written.keys() - ROWS.keys()):
         near = difflib.get_close_matches(name, ROWS, n=1)
         hint = f"did you mean {near[0]}?" if near else "tinsmith up --help lists them"

@@ -66,14 +66,44 @@ def test_a_file_names_models_and_flags_take_their_place(tmp_path: Path) -> None:
     assert asked("-f", file, "--model", "c/d=org/x").models == (plan.Model("c/d", "org/x"),)
 
 
+@pytest.mark.parametrize("between", [",", " ", "\n", ", ", " ,\n"])
+def test_a_variable_names_models(between: str) -> None:
+    told = between.join(("a/one=org/one", "b/two=org/two"))
+    assert asked(TINSMITH_MODEL=told).models == (
+        plan.Model("a/one", "org/one"),
+        plan.Model("b/two", "org/two"),
+    )
+
+
+def test_flags_and_the_file_come_before_the_variable_that_names_models(tmp_path: Path) -> None:
+    file = written(tmp_path, '[models]\n"a/one" = "org/one"\n')
+    assert asked("-f", file, TINSMITH_MODEL="b/two=org/two").models == (plan.Model("a/one", "org/one"),)
+    assert asked("--model", "c/d=org/x", TINSMITH_MODEL="b/two=org/two").models == (
+        plan.Model("c/d", "org/x"),
+    )
+    bare = written(tmp_path, "port = 9000\n")
+    assert asked("-f", bare, TINSMITH_MODEL="b/two=org/two").models == (plan.Model("b/two", "org/two"),)
+
+
+def test_a_variable_without_a_model_is_as_none() -> None:
+    assert asked(TINSMITH_MODEL=" ").models == ()
+
+
+def test_every_model_of_the_variable_that_is_wrong_is_told() -> None:
+    told = refused(TINSMITH_MODEL="nonsense,a/b=/no/such,c/d=org/x")
+    assert told[0] == "2 things are to be changed:"
+    assert "TINSMITH_MODEL: 'nonsense' is not NAME=PATH_OR_HUB_ID" in told[1]
+    assert "TINSMITH_MODEL: 'a/b=/no/such': there is no directory /no/such" in told[2]
+
+
 def test_every_mistake_is_told_in_one_answer(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         'port = 70000\nmax-lora-rnk = 8\ngateways = true\nzero-stage = "9"\n[models]\n"a/b" = "/no/such"\n',
     )
     words = ("-f", file, "--bogus", "--device", "cuda", "--samplers", "-1", "--kv-cache-gib", "nan")
-    told = refused(*words, TINSMITH_DTYPE="float16")
-    assert told[0] == "10 things are to be changed:"
+    told = refused(*words, TINSMITH_DTYPE="float16", TINSMITH_MAX_LORA_RNK="8")
+    assert told[0] == "11 things are to be changed:"
     for part in (
         "'--bogus' is no flag of tinsmith up",
         "no setting max-lora-rnk; did you mean max-lora-rank?",
@@ -83,6 +113,7 @@ def test_every_mistake_is_told_in_one_answer(tmp_path: Path) -> None:
         "--samplers must be a whole number from 0 to 64, or auto, not '-1'",
         "--kv-cache-gib must be a number above 0",
         "TINSMITH_DTYPE must be one of auto, float32, bfloat16, not 'float16'",
+        "TINSMITH_MAX_LORA_RNK is no variable of Tinsmith; did you mean TINSMITH_MAX_LORA_RANK?",
         "there is no directory /no/such",
         "shows no NVIDIA GPU",
     ):

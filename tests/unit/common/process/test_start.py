@@ -1,0 +1,27 @@
+"""What every service does first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_service_warns_of_a_variable_that_is_none_and_starts(tmp_path: Path) -> None:
+    # In a process of its own, which setting up ties to its parent and to a umask.
+    code = (
+        "import logging, pathlib; from services.common.process import process; logging.basicConfig();"
+        f"process.setup_process('x', pathlib.Path({str(tmp_path)!r})); print('started')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TINSMITH_MAX_LORA_RNK": "8", "TINSMITH_ZERO_STAGE": "3"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "started\n"
+    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
+    assert "TINSMITH_MAX_LORA_RNK is no variable of Tinsmith; did you mean TINSMITH_MAX_LORA_RANK?" in warning
