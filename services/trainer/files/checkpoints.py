@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -26,6 +27,7 @@ from services.trainer.files.tensor_files import load_tensors, save_tensors, save
 
 _ADAPTER, _OPTIMIZER, _META = "adapter.safetensors", "optimizer.safetensors", "meta.json"
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 Files = Callable[[], Mapping[str, Writer]]
 """Makes the files of an export. Blocking."""
@@ -44,8 +46,8 @@ class Meta(msgspec.Struct, frozen=True):
     base_model: str
     weights: str
     model_id: str
-    seq_id: int
-    step: int
+    seq_id: _Count
+    step: _Count
     lora: LoraSpec | None
 
 
@@ -84,7 +86,7 @@ def read_meta(directory: Path) -> Meta | None:
         return msgspec.json.decode((directory / _META).read_bytes(), type=Meta)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataLoss(f"{_META} in {directory.name} is damaged: {error}") from error
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from google.protobuf.message import DecodeError
 
 from services.common.contract.errors import DataLoss
 from services.common.process import failpoints
@@ -239,14 +240,18 @@ def _read(directory: Path, staging: Path) -> DurableSnapshot:
     if saved is None:
         raise _missing(directory)
     try:
-        results = msgspec.msgpack.decode((directory / _RESULTS).read_bytes(), type=dict[int, bytes])
+        return DurableSnapshot(saved, _read_results(directory))
     except BaseException:
         saved.release()
         raise
-    return DurableSnapshot(
-        saved,
-        {seq_id: results_pb2.OperationResult.FromString(result) for seq_id, result in results.items()},
-    )
+
+
+def _read_results(directory: Path) -> dict[int, results_pb2.OperationResult]:
+    try:
+        results = msgspec.msgpack.decode((directory / _RESULTS).read_bytes(), type=dict[int, bytes])
+        return {seq_id: results_pb2.OperationResult.FromString(result) for seq_id, result in results.items()}
+    except (FileNotFoundError, msgspec.DecodeError, DecodeError) as error:
+        raise DataLoss(f"{_RESULTS} in {directory.name} is damaged: {error}") from error
 
 
 def _missing(directory: Path) -> DataLoss:

@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import safetensors
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -126,11 +125,21 @@ class SavedShards:
         name = Path(directory).name
         try:
             self._metadata = self._reader.read_metadata()
-        except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
-            raise DataLoss(f"the saved state in {name} is damaged: {error}") from error
+        except Exception as error:
+            # torch looks into a damaged file as if it were whole, so what that raises has any type; and a
+            # rank that raised another one than the others expect would not meet them.
+            raise DataLoss(
+                f"the saved state in {name} is damaged: {type(error).__name__}: {error}"
+            ) from error
+        # What torch says of a tensor's type is that of the part it came to first.
+        types: dict[str, set[torch.dtype]] = {}
+        for index, part in self._metadata.storage_data.items():
+            types.setdefault(index.fqn, set()).add(part.dtype)
         for tensor, saved in self._tensors.items():
             if not _is_whole(saved):
                 raise DataLoss(f"the saved state in {name} is incomplete: of {tensor} a part is missing")
+            if len(types[tensor]) > 1:
+                raise DataLoss(f"the saved state in {name} is damaged: {tensor} has parts of several types")
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Refuses what is not of these float32 tensors.
@@ -222,7 +231,9 @@ def _files(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _is_whole(saved: TensorStorageMetadata) -> bool:
-    """Whether its parts follow each other without a gap, from the first element on."""
+    """Whether its parts are flat and follow each other without a gap, from the first element on."""
+    if any(len(chunk.offsets) != 1 or len(chunk.sizes) != 1 for chunk in saved.chunks):
+        return False
     end = 0
     for chunk in sorted(saved.chunks, key=lambda chunk: chunk.offsets[0]):
         if chunk.offsets[0] != end:

@@ -98,6 +98,42 @@ def test_a_damaged_file_is_told(of_two_ranks: Path) -> None:
         SavedShards(str(of_two_ranks))
 
 
+@pytest.mark.parametrize(
+    "info",
+    [
+        "{",
+        "[]",
+        "3",
+        "{}",
+        '{"a": []}',
+        '{"a": {"saved_offsets": null}}',
+        '{"a": {"saved_offsets": ["0"]}}',
+        '{"a": {"saved_offsets": [0.5]}}',
+        '{"a": {"saved_offsets": []}}',
+        '{"a": {"saved_offsets": [-1]}}',
+        '{"a": {"saved_offsets": [99999999999999999999]}}',
+    ],
+)
+def test_whatever_a_file_says_of_its_parts_is_read_or_told_as_damage(tmp_path: Path, info: str) -> None:
+    save_file({"a": WHOLE["a"]}, tmp_path / "1.safetensors", {"DCP_SHARDING_INFO": info})
+    with pytest.raises(DataLoss):
+        SavedShards(str(tmp_path))
+
+
+@pytest.mark.parametrize("values", [torch.tensor(1.0), WHOLE["a"].view(10, 1)], ids=["scalar", "matrix"])
+def test_a_part_that_is_not_flat_is_told(tmp_path: Path, values: Tensor) -> None:
+    info = json.dumps({"a": {"saved_offsets": [0] * min(values.dim(), 1)}})
+    save_file({"a": values}, tmp_path / "1.safetensors", {"DCP_SHARDING_INFO": info})
+    with pytest.raises(DataLoss):
+        SavedShards(str(tmp_path))
+
+
+def test_parts_of_several_types_are_told(of_two_ranks: Path) -> None:
+    write_file(of_two_ranks, "2.safetensors", {"a": (6, WHOLE["a"][6:].half()), "b": (2, WHOLE["b"][2:])})
+    with pytest.raises(DataLoss, match="a has parts of several types"):
+        SavedShards(str(of_two_ranks))
+
+
 @pytest.mark.parametrize("sizes", [{"a": 10}, {"a": 10, "b": 8}, {"a": 10, "b": 7, "c": 1}])
 def test_a_state_of_another_shape_is_refused(of_two_ranks: Path, sizes: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest) as refused:

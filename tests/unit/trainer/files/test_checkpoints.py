@@ -165,6 +165,17 @@ def test_damage_is_noticed(
         store.load(MODEL, "weights/a")
 
 
+@pytest.mark.parametrize("damage", [(b"org", b"o\xffg"), (b'"step": ', b'"step": -'), (b"{", b"[")])
+def test_a_description_that_makes_no_sense_is_noticed(
+    store: CheckpointStore, model_state: ModelState, tmp_path: Path, damage: tuple[bytes, bytes]
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    path = tmp_path / KEY.path / "meta.json"
+    path.write_bytes(path.read_bytes().replace(*damage, 1))
+    with pytest.raises(DataLoss, match=r"meta.json in .* is damaged"):
+        store.load(MODEL, "weights/a")
+
+
 def test_an_incomplete_directory_is_not_a_state(
     store: CheckpointStore, model_state: ModelState, tmp_path: Path, staging: Path
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.common.contract.errors import DataLoss
@@ -168,6 +169,25 @@ async def test_a_lost_snapshot_is_reported_not_passed_over(tmp_path: Path, train
     store, _ = make(tmp_path, pointers, trained.take)
     pointers.pointer = (3, "3")
     with pytest.raises(DataLoss):
+        await store.read(MODEL)
+
+
+@pytest.mark.parametrize(
+    "results", [None, b"", b"\xc1", b"\x93", msgspec.msgpack.encode({0: b"\xff"})], ids=repr
+)
+async def test_results_that_cannot_be_read_are_damage(
+    tmp_path: Path, trained: Trained, results: bytes | None
+) -> None:
+    pointers = PointersInMemory()
+    store, _ = make(tmp_path, pointers, trained.take)
+    store.changed(MODEL)
+    await store.settle(MODEL)
+    assert pointers.pointer is not None
+    path = DataDir(tmp_path).state(MODEL) / pointers.pointer[1] / "results.msgpack"
+    path.unlink()
+    if results is not None:
+        path.write_bytes(results)
+    with pytest.raises(DataLoss, match=r"results.msgpack in .* is damaged"):
         await store.read(MODEL)
 
 
