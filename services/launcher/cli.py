@@ -181,7 +181,8 @@ def _up(args: argparse.Namespace) -> int:
     from services.launcher.up import show, up
 
     here = options.Machine(machine.cores(), machine.gpus(), options.cuda_build())
-    chosen, redis_url = options.options(args, here)
+    looked_at = machine.in_use if args.dry_run else None
+    chosen, redis_url = options.options(args, here, in_use=looked_at)
     if args.dry_run:
         print(show(chosen))
         return 0

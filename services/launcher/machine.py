@@ -7,11 +7,13 @@ import os
 import random
 import re
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
 from services.common.contract.errors import Unavailable
+from services.launcher.plan import Listener
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 10_000
@@ -70,6 +72,19 @@ def port_in_use(port: int, host: str = "127.0.0.1") -> bool:
                 raise Unavailable(f"--host {host} is no address of this machine") from error
             return True
         return False
+
+
+def in_use(wanted: Iterable[Listener]) -> dict[str, str]:
+    """What is said of each flag that asks for a port which something listens on.
+
+    Raises:
+        Unavailable: this machine does not have one of the addresses.
+    """
+    told: dict[str, str] = {}
+    for each in wanted:
+        if each.flag not in told and port_in_use(each.port, each.host):
+            told[each.flag] = f"port {each.port} of {each.host} is in use; choose another with {each.flag}"
+    return told
 
 
 def running(run_dir: Path) -> list[str]:

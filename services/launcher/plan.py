@@ -20,6 +20,8 @@ from services.common.storage.location import check_location
 from services.common.tls.wires import Role
 from services.launcher.placement import Place, places
 
+_LOOPBACK = "127.0.0.1"
+
 TrainerCommand = Callable[[int, int, list[str], Sequence[str]], list[str]]
 """(ranks, master port, arguments of services.trainer, GPUs) -> argv."""
 
@@ -111,6 +113,33 @@ class Process:
     computes: str = ""
 
 
+@dataclass(frozen=True)
+class Listener:
+    """A port that was asked for; all others are free ones, found at the start.
+
+    Attributes:
+        flag: which asked for it.
+    """
+
+    flag: str
+    host: str
+    port: int
+
+
+def listeners(options: Options) -> list[Listener]:
+    """The ports that were asked for. Gateways share theirs; every process has one for its metrics."""
+    found = [
+        Listener("--port", options.host, options.port),
+        Listener("--grpc-port", options.host, options.grpc_port),
+    ]
+    if options.metrics_port is not None:
+        models = max(1, len(options.models))  # Where none is named, the default one is served.
+        hosts = [options.host] * options.gateways + [_LOOPBACK] * (models * (1 + options.samplers))
+        for index, host in enumerate(hosts):
+            found.append(Listener("--metrics-port", host, options.metrics_port + index))
+    return found
+
+
 def parse_model(text: str, origin: str = "--model") -> Model:
     """ "NAME=PATH_OR_HUB_ID"; a path is made absolute.
 
@@ -156,14 +185,12 @@ def mistakes(options: Options) -> list[str]:
     ]
     if options.port == options.grpc_port:
         found.append("--port and --grpc-port must differ")
-    if options.metrics_port is not None:
-        count = options.gateways + len(options.models) * (1 + options.samplers)
-        taken = range(options.metrics_port, options.metrics_port + count)
-        if taken[-1] > 65535 or options.port in taken or options.grpc_port in taken:
-            found.append(
-                f"--metrics-port {options.metrics_port} and the ports after it, one for each of {count} "
-                "processes, must be free of --port and --grpc-port and at most 65535"
-            )
+    taken = [listener.port for listener in listeners(options) if listener.flag == "--metrics-port"]
+    if taken and (taken[-1] > 65535 or options.port in taken or options.grpc_port in taken):
+        found.append(
+            f"--metrics-port {options.metrics_port} and the ports after it, one for each of {len(taken)} "
+            "processes, must be free of --port and --grpc-port and at most 65535"
+        )
     if options.device == "cpu":
         given = {
             "--sampler-memory": options.sampler_memory is not None,
@@ -325,5 +352,5 @@ def _common(options: Options, model: Model) -> tuple[str, ...]:
         *("--device", options.device, "--dtype", options.dtype),
         *_given("--max-context", options.max_context),
         # Given, so that a TINSMITH_PORT or TINSMITH_HOST in the environment is not every process's.
-        *("--port", "0", "--host", "127.0.0.1"),
+        *("--port", "0", "--host", _LOOPBACK),
     )

@@ -60,9 +60,8 @@ def up(options: plan.Options, redis_url: str | None, verbose: bool) -> int:
     options = _with_models(options)
     with _lock(data.root):
         _wait_for_previous_run(data)
-        for port in (options.port, options.grpc_port):
-            if machine.port_in_use(port, options.host):
-                raise Unavailable(f"port {port} is in use; choose others with --port and --grpc-port")
+        if taken := machine.in_use(plan.listeners(options)):
+            raise Unavailable("; ".join(taken.values()))
         key = api_key(data.api_key)
         for old in data.logs.glob("*.log"):
             old.replace(old.with_suffix(".log.1"))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, Unavailable
 from services.common.state import redis_client
 from services.launcher import placement, plan
 from services.launcher.settings import read
@@ -39,10 +39,21 @@ def cuda_build() -> bool:
     return "+cpu" not in importlib.metadata.version("torch")
 
 
+InUse = Callable[[Sequence[plan.Listener]], Mapping[str, str]]
+"""What is said of each flag that asks for a port which something listens on; Unavailable for an address that
+this machine does not have."""
+
+
 def options(
-    flags: argparse.Namespace, machine: Machine, environment: Mapping[str, str] = os.environ
+    flags: argparse.Namespace,
+    machine: Machine,
+    environment: Mapping[str, str] = os.environ,
+    in_use: InUse | None = None,
 ) -> tuple[plan.Options, str | None]:
     """The cluster that `tinsmith up` is asked for, and the URL of its own Redis if it has one.
+
+    Args:
+        in_use: looks at the ports. None: nobody does, as a cluster that is still ending may have them.
 
     Raises:
         InvalidRequest: with every mistake, a line each.
@@ -86,6 +97,8 @@ def options(
         **{name.replace("-", "_"): value for name, value in values.items()},
     )
     found += plan.mistakes(chosen)
+    if in_use is not None and "host" not in given.wrong:
+        found += _taken(chosen, given.wrong, in_use)
     if found:
         raise InvalidRequest(_told(found))
     return chosen, redis_url
@@ -116,6 +129,15 @@ def _told(mistakes: list[str]) -> str:
     if len(mistakes) == 1:
         return mistakes[0]
     return "\n  ".join([f"{len(mistakes)} things are to be changed:", *mistakes])
+
+
+def _taken(chosen: plan.Options, wrong: Set[str], in_use: InUse) -> list[str]:
+    """What is wrong with the ports on this machine, but those whose setting was mistaken already."""
+    wanted = [each for each in plan.listeners(chosen) if each.flag.removeprefix("--") not in wrong]
+    try:
+        return list(in_use(wanted).values())
+    except Unavailable as error:
+        return [error.message]
 
 
 def _device(wanted: str, machine: Machine, found: list[str]) -> str:

@@ -30,12 +30,14 @@ class Given:
         models: NAME=SOURCE, as given.
         models_from: where they were given, as a sentence about one of them begins.
         mistakes: sentences that say what to change.
+        wrong: settings that were given something wrong.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     models: list[str] = field(default_factory=list)
     models_from: str = "--model"
     mistakes: list[str] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +115,7 @@ def _value(row: Setting, value: Any, origin: str, given: Given) -> Any:
         except ValueError:
             pass
     given.mistakes.append(f"{origin} must be {row.kind.says}, not {value!r}")
+    given.wrong.add(row.name)
     return row.default
 
 

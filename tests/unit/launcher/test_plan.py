@@ -52,6 +52,20 @@ def test_ports_for_metrics_are_free_of_the_others(tmp_path: Path, first: int, wr
     assert any("--metrics-port" in sentence for sentence in found) == wrong
 
 
+def test_the_ports_that_were_asked_for_are_those_of_the_processes(tmp_path: Path) -> None:
+    settings = options(tmp_path, host="0.0.0.0", gateways=2, metrics_port=9100)
+    listening = plan.listeners(settings)
+    assert [(each.flag, each.host) for each in listening[:2]] == [
+        ("--port", "0.0.0.0"),
+        ("--grpc-port", "0.0.0.0"),
+    ]
+    for each, process in zip(listening[2:], plan.processes(settings, [1, 2], launch), strict=True):
+        argv = dict(itertools.pairwise(process.argv))
+        assert (each.host, str(each.port)) == (argv["--host"], argv["--metrics-port"])
+    # The model that is served when none is named has processes, too.
+    assert len(plan.listeners(plan.Options((), tmp_path, metrics_port=9100))) == 5
+
+
 def test_gateways_are_told_what_they_are_to_wait_for(tmp_path: Path) -> None:
     for samplers in (0, 2):
         gateway = plan.processes(options(tmp_path, samplers=samplers), [1, 2], launch)[0]

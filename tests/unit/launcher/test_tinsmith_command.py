@@ -18,7 +18,7 @@ from services.common.contract.errors import Unavailable
 from services.common.state import keys
 from services.common.state.registry import ServiceRecord
 from services.common.storage.data_dir import DataDir
-from services.launcher import cli, default_model, plan, status, up
+from services.launcher import cli, default_model, machine, plan, status, up
 from services.launcher.progress import Endpoint, Progress
 from tests.announced import announce, withdraw
 
@@ -26,10 +26,42 @@ from tests.announced import announce, withdraw
 def test_up_without_a_model_would_serve_the_one_that_comes_from_a_package(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["up", "--dry-run"]) == 0
+    ports = ["--port", str(machine.free_port()), "--grpc-port", str(machine.free_port())]
+    assert cli.main(["up", "--dry-run", *ports]) == 0
     said = capsys.readouterr().out
     assert f"serves {default_model.NAME}" in said
     assert all(name in said for name in ("gateway-0", "trainer-0", "sampler-0"))
+
+
+def test_a_dry_run_tells_ports_that_are_in_use_beside_other_mistakes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        port, measured = one.getsockname()[1], two.getsockname()[1]
+        words = [
+            "--port",
+            str(port),
+            "--grpc-port",
+            str(machine.free_port()),
+            "--metrics-port",
+            str(measured),
+        ]
+        assert cli.main(["up", "--dry-run", *words]) == 2
+        told = capsys.readouterr().err
+        assert f"port {port} of 127.0.0.1 is in use; choose another with --port" in told
+        assert f"port {measured} of 127.0.0.1 is in use; choose another with --metrics-port" in told
+        assert cli.main(["up", "--dry-run", *words, "--dtype", "float8"]) == 2
+        told = capsys.readouterr().err
+        assert "3 things are to be changed" in told
+        assert "--dtype must be" in told
+        # One that is no port is not looked at, nor the default in its place.
+        assert cli.main(["up", "--dry-run", *words[2:], "--port", "0"]) == 2
+        assert "2 things are to be changed" in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--dry-run", "--host", "192.0.2.1"]) == 2
+    assert capsys.readouterr().err == "tinsmith: --host 192.0.2.1 is no address of this machine\n"
 
 
 @pytest.mark.parametrize(
