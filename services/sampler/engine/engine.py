@@ -33,9 +33,10 @@ from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
 from services.common.weights.medium import Medium
 from services.sampler.config import SamplerConfig
-from services.sampler.engine import answers, tokenizers
+from services.sampler.engine import answers
 from services.sampler.engine.child import STACKS_SIGNAL
 from services.sampler.engine.params import checked, vllm_params
+from services.sampler.engine.runs import Run, Runs
 from services.sampler.engine.sampling import (
     Constraint,
     Limits,
@@ -45,6 +46,7 @@ from services.sampler.engine.sampling import (
     ServedTokenizer,
     Tell,
     begun,
+    served,
 )
 from services.sampler.engine.settings import EngineStats, adapts, engine_args
 from services.sampler.engine.snapshot_key import Adapter, Weights
@@ -57,16 +59,6 @@ log = logging.getLogger(__name__)
 _THREAD_ABOVE_CELLS = 2**16
 
 _ABORT_AGAIN_S = 0.02
-
-
-class _Run:
-    """A job that is generated: what its sequences are called in vLLM, and whether it is being interrupted; if
-    so, whether also before each of them has a token."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.interruption: asyncio.Task[None] | None = None
-        self.at_once = False
 
 
 class Engine:
@@ -110,8 +102,7 @@ class Engine:
         self.first_adapter_id = config.max_loras + 1
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
         self._request_numbers = itertools.count()
-        self._entered: dict[str, float] = {}
-        self._runs: dict[str, _Run] = {}
+        self._runs = Runs(self._llm.output_processor)
         self._finished_tokens = 0
         self._weights: Weights = None
         self._calls = Workers(self._llm.collective_rpc, lambda: self.dead)
@@ -143,17 +134,11 @@ class Engine:
 
     def late(self, seconds: float) -> int:
         """Sequences that it has had for at least so long and has not begun to generate."""
-        limit = time.monotonic() - seconds
-        states = self._llm.output_processor.request_states.values()
-        entered = (self._entered.get(state.external_req_id) for state in states if state.is_prefilling)
-        return sum(since is not None and since <= limit for since in entered)
+        return self._runs.late(time.monotonic() - seconds)
 
     def tokens_of(self, request_id: str) -> int:
         """Tokens that it has generated for a request that still runs."""
-        run = self._runs.get(request_id)
-        mine = frozenset() if run is None else run.names
-        states = self._llm.output_processor.request_states.values()
-        return sum(state.detokenizer.num_output_tokens() for state in states if state.external_req_id in mine)
+        return self._runs.tokens_of(request_id)
 
     async def steps(self) -> int:
         """Steps that all workers have finished. An engine that is stuck does not answer.
@@ -183,8 +168,8 @@ class Engine:
         self._llm.shutdown(timeout=seconds)
 
     def tokenizer(self) -> ServedTokenizer:
-        """The model's tokenizer. Takes a while; thread-safe. Raises as `tokenizers.served`."""
-        return tokenizers.served(self._llm.get_tokenizer())
+        """The model's tokenizer. Takes a while; thread-safe. Raises as `served`."""
+        return served(self._llm.get_tokenizer())
 
     async def sample(self, job: SampleJob, adapter: Adapter | None, tell: Tell | None = None) -> SampleOutput:
         """Generates what the job has not come to yet. Cancelling the caller aborts the request in the engine.
@@ -201,13 +186,12 @@ class Engine:
             Internal: vLLM ended a sequence for another reason than stop, length or an interruption, or gave
                 no log-probability.
         """
-        run = self._runs[job.request_id] = _Run()
+        run = self._runs.begin(job.request_id)
         try:
             return await self._run(job, adapter, tell, run)
         finally:
             await cancel_all([run.interruption])
-            if self._runs.get(job.request_id) is run:
-                del self._runs[job.request_id]
+            self._runs.end(job.request_id, run)
 
     def interrupt(self, request_id: str, at_once: bool) -> None:
         """Has `sample` return what a request has come to, if it runs.
@@ -215,25 +199,20 @@ class Engine:
         Args:
             at_once: as it is; otherwise each sequence makes a token first, if it has made none.
         """
-        if (run := self._runs.get(request_id)) is not None:
+        if (run := self._runs.find(request_id)) is not None:
             run.at_once |= at_once
             work = run.interruption or asyncio.create_task(self._abort(run), name=f"interrupt {request_id}")
             run.interruption = work
 
-    async def _abort(self, run: _Run) -> None:
+    async def _abort(self, run: Run) -> None:
         while not self.dead:
             # What vLLM is just about to take on is not known to it yet.
             with contextlib.suppress(EngineDeadError):
-                await self._llm.abort(list(run.names if run.at_once else self._begun(run.names)))
+                await self._llm.abort(list(run.names) if run.at_once else self._runs.begun(run))
             await asyncio.sleep(_ABORT_AGAIN_S)
 
-    def _begun(self, names: set[str]) -> set[str]:
-        """Those of the sequences that have made a token."""
-        states = self._llm.output_processor.request_states.values()
-        return names & {state.external_req_id for state in states if not state.is_prefilling}
-
     async def _run(
-        self, job: SampleJob, adapter: Adapter | None, tell: Tell | None, run: _Run
+        self, job: SampleJob, adapter: Adapter | None, tell: Tell | None, run: Run
     ) -> SampleOutput:
         seed = secrets.randbits(64) if job.params.seed is None else job.params.seed
         plan = plan_of(job.scoring, len(job.prompt), seed, job.params.temperature)
@@ -277,7 +256,7 @@ class Engine:
         plan: ScorePlan | None,
         constraint: StructuredOutputsParams | None,
         tell: Tell | None,
-        run: _Run,
+        run: Run,
     ) -> RequestOutput | None:
         """What vLLM makes of a sequence; None when it was interrupted before it came to anything."""
         if run.at_once:
@@ -291,8 +270,7 @@ class Engine:
         before = begun(job, index).tokens
         prompt = tokens_input(prompt_token_ids=job.prompt + before, cache_salt=salt or None)
         known: RequestOutput | None = None
-        self._entered[request_id] = time.monotonic()
-        run.names.add(request_id)
+        self._runs.enter(run, request_id, time.monotonic())
         try:
             stream, start = tell is not None, len(before)
             params = vllm_params(job, index, self.limits, plan, constraint, stream=stream, start=start)
@@ -310,8 +288,7 @@ class Engine:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         finally:
-            del self._entered[request_id]
-            run.names.discard(request_id)
+            self._runs.leave(run, request_id)
         if known is None or not known.finished:
             raise Internal("the engine ended the request without a result")
         self._finished_tokens += len(known.outputs[0].token_ids)

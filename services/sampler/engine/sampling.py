@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -153,6 +153,28 @@ class ServedTokenizer:
     tokenizer_json: str
     chat_template: str
     special_tokens: dict[str, str]
+
+
+def served(tokenizer: Any) -> ServedTokenizer:
+    """What can be told of a Hugging Face tokenizer.
+
+    Raises:
+        InvalidRequest: it has no form in the tokenizers library.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidRequest(
+            f"this model's tokenizer, a {type(tokenizer).__name__}, has no form in the tokenizers library; "
+            "sample token ids",
+            "no_tokenizer",
+        )
+    template = tokenizer.chat_template or ""
+    if isinstance(template, dict):
+        template = template.get("default", "")
+    named = {
+        name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
+    }
+    return ServedTokenizer(backend.to_str(), template, named)
 
 
 @dataclass(frozen=True)
