@@ -1,7 +1,8 @@
 """Sees one replica through its life: start, announce, serve, drain, stop.
 
-Invariant: it is announced only after a request went through the engine, and when the engine ends
-or is stuck the process ends too, with a non-zero exit code, so that its supervisor starts a new one.
+Invariant: it is announced only after a request went through the engine, and when the engine ends, is stuck,
+or has no sound weights any more, the process ends too, with a non-zero exit code, so that its supervisor
+starts a new one.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
     signalled = asyncio.create_task(process.wait_for_signal(), name="signal")
     died = asyncio.create_task(_until_dead(engine), name="liveness")
     stuck = asyncio.create_task(watchdog.until_stuck(engine, config.stall_seconds), name="watchdog")
+    unsound = asyncio.create_task(full.until_lost(), name="weights")
     try:
-        await asyncio.wait({signalled, died, stuck}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({signalled, died, stuck, unsound}, return_when=asyncio.FIRST_COMPLETED)
         if stuck.done():
             log.error(
                 "the engine is stuck: no progress in %.0f s (--stall-seconds) with %d sequences; it is at:",
@@ -119,8 +121,9 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
             # Its requests fail now, as when it dies by itself.
             engine.kill()
             await asyncio.wait({died}, timeout=_ENGINE_SHUTDOWN_S)
-        if died.done() or stuck.done():
-            log.error("the engine ended; this process ends too, to be started again")
+        if died.done() or stuck.done() or unsound.done():
+            why = "the engine's weights are not sound" if unsound.done() else "the engine ended"
+            log.error("%s; this process ends too, to be started again", why)
             await announcer.stop()
             return 1
         log.info("draining for up to %.0f s", config.drain_seconds)
@@ -134,7 +137,7 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
         await announcer.stop()
         return 0
     finally:
-        await cancel_all([signalled, died, stuck])
+        await cancel_all([signalled, died, stuck, unsound])
         await full.close()
         await engine.close()
 

@@ -241,6 +241,29 @@ async def test_weights_that_do_not_fit_fail_their_requests_and_nothing_else(
     check(judge(214), prompt(7, 9), await sample(stub, greedy(prompt(7, 9), 214)))
 
 
+async def test_a_refused_version_leaves_the_weights_that_are_served_in_the_engine(
+    stub, judge, sampler: Sampler
+) -> None:
+    whole = make_full(sampler.model_dir, 1)
+    write_full(
+        sampler.data_dir.snapshot(MODEL_ID, 215),
+        sampler.model_dir,
+        whole | {"model.norm.weight": torch.zeros(3)},
+    )
+    check(judge(202), prompt(7, 9), await sample(stub, greedy(prompt(7, 9), 202)))
+    # From here on they are in the engine and nowhere else.
+    stored = sampler.data_dir.snapshot(MODEL_ID, 202)
+    aside = stored.rename(stored.with_name("aside"))
+    try:
+        for _ in range(2):
+            response = await stub.Sample(greedy(prompt(7, 9), 215), timeout=60)
+            assert "do not fit" in response.error.message
+            assert (await status(stub)).weights == snapshot(202)
+        check(judge(202), prompt(7, 11), await sample(stub, greedy(prompt(7, 11), 202)))
+    finally:
+        aside.rename(stored)
+
+
 async def test_a_damaged_full_broadcast_is_refused_and_nothing_of_it_is_kept(
     stub, judge, sampler: Sampler
 ) -> None:

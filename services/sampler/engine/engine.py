@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import secrets
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
@@ -350,6 +351,19 @@ class Engine:
         """Frees staged weights."""
         await self._calls.call("tinsmith_drop_staged", stage_ids)
 
+    async def check_weights(self, source: int | str, seconds: float) -> None:
+        """Whether weights fit this model; none is replaced. The caller sees to it that no request runs.
+
+        Args:
+            source: id of staged weights, or a model's directory.
+
+        Raises:
+            InvalidRequest: they do not.
+            SnapshotNotFound, DataLoss: the directory is not whole.
+        """
+        async with self._at_rest(seconds):
+            await self._calls.run("tinsmith_check", (source,), seconds)
+
     async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
         """Replaces the engine's weights. The caller sees to it that no request runs.
 
@@ -357,17 +371,19 @@ class Engine:
 
         Args:
             weights: what they are of.
-            source: id of staged weights, or a model's directory, or None = the base model's own files.
-
-        Raises:
-            InvalidRequest: they do not fit this model.
+            source: as of `check_weights`, which they passed; None = the base model's own files.
         """
+        async with self._at_rest(seconds):
+            await self._calls.run("tinsmith_swap", (source,), seconds)
+            self._weights = weights
+
+    @contextlib.asynccontextmanager
+    async def _at_rest(self, seconds: float) -> AsyncIterator[None]:
         # A request that was given up a moment ago may still be in a step: the pause waits for it.
         try:
             async with asyncio.timeout(seconds):
                 await self._llm.pause_generation(mode="wait", clear_cache=False)
-            await self._calls.run("tinsmith_swap", (source,), seconds)
-            self._weights = weights
+            yield
         except TimeoutError as error:
             raise DeadlineExceeded(f"the engine did not come to rest in {seconds:.0f} s") from error
         except EngineDeadError as error:

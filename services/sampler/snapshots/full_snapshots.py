@@ -1,7 +1,9 @@
 """Full snapshots: every weight of a fine-tuned model, in host memory and, one at a time, in the engine.
 
 Invariant: between the beginning and the end of `use` the engine has the weights that were asked for, and so
-has every request for its whole life. Putting other weights in waits until nothing runs.
+has every request for its whole life. Putting other weights in waits until nothing runs. Weights that do not
+fit are refused before one is replaced; what breaks off later is made good with the base model's weights, and
+an engine that does not take them is told of (`until_lost`).
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from services.common.contract.errors import Internal, TinsmithError
+from services.common.contract.errors import Internal, InvalidRequest, TinsmithError, Unavailable
 from services.common.process.tasks import cancel_all
 from services.common.storage.data_dir import DataDir
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
@@ -25,6 +28,10 @@ from services.sampler.snapshots.turns import Run, Swap, Turns
 log = logging.getLogger(__name__)
 
 SWAP_TIMEOUT_S = 1800.0
+_REFUSALS = 1024
+"""So many refused versions are remembered: who asks for one again then costs nobody a drained engine."""
+
+_LOST = "this sampler lost its weights and restarts; another sampler runs it"
 
 
 class WeightEngine(Protocol):
@@ -35,6 +42,8 @@ class WeightEngine(Protocol):
     ) -> None: ...
 
     async def drop_staged(self, stage_ids: list[int]) -> None: ...
+
+    async def check_weights(self, source: int | str, seconds: float) -> None: ...
 
     async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None: ...
 
@@ -53,6 +62,8 @@ class FullSnapshots:
         self._entered: dict[int, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._swap: asyncio.Task[None] | None = None
+        self._refusals: OrderedDict[SnapshotKey, str] = OrderedDict()
+        self._lost = asyncio.Event()
 
     @property
     def weights(self) -> Weights:
@@ -85,8 +96,14 @@ class FullSnapshots:
         """Waits until these weights are in the engine, and keeps them there.
 
         Raises:
+            InvalidRequest: they do not fit this model.
+            Unavailable: the engine has no sound weights any more.
             TinsmithError: they could not be put there.
         """
+        if self._lost.is_set():
+            raise Unavailable(_LOST)
+        if weights is not None and (refusal := self._refusals.get(weights)) is not None:
+            raise InvalidRequest(refusal)
         ticket = next(self._numbers)
         entered = self._entered[ticket] = asyncio.get_running_loop().create_future()
         self._turns.arrive(ticket, weights)
@@ -134,6 +151,11 @@ class FullSnapshots:
             None, incoming.epoch, incoming.layout, incoming.crc32, incoming.timeout
         )
 
+    async def until_lost(self) -> None:
+        """Returns when the engine's weights are unsound for good: those who ended up there were failed, and
+        what is asked for later is refused."""
+        await self._lost.wait()
+
     async def close(self) -> None:
         """Ends a swap that goes on."""
         if self._timer is not None:
@@ -157,20 +179,47 @@ class FullSnapshots:
 
     async def _put(self, weights: Weights) -> None:
         started = time.monotonic()
+        source = self._source(weights)
         try:
-            await self._engine.swap_weights(weights, self._source(weights), SWAP_TIMEOUT_S)
+            if source is not None:
+                await self._engine.check_weights(source, SWAP_TIMEOUT_S)
+        except Exception as error:
+            log.warning("%s are refused: %s", weights, error)
+            self._remember(weights, error)
+            self._fail(self._turns.refused(), error)
+        else:
+            await self._replace(weights, source, started)
+        self._go_on()
+        for listener in self._listeners:
+            await listener(self.weights)
+
+    async def _replace(self, weights: Weights, source: int | str | None, started: float) -> None:
+        try:
+            await self._engine.swap_weights(weights, source, SWAP_TIMEOUT_S)
         except Exception as error:
             log.warning("could not put %s into the engine: %s", weights or "the base weights", error)
-            reported = error if isinstance(error, TinsmithError) else Internal(f"{error}")
-            for ticket in self._turns.failed():
-                _resolve(self._entered[ticket], reported)
+            failed = self._turns.broke()
+            if self._turns.lost:
+                self._lost.set()
+                self._fail(failed, Unavailable(_LOST))
+            else:
+                self._fail(failed, error)
         else:
             seconds = time.monotonic() - started
             self._turns.swapped(time.monotonic(), seconds)
             log.info("%s in the engine after %.2f s", weights or "the base weights are", seconds)
-        self._go_on()
-        for listener in self._listeners:
-            await listener(self.weights)
+
+    def _remember(self, weights: Weights, error: Exception) -> None:
+        # A version never changes; a file that is not there yet may come.
+        if weights is not None and isinstance(error, InvalidRequest):
+            self._refusals[weights] = error.message
+            if len(self._refusals) > _REFUSALS:
+                self._refusals.popitem(last=False)
+
+    def _fail(self, tickets: tuple[int, ...], error: Exception) -> None:
+        reported = error if isinstance(error, TinsmithError) else Internal(f"{error}")
+        for ticket in tickets:
+            _resolve(self._entered[ticket], reported)
 
     def _source(self, weights: Weights) -> int | str | None:
         if weights is None:

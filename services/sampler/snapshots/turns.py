@@ -4,9 +4,10 @@ One set of base weights is in the engine at a time: the base model's (which adap
 full snapshot. A request whose weights are in the engine runs at once. When others wait, the running ones
 finish on the weights they began with (the engine *drains*), then the weights are swapped.
 
-Invariants: while a swap goes on nothing runs, and what runs, runs on its own weights. Nobody starves: weights
-that others wait for stay at least a turn, unless nobody uses them, and take on nothing new after it; the next
-ones are those of the request that has waited longest.
+Invariants: while a swap goes on nothing runs, and what runs, runs on its own weights. After a swap that broke
+off the base model's weights are the next ones in; if they break off too, nothing runs any more. Nobody
+starves: weights that others wait for stay at least a turn, unless nobody uses them, and take on nothing new
+after it; the next ones are those of the request that has waited longest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Swap:
-    """Put these weights into the engine, then call `swapped` or `failed`."""
+    """Put these weights into the engine, then call `swapped`, `refused` or `broke`."""
 
     weights: Weights
 
@@ -54,6 +55,7 @@ class Turns:
     def __init__(self, now: float) -> None:
         self._resident: Weights = None
         self._sound = True
+        self._lost = False
         self._target: list[Weights] = []
         self._running: set[int] = set()
         self._waiting: OrderedDict[int, Weights] = OrderedDict()
@@ -62,8 +64,13 @@ class Turns:
 
     @property
     def resident(self) -> Weights:
-        """Weights that are in the engine, or were last."""
+        """Weights that are in the engine; of one whose weights are half replaced, those that come next."""
         return self._resident
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine has no usable weights and takes none."""
+        return self._lost
 
     @property
     def waiting(self) -> int:
@@ -94,22 +101,34 @@ class Turns:
         self._turn_ends = now + max(SHORTEST_TURN_S, TURN_PER_SWAP * seconds)
         self._idle_since = now
 
-    def failed(self) -> tuple[int, ...]:
-        """The swap failed and left no usable weights behind. Returns the requests that fail with it."""
+    def refused(self) -> tuple[int, ...]:
+        """The weights that `decide` asked for were refused before any were replaced. Returns the requests
+        that fail with them."""
+        return self._without(self._target.pop())
+
+    def broke(self) -> tuple[int, ...]:
+        """The swap that `decide` asked for left half of it behind. Returns the requests that fail with it."""
         target = self._target.pop()
+        self._lost = target is None and not self._sound
         self._sound = False
-        lost = tuple(ticket for ticket, weights in self._waiting.items() if weights == target)
-        for ticket in lost:
-            del self._waiting[ticket]
-        return lost
+        self._resident = None
+        if not self._lost:
+            return self._without(target)
+        everybody = tuple(self._waiting)
+        self._waiting.clear()
+        return everybody
 
     def decide(self, now: float) -> Run | Swap | Wait:
         """What to do now."""
-        if self._target or not self._waiting:
+        if self._target or self._lost:
             return Wait()
-        mine = tuple(t for t, weights in self._waiting.items() if self._sound and weights == self._resident)
-        others = [w for w in self._waiting.values() if not self._sound or w != self._resident]
-        over = not self._sound or now >= self._turn_ends
+        if not self._sound:
+            return self._swap(None)
+        if not self._waiting:
+            return Wait()
+        mine = tuple(t for t, weights in self._waiting.items() if weights == self._resident)
+        others = [weights for weights in self._waiting.values() if weights != self._resident]
+        over = now >= self._turn_ends
         if mine and not (others and over):
             for ticket in mine:
                 del self._waiting[ticket]
@@ -120,5 +139,15 @@ class Turns:
         unused = self._idle_since + IDLE_GRACE_S
         if not over and now < unused:
             return Wait(min(unused, self._turn_ends))
-        self._target.append(others[0])
-        return Swap(others[0])
+        return self._swap(others[0])
+
+    def _swap(self, weights: Weights) -> Swap:
+        self._target.append(weights)
+        return Swap(weights)
+
+    def _without(self, target: Weights) -> tuple[int, ...]:
+        """Those who wait for it, who then wait no more."""
+        lost = tuple(ticket for ticket, weights in self._waiting.items() if weights == target)
+        for ticket in lost:
+            del self._waiting[ticket]
+        return lost

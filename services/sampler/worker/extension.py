@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -171,27 +171,42 @@ class WorkerExtension:
         for stage_id in stage_ids:
             self.tinsmith_state.staged.pop(stage_id, None)
 
+    def tinsmith_check(self, job: str, source: int | str) -> None:
+        """Starts to see whether weights fit this model; none is replaced. No request runs meanwhile.
+
+        Args:
+            source: id of staged weights, or a model's directory.
+        """
+        tensors = self._tinsmith_source(source)
+
+        def work() -> None:
+            with self.tinsmith_state.swapping:
+                full_weights.check(self, tensors())
+
+        self.tinsmith_state.jobs[job] = Job(f"check-{source}", work)
+
     def tinsmith_swap(self, job: str, source: int | str | None) -> None:
         """Starts replacing the model's weights. No request runs meanwhile.
 
         Args:
             source: id of staged weights, or a model's directory, or None = the base model's own files.
         """
-        # Held here: dropping them from the stage now does no harm.
-        staged = self.tinsmith_state.staged[source] if isinstance(source, int) else None
+        tensors = self._tinsmith_source(source)
 
         def work() -> None:
-            if staged is not None:
-                tensors: full_weights.NamedTensors = staged.items()
-            elif source is None:
-                tensors = full_weights.base_tensors(self)
-            else:
-                tensors = full_weights.stored_tensors(Path(str(source)))
             # One that was given up for its time may still be at it.
             with self.tinsmith_state.swapping:
-                full_weights.load(self, tensors)
+                full_weights.load(self, tensors())
 
         self.tinsmith_state.jobs[job] = Job(f"swap-{source}", work)
+
+    def _tinsmith_source(self, source: int | str | None) -> Callable[[], full_weights.NamedTensors]:
+        """What gives the tensors, in a thread. Dropping them from the stage meanwhile does no harm."""
+        if source is None:
+            return lambda: full_weights.base_tensors(self)
+        if isinstance(source, int):
+            return self.tinsmith_state.staged[source].items
+        return lambda: full_weights.stored_tensors(Path(source))
 
     def tinsmith_load(self, job: str, adapter_id: int, directory: str) -> None:
         """Starts loading an adapter from a snapshot directory in PEFT format."""

@@ -4,13 +4,15 @@ The tensors go through vLLM's own loader of the model, as at start-up: it fuses,
 tensor-parallel rank and packs them, so the shards are right by construction. Every tensor keeps its place in
 memory, so CUDA graphs stay valid.
 
-Invariant: the same tensors give the same bits, so the base model's weights come back as they were. When
-`load` fails the model is whole in its parts but holds a mixture; it must not run before a `load` succeeds.
+Invariant: the same tensors give the same bits, so the base model's weights come back as they were. `check`
+leaves every weight as it is. When `load` fails all the same (a file that cannot be read any more, no memory)
+the model is whole in its parts but holds a mixture; it must not run before a `load` succeeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.worker.stored_model import weight_files
@@ -57,12 +61,32 @@ def _read(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.inference_mode()
-def load(worker: Any, tensors: NamedTensors) -> None:
-    """Loads tensors by their Hugging Face names. Blocking; no step may run meanwhile.
+def check(worker: Any, tensors: NamedTensors) -> None:
+    """Has vLLM's loader take tensors by their Hugging Face names, without a weight being replaced. Blocking;
+    no step may run meanwhile.
 
     Raises:
         InvalidRequest: one is missing, unknown, or of another shape.
     """
+    model = worker.model_runner.get_model()
+    tied = _tied_heads(model)
+    with set_current_vllm_config(worker.vllm_config), _nothing_processed():
+        initialize_layerwise_reload(model)
+        try:
+            _all_on_meta(model)
+            loaded = model.load_weights(_without_tied_head(tensors) if tied else tensors)
+            missing = _missing(model, loaded, tied)
+        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+            raise InvalidRequest(f"the weights do not fit this model: {error}") from error
+        finally:
+            _put_back(model)
+    if missing:
+        raise InvalidRequest(f"the weights lack {', '.join(missing[:3])} ({len(missing)} in all)")
+
+
+@torch.inference_mode()
+def load(worker: Any, tensors: NamedTensors) -> None:
+    """Loads tensors that passed `check`, or the base model's own. Blocking; no step may run meanwhile."""
     model = worker.model_runner.get_model()
     tied = _tied_heads(model)
     if worker.device.type == "cuda":
@@ -72,13 +96,8 @@ def load(worker: Any, tensors: NamedTensors) -> None:
     with set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
         try:
-            loaded = model.load_weights(_without_tied_head(tensors) if tied else tensors)
+            model.load_weights(_without_tied_head(tensors) if tied else tensors)
             finalize_layerwise_reload(model, worker.vllm_config.model_config)
-        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
-            _put_back(model)
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise InvalidRequest(f"the weights do not fit this model: {error}") from error
         except BaseException:
             _put_back(model)
             raise
@@ -87,18 +106,53 @@ def load(worker: Any, tensors: NamedTensors) -> None:
             head.quant_method.process_weights_after_loading(head)
     if worker.device.type == "cuda":
         torch.cuda.synchronize()
-    wanted = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-    if missing := wanted - loaded:
-        raise InvalidRequest(f"the weights lack {', '.join(sorted(missing)[:3])} ({len(missing)} in all)")
+
+
+@contextmanager
+def _nothing_processed() -> Iterator[None]:
+    """Layers whose tensors have all come do not go into the model meanwhile."""
+    process = layerwise._layerwise_process
+    layerwise._layerwise_process = lambda _, info: info.loaded_weights.clear()
+    try:
+        yield
+    finally:
+        layerwise._layerwise_process = process
+
+
+def _all_on_meta(model: torch.nn.Module) -> None:
+    """Has tensors stand aside that vLLM leaves in their layers during a reload, biases above all: its loader
+    would write to them at once."""
+    for layer in model.modules():
+        for own in (layer._parameters, layer._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and not tensor.is_meta:
+                    own[name] = to_meta_tensor(tensor)
+
+
+def _missing(model: torch.nn.Module, loaded: set[str] | None, tied: list[Any]) -> list[str]:
+    """Parameters that were not among the tensors. Of a model that does not report what it loads: layers of
+    which nothing was."""
+    layers = [(name, layer) for name, layer in model.named_modules() if layer not in tied]
+    if loaded is None:
+        told = [(name, get_layerwise_info(layer)) for name, layer in layers]
+        return sorted(name for name, info in told if info.load_numel_total and not info.load_numel)
+    wanted = {
+        f"{prefix}.{name}".replace(".base_layer.", ".").removeprefix(".")
+        for prefix, layer in layers
+        for name, _ in layer.named_parameters(recurse=False)
+    }
+    return sorted(wanted - loaded)
 
 
 def _put_back(model: torch.nn.Module) -> None:
-    """Ends a reload that broke off: layers that were not loaded get their old tensors back."""
+    """Ends a reload before its time: layers that were not loaded get their old tensors back."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
             _place_kernel_tensors(layer, info)
         info.reset()
+    # vLLM puts it aside for a reload, and takes it up when one is finished.
+    model._do_torchao_reload = model._original_do_torchao_reload
 
 
 def _tied_heads(model: torch.nn.Module) -> list[Any]:

@@ -8,93 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from services.common.contract.errors import DataLoss, Internal, InvalidRequest, SnapshotNotFound
-from services.common.contract.tensors import TensorSpec
+from services.common.contract.errors import (
+    DataLoss,
+    Internal,
+    InvalidRequest,
+    SnapshotNotFound,
+)
 from services.common.storage.data_dir import DataDir
-from services.sampler.engine.snapshot_key import SnapshotKey, Weights
+from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
-from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
 from services.sampler.snapshots.snapshots import NotInGroup, Snapshots, StillReceiving
 from services.sampler.snapshots.staging import Staging
-
-KEY = SnapshotKey("session:train:0", 3)
-OTHER = SnapshotKey("session:train:0", 4)
-THIRD = SnapshotKey("session:train:0", 5)
-INCOMING = IncomingSnapshot(1, KEY, 4, (TensorSpec("lm_head.lora_A", "float32", (4, 8)),), 7, 5.0)
-
-
-class Engine:
-    """Records what is asked of it; `gate` holds transfers back, `failure` fails them."""
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.failure: Exception | None = None
-        self.loads: list[int] = []
-        self.receives: list[int] = []
-        self.dropped: list[int] = []
-        self.left = 0
-        self.staged: list[int | None] = []
-        self.dropped_staged: list[int] = []
-        self.swaps: list[tuple[Weights, int | str | None]] = []
-
-    async def join_group(
-        self, epoch: int, first_rank: int, world_size: int, medium: str, seconds: float
-    ) -> None:
-        await self._transfer()
-
-    async def leave_group(self) -> None:
-        self.left += 1
-
-    async def receive_adapter(
-        self, adapter_id: int, epoch: int, rank: int, specs: list[list[object]], crc32: int, seconds: float
-    ) -> int:
-        self.receives.append(adapter_id)
-        return await self._transfer()
-
-    async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int:
-        self.loads.append(adapter_id)
-        return await self._transfer()
-
-    async def drop_adapters(self, adapter_ids: list[int]) -> None:
-        self.dropped += adapter_ids
-
-    async def stage_weights(
-        self, stage_id: int | None, epoch: int, specs: list[list[object]], crc32: int, seconds: float
-    ) -> None:
-        self.staged.append(stage_id)
-        await self._transfer()
-
-    async def drop_staged(self, stage_ids: list[int]) -> None:
-        self.dropped_staged += stage_ids
-
-    async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
-        self.swaps.append((weights, source))
-        await self._transfer()
-
-    async def _transfer(self) -> int:
-        await self.gate.wait()
-        if self.failure is not None:
-            raise self.failure
-        return 10
-
-
-@pytest.fixture
-def engine() -> Engine:
-    return Engine()
-
-
-@pytest.fixture
-def snapshots(engine: Engine, tmp_path: Path) -> Snapshots:
-    data_dir = DataDir(tmp_path)
-    for key in (KEY, OTHER, THIRD):
-        directory = data_dir.snapshot(key.model_id, key.version)
-        directory.mkdir(parents=True)
-        (directory / "adapter_config.json").write_text("{}")
-    full = FullSnapshots(engine, data_dir, Staging(20, copies=1))
-    return Snapshots(engine, data_dir, Residency(10, first_adapter_id=100), AdapterSlots(2), full)
+from tests.unit.sampler.snapshots.recorded import INCOMING, KEY, OTHER, THIRD, Engine
 
 
 async def use(snapshots: Snapshots, key: SnapshotKey = KEY) -> int:
@@ -288,102 +215,3 @@ async def test_where_adapters_cannot_run_they_are_refused_and_what_arrives_of_th
     assert (engine.staged, engine.receives, engine.loads, snapshots.resident()) == ([None], [], [], [])
     async with snapshots.use(None) as adapter:
         assert adapter is None
-
-
-# Full models.
-
-FULL = SnapshotKey("session:train:1", 1)
-
-
-def full(key: SnapshotKey = FULL, elements: int = 4) -> IncomingSnapshot:
-    """A full model of 4 bytes an element; the memory for them holds 20 bytes."""
-    return IncomingSnapshot(1, key, None, (TensorSpec("a.weight", "float32", (elements,)),), 7, 5.0)
-
-
-async def sampled(snapshots: Snapshots, key: SnapshotKey | None) -> Weights:
-    """Whose weights a request meets in the engine."""
-    async with snapshots.use(key) as adapter:
-        assert (adapter is None) == (key in (None, FULL, SnapshotKey("session:train:1", 2)))
-        return snapshots.weights
-
-
-async def test_a_received_full_model_is_put_into_the_engine_by_its_first_request(
-    engine: Engine, snapshots: Snapshots
-) -> None:
-    await snapshots.join_group(1, 1, 2, "gloo", 5)
-    await snapshots.receive(full())
-    assert (engine.staged, engine.swaps, snapshots.resident()) == ([1], [], [FULL])
-    assert await asyncio.gather(*(sampled(snapshots, FULL) for _ in range(3))) == [FULL] * 3
-    assert engine.swaps == [(FULL, 1)]
-
-
-async def test_an_adapter_and_the_base_model_bring_the_base_weights_back(
-    engine: Engine, snapshots: Snapshots
-) -> None:
-    await snapshots.join_group(1, 1, 2, "gloo", 5)
-    await snapshots.receive(full())
-    wanted: list[SnapshotKey | None] = [FULL, KEY, None, FULL]
-    assert [await sampled(snapshots, key) for key in wanted] == [FULL, None, None, FULL]
-    assert engine.swaps == [(FULL, 1), (None, None), (FULL, 1)]
-
-
-async def test_a_full_model_that_is_not_in_memory_is_read_from_the_store(
-    engine: Engine, snapshots: Snapshots, tmp_path: Path
-) -> None:
-    directory = DataDir(tmp_path).snapshot(FULL.model_id, FULL.version)
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text("{}")
-    assert await sampled(snapshots, FULL) == FULL
-    assert engine.swaps == [(FULL, str(directory))]
-
-
-async def test_a_full_model_without_room_takes_part_in_the_transfer_and_is_not_kept(
-    engine: Engine, snapshots: Snapshots
-) -> None:
-    await snapshots.join_group(1, 1, 2, "gloo", 5)
-    await snapshots.receive(full(elements=6))
-    assert (engine.staged, snapshots.resident()) == ([None], [])
-
-
-async def test_a_damaged_full_model_leaves_the_group_and_is_dropped_with_the_next_one(
-    engine: Engine, snapshots: Snapshots
-) -> None:
-    await snapshots.join_group(1, 1, 2, "gloo", 5)
-    engine.failure = DataLoss("checksum")
-    with pytest.raises(DataLoss):
-        await snapshots.receive(full())
-    await asyncio.sleep(0)
-    assert (engine.left, snapshots.resident()) == (1, [])
-    engine.failure = None
-    await snapshots.join_group(1, 1, 2, "gloo", 5)
-    await snapshots.receive(full())
-    assert (engine.staged, engine.dropped_staged, snapshots.resident()) == ([1, 2], [1], [FULL])
-
-
-async def test_weights_that_cannot_be_put_in_fail_their_requests_alone(
-    engine: Engine, snapshots: Snapshots
-) -> None:
-    await snapshots.join_group(1, 1, 2, "gloo", 5)
-    await snapshots.receive(full())
-    engine.failure = InvalidRequest("they do not fit")
-    with pytest.raises(InvalidRequest, match="do not fit"):
-        await sampled(snapshots, FULL)
-    engine.failure = None
-    assert await sampled(snapshots, None) is None
-    assert [weights for weights, _ in engine.swaps] == [FULL, None]
-
-
-async def test_a_request_that_gives_up_while_it_waits_is_forgotten(
-    engine: Engine, snapshots: Snapshots
-) -> None:
-    await snapshots.join_group(1, 1, 2, "gloo", 5)
-    await snapshots.receive(full())
-    async with snapshots.use(None):
-        waiting = asyncio.create_task(sampled(snapshots, FULL))
-        await asyncio.sleep(0.01)
-        assert snapshots.waiting == 1
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert snapshots.waiting == 0
-    assert (await sampled(snapshots, None), engine.swaps) == (None, [])

@@ -170,27 +170,57 @@ def test_only_weights_whose_requests_would_run_at_once_are_open() -> None:
     assert clocked.turns.is_open(A, clocked.now)
 
 
-def test_after_a_failed_swap_nothing_runs_before_one_succeeds() -> None:
+def test_weights_that_are_refused_before_the_swap_leave_those_in_the_engine_where_they_are() -> None:
+    clocked = at_home((1, A))
+    clocked.finish(1)
+    clocked.now += TURN_S
+    clocked.arrive((2, B), (3, B))
+    assert clocked.turns.decide(clocked.now) == Swap(B)
+    assert clocked.turns.refused() == (2, 3)
+    assert clocked.turns.resident == A
+    assert clocked.turns.is_open(A, clocked.now)
+    clocked.arrive((4, A))
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A], {4})
+
+
+def test_a_swap_that_breaks_off_has_the_base_weights_put_back_before_anything_runs() -> None:
     turns = Turns(0.0)
     turns.arrive(1, A)
     turns.arrive(2, A)
     turns.arrive(3, B)
     assert turns.decide(10.0) == Swap(A)
-    assert turns.failed() == (1, 2)
+    assert turns.broke() == (1, 2)
+    # Nobody has to ask for them.
+    assert (turns.resident, turns.is_open(BASE, 10.0)) == (BASE, False)
+    assert turns.decide(10.0) == Swap(BASE)
     turns.arrive(4, BASE)
-    assert turns.decide(11.0) == Swap(B)
-    turns.swapped(12.0, 1.0)
-    assert turns.decide(12.0) == Run((3,))
-    turns.leave(3, 13.0)
-    # The base weights were the last before, but are there no more.
-    assert turns.decide(13.0 + IDLE_GRACE_S) == Swap(BASE)
+    assert turns.decide(11.0) == Wait()
+    turns.swapped(12.0, 0.1)
+    assert turns.decide(12.0 + IDLE_GRACE_S) == Run((4,))
+    assert not turns.lost
 
 
-def test_base_weights_are_put_back_after_a_failed_swap() -> None:
+def test_an_engine_that_does_not_take_its_base_weights_back_is_lost_and_runs_nothing() -> None:
     turns = Turns(0.0)
     turns.arrive(1, A)
     assert turns.decide(10.0) == Swap(A)
-    assert turns.failed() == (1,)
-    assert turns.decide(10.0) == Wait()
+    turns.broke()
+    assert turns.decide(10.0) == Swap(BASE)
     turns.arrive(2, BASE)
-    assert turns.decide(11.0) == Swap(BASE)
+    turns.arrive(3, B)
+    assert turns.broke() == (2, 3)
+    assert turns.lost
+    turns.arrive(4, BASE)
+    assert turns.decide(20.0) == Wait()
+
+
+def test_base_weights_that_break_off_once_are_tried_again() -> None:
+    clocked = at_home((1, A))
+    clocked.finish(1)
+    clocked.now += TURN_S
+    clocked.arrive((2, BASE))
+    assert clocked.turns.decide(clocked.now) == Swap(BASE)
+    assert clocked.turns.broke() == (2,)
+    assert not clocked.turns.lost
+    assert clocked.turns.decide(clocked.now) == Swap(BASE)
