@@ -1,15 +1,19 @@
 """The Go example, compiled with what protoc makes of proto/ and the packages of Debian (golang-go,
-golang-google-grpc-dev, golang-google-protobuf-dev, protobuf-compiler): no module proxy is asked."""
+golang-google-grpc-dev, golang-google-protobuf-dev, protobuf-compiler, libprotobuf-dev): no module proxy is
+asked. The package is generated as docs/grpc.md says."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DEBIAN = "/usr/share/gocode"
+PACKAGE = "github.com/tinsmith/tinsmith/gen/go/tinsmith/v1"
+"""What protoc calls it unless told otherwise."""
 _GENERATORS = (
     "google.golang.org/protobuf/cmd/protoc-gen-go",
     "google.golang.org/grpc/cmd/protoc-gen-go-grpc",
@@ -38,9 +42,17 @@ def can_be_built() -> bool:
     return all(shutil.which(program) for program in ("go", "protoc")) and all(packages)
 
 
+def generating() -> str:
+    """The commands of docs/grpc.md that make the package, without those that ask a module proxy."""
+    (block,) = re.findall(
+        r"^```bash\n(.*?)^```$", (ROOT / "docs" / "grpc.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    return "".join(line for line in block.splitlines(keepends=True) if not line.startswith("go "))
+
+
 def go_example(directory: Path) -> Path:
     """The compiled program."""
-    tools, source = directory / "bin", directory / "src" / "example"
+    tools, source = directory / "bin", directory / "src" / "example.com" / "mine"
     for folder in (tools, source):
         folder.mkdir(parents=True)
     environment = {
@@ -52,16 +64,17 @@ def go_example(directory: Path) -> Path:
 
     def execute(*command: str) -> None:
         done = subprocess.run(
-            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=400
+            command, cwd=source, env=environment, capture_output=True, text=True, timeout=400
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
     for package in _GENERATORS:
         execute("go", "build", "-o", str(tools / package.rpartition("/")[2]), package)
-    protos = sorted(str(path) for path in (ROOT / "proto" / "tinsmith" / "v1").glob("*.proto"))
-    generated = str(directory / "src")
-    execute("protoc", f"-I{ROOT / 'proto'}", f"--go_out={generated}", f"--go-grpc_out={generated}", *protos)
-    (source / "main.go").write_text((ROOT / "examples" / "go" / "main.go").read_text())
+    (source / "proto").symlink_to(ROOT / "proto")
+    execute("bash", "-euc", generating())
+    program = (ROOT / "examples" / "go" / "main.go").read_text()
+    assert program.count(PACKAGE) == 1
+    (source / "main.go").write_text(program.replace(PACKAGE, "example.com/mine/tinsmithv1"))
     (source / "codec.go").write_text(_CODEC)
-    execute("go", "build", "-o", str(directory / "train"), "example")
+    execute("go", "build", "-o", str(directory / "train"), "example.com/mine")
     return directory / "train"

@@ -21,12 +21,13 @@ OF_OTHERS = {
     "build-arg",
     "for",
     "from-file",
+    "go-grpc",
     "timeout",
     "protocol",
     "http2-prior-knowledge",
     "reflect-header",
 }
-"""Flags of docker, kubectl and buf."""
+"""Flags of docker, kubectl, buf and protoc."""
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 _VARIABLE = re.compile(r"\bTINSMITH_([A-Z][A-Z_0-9]*[A-Z0-9])\b")
 
