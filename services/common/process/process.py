@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
+_MEMORY_KINDS = Path("/sys/fs/cgroup/memory.stat")
+_MACHINE = Path("/proc/meminfo")
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
@@ -47,6 +50,29 @@ def machine_memory() -> int:
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def free_machine_memory() -> int:
+    """Bytes of `machine_memory` that could be had now: what is cached of files the kernel gives up for it.
+    All of it where the kernel does not say."""
+    total = machine_memory()
+    free = min(total, 1024 * _number(_MACHINE, "MemAvailable:", total // 1024))
+    try:
+        limit, used = _MEMORY_LIMIT.read_text().strip(), int(_MEMORY_USED.read_text())
+    except OSError:
+        return free
+    if not limit.isdigit():
+        return free
+    return max(0, min(free, int(limit) - used + _number(_MEMORY_KINDS, "inactive_file", 0)))
+
+
+def _number(path: Path, name: str, otherwise: int) -> int:
+    """That behind a name in a file of the kernel's, one a line."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return otherwise
+    return next((int(line[1]) for line in lines if line[:1] == [name]), otherwise)
 
 
 def write_pid_file(run_dir: Path, name: str) -> None:

@@ -38,6 +38,7 @@ from services.trainer.compute.lora.adapter import HEAD, Adapter, largest, select
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.memory.capacity import adapter_bytes
 from services.trainer.compute.memory.failures import failure as failure_of
+from services.trainer.compute.memory.room import without_room
 from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.rounds import Rounds
 from services.trainer.compute.tenant import (
@@ -59,7 +60,7 @@ class Engine:
         vocab_size: token ids are below this.
         context_length: most tokens of a datum.
         arch: the base model's architecture class name.
-        footprint: what the base model takes of this rank's memory, by arithmetic.
+        footprint: what the base model takes of this rank's memory, by arithmetic until it was measured.
         splits: all ranks can compute a sequence together that none holds alone.
         device: of this rank, for example "cuda:0"; `world_size`: ranks; `collective`: they share each pass.
     """
@@ -182,14 +183,17 @@ class Engine:
 
         Micro-batches are dealt to the ranks, but for a sequence that all compute together. An operation may
         come in parts, over several passes. If any part of it fails, all of its rows, in this pass and later
-        ones, have a `failure`, and no gradient of it is left. Under ZeRO-3, of a full model, and of a
-        sequence that all ranks compute, an exception inside a forward or backward pass is raised instead: the
-        ranks are out of step, or a gradient is in doubt, and the world must be restarted.
+        ones, have a `failure`, and no gradient of it is left. So it is when any rank has no memory for a
+        sequence that all compute, which they find out before they begin. Under ZeRO-3, of a full model, and
+        of a sequence that all ranks compute, an exception inside a forward or backward pass is raised
+        instead: the ranks are out of step, or a gradient is in doubt, and the world must be restarted.
 
         Returns:
             On rank 0 one result per row, ordered by operation and index; elsewhere nothing.
         """
         failures = self._refuse(work)
+        # Before anything of them has begun: of a model that trains all weights nothing could be taken back.
+        failures |= without_room(work, failures, self.footprint, self.vocab_size, self._device)
         for number, op in enumerate(work.ops):
             if not op.forward_only and number not in failures:
                 self._tenants[op.model_id].begin(op.seq_id)

@@ -31,6 +31,15 @@ def any_rank(flags: list[bool], device: str) -> list[bool]:
     return [bool(flag) for flag in tensor.tolist()]
 
 
+def least(numbers: list[int], device: str) -> list[int]:
+    """Position by position, the smallest number of any rank. The lists are equally long on all ranks."""
+    if dist.get_world_size() == 1 or not numbers:
+        return numbers
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return [int(number) for number in tensor.tolist()]
+
+
 def exchange(
     work: Pass,
     results: list[RowResult],

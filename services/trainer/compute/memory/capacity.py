@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from services.common.process.process import machine_memory
+from services.trainer.compute.exchange import least
 from services.trainer.compute.logprobs import CHUNK_ELEMENTS
 from services.trainer.compute.lora.adapter import LinearShape, layout_of
 from services.trainer.compute.split.asked import Asked
@@ -90,7 +90,11 @@ class Footprint:
 
     def together(self, room: float, ranks: int) -> int:
         """The longest sequence of which so many ranks take no more than `room` bytes each."""
-        return int(max(room, 0) / ((self.token + self.exchange) / ranks + _LOSS_BYTES))
+        return int(max(room, 0) / self.of_each(1, ranks))
+
+    def of_each(self, tokens: int, ranks: int) -> float:
+        """Bytes that each of so many ranks takes for a sequence which they compute together."""
+        return tokens * ((self.token + self.exchange) / ranks + _LOSS_BYTES)
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def capacity(memory: int, footprint: Footprint, context_length: int, logits: int
         logits: of a micro-batch, elements; of so many that they come in chunks one chunk counts.
         ranks: that can compute a sequence together; 1 = each is computed by one.
     """
-    left = memory - footprint.weights - 2 * 4 * min(CHUNK_ELEMENTS, logits) - _PROCESS_BYTES
+    left = memory - footprint.weights - head_bytes(logits) - _PROCESS_BYTES
     room = max(left, int(memory * _LEAST))
     if room != left:
         log.warning(
@@ -138,6 +142,11 @@ def capacity(memory: int, footprint: Footprint, context_length: int, logits: int
     if ranks > 1:
         together = max(alone, min(context_length, footprint.together(for_tokens, ranks)))
     return Capacity(alone, together, max(memory // 4 // _HOST_BYTES, together), int(room * ADAPTERS))
+
+
+def head_bytes(logits: int) -> int:
+    """What the output head takes at a time for so many elements of logits."""
+    return 2 * 4 * min(CHUNK_ELEMENTS, logits)
 
 
 def steady(found: Capacity, context_length: int) -> Capacity:
@@ -187,11 +196,7 @@ def own_memory(device: str, ranks: int) -> int:
 
 def least_of_all(mine: Capacity, device: str) -> Capacity:
     """What every rank can hold; all ranks call it."""
-    if dist.get_world_size() == 1:
-        return mine
-    numbers = torch.tensor(dataclasses.astuple(mine), dtype=torch.int64, device=device)
-    dist.all_reduce(numbers, dist.ReduceOp.MIN)
-    return Capacity(*numbers.tolist())
+    return Capacity(*least(list(dataclasses.astuple(mine)), device))
 
 
 def footprint(

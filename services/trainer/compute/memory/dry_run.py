@@ -71,6 +71,7 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
     if not memory and engine.device == "cpu":
         adapter = engine.adapter_bytes(engine.largest_adapter(MAX_RANK))
         mine = at_least(mine, min(engine.context_length, micro_batch_tokens), adapter)
+    engine.footprint = found
     least = least_of_all(mine, engine.device)
     return least if engine.device == "cpu" else steady(least, engine.context_length)
 

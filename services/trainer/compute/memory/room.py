@@ -1,0 +1,79 @@
+"""Whether all ranks have the memory for a sequence that they compute together, asked before they begin.
+
+Once they have begun, a rank that runs out of memory leaves the others in a collective, and the whole world
+has to start again, with everybody's models.
+
+Invariant: the ranks decide from the same numbers, and so alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from services.common.contract.errors import Internal
+from services.common.process.process import free_machine_memory
+from services.trainer.compute.data import Failure, Pass
+from services.trainer.compute.exchange import least
+from services.trainer.compute.memory.capacity import GIB, Footprint, head_bytes
+from services.trainer.compute.memory.failures import OUT_OF_MEMORY, failure, free_cache
+
+log = logging.getLogger(__name__)
+
+
+def free_memory(device: str, ranks: int) -> int:
+    """Bytes that this rank could have now: of its GPU, or its share of what is free of the machine."""
+    if device == "cpu":
+        return free_machine_memory() // ranks
+    # What is kept for later is in pieces, of which none may be large enough.
+    free_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def longest_split(work: Pass, refused: Mapping[int, Failure]) -> dict[int, int]:
+    """Tokens of the longest sequence of each operation that all ranks compute together."""
+    longest: dict[int, int] = {}
+    for row in (row for batch in work.micro_batches if batch.split for row in batch.rows):
+        if row.op not in refused:
+            longest[row.op] = max(longest.get(row.op, 0), row.length)
+    return longest
+
+
+def needed(footprint: Footprint, tokens: int, vocab_size: int, ranks: int) -> int:
+    """Bytes that each of so many ranks needs for a sequence which they compute together."""
+    own = -(-tokens // ranks)
+    return int(footprint.of_each(tokens, ranks)) + head_bytes(own * vocab_size)
+
+
+def without_room(
+    work: Pass, refused: Mapping[int, Failure], footprint: Footprint, vocab_size: int, device: str
+) -> dict[int, Failure]:
+    """Operations with a sequence for which some rank lacks the memory. All ranks call it, with the same plan,
+    and come to the same; what a token takes they may have measured differently.
+
+    Args:
+        refused: operations that do not run in any case.
+    """
+    longest = longest_split(work, refused)
+    if not longest:
+        return {}
+    ranks = dist.get_world_size()
+    needs = [needed(footprint, tokens, vocab_size, ranks) for tokens in longest.values()]
+    free, *negated = least([free_memory(device, ranks), *(-need for need in needs)], device)
+    found = {}
+    for (op, tokens), need in zip(longest.items(), negated, strict=True):
+        if -need > free:
+            found[op] = failure(
+                Internal(
+                    f"out of device memory on one sequence of {tokens} tokens, which all ranks compute "
+                    f"together: each needs {-need / GIB:.2f} GiB and one has {free / GIB:.2f}; send shorter "
+                    "data, or free memory of the device or machine that others use",
+                    OUT_OF_MEMORY,
+                )
+            )
+            log.warning("operation %d of %s: %s", work.ops[op].seq_id, work.ops[op].model_id, found[op])
+    return found

@@ -1,0 +1,64 @@
+"""What every rank of a world plays for test_engine_split_memory; see engine_process.
+
+The last rank has no memory for a sequence that all compute together, while another model has a gradient.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch.distributed as dist
+
+from services.common.contract.tensors import HostTensor, from_values
+from services.trainer.compute.data import RowResult
+from services.trainer.compute.engine import Engine
+from services.trainer.compute.memory import room
+from tests.component.engine_data import LORA, NO_CLIP, ce_row, flat, op, trained_model, work
+from tests.component.engine_process import run_rank
+from tests.component.engine_split import SHORT, together
+
+LONG = [ce_row(30, 40)]
+
+
+class Played(msgspec.Struct):
+    """What became of a model whose sequence all ranks compute, and of one beside it."""
+
+    results: list[RowResult]
+    step: dict[str, float]
+    beside: HostTensor
+
+
+class Report(msgspec.Struct):
+    """Of kinds of models, without memory and with it."""
+
+    without: dict[str, Played] = {}
+    enough: dict[str, Played] = {}
+
+
+def played(engine: Engine, kind: str) -> Played:
+    trained_model(engine, "beside")
+    engine.run_pass(work((op("beside"), SHORT), cut=[[(0, 0)], [(0, 1)]]))
+    if kind == "full":
+        engine.create_model(kind, None)
+    else:
+        trained_model(engine, kind, LORA, seed=1)
+    results = engine.run_pass(together(engine, op(kind), LONG, 0))
+    step = engine.optim_step(kind, NO_CLIP)
+    engine.optim_step("beside", NO_CLIP)
+    found = Played(results, step, from_values(flat(engine.state("beside"))))
+    engine.drop_model(kind)
+    engine.drop_model("beside")
+    return found
+
+
+def scenario(engine: Engine) -> Report:
+    report, free_memory = Report(), room.free_memory
+    if dist.get_rank() == dist.get_world_size() - 1:
+        room.free_memory = lambda device, ranks: 0
+    report.without = {kind: played(engine, kind) for kind in ("adapter", "full")}
+    room.free_memory = free_memory
+    report.enough = {kind: played(engine, kind) for kind in ("adapter", "full")}
+    return report
+
+
+if __name__ == "__main__":
+    run_rank(scenario)

@@ -1,0 +1,83 @@
+"""Ranks say whether they have the memory for a sequence that they compute together, before they begin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.trainer.compute import exchange
+from services.trainer.compute.data import Failure, MicroBatch, Pass, PassOp, Row
+from services.trainer.compute.memory import room
+from services.trainer.compute.memory.capacity import GIB, Footprint, capacity
+from services.trainer.compute.memory.room import longest_split, needed, without_room
+
+TAKEN = Footprint(weights=2 * GIB, token=1e5, exchange=2e4)
+VOCAB = 1000
+
+
+def row(op: int, length: int) -> Row:
+    return Row("m", op, 0, np.zeros(length, "<i4").tobytes(), {})
+
+
+def plan(*rows: tuple[int, int, bool]) -> Pass:
+    """Of (operation, tokens, split), each a micro-batch."""
+    ops = [PassOp(name, 1, "cross_entropy") for name in "abc"]
+    return Pass(ops, [MicroBatch([row(op, length)], split) for op, length, split in rows])
+
+
+def told(monkeypatch: pytest.MonkeyPatch, free: int, ranks: int, others: list[int] | None = None) -> None:
+    """This rank has so much free; another one says these numbers."""
+    monkeypatch.setattr(room.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(room, "free_memory", lambda device, ranks: free)
+    monkeypatch.setattr(
+        room, "least", lambda mine, device: [min(pair) for pair in zip(mine, others or mine, strict=True)]
+    )
+
+
+def test_only_the_longest_sequence_that_all_ranks_compute_counts() -> None:
+    work = plan((0, 50, True), (0, 70, True), (0, 900, False), (1, 800, False), (2, 60, True))
+    assert longest_split(work, {}) == {0: 70, 2: 60}
+    assert longest_split(work, {0: Failure("server", "internal", "")}) == {2: 60}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_what_was_promised_at_the_start_is_not_refused_while_its_memory_is_free(ranks: int) -> None:
+    found = capacity(16 * GIB, TAKEN, 10**9, 4096 * 100_000, ranks)
+    beside = 16 * GIB - TAKEN.weights - GIB // 2 - found.adapter_bytes
+    assert 0.99 * beside < needed(TAKEN, found.sequence_tokens, 100_000, ranks) <= beside
+
+
+def test_more_ranks_need_less_each() -> None:
+    several = [needed(TAKEN, 100_000, VOCAB, ranks) for ranks in (2, 4, 8)]
+    assert several == sorted(several, reverse=True)
+
+
+def test_an_operation_fails_for_which_this_rank_lacks_memory_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told(monkeypatch, free=needed(TAKEN, 5000, VOCAB, 2), ranks=2)
+    found = without_room(plan((0, 5001, True), (1, 90_000, False), (2, 5000, True)), {}, TAKEN, VOCAB, "cpu")
+    assert found.keys() == {0}
+    assert (found[0].category, found[0].code) == ("server", "out_of_memory")
+    assert "5001 tokens" in found[0].message and "send shorter data" in found[0].message
+
+
+def test_all_fail_it_when_one_lacks_memory_or_a_token_takes_more_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work, need = plan((0, 5000, True)), needed(TAKEN, 5000, VOCAB, 2)
+    told(monkeypatch, free=2 * need, ranks=2, others=[2 * need, -need])
+    assert without_room(work, {}, TAKEN, VOCAB, "cpu") == {}
+    for others in ([need - 1, -need], [2 * need, -2 * need - 1]):
+        told(monkeypatch, free=2 * need, ranks=2, others=others)
+        assert without_room(work, {}, TAKEN, VOCAB, "cpu").keys() == {0}
+
+
+def test_a_pass_without_such_sequences_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_memory", lambda device, ranks: pytest.fail("nobody is asked"))
+    assert without_room(plan((0, 5000, False)), {}, TAKEN, VOCAB, "cpu") == {}
+
+
+def test_one_rank_is_told_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange.dist, "get_world_size", lambda: 1)
+    assert exchange.least([3, -4], "cpu") == [3, -4]
