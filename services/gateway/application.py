@@ -150,7 +150,8 @@ class Application:
         """The future that was found, which leaves the list. What its result takes until its client has it is
         counted; while it waits for room it takes none."""
         takes = self.answers.of_result(len(found[0].result or b""))
-        if account.take_now(takes):
+        # What is still pending takes nothing, and is told as that whatever its key holds.
+        if not takes or account.take_now(takes):
             return found.pop()
         found.pop()
         await account.take(takes, _ROOM_S)

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _FIRST, _CHUNK = 2, 256
 """So many entries of a stream are read at first, and at most."""
 _STREAMS_AT_ONCE = 128
+_LOOKED_AT_ONCE = 256
 _MANY_STREAMS = 16
 _PAGES_AT_ONCE = 2
 """Pages of so many streams that are made at a time; others wait."""
@@ -108,6 +109,8 @@ class Pages:
         while heads:
             if looked == MOST_LOOKED:
                 return Page(records, last)
+            if looked % _LOOKED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # What was read is there: no other await lets others in.
             _, index = heapq.heappop(heads)
             reader = readers[index]
             place, raw = reader.found.popleft()

@@ -85,7 +85,10 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
     Raises:
         DeadlineExceeded: it comes too slowly. It would hold its share of the budget for ever.
     """
-    stream, began, taken = request.stream(), time.monotonic(), 0
+    if not hasattr(request.state, "stream"):
+        # The same one for whoever goes on where another stopped: it alone knows whether the body has ended.
+        request.state.stream = request.stream()
+    stream, began, taken = request.state.stream, time.monotonic(), 0
     while True:
         left = began + min(_PATIENCE_S + taken / _BYTES_PER_S, _LONGEST_S) - time.monotonic()
         try:
@@ -95,6 +98,7 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
             request.state.whole = True
             return
         except TimeoutError as error:
+            del request.state.stream  # A stream that was cancelled looks like one that has ended.
             raise DeadlineExceeded(
                 f"{taken} bytes of the body came in {time.monotonic() - began:.0f} s; send it faster"
             ) from error

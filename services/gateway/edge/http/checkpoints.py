@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from services.common.contract import ids
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, NotFound
 from services.common.storage.base import Key
 from services.gateway.application import Application
 from services.gateway.checkpoints.downloads import Download
@@ -22,6 +23,7 @@ from services.gateway.training.copies import Wanted
 
 DOWNLOADS = "downloads"
 """Where signed files are, below the API."""
+_VERSION = re.compile("[0-9]{1,18}")
 
 
 async def weights_info(call: Call) -> Response:
@@ -128,7 +130,9 @@ async def copy_weights(call: Call) -> Response:
 async def download(application: Application, request: Request) -> Response:
     """Serves a signed file. The signature takes the place of the API key."""
     params, query = request.path_params, request.query_params
-    key = Key(params["training_run_id"], f"{params['kind']}/{params['name']}", params["version"])
+    if _VERSION.fullmatch(params["version"]) is None:
+        raise NotFound("there is no such file; ask for the URL again")
+    key = Key(params["training_run_id"], f"{params['kind']}/{params['name']}", int(params["version"]))
     signed = (query.get(part, "") for part in ("expires", "key", "signature"))
     found = await application.downloads.open(key, params["file"], *signed)
     headers = {

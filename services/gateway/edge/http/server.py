@@ -53,7 +53,7 @@ from services.gateway.identity.tokens import REJECTED
 log = logging.getLogger(__name__)
 
 CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{kind}/{name}"
-SIGNED = f"{checkpoints.DOWNLOADS}/{{training_run_id}}/{{kind}}/{{name}}/{{version:int}}/{{file}}"
+SIGNED = f"{checkpoints.DOWNLOADS}/{{training_run_id}}/{{kind}}/{{name}}/{{version}}/{{file}}"
 SIGNED_TRACE = f"{session_search.TRACES}/{{session_id}}"
 TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "client/config", sessions.client_config),

@@ -209,3 +209,26 @@ def test_shares_are_fair(lengths: list[int], most: int, share: int) -> None:
 def test_a_token_of_somebody_elses_making_is_refused(token: str) -> None:
     with pytest.raises(InvalidRequest):
         place_of(token, "page_token")
+
+
+async def test_a_page_of_everybody_lets_others_in_while_it_is_merged(
+    redis_client: redis.asyncio.Redis,
+) -> None:
+    store = AuditStore(redis_client)
+    await store.add([record(number, f"owner-{number}") for number in range(1000)])
+    turns, seen = 0, set()
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    def wanted(_: AuditRecord) -> bool:
+        seen.add(turns)
+        return False
+
+    counting = asyncio.create_task(count_turns())
+    await store.page(None, EVER, 10, None, wanted, False)
+    counting.cancel()
+    assert len(seen) >= 3, "nobody else had a turn while a thousand records were looked at"

@@ -64,6 +64,8 @@ async def test_only_what_a_signature_names_is_served_and_only_for_its_time(edges
         assert await status(good.path.replace("/e/1/", "/f/2/")) == 403
         assert await status(good.path.replace("adapter.safetensors", "other")) == 403
         assert await status(good.path.replace("adapter.safetensors", "..%2f..%2f..%2fkeys")) in (403, 404)
+        assert await status(good.path.replace("/e/1/", "/e/x/")) == 404
+        assert await status(good.path.replace("/e/1/", f"/e/{'1' * 5000}/")) == 404
         assert (await other.get(f"{url(path)}/external_weights_urls")).status_code == 404
         weights = url(await save(edges, client, model, 3, "a"))
         assert (await client.get(f"{weights}/external_weights_urls")).status_code == 400

@@ -215,6 +215,20 @@ async def test_draining_ends_long_polls_and_healthz(edges: Edges) -> None:
         assert (await client.get("healthz")).status_code == 503
 
 
+async def test_what_is_pending_is_told_so_although_the_key_has_its_share_of_room(edges: Edges) -> None:
+    room = edges.app.answers
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        await client.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}})
+        with room.account("alice") as alice, room.account("bob") as bob:
+            assert alice.take_now(room.largest * 9 // 10) and bob.take_now(room.largest // 2)
+            poll = asyncio.create_task(client.post("retrieve_future", json={"request_id": f"{model}:1"}))
+            await asyncio.sleep(0.2)
+            edges.app.drain()
+            response = await asyncio.wait_for(poll, 3)
+    assert response.status_code == 408, response.text
+
+
 @pytest.mark.parametrize("said", [{}, {"sdk_version": None}, {"sdk_version": "my-client/1.0"}])
 async def test_a_client_that_is_not_the_sdk_opens_a_session_like_any_other(
     edges: Edges, said: dict[str, str | None]
@@ -228,7 +242,9 @@ async def test_a_client_that_is_not_the_sdk_opens_a_session_like_any_other(
         assert listed.status_code == 200
 
 
-@pytest.mark.parametrize(("python", "pyqwest"), [("3.11.7", False), ("3.13.9", False), ("3.14.0", True), ("", False)])
+@pytest.mark.parametrize(
+    ("python", "pyqwest"), [("3.11.7", False), ("3.13.9", False), ("3.14.0", True), ("", False)]
+)
 async def test_programs_that_pyqwest_could_abort_at_their_end_are_told_to_do_without(
     edges: Edges, python: str, pyqwest: bool
 ) -> None:

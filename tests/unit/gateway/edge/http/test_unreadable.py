@@ -7,8 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 import zstandard
+from starlette.requests import Request
+from starlette.types import Message
 
+from services.common.contract.errors import TooLarge
+from services.gateway.access.body_budget import Account
 from services.gateway.access.limits import Limits
+from services.gateway.access.shares import Shares
+from services.gateway.edge.http.body import end_of, received, skimmed
 from services.gateway.edge.http.codec import head
 from services.gateway.edge.http.server import TABLE
 from tests.unit.gateway.edge.http.test_training import PROTO, batch, failure, raising
@@ -95,6 +101,22 @@ async def test_somebody_elses_seq_id_is_not_used_up(edges: Edges) -> None:
         sent = await client.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}})
         assert sent.status_code == 200
         assert (await edges.operation(model, 1)) is not None
+
+
+async def test_of_a_body_whose_last_part_is_too_much_the_end_is_known() -> None:
+    parts: list[Message] = [
+        {"type": "http.request", "body": b"x" * 100, "more_body": True},
+        {"type": "http.request", "body": b'"seq_id": 1}', "more_body": False},
+    ]
+
+    async def receive() -> Message:
+        return parts.pop(0)
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    with pytest.raises(TooLarge):
+        await received(request, Account("alice", Shares(10**6), Shares(10**6)), 100)
+    await skimmed(request, LIMIT)
+    assert end_of(request).endswith(b'"seq_id": 1}')
 
 
 POSTS = [path for method, path, _ in TABLE if method == "POST" and "{" not in path]
