@@ -96,11 +96,12 @@ def keep_files_private() -> None:
 
 
 def setup_process(name: str, run_dir: Path) -> None:
-    """What every service does first: keeps its files private, dies with its parent, writes its pid file, warns
-    of variables that nothing reads.
+    """What every service does first: keeps its files private, dies with its parent, writes its pid file,
+    warns of variables that nothing reads.
 
-    A container's first process has no parent to die with. `tinsmith up` refuses such variables; a service only
-    warns, because one of a newer release that a rollback leaves behind must not keep a cluster from starting.
+    A container's first process has no parent to die with. `tinsmith up` refuses such variables; a service
+    only warns, because one of a newer release that a rollback leaves behind must not keep a cluster from
+    starting.
     """
     keep_files_private()
     if os.getppid() != 0 and os.getpid() != 1:

@@ -52,9 +52,9 @@ def exchanges_keys(sdk_version: str) -> bool:
 def may_use_pyqwest(python_version: str) -> bool:
     """Whether programs of this Python end as they should with the transport that the SDK prefers.
 
-    When a program ends, a thread of pyqwest may be about to hold Python's lock. CPython before 3.14 ends such a
-    thread through frames of Rust, and glibc aborts the process, all of whose work is done: an exit status of
-    134, which whatever runs it takes for a failure (curioswitch/pyqwest#164, python/cpython#87135).
+    When a program ends, a thread of pyqwest may be about to hold Python's lock. CPython before 3.14 ends such
+    a thread through frames of Rust, and glibc aborts the process, all of whose work is done: an exit status
+    of 134, which whatever runs it takes for a failure (curioswitch/pyqwest#164, python/cpython#87135).
     """
     match = _VERSION.fullmatch(python_version)
     return match is not None and (int(match[1]), int(match[2])) >= _PARKS_THREADS
