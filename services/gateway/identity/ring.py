@@ -2,8 +2,8 @@
 
 Invariants: a key that was revoked, or taken out of the file, is let in no more after two seconds, whatever is
 wrong with the others: the file's state and the version of Redis' keys are looked at twice a second. While the
-file cannot be read, or Redis does not answer, nobody new is let in; those that were known are for a while,
-and then nobody is. A key is only called wrong by who knows all keys.
+file cannot be read, is being written or was emptied, or Redis does not answer, nobody new is let in; those
+that were known are for a while, and then nobody is. A key is only called wrong by who knows all keys.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from services.gateway.identity.provider import KEY_ID, Provider
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_SETTLED_S = 0.3
+"""A file that changed is read when nobody wrote to it for so long: editors may empty it first, then write."""
 _DEADLINE_S = 10.0
 _FIRST_LOOK_S = 5.0
 _FILE_AWAY_S = 60.0
@@ -61,7 +63,9 @@ class KeyRing:
         self._store = store
         self._clock = clock
         self._stamp = self._file_stamp()
-        self._file = keys_file.parse(path.read_text())
+        text = path.read_text()
+        self._file = keys_file.parse(text)
+        self._empty = not text.strip()
         self._file_at = clock()
         self._told_away = False
         self._records: dict[str, KeyRecord] = {}
@@ -247,16 +251,17 @@ class KeyRing:
             await self._store.note_used(used, time.time())
 
     def look_at_file(self) -> None:
-        """Reads the file again if it changed.
+        """Reads the file again if it changed. Blocking.
 
         Raises:
-            OSError: it cannot be read. The keys read before are let in for a minute more.
+            OSError: it cannot be read, is being written, or is empty and was not before. The keys read before
+                are let in for a minute more.
         """
         asked = self._clock()
         try:
             stamp = self._file_stamp()
             if stamp != self._stamp:
-                self._take(self._path.read_text())
+                self._take(self._settled_text(stamp))
                 self._stamp = stamp
         except (OSError, UnicodeDecodeError) as error:
             if not self._told_away and self._clock() - self._file_at > _FILE_AWAY_S:
@@ -265,8 +270,24 @@ class KeyRing:
             raise OSError(f"{self._path} cannot be read: {error}") from error
         self._file_at, self._told_away = asked, False
 
+    def _settled_text(self, stamp: tuple[int, int, int]) -> str:
+        """What the file holds, whole, if it has this state now and keeps it.
+
+        Raises:
+            OSError: it does not, or it became empty, which whoever writes it may have been stopped at.
+        """
+        # Before the file is read: what is written after that has another time, however coarse times are.
+        time.sleep(_SETTLED_S)
+        text = self._path.read_text()
+        if self._file_stamp() != stamp:
+            raise OSError("it is being written")
+        if not self._empty and not text.strip():
+            raise OSError("it became empty; a line that begins with # says that no key is to be in it")
+        return text
+
     def _take(self, text: str) -> None:
         self._file = found = keys_file.parse(text)
+        self._empty = not text.strip()
         log.info("read %d API keys from %s", found.count, self._path)
         for number, why in found.wrong:
             log.error("%s: line %d lets nobody in: %s", self._path, number, why)

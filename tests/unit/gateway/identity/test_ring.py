@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -255,6 +256,72 @@ def test_a_file_that_is_gone_lets_nobody_in_after_a_minute_and_comes_back(
     path.write_text("tml-one alice\n")
     ring.look_at_file()
     assert lets_in(ring, "tml-one")
+
+
+def test_an_edit_that_is_not_done_is_not_taken_over(
+    path: Path, store: KeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_text("tml-one alice role=read\n")
+    ring = KeyRing(path, store)
+    path.write_text("")
+
+    def goes_on(seconds: float) -> None:
+        path.write_text("tml-one alice role=rea")
+
+    monkeypatch.setattr(time, "sleep", goes_on)
+    with pytest.raises(OSError, match="being written"):
+        ring.look_at_file()
+    assert ring.caller_of("tml-one").role == "read"
+    path.write_text("tml-one bob\n")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    ring.look_at_file()
+    assert ring.caller_of("tml-one").owner == "bob"
+
+
+def test_a_file_that_is_written_for_ever_lets_nobody_in_after_a_minute(
+    path: Path, store: KeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    ring = KeyRing(path, store, clock)
+    stamps = itertools.count()
+    monkeypatch.setattr(ring, "_file_stamp", lambda: (next(stamps), 0, 0))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    clock.now += 61
+    with pytest.raises(OSError):
+        ring.look_at_file()
+    with pytest.raises(Unavailable, match="file of API keys"):
+        ring.caller_of("tml-one")
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_a_file_that_became_empty_counts_as_one_that_cannot_be_read(
+    path: Path, store: KeyStore, text: str
+) -> None:
+    clock = Clock()
+    ring = KeyRing(path, store, clock)
+    path.write_text(text)
+    with pytest.raises(OSError, match="empty"):
+        ring.look_at_file()
+    assert lets_in(ring, "tml-one")
+    clock.now += 61
+    with pytest.raises(OSError, match="empty"):
+        ring.look_at_file()
+    with pytest.raises(Unavailable, match="file of API keys"):
+        ring.caller_of("tml-one")
+    # Whoever wants no key in it says so.
+    path.write_text("# none\n")
+    ring.look_at_file()
+    with pytest.raises(Unauthenticated):
+        ring.caller_of("tml-one")
+
+
+def test_a_file_that_was_always_empty_is_one_without_keys(path: Path, store: KeyStore) -> None:
+    path.write_text("")
+    ring = KeyRing(path, store)
+    path.write_text("\n")
+    ring.look_at_file()
+    with pytest.raises(Unauthenticated):
+        ring.caller_of("tml-one")
 
 
 async def test_without_the_file_a_key_of_redis_is_let_in_and_no_other_is_told_to_be_gone(
