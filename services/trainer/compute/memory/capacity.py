@@ -5,7 +5,7 @@ much again: norms, activations, rotations. The factor is checked against what Py
 tests/unit/trainer/compute/test_capacity.py. With activation checkpointing a block keeps its input alone, and
 one block at a time is computed again. Attention by matrices of scores, which an architecture with sinks or
 capped scores has, keeps those too, as many as the square of the tokens, and so do the masks of a sliding
-window where no kernel goes without them.
+window where no kernel goes without them, in a sequence that is longer than the window.
 
 Of a sequence that all ranks compute together each has an equal part, and beside it what the exchange around
 attention takes: queries, keys, values and outputs, as they are sent and as they come, while a block is
@@ -73,20 +73,21 @@ class Footprint:
         weights: those of the frozen base.
         token: of each token of a micro-batch, until its backward pass.
         square: of each pair of tokens of one sequence.
+        masks: the same beside it, where the sequence has more than `window` tokens.
         exchange: of each token that a rank has of a sequence which all compute together, beside `token`.
     """
 
     weights: int
     token: float
     square: float = 0.0
+    masks: float = 0.0
+    window: int = 0
     exchange: float = 0.0
 
     def tokens(self, room: float) -> int:
         """The longest sequence that takes no more than `room` bytes."""
-        if self.square:
-            root = math.sqrt(self.token**2 + 4 * self.square * max(room, 0))
-            return int((root - self.token) / (2 * self.square))
-        return int(max(room, 0) / self.token)
+        anywhere = self._tokens(room, self.square + self.masks)
+        return max(anywhere, min(self.window, self._tokens(room, self.square)))
 
     def together(self, room: float, ranks: int) -> int:
         """The longest sequence of which so many ranks take no more than `room` bytes each."""
@@ -95,6 +96,12 @@ class Footprint:
     def of_each(self, tokens: int, ranks: int) -> float:
         """Bytes that each of so many ranks takes for a sequence which they compute together."""
         return tokens * ((self.token + self.exchange) / ranks + _LOSS_BYTES)
+
+    def _tokens(self, room: float, square: float) -> int:
+        if square:
+            root = math.sqrt(self.token**2 + 4 * square * max(room, 0))
+            return int((root - self.token) / (2 * square))
+        return int(max(room, 0) / self.token)
 
 
 @dataclass(frozen=True)
@@ -225,13 +232,14 @@ def footprint(
     if _has_scores(model, text):
         # Scores, their softmax and its gradient, of one block when others are computed again.
         square = 3 * 4 * text.num_attention_heads * (1 if checkpointing else len(each))
-    masked = sum(layer.masked for layer in asked)
-    if masked:
+    masks, windows = 0.0, [layer.window for layer in asked if layer.masked and layer.window is not None]
+    if windows:
         # Who sees whom as it is made, and of each block as what is added to scores.
-        square += _MASKS + (1 if checkpointing else masked) * item
+        masks = _MASKS + (1 if checkpointing else len(windows)) * item
     exchanged = [item * layer.elements for layer in asked]
     exchange = COPIES * max(exchanged, default=0) + (0 if checkpointing else sum(exchanged) / 2)
-    return Footprint(elements * item, kept + _AROUND * hidden, square, exchange)
+    token = kept + _AROUND * hidden
+    return Footprint(elements * item, token, square, masks, min(windows, default=0), exchange)
 
 
 def adapter_bytes(targets: dict[str, LinearShape], rank: int, value_head: int, item: int) -> int:

@@ -124,16 +124,39 @@ def test_the_masks_of_a_window_count_where_no_kernel_does_without_them() -> None
     full = dataclasses.replace(sliding, window=None)
     kernel = dataclasses.replace(sliding, kernel=True)
 
-    def square(asked: list[Asked], checkpointing: bool = False) -> float:
-        return footprint(model, 2, checkpointing=checkpointing, ranks=1, asked=asked).square
+    def masks(asked: list[Asked], checkpointing: bool = False) -> float:
+        found = footprint(model, 2, checkpointing=checkpointing, ranks=1, asked=asked)
+        assert found.square == 0
+        assert found.window == (1024 if found.masks else 0)
+        return found.masks
 
-    assert square([full, full]) == square([kernel, full]) == 0
-    assert 0 < square([sliding, full]) < square([sliding, sliding])
-    assert square([sliding, sliding], checkpointing=True) == square([sliding, full])
+    assert masks([full, full]) == masks([kernel, full]) == 0
+    assert 0 < masks([sliding, full]) < masks([sliding, sliding])
+    assert masks([sliding, sliding], checkpointing=True) == masks([sliding, full])
     tokens = 512
     with MakesMasks() as made:
         _seen(tokens, 64, torch.device("cpu"))
-    assert made.bytes <= square([sliding, full]) * tokens**2
+    assert made.bytes <= masks([sliding, full]) * tokens**2
+
+
+def test_of_several_windows_the_shortest_says_where_masks_begin() -> None:
+    model = shape("qwen3", num_hidden_layers=2, **QWEN3_8B)
+    layers = [Asked(32, 8, 10_240, window, kernel=False, plain=True) for window in (4096, 1024, None)]
+    assert footprint(model, 2, checkpointing=True, ranks=1, asked=layers).window == 1024
+
+
+@pytest.mark.parametrize("square", [0.0, 40.0])
+@pytest.mark.parametrize(("window", "longest"), [(1000, "beyond"), (2500, "window"), (100_000, "within")])
+def test_masks_take_nothing_of_a_sequence_within_its_window(window: int, longest: str, square: float) -> None:
+    taken = Footprint(weights=0, token=1e5, square=square, masks=400.0, window=window)
+
+    def takes(tokens: int) -> float:
+        return tokens * taken.token + tokens**2 * (square + (taken.masks if tokens > window else 0))
+
+    found = taken.tokens(room=1e9)
+    assert takes(found) <= 1e9 < takes(found + 1)
+    assert longest == ("beyond" if found > window else "window" if found == window else "within")
+    assert taken.tokens(room=0) == 0
 
 
 def test_memory_makes_no_context_longer() -> None:
