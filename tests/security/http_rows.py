@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.contract import ids
 from tests.security.matrix import Kind, Row, World
-from tests.unit.gateway.edge.http.test_training import PROTO, batch
+from tests.unit.gateway.edge.http.batches import PROTO, batch
 from tests.unit.gateway.edges import BASE
 
 _RUN = "training_runs/{training_run_id}"

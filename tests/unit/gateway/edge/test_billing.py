@@ -11,7 +11,7 @@ import pytest
 from tinker import types
 
 from services.gateway.sessions import use
-from tests.unit.gateway.edge.http.test_training import PROTO, batch
+from tests.unit.gateway.edge.http.batches import PROTO, batch
 from tests.unit.gateway.edges import ALICE, BOB, ROOT, Edges, new_model, new_session
 from tests.unit.gateway.saved import CONTENT, save
 from tinsmith.v1 import training_pb2

@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from services.common.process import rpc
-from tests.unit.gateway.edge.http.test_training import PROTO, batch, failure
+from tests.unit.gateway.edge.http.batches import PROTO, batch, failure
 from tests.unit.gateway.edges import ALICE, Edges, new_model
 from tinsmith.internal.v1 import tinker_pb2
 from tinsmith.v1 import service_pb2_grpc, training_pb2

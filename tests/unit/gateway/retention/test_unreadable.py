@@ -6,9 +6,7 @@ import time
 
 from services.common.state import keys
 from services.gateway.retention.forget import Forgetting
-from tests.unit.gateway.retention.test_retention import Stage, data, stage
-
-__all__ = ["data", "stage"]
+from tests.unit.gateway.retention.stage import Stage
 
 
 async def unreadable(stage: Stage, session_id: str) -> None:

@@ -1,10 +1,8 @@
-"""HTTP: models, training requests and their futures."""
+"""HTTP: training requests and their futures."""
 
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,93 +15,10 @@ from services.common.contract.errors import Unavailable
 from services.common.state import keys
 from services.gateway.access.limits import Limits
 from services.gateway.edge.http.codec import forward_backward_in
-from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, VOCAB, Edges, new_model, new_session
+from tests.unit.gateway.edge.http.batches import PROTO, batch, failure, raising
+from tests.unit.gateway.edges import ALICE, BASE, LORA, VOCAB, Edges, new_model
 from tinsmith.internal.v1 import tinker_pb2
 from tinsmith.v1 import models_pb2, training_pb2, types_pb2
-
-PROTO = {"content-type": "application/x-protobuf"}
-
-
-def batch(model_id: str, seq_id: int, tokens: list[int], loss: str = "cross_entropy") -> bytes:
-    message = tinker_pb2.TinkerForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss)
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
-    for name, dtype, kind in (
-        ("target_tokens", "<i8", tinker_pb2.TINKER_DATA_TYPE_INT64),
-        ("weights", "<f4", tinker_pb2.TINKER_DATA_TYPE_FLOAT32),
-    ):
-        tensor = datum.loss_fn_inputs[name]
-        tensor.dense, tensor.dtype = np.ones(len(tokens), dtype).tobytes(), kind
-        tensor.shape.append(len(tokens))
-    return message.SerializeToString()
-
-
-async def failure(client, request_id: str) -> str:
-    """The message of a future that failed by the user's fault."""
-    response = await client.post("retrieve_future", json={"request_id": request_id})
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    assert answer["category"] == "user"
-    return answer["error"]
-
-
-async def test_a_model_is_created_once_however_often_it_is_asked_for(edges: Edges) -> None:
-    async with edges.http() as client:
-        session = await new_session(client)
-        body = {
-            "session_id": session,
-            "model_seq_id": 3,
-            "base_model": BASE,
-            "lora_config": {"rank": 4, "seed": 7, "train_mlp": False},
-            "optimizer_config": {"type": "adamw"},
-            "type": "create_model",
-        }
-        first = await client.post("create_model", json=body)
-        again = await client.post("create_model", json=body)
-        other = await client.post("create_model", json={**body, "lora_config": {"rank": 8}})
-        named = await client.post("create_model", json={**body, "user_metadata": {"run": "two"}})
-    assert first.json() == again.json() == {"request_id": f"{session}:train:3:0"}
-    assert other.status_code == named.status_code == 409
-    operation = await edges.operation(f"{session}:train:3", 0)
-    assert operation is not None
-    expected = models_pb2.LoraConfig(rank=4, seed=7, train_attn=True, train_unembed=True)
-    assert operation.create_model.lora == expected
-    assert operation.create_model.base_model == BASE
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"base_model": "org/other"}, BASE),
-        ({"lora_config": {"rank": -1}}, "rank"),
-        ({"lora_config": {"rank": 0, "train_mlp": False}}, "rank 0 trains all weights"),
-        ({"lora_config": {"rank": 0}, "user_metadata": {"model_role": "critic"}}, "trains an adapter"),
-        ({"lora_config": {"rank": 128}}, "--max-lora-rank"),
-        ({"lora_config": {"rank": 4, "alpha": 3}}, "alpha"),
-        ({"lora_config": None}, "lora_config"),
-        ({"optimizer_config": {"type": "dimuon", "version": 1}}, "dimuon"),
-        ({"user_metadata": {"a": "b" * 70_000}}, "user_metadata"),
-        ({"user_metadata": {"model_role": "reward"}}, "'policy' or 'critic'"),
-        (
-            {"user_metadata": {"model_role": "critic"}, "lora_config": {"rank": 4, "train_unembed": False}},
-            "train_unembed",
-        ),
-        ({"model_seq_id": -1}, "model_seq_id"),
-    ],
-)
-async def test_a_model_that_cannot_be_had_is_400_with_what_to_change(
-    edges: Edges, change: dict, says: str
-) -> None:
-    async with edges.http() as client:
-        body = {
-            "session_id": await new_session(client),
-            "model_seq_id": 0,
-            "base_model": BASE,
-            "lora_config": {"rank": 4},
-        }
-        response = await client.post("create_model", json={**body, **change})
-    assert response.status_code == 400
-    assert says in response.json()["detail"]
 
 
 async def test_a_batch_of_other_numeric_types_is_journaled_in_those_of_its_loss(edges: Edges) -> None:
@@ -124,46 +39,6 @@ async def test_a_batch_of_other_numeric_types_is_journaled_in_those_of_its_loss(
     assert {name: tensor.data for name, tensor in taken.items()} == expected
     assert taken["weights"].dtype == types_pb2.DATA_TYPE_FLOAT32
     assert taken["target_tokens"].dtype == types_pb2.DATA_TYPE_INT64
-
-
-async def test_somebody_elses_model_is_as_one_that_does_not_exist(edges: Edges) -> None:
-    async with edges.http() as client, edges.http(BOB) as other:
-        model = await new_model(edges, client)
-        step = {"model_id": model, "seq_id": 1, "adam_params": {}}
-        for path, body in (
-            ("optim_step", step),
-            ("get_info", {"model_id": model}),
-            ("retrieve_future", {"request_id": f"{model}:0"}),
-            ("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}),
-        ):
-            assert (await other.post(path, json=body)).status_code == 404, path
-        data = batch(model, 1, [1])
-        assert (await other.post("forward_backward", content=data, headers=PROTO)).status_code == 404
-        absent = {**step, "model_id": "nobody:train:0"}
-        assert (await client.post("optim_step", json=absent)).status_code == 404
-        assert (await client.post("optim_step", json={**step, "model_id": "../x"})).status_code == 404
-
-
-async def test_get_info_tells_model_tokenizer_and_rank(edges: Edges, tmp_path: Path) -> None:
-    async with edges.http() as client:
-        model = await new_model(edges, client)
-        info = (await client.post("get_info", json={"model_id": model, "type": "get_info"})).json()
-    assert info["model_data"] == {
-        "arch": "Qwen3ForCausalLM",
-        "model_name": BASE,
-        "tokenizer_id": str(tmp_path),
-    }
-    assert (info["is_lora"], info["lora_rank"], info["model_id"]) == (True, 4, model)
-
-
-async def test_a_container_does_not_take_who_connects_over_loopback_for_one_that_has_its_files(
-    edges: Edges, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(vars(edges.app), "near_clients", False)
-    async with edges.http() as client:
-        model = await new_model(edges, client)
-        info = (await client.post("get_info", json={"model_id": model, "type": "get_info"})).json()
-    assert info["model_data"] == {"arch": "Qwen3ForCausalLM", "model_name": BASE}
 
 
 async def test_a_batch_is_journaled_and_its_repetition_is_the_same_request(edges: Edges) -> None:
@@ -318,13 +193,6 @@ async def test_trouble_of_the_service_during_a_poll_is_429_which_the_sdk_waits_a
             assert response.headers["retry-after"] == "1"
 
 
-def raising(error: Exception) -> Callable[..., Awaitable[None]]:
-    async def fail(*arguments: object) -> None:
-        raise error
-
-    return fail
-
-
 async def test_an_unknown_request_of_a_model_is_404(edges: Edges) -> None:
     async with edges.http() as client:
         model = await new_model(edges, client)
@@ -379,19 +247,6 @@ async def test_the_sdk_trains_through_the_edge(edges: Edges) -> None:
     assert output.loss_fn_outputs[0]["logprobs"].tolist() == [-1.0, -2.0]
     assert step.metrics == {"grad_norm": 1.0}
     assert info.lora_rank == 4
-
-
-async def test_a_critic_is_made_by_its_metadata_and_keeps_to_its_role(edges: Edges) -> None:
-    async with edges.http() as client:
-        model = await new_model(edges, client, metadata={"model_role": "critic"})
-        operation = await edges.operation(model, 0)
-        assert operation is not None
-        assert operation.create_model.role == models_pb2.MODEL_ROLE_CRITIC
-        await client.post("forward_backward", content=batch(model, 1, [1, 2]), headers=PROTO)
-        assert "use ppo_critic" in await failure(client, f"{model}:1")
-        for seq_id, save in ((2, {"path": "x"}), (3, {"sampling_session_seq_id": 0})):
-            await client.post("save_weights_for_sampler", json={"model_id": model, "seq_id": seq_id, **save})
-            assert "critic" in await failure(client, f"{model}:{seq_id}")
 
 
 def as_json(model: str, seq_id: int, tokens: list[int], **inputs: object) -> dict[str, object]:

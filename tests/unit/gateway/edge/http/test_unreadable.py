@@ -17,7 +17,7 @@ from services.gateway.access.shares import Shares
 from services.gateway.edge.http.body import end_of, received, skimmed
 from services.gateway.edge.http.codec import head
 from services.gateway.edge.http.server import TABLE
-from tests.unit.gateway.edge.http.test_training import PROTO, batch, failure, raising
+from tests.unit.gateway.edge.http.batches import PROTO, batch, failure, raising
 from tests.unit.gateway.edges import BOB, Edges, new_model
 from tinsmith.internal.v1 import tinker_pb2
 
