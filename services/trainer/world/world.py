@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from services.common.contract.errors import Internal, ModelNotResident, TinsmithError
 from services.common.process.threads import WorkerThread
-from services.trainer.compute.data import ModelState, ShardedState
+from services.trainer.compute.data import ModelState, Pass, ShardedState
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.shards import Writing
 from services.trainer.world.commands import (
@@ -56,6 +56,10 @@ SLOWEST_WRITE = 5_000_000
 SLOWEST_READ = 5_000_000
 """The same of reading one."""
 
+SLOWEST_SPLIT = 10
+"""Tokens that a rank computes in a second, at least, of a sequence that all compute together. What every
+command may take is for micro-batches; such a sequence can be many times as long."""
+
 _OUTCOME_BYTES = 512
 
 
@@ -65,6 +69,12 @@ def _file_bytes(directory: str) -> int:
         return sum(path.stat().st_size for path in Path(directory).iterdir())
     except OSError:
         return 0
+
+
+def split_seconds(work: Pass, ranks: int) -> float:
+    """How much longer than a command a pass may take, for the sequences that all ranks compute together."""
+    rows = (row for batch in work.micro_batches if batch.split for row in batch.rows)
+    return sum(-(-row.length // ranks) for row in rows) / SLOWEST_SPLIT
 
 
 class WorldFailure(Exception):
@@ -195,16 +205,19 @@ class World:
     async def call(self, command: Command) -> Any:
         """Has every rank carry out the command; returns rank 0's answer.
 
-        A state is read from files for as long as its size says, beside what every command may take.
+        A state is read from files for as long as its size says, beside what every command may take, and a
+        sequence that all ranks compute takes as long as its tokens say.
 
         Raises:
             TinsmithError: the command failed; the world goes on.
             WorldFailure: the world is broken.
         """
-        reading = 0.0
+        longer = 0.0
         if isinstance(command, CreateModel | LoadState) and isinstance(command.saved, ShardedState):
-            reading = await asyncio.to_thread(_file_bytes, command.saved.directory) / SLOWEST_READ
-        return await self._run(lambda: self._execute(command), type(command).__name__, reading)
+            longer = await asyncio.to_thread(_file_bytes, command.saved.directory) / SLOWEST_READ
+        elif isinstance(command, RunPass):
+            longer = split_seconds(command.plan, self._engine.world_size)
+        return await self._run(lambda: self._execute(command), type(command).__name__, longer)
 
     async def step(self, step: ModelStep) -> dict[str, float]:
         """Has every rank take an optimizer step, together with those of other models that are due; its

@@ -16,12 +16,21 @@ import pytest
 
 from services.common.contract.errors import InvalidRequest, ModelNotResident, TinsmithError
 from services.common.process.threads import WorkerThread
-from services.trainer.compute.data import AdamSpec, ModelState, ShardedState
+from services.trainer.compute.data import (
+    AdamSpec,
+    MicroBatch,
+    ModelState,
+    Pass,
+    PassOp,
+    Row,
+    RowResult,
+    ShardedState,
+)
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.shards import Writing
 from services.trainer.world import world as world_module
-from services.trainer.world.commands import DropModel, LoadState, ModelStep
-from services.trainer.world.world import Channel, World, WorldFailure
+from services.trainer.world.commands import DropModel, LoadState, ModelStep, RunPass
+from services.trainer.world.world import SLOWEST_SPLIT, Channel, World, WorldFailure, split_seconds
 
 STEP = ModelStep("m", 7, AdamSpec())
 
@@ -126,6 +135,41 @@ async def test_the_deadline_of_a_command_does_not_count_its_wait_for_those_befor
     drops = [world.call(DropModel(f"m{number}")) for number in range(10)]
     await asyncio.gather(*drops, world.step(STEP))
     assert (await world.state("m"))[1].step == 1
+
+
+def plan(*sizes: tuple[int, bool]) -> Pass:
+    """Micro-batches of one sequence of so many tokens, which all ranks compute together or one."""
+    rows = [(Row("m", 0, index, bytes(4 * size), {}), split) for index, (size, split) in enumerate(sizes)]
+    return Pass([PassOp("m", 1, "cross_entropy")], [MicroBatch([row], split) for row, split in rows])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "tokens"),
+    [
+        ([(4000, False), (5000, False)], 2, 0),
+        ([(4001, True)], 2, 2001),
+        ([(4001, True)], 8, 501),
+        ([(4000, True), (1000, True), (9000, False)], 2, 2500),
+    ],
+)
+def test_a_pass_may_take_longer_by_a_ranks_tokens_of_what_all_compute_together(
+    sizes: list[tuple[int, bool]], ranks: int, tokens: int
+) -> None:
+    assert split_seconds(plan(*sizes), ranks) == tokens / SLOWEST_SPLIT
+
+
+async def test_the_deadline_of_a_pass_follows_what_all_ranks_compute_together(thread: WorkerThread) -> None:
+    class Passes(Rank0):
+        world_size = 2
+
+        def run_pass(self, work: Pass) -> list[RowResult]:
+            time.sleep(0.5)
+            return []
+
+    world = World(thread, cast(Engine, Passes()), MortalPeer(), 0.05)
+    assert await world.call(RunPass(plan((20 * SLOWEST_SPLIT, True)))) == []
+    with pytest.raises(WorldFailure, match="RunPass did not finish"):
+        await world.call(RunPass(plan((20 * SLOWEST_SPLIT, False))))
 
 
 async def test_steps_that_are_due_together_are_one_command_and_each_has_its_own_answer(
