@@ -2,7 +2,8 @@
 
 Invariant: after `apply`, every row of every matrix product uses the adapter of its own request, and
 a row of a base-model request uses none (for rows of prompts that are scored, see prompt_scorer.py);
-and the random numbers of a seeded request are used for its own tokens alone.
+and the random numbers of a seeded request are used for its own tokens alone; and log-probabilities are the
+model's own, whatever constrains what is sampled.
 
 1. LoRA on CPU (`vllm.lora.ops.torch_ops`). "No adapter" is index -1, and the CPU functions index the
    stacked weights with it: base-model rows get whatever is (or was) in the *last* adapter slot. The
@@ -14,6 +15,10 @@ and the random numbers of a seeded request are used for its own tokens alone.
    steps is sampled in each of them; the token is thrown away and the request's generator is set back
    by a fixed offset. Generators on CPU have no offset, so a seeded request in a busy batch ends the
    engine. Here such a request has no generator in that step.
+
+3. Log-probabilities under a constraint (`sample_tokens` of the V1 model runner). It writes the grammar's mask
+   into the logits before its sampler takes "raw" log-probabilities of them, so these are of what the grammar
+   leaves. Here they are taken before the mask.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from typing import Any
 
 import torch
 from vllm.lora.punica_wrapper import punica_cpu
+from vllm.v1.worker import gpu_model_runner
 
 Run = tuple[int, int, int]
 """Rows [start, end) use adapter slot `slot`."""
@@ -30,6 +36,7 @@ Run = tuple[int, int, int]
 def apply(runner: Any) -> None:
     """Corrects this worker. `runner`: its V1 GPUModelRunner or CPUModelRunner with LoRA enabled."""
     _keep_generators_of_unfinished_prefills(runner)
+    _take_logprobs_before_the_grammar(runner)
     if runner.device.type == "cpu":
         for name, function in _CPU_FUNCTIONS.items():
             if not hasattr(punica_cpu, name):
@@ -51,6 +58,30 @@ def _keep_generators_of_unfinished_prefills(runner: Any) -> None:
         finally:
             generators.update(held)
 
+    runner.sample_tokens = sample
+
+
+def _take_logprobs_before_the_grammar(runner: Any) -> None:
+    mask, sampler, sample_tokens = (
+        gpu_model_runner.apply_grammar_bitmask,
+        runner.sampler,
+        runner.sample_tokens,
+    )
+    compute = sampler.compute_logprobs
+    own: list[torch.Tensor] = []
+
+    def masked(scheduled: Any, grammar: Any, batch: Any, logits: torch.Tensor) -> None:
+        own.append(compute(logits))
+        mask(scheduled, grammar, batch, logits)
+
+    def sample(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return sample_tokens(*args, **kwargs)
+        finally:
+            own.clear()
+
+    gpu_model_runner.apply_grammar_bitmask = masked
+    sampler.compute_logprobs = lambda logits: own.pop() if own else compute(logits)
     runner.sample_tokens = sample
 
 

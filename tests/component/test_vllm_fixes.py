@@ -1,0 +1,99 @@
+"""What vLLM is corrected in, on parts of its own: its sampler and its masks of grammars."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
+
+from services.sampler.worker import vllm_fixes
+
+pytestmark = pytest.mark.heavy
+
+VOCAB, TOPK = 64, 4
+LOGITS = 4 * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+ALLOWED = 5
+"""The only token that the grammar of the first of two requests leaves."""
+
+
+class Runner:
+    """Does with logits what the V1 model runner does with them in a step."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.sampler = Sampler()
+        self.input_batch = SimpleNamespace(generators={}, num_reqs=2, req_ids=["constrained", "free"])
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(2, bool))
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Any:
+        logits = LOGITS.clone()
+        if grammar is not None:
+            scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens={})
+            batch: Any = self.input_batch
+            gpu_model_runner.apply_grammar_bitmask(scheduled, grammar, batch, logits)
+        return self.sampler(logits, metadata())
+
+
+def metadata() -> SamplingMetadata:
+    nothing = torch.zeros(2)
+    return SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=TOPK,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=nothing,
+        presence_penalties=nothing,
+        repetition_penalties=nothing,
+        output_token_ids=[[], []],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+
+
+def grammar() -> GrammarOutput:
+    words = np.zeros((1, VOCAB // 32), np.int32)
+    words[0, ALLOWED // 32] = 1 << (ALLOWED % 32)
+    return GrammarOutput(["constrained"], words)
+
+
+@pytest.fixture
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is corrected in vLLM's modules is vLLM's own again afterwards."""
+    monkeypatch.setattr(gpu_model_runner, "apply_grammar_bitmask", gpu_model_runner.apply_grammar_bitmask)
+    for name in vllm_fixes._CPU_FUNCTIONS:
+        monkeypatch.setattr(vllm_fixes.punica_cpu, name, getattr(vllm_fixes.punica_cpu, name))
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_log_probabilities_are_the_models_own_whatever_a_grammar_leaves() -> None:
+    runner = Runner()
+    vllm_fixes.apply(runner)
+    own = LOGITS.log_softmax(-1)
+    # A step without a grammar, after one with it, takes nothing of it.
+    for asked in (grammar(), None, grammar()):
+        output = runner.sample_tokens(asked)
+        sampled = [ALLOWED if asked else int(LOGITS[0].argmax()), int(LOGITS[1].argmax())]
+        assert output.sampled_token_ids.flatten().tolist() == sampled
+        told = output.logprobs_tensors.logprobs
+        torch.testing.assert_close(told[:, 0], own[torch.arange(2), sampled])
+        torch.testing.assert_close(told[:, 1:], own.topk(TOPK).values)
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_without_the_correction_they_are_of_what_the_grammar_leaves() -> None:
+    told = Runner().sample_tokens(grammar()).logprobs_tensors.logprobs
+    assert told[0, 0] == 0.0
