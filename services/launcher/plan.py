@@ -78,6 +78,7 @@ class Options:
     max_sequences: int | None = None
     max_batched_tokens: int | None = None
     kv_cache_dtype: str = "auto"
+    head_dtype: str = "auto"
     checkpoint_store: str = ""
     redis_appendfsync: str = "everysec"
     mtls: str = "on"
@@ -191,10 +192,17 @@ def mistakes(options: Options) -> list[str]:
             f"--metrics-port {options.metrics_port} and the ports after it, one for each of {len(taken)} "
             "processes, must be free of --port and --grpc-port and at most 65535"
         )
+    step, sequences = options.max_batched_tokens, options.max_sequences
+    if step is not None and sequences is not None and step < sequences:
+        found.append(
+            f"--max-batched-tokens is {step} and --max-sequences {sequences}: a step computes a token of "
+            "each sequence, so give the first at least the second"
+        )
     if options.device == "cpu":
         given = {
             "--sampler-memory": options.sampler_memory is not None,
             "--sampler-tp": options.sampler_tp > 1,
+            "--kv-cache-dtype fp8": options.kv_cache_dtype == "fp8",
         }
         found += [f"{flag} is for GPUs, and the models compute on the CPU" for flag in given if given[flag]]
     else:
@@ -300,7 +308,7 @@ def _sampler(options: Options, index: int, model: Model, place: Place) -> Proces
     argv += _given("--kv-cache-gib", options.kv_cache_gib)
     argv += _given("--max-sequences", options.max_sequences)
     argv += _given("--max-batched-tokens", options.max_batched_tokens)
-    argv += ["--kv-cache-dtype", options.kv_cache_dtype]
+    argv += ["--kv-cache-dtype", options.kv_cache_dtype, "--head-dtype", options.head_dtype]
     computes = _on(place)
     if place.gpus:
         memory = place.gpu_memory if options.sampler_memory is None else options.sampler_memory

@@ -18,6 +18,7 @@ from services.common.telemetry import logs
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8"]
+HeadDtype = Literal["auto", "float32"]
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
 GIB = 1 << 30
@@ -54,6 +55,8 @@ class SamplerConfig:
         gpu_memory_utilization: fraction of the GPU's memory for this engine.
         kv_cache_dtype: of keys and values; "auto" is the model's. "fp8" has room for twice as many, and
             changes log-probabilities; CUDA only.
+        head_dtype: in which the output head computes logits; "auto" is the model's. "float32" of a bfloat16
+            model brings its log-probabilities nearer to the trainer's, whose head computes in float32.
         tensor_parallel_size: workers (and GPUs) of this replica.
         max_sequences: sequences that the engine generates at once; 0 = what vLLM takes on this device.
         max_batched_tokens: tokens of prompts and sequences that one engine step computes; 0 = what vLLM takes
@@ -84,6 +87,7 @@ class SamplerConfig:
     full_snapshot_cache_gib: float = 16.0
     kv_cache_gib: float = 0.0
     kv_cache_dtype: KvCacheDtype = "auto"
+    head_dtype: HeadDtype = "auto"
     gpu_memory_utilization: float = 0.4
     tensor_parallel_size: int = 1
     max_sequences: int = 0
@@ -147,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--full-snapshot-cache-gib", "host memory for snapshots of full models", 16.0, type=float)
     flag("--kv-cache-gib", "memory for keys and values; 0 = choose", 0.0, type=float)
     flag("--kv-cache-dtype", "fp8: on CUDA, twice the room", "auto", choices=("auto", "fp8"))
+    flag("--head-dtype", "float32: logits of any model", "auto", choices=("auto", "float32"))
     flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
     flag("--tensor-parallel-size", "GPUs of this replica", 1, type=int)
     flag("--max-sequences", "sequences generated at once; 0 = choose", 0, type=int)
@@ -178,6 +183,7 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
         "log_format": logs.FORMATS,
         "access_log": ("yes", "no"),
         "kv_cache_dtype": get_args(KvCacheDtype),
+        "head_dtype": get_args(HeadDtype),
     }
     for setting, words in choices.items():
         # argparse does not check a default, which the environment may have given.
@@ -199,7 +205,16 @@ def _check_together(args: dict[str, Any]) -> None:
             f"--max-batched-tokens is {step} and --max-sequences {sequences}; a step computes a token of "
             "each sequence, so give the first at least the second"
         )
-    if args["kv_cache_dtype"] == "fp8" and args["device"] == "cpu":
+    check_device(args["device"], args["kv_cache_dtype"])
+
+
+def check_device(device: str, kv_cache_dtype: str) -> None:
+    """Refuses what a device cannot do; of "auto" that is known when vLLM says what it runs on.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    if kv_cache_dtype == "fp8" and device == "cpu":
         raise InvalidRequest("--kv-cache-dtype fp8 is for CUDA; leave it out on a CPU")
 
 

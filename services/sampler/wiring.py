@@ -72,6 +72,10 @@ def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
         adapts=engine.adapts,
         queued_sequences=_capacity(engine).queued,
         kv_tokens=engine.kv_tokens,
+        batched_tokens=engine.batched_tokens,
+        adapter_slots=config.max_loras if engine.adapts else 0,
+        kv_cache_dtype=config.kv_cache_dtype,
+        head_dtype=config.head_dtype,
         gpus=engine.gpus,
     )
 

@@ -1,7 +1,8 @@
-"""What vLLM is corrected in, on parts of its own: its sampler and its masks of grammars."""
+"""What vLLM is told and corrected in, on parts of its own: its sampler, masks of grammars, its settings."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,10 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
+from services.sampler.config import HeadDtype, SamplerConfig
+from services.sampler.engine.settings import engine_args
 from services.sampler.worker import vllm_fixes
+from tests.component.sampler_process import make_model
 
 pytestmark = pytest.mark.heavy
 
@@ -97,3 +101,13 @@ def test_log_probabilities_are_the_models_own_whatever_a_grammar_leaves() -> Non
 def test_without_the_correction_they_are_of_what_the_grammar_leaves() -> None:
     told = Runner().sample_tokens(grammar()).logprobs_tensors.logprobs
     assert told[0, 0] == 0.0
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_the_head_computes_in_what_was_asked_for(
+    tmp_path: Path, asked: HeadDtype, dtype: torch.dtype
+) -> None:
+    model = make_model(tmp_path / "model", tied=True)
+    config = SamplerConfig("s", "a/b", str(model), tmp_path, "", dtype="bfloat16", head_dtype=asked)
+    found = engine_args(config, "cpu").create_engine_config().model_config
+    assert (found.head_dtype, found.dtype) == (dtype, torch.bfloat16)

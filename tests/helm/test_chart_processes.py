@@ -159,6 +159,7 @@ def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_
     sizes = {
         "maxContext": 4096,
         "maxSequences": 7,
+        "headDtype": "float32",
         "kvCacheGiB": 0.5,
         "snapshotCacheGiB": 1,
         "drainSeconds": 30,
@@ -169,6 +170,7 @@ def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_
     assert (settings.id, settings.host, settings.advertise_host) == ("a-pod-0", "0.0.0.0", "10.1.2.3")
     assert (settings.gpu_memory_utilization, settings.max_lora_rank) == (0.5, 128)
     assert (settings.max_context, settings.max_sequences, settings.kv_cache_gib) == (4096, 7, 0.5)
+    assert settings.head_dtype == "float32"
     assert (settings.snapshot_cache_gib, settings.full_snapshot_cache_gib) == (1, 4)
     assert [port["containerPort"] for port in container(sampler)["ports"]] == [
         settings.port,

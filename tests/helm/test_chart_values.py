@@ -57,6 +57,7 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"trainer": {"ranks": "two"}},
         {"sampler": {"gpuMemoryUtilization": 1.5}},
         {"sampler": {"maxLoraRank": 24}},
+        {"sampler": {"headDtype": "bfloat16"}},
         {"data": {"accessMode": "ReadOnlyMany"}},
         {"data": {"size": "lots"}},
         {"checkpoints": {"store": "/data/elsewhere"}},
@@ -86,6 +87,11 @@ def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any
         (
             {"redis": {"maxmemory": "4gb"}},
             "redis.maxmemory 4gb is not below redis.resources.limits.memory 4Gi",
+        ),
+        ({"sampler": {"kvCacheDtype": "fp8"}}, "sampler.kvCacheDtype fp8 is for device cuda"),
+        (
+            {"sampler": {"maxBatchedTokens": 100, "maxSequences": 101}},
+            "a step computes a token of each of sampler.maxSequences 101",
         ),
         ({"gateway": {"memoryMiB": 3072}}, "gateway.memoryMiB 3072 is not below"),
         ({"sampler": {"fullSnapshotCacheGiB": 15}}, "take 17 GiB and its memory limit is 16384 MiB"),

@@ -66,6 +66,10 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
             prefix that requests share counted once; what exceeds it waits in the engine, whose turn it is or
             not, and when that is more than queued_sequences the sampler refuses more. 0 = not known.
         adapts: whether a sampler can run adapters; on a CPU not those of a model with routed experts.
+        batched_tokens: tokens of prompts and sequences that one step of a sampler computes; 0 = not said.
+        adapter_slots: adapters in one step of a sampler.
+        kv_cache_dtype: of a sampler's keys and values, and `head_dtype`: in which its output head computes;
+            "auto" = `dtype`, empty = not said.
         weights: full snapshot in a sampler's engine ("<model_id>@<version>"); empty = the base model.
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
         models: models that a trainer has in memory.
@@ -96,6 +100,10 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     queued_sequences: int = 0
     adapts: bool = True
     kv_tokens: int = 0
+    batched_tokens: int = 0
+    adapter_slots: int = 0
+    kv_cache_dtype: str = ""
+    head_dtype: str = ""
     weights: str = ""
     gpus: tuple[str, ...] = ()
     models: int = 0

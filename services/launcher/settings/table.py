@@ -265,6 +265,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "of keys and values; fp8 has room for twice as many, on CUDA, and changes log-probabilities "
             "(default: auto, the model's)",
         ),
+        Setting(
+            "head-dtype",
+            _one_of("auto", "float32"),
+            "auto",
+            "in which samplers compute logits; float32 brings log-probabilities of a bfloat16 model nearer "
+            "to the trainer's (default: auto, the model's)",
+        ),
     ),
     "logs": (
         Setting(

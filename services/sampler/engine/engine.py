@@ -33,7 +33,7 @@ from services.common.contract.sample_schema import Scoring
 from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
 from services.common.weights.medium import Medium
-from services.sampler.config import SamplerConfig
+from services.sampler.config import SamplerConfig, check_device
 from services.sampler.engine import answers
 from services.sampler.engine.child import STACKS_SIGNAL
 from services.sampler.engine.params import checked, vllm_params
@@ -72,11 +72,13 @@ class Engine:
         that started it.
 
         Raises:
-            InvalidRequest: the configuration asks for a device that this vLLM does not have.
+            InvalidRequest: the configuration asks for a device that this vLLM does not have, or for what its
+                device cannot do.
         """
         device = str(current_platform.device_type)
         if config.device not in ("auto", device):
             raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
+        check_device(device, config.kv_cache_dtype)
         if device == "cpu":
             # Nothing of the model is compiled there; compiling the sampler's helpers only costs start-up.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
@@ -97,6 +99,8 @@ class Engine:
         self.adapts = adapts(config, device)
         sequences = int(settings.scheduler_config.max_num_seqs)
         self.limits = Limits(int(model.get_vocab_size()), int(model.max_model_len), sequences)
+        self.batched_tokens = int(settings.scheduler_config.max_num_batched_tokens)
+        """Tokens of prompts and sequences that one step computes."""
         self.kv_tokens = int(settings.cache_config.kv_cache_size_tokens or 0)
         """Tokens of prompts and outputs whose keys and values fit into its memory at once."""
         self.gpus: tuple[str, ...] = ()

@@ -72,6 +72,8 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
             "max_cpu_loras": _UNLIMITED_ADAPTERS,
             "lora_target_modules": LORA_TARGETS,
         }
+    if config.head_dtype == "float32":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if config.max_sequences:
         arguments["max_num_seqs"] = config.max_sequences
     if config.max_batched_tokens:

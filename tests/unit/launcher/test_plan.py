@@ -125,15 +125,32 @@ def test_options_that_no_cluster_can_have_are_told_all_at_once(tmp_path: Path) -
     assert plan.mistakes(options(tmp_path)) == []
 
 
+def test_samplers_that_could_not_start_are_told_before_they_do(tmp_path: Path) -> None:
+    wrong = options(tmp_path, kv_cache_dtype="fp8", max_batched_tokens=100, max_sequences=101)
+    told = "\n".join(plan.mistakes(wrong))
+    assert "--kv-cache-dtype fp8 is for GPUs" in told
+    assert "--max-batched-tokens is 100 and --max-sequences 101" in told
+    assert plan.mistakes(options(tmp_path, max_batched_tokens=100, max_sequences=100)) == []
+
+
 def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
     _, trainer, sampler, *_ = plan.processes(options(tmp_path), [1, 2], launch)
     for flag in ("--max-context", "--micro-batch-tokens", "--kv-cache-gib", "--max-sequences"):
         assert flag not in (*trainer.argv, *sampler.argv)
-    given = options(tmp_path, max_context=4096, micro_batch_tokens=512, kv_cache_gib=2.0, max_sequences=9)
+    assert dict(itertools.pairwise(sampler.argv))["--head-dtype"] == "auto"
+    given = options(
+        tmp_path,
+        max_context=4096,
+        micro_batch_tokens=512,
+        kv_cache_gib=2.0,
+        max_sequences=9,
+        head_dtype="float32",
+    )
     _, trainer, sampler, *_ = plan.processes(given, [1, 2], launch)
     said = dict(itertools.pairwise(trainer.argv)) | dict(itertools.pairwise(sampler.argv))
     assert (said["--max-context"], said["--micro-batch-tokens"]) == ("4096", "512")
     assert (said["--kv-cache-gib"], said["--max-sequences"]) == ("2.0", "9")
+    assert said["--head-dtype"] == "float32"
     assert (said["--max-lora-rank"], said["--max-loras"]) == ("128", "8")
 
 

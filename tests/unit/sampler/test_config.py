@@ -52,6 +52,19 @@ def test_a_wrong_value_is_refused_with_what_to_use(wrong: list[str]) -> None:
         config.parse([*ARGUMENTS, *wrong])
 
 
+def test_what_a_device_cannot_do_is_refused_when_the_device_is_known() -> None:
+    settings = config.parse([*ARGUMENTS, "--kv-cache-dtype", "fp8"])
+    config.check_device("cuda", settings.kv_cache_dtype)
+    with pytest.raises(InvalidRequest, match="for CUDA"):
+        config.check_device("cpu", settings.kv_cache_dtype)
+
+
+def test_a_wrong_word_of_the_environment_is_refused_like_a_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_HEAD_DTYPE", "bfloat16")
+    with pytest.raises(InvalidRequest, match="--head-dtype is 'bfloat16'; it must be one of auto, float32"):
+        config.parse(ARGUMENTS)
+
+
 def test_without_redis_it_says_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINSMITH_REDIS_URL")
     with pytest.raises(InvalidRequest, match="TINSMITH_REDIS_URL"):

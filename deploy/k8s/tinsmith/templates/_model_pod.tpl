@@ -53,8 +53,16 @@
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* Fails when the caches of a sampler alone are more than its pod may have. Takes root, model, settings and count. */}}
+{{/* Fails when a sampler could not start, or its caches alone are more than its pod may have. Takes root, model, settings and count. */}}
 {{- define "tinsmith.checkSampler" -}}
+{{- if and (eq .settings.kvCacheDtype "fp8") (ne .root.Values.device "cuda") -}}
+{{- fail (printf "model %q: sampler.kvCacheDtype fp8 is for device cuda: leave it at auto" .model.name) -}}
+{{- end -}}
+{{- $step := .settings.maxBatchedTokens | int64 -}}
+{{- $sequences := .settings.maxSequences | int64 -}}
+{{- if and $step (lt $step $sequences) -}}
+{{- fail (printf "model %q: sampler.maxBatchedTokens is %d, and a step computes a token of each of sampler.maxSequences %d: give the first at least the second" .model.name $step $sequences) -}}
+{{- end -}}
 {{- with ((.settings.resources | default dict).limits | default dict).memory -}}
 {{- $limit := include "tinsmith.mebibytes" (include "tinsmith.times" (dict "quantity" . "times" $.count)) | int64 -}}
 {{- $caches := addf $.settings.snapshotCacheGiB $.settings.fullSnapshotCacheGiB -}}
