@@ -1,7 +1,8 @@
 """Something that one process at a time does, for as long as it takes.
 
 Invariant: while Redis answers and the holder lives, nobody else takes the lease; of a holder that died it is
-free within its time to live.
+free within its time to live. A holder whose lease was taken while Redis did not answer, or it stood still, is
+told so with the next renewal.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from services.common.contract.errors import StaleEpoch
 from services.common.process.periodic import Periodic
 from services.common.state.scripts import Script
 
@@ -26,13 +28,15 @@ class KeptLease:
         key: of the lease in Redis.
         holder: nobody else has this name.
         ttl: seconds for which the lease lives without a renewal.
+        what: names leases of this kind, in the log and in metrics.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, key: str, holder: str, ttl: float) -> None:
+    def __init__(self, client: redis.asyncio.Redis, key: str, holder: str, ttl: float, what: str) -> None:
         self._redis = client
         self._key = key
         self._holder = holder
         self._ttl = ttl
+        self._what = what
         self._claim = Script(client, "claim")
         self._release = Script(client, "renew_lease")
 
@@ -46,16 +50,29 @@ class KeptLease:
 
     @asynccontextmanager
     async def kept(
-        self, every: float, also: Callable[[], Awaitable[object]] | None = None
+        self,
+        every: float,
+        also: Callable[[], Awaitable[object]] | None = None,
+        lost: Callable[[], None] | None = None,
     ) -> AsyncIterator[None]:
-        """Renews a lease that was taken, and does something else with each renewal."""
+        """Renews a lease that was taken.
+
+        Args:
+            every: seconds between two renewals.
+            also: done with each renewal.
+            lost: called, more than once, after somebody else took the lease.
+        """
 
         async def renew() -> None:
-            await self.take()
+            if not await self.take():
+                if lost is not None:
+                    lost()
+                raise StaleEpoch(f"somebody else took {self._key}")
             if also is not None:
                 await also()
 
-        renewals = Periodic(f"renewal of {self._key}", every, renew, self._ttl)
+        # Not the key: each name is a series of metrics for as long as the process lives.
+        renewals = Periodic(f"renewal of the {self._what}", every, renew, self._ttl)
         renewals.start()
         try:
             yield

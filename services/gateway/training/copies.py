@@ -40,7 +40,7 @@ from services.gateway.records.checkpoint import CheckpointRecord, key_of
 from services.gateway.records.model import ModelRecord
 from services.gateway.records.stores import Stores
 from services.gateway.sessions.sessions import NewSession, Sessions
-from services.gateway.training.copy_claims import CopyClaims
+from services.gateway.training.copy_claims import CopyClaims, taken_over
 from services.gateway.training.request_digest import digest
 
 log = logging.getLogger(__name__)
@@ -257,6 +257,10 @@ class Copies:
                 await self._checkpoints.check_room(owner)
                 async with self._claims.kept(job.key):
                     await self._put_files(key_of(job.source), job.key)
+                if not await self._claims.take(job.key):
+                    raise taken_over(job.key)
+                if await self._models.get(job.key.model_id) is None:
+                    raise Unavailable(f"the {job} lost its run meanwhile; send the same request again")
                 # Its time begins now, however long it was made.
                 if not await self._records.put(job.record(time.time())):
                     raise Conflict(f"{job.path} was made of another version; use the next model_seq_id")
@@ -280,10 +284,11 @@ class Copies:
             raise NotFound(f"{path} does not exist any more")
 
     async def _take_back(self, job: _Job, error: Exception) -> None:
-        """Ends what a copy that failed was to be in; its files are due. What cannot be ended now ends with
-        the silence of its session."""
+        """Ends what a copy that failed was to be in, unless another gateway makes it there by now; its files
+        are due. What cannot be ended now ends with the silence of its session."""
         try:
-            if not await self._records.of_model(job.key.model_id):
+            mine = await self._claims.take(job.key)
+            if mine and not await self._records.of_model(job.key.model_id):
                 await self._models.drop(job.run)
                 await self._end_session(job, error)
         except (TinsmithError, RedisError) as second:

@@ -31,7 +31,8 @@ class Turn:
     """
 
     def __init__(self, client: redis.asyncio.Redis, base_model: str, patience: float = _PATIENCE_S) -> None:
-        self._lease = KeptLease(client, keys.weight_turn(base_model), uuid.uuid4().hex, _TTL_S)
+        name = keys.weight_turn(base_model)
+        self._lease = KeptLease(client, name, uuid.uuid4().hex, _TTL_S, "turn at sending weights")
         self._patience = patience
 
     @asynccontextmanager
@@ -48,6 +49,7 @@ class Turn:
                 return
             await asyncio.sleep(_LOOK_S)
         try:
+            # Who lost the turn sends to the end: samplers take what they receive before they go elsewhere.
             async with self._lease.kept(_RENEW_S):
                 yield True
         finally:

@@ -245,6 +245,71 @@ async def test_a_copy_beside_another_version_of_it_is_a_conflict(
         assert f"{session}:train:3" in await runs_of(client)
 
 
+async def test_a_copy_ends_when_another_gateway_took_its_claim_and_leaves_the_run_to_that(
+    edges: Edges, slow_disk: SlowDisk
+) -> None:
+    copies = edges.app.copies
+    copies._claims._renew_s = 0.05
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        session = await new_session(client)
+        run = f"{session}:train:3"
+        asked = asyncio.create_task(copy(client, path, session_id=session, model_seq_id=3))
+        assert await asyncio.to_thread(slow_disk.begun.wait, 30)
+        await edges.redis.set(keys.copying(run), "another")
+        # While its thread hangs, too.
+        async with asyncio.timeout(20):
+            refused = await asked
+        assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
+        slow_disk.goes_on.set()
+        assert run in await runs_of(client)
+        assert await edges.records.get(run, "weights/a") is None
+        assert await edges.redis.get(keys.copying(run)) == b"another"
+
+
+async def test_a_copy_that_fails_after_another_gateway_took_its_claim_leaves_the_run_to_that(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        session = await new_session(client)
+        run = f"{session}:train:3"
+
+        def fails(*_: object) -> int | None:
+            taken = edges.redis.set(keys.copying(run), "another")
+            asyncio.run_coroutine_threadsafe(taken, loop).result(30)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(edges.files.storage, "copy", fails)
+        failed = await copy(client, path, session_id=session, model_seq_id=3)
+        assert failed.status_code == 507
+        assert run in await runs_of(client)
+
+
+@pytest.mark.parametrize("lost", ["run", "claim"])
+async def test_what_was_copied_gets_no_record_without_its_run_or_its_claim(
+    edges: Edges, slow_disk: SlowDisk, lost: str
+) -> None:
+    async with edges.http() as client:
+        path = await save(edges, client, await new_model(edges, client), 1, "a")
+        session = await new_session(client)
+        run = f"{session}:train:3"
+        asked = asyncio.create_task(copy(client, path, session_id=session, model_seq_id=3))
+        assert await asyncio.to_thread(slow_disk.begun.wait, 30)
+        if lost == "run":
+            models = Stores.over(edges.redis).models
+            record = await models.get(run)
+            assert record is not None
+            await models.drop(record)
+        else:
+            await edges.redis.set(keys.copying(run), "another")
+        slow_disk.goes_on.set()
+        refused = await asked
+        assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
+        assert await edges.records.get(run, "weights/a") is None
+
+
 async def test_two_gateways_make_one_copy(edges: Edges, slow_disk: SlowDisk) -> None:
     other = Gateway("gateway-1", edges.redis, edges.app.keys, edges.files.storage, edges.data)
     async with edges.http() as client:
