@@ -25,6 +25,8 @@ from services.common.contract.errors import Internal, InvalidRequest, StorageFul
 
 Writer = Callable[[Path], object]
 """Writes one file at the path it is given. May be called again; writes the same each time."""
+GoOn = Callable[[], None]
+"""Asked between the parts of long work; what it raises ends the work."""
 
 GRACE_S = 3600.0
 """How long the files of a deleted version stay for those who are reading them."""
@@ -72,13 +74,16 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def copy(self, source: Key, target: Key) -> int | None:
+    def copy(self, source: Key, target: Key, go_on: GoOn = lambda: None) -> int | None:
         """Stores the files of one key under another, too, by reference or within the store; their bytes, or
         None when there are none. Each of the two is deleted by itself. A target that is stored already is
         left as it is.
 
+        Args:
+            go_on: asked before each file, and before each piece of one that passes through this process.
+
         Raises:
-            OSError: it could not be stored; nothing can be found under the target.
+            OSError: it could not be stored; nothing can be found under the target, nor if `go_on` raised.
         """
 
     @abstractmethod

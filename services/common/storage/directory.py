@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from services.common.process import failpoints
-from services.common.storage.base import ABANDONED_S, GRACE_S, Key, Storage, Writer, check_name
+from services.common.storage.base import ABANDONED_S, GRACE_S, GoOn, Key, Storage, Writer, check_name
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _DELETED = ".deleted-"
 _MOST_RESERVED = 1 << 30
+_PIECE = 16 << 20
 _NO_LINKS = {errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -79,18 +80,23 @@ def publish_directory(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def linked_files(directory: Path) -> dict[str, Writer]:
-    """Writers of the files of a published directory: they link them where the file system can, else copy."""
-    return {path.name: partial(_link, path) for path in directory.iterdir()}
+def linked_files(directory: Path, go_on: GoOn = lambda: None) -> dict[str, Writer]:
+    """Writers of the files of a published directory: they link them where the file system can, else copy.
+    Each of them may be long, and asks whether to go on."""
+    return {path.name: partial(_link, go_on, path) for path in directory.iterdir()}
 
 
-def _link(source: Path, target: Path) -> None:
+def _link(go_on: GoOn, source: Path, target: Path) -> None:
+    go_on()
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        shutil.copyfile(source, target)
+        with source.open("rb") as file, target.open("wb") as copy:
+            while piece := file.read(_PIECE):
+                go_on()
+                copy.write(piece)
 
 
 def directory_bytes(target: Path) -> int:
@@ -127,9 +133,9 @@ class DirectoryStorage(Storage):
             stored = self.files(key) or {}
         return sum(stored.values())
 
-    def copy(self, source: Key, target: Key) -> int | None:
+    def copy(self, source: Key, target: Key, go_on: GoOn = lambda: None) -> int | None:
         with self.local(source) as directory:
-            return None if directory is None else self.publish(target, linked_files(directory))
+            return None if directory is None else self.publish(target, linked_files(directory, go_on))
 
     def versions(self, model_id: str, checkpoint_id: str) -> list[int]:
         check_name(model_id, checkpoint_id)

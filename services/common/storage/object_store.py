@@ -25,7 +25,7 @@ import msgspec
 from fsspec import AbstractFileSystem
 
 from services.common.contract.errors import TinsmithError
-from services.common.storage.base import ABANDONED_S, GRACE_S, Key, Storage, Writer, check_name
+from services.common.storage.base import ABANDONED_S, GRACE_S, GoOn, Key, Storage, Writer, check_name
 
 _MANIFEST, _DELETED = "manifest.json", "deleted"
 _T = TypeVar("_T")
@@ -92,7 +92,7 @@ class ObjectStorage(Storage):
         return sum(manifest.files.values())
 
     @_with_os_errors
-    def copy(self, source: Key, target: Key) -> int | None:
+    def copy(self, source: Key, target: Key, go_on: GoOn = lambda: None) -> int | None:
         origin, manifest = self._manifest(source), self._manifest(target)
         if manifest is None:
             if origin is None:
@@ -100,6 +100,7 @@ class ObjectStorage(Storage):
             manifest = Manifest(uuid.uuid4().hex, origin.files)
             try:
                 for name in manifest.files:
+                    go_on()
                     self._fs.cp_file(self._file(source, origin, name), self._file(target, manifest, name))
                 self._fs.pipe_file(self._object(target, _MANIFEST), msgspec.json.encode(manifest))
             except BaseException:

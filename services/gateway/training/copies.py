@@ -3,7 +3,8 @@
 Invariants: a copy is found whole or not at all, and from then on nothing that becomes of its source touches
 it. A request that is repeated finds the copy that it made, or joins it while it is made, at whichever gateway
 and however long that takes. A copy that fails leaves no run and no session; its files are due from before
-they were made.
+they were made. A copy that is given up ends with the file, or piece of one, that is being copied, and its
+claim is not given back before.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract import ids
 from services.common.contract.errors import (
+    Cancelled,
     Conflict,
     DeadlineExceeded,
     Draining,
@@ -29,7 +32,7 @@ from services.common.contract.errors import (
 )
 from services.common.process.pools import COPIES
 from services.common.process.tasks import cancel_all
-from services.common.storage.base import Key, Storage, failure
+from services.common.storage.base import GoOn, Key, Storage, failure
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import directory_bytes, linked_files, publish_directory
 from services.gateway.access.gate import Gate
@@ -48,6 +51,8 @@ log = logging.getLogger(__name__)
 _PATIENCE_S = 300.0
 _MOST_S = 24 * 3600.0
 """A copy that takes longer hangs in a storage that does not answer."""
+_END_S = 2.0
+"""A gateway that ends waits so long for copies that were given up; the claims of those that hang expire."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +145,18 @@ class Copies:
         self._claims = claims
         self._patience = patience
         self._making: dict[tuple[Key, str], asyncio.Task[None]] = {}
+        self._copying: dict[Key, asyncio.Task[int | None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Nothing has to be started."""
 
     async def stop(self) -> None:
-        """Gives up the copies under way; a repeated request makes them, at another gateway."""
+        """Gives up the copies under way; a repeated request makes them, at another gateway. Returns soon,
+        also when a thread hangs: its claim expires."""
         await cancel_all(self._making.values())
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=_END_S)
 
     async def into_project(
         self, owner: str, wanted: Wanted, project_id: str, idempotency_key: str | None = None
@@ -224,7 +234,7 @@ class Copies:
                         raise Unavailable(f"the {job} failed elsewhere; send the same request again")
                     await self._make_claimed(job)
                 finally:
-                    await self._claims.give_back(job.key)
+                    await self._give_back(job.key)
             else:
                 await self._other_gateway(job)
         if stored.status == "creating":
@@ -270,18 +280,45 @@ class Copies:
         log.info("%s by %s to %s", job, owner, job.key.model_id)
 
     async def _put_files(self, source: Key, target: Key) -> None:
+        given_up = threading.Event()
+
+        def go_on() -> None:
+            if given_up.is_set():
+                raise Cancelled(f"the copy to {target.model_id} was given up")
+
+        # A thread cannot be cancelled: it is told, and known until it has ended.
+        copying = asyncio.create_task(COPIES.run(self._copy_files, source, target, go_on))
+        self._copying[target] = copying
         try:
             async with asyncio.timeout(_MOST_S):
-                size = await COPIES.run(self._copy_files, source, target)
+                size = await asyncio.shield(copying)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"checkpoint {source.checkpoint_id} was not copied within a day; its storage hangs"
             ) from error
         except OSError as error:
             raise failure(error, f"the copy of checkpoint {source.checkpoint_id}") from error
+        finally:
+            given_up.set()
         if size is None:
             path = ids.tinker_path(source.model_id, source.checkpoint_id)
             raise NotFound(f"{path} does not exist any more")
+
+    async def _give_back(self, key: Key) -> None:
+        """Gives a claim back, at once or when no thread copies for it any more."""
+        copying = self._copying.pop(key, None)
+        if copying is None or copying.done():
+            await self._claims.give_back(key)
+            return
+        ending = asyncio.create_task(self._give_back_after(copying, key), name=f"end of copy to {key.path}")
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def _give_back_after(self, copying: asyncio.Task[int | None], key: Key) -> None:
+        await asyncio.wait([copying])
+        # Else a request that was repeated here meanwhile has the claim.
+        if all(made != key for made, _ in self._making):
+            await self._claims.give_back(key)
 
     async def _take_back(self, job: _Job, error: Exception) -> None:
         """Ends what a copy that failed was to be in, unless another gateway makes it there by now; its files
@@ -309,11 +346,12 @@ class Copies:
             raise Conflict(f"model {run.model_id} exists; use the next model_seq_id")
         return stored
 
-    def _copy_files(self, source: Key, target: Key) -> int | None:
+    def _copy_files(self, source: Key, target: Key, go_on: GoOn) -> int | None:
+        go_on()
         if not source.checkpoint_id.startswith("sampler_weights/"):
-            return self._storage.copy(source, target)
+            return self._storage.copy(source, target, go_on)
         directory = self._data.snapshot(target.model_id, target.version)
-        return _copy_snapshot(self._data.snapshot(source.model_id, source.version), directory)
+        return _copy_snapshot(self._data.snapshot(source.model_id, source.version), directory, go_on)
 
 
 def _run_of(source: CheckpointRecord, owner: str, wanted: Wanted, model_id: str) -> ModelRecord:
@@ -332,10 +370,10 @@ def _run_of(source: CheckpointRecord, owner: str, wanted: Wanted, model_id: str)
     )
 
 
-def _copy_snapshot(source: Path, target: Path) -> int | None:
+def _copy_snapshot(source: Path, target: Path, go_on: GoOn) -> int | None:
     """The bytes of a snapshot that is now in two places; None when it is gone."""
     try:
-        files = linked_files(source)
+        files = linked_files(source, go_on)
         return publish_directory(target, files, replace=False, leave_reserve=True)
     except FileExistsError:
         return directory_bytes(target)

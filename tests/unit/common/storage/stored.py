@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.contract.errors import Cancelled
 from services.common.storage.base import Key, Storage
 
 MODEL = "s:train:0"
@@ -98,6 +99,23 @@ def check_a_deleted_version_can_be_read_to_its_end(storage: Storage) -> None:
     # The name is free at once.
     storage.publish(Key(MODEL, "weights/a", 8), {"x": text("next")})
     assert storage.versions(MODEL, "weights/a") == [8]
+
+
+def check_a_copy_that_is_given_up_ends_between_two_files(storage: Storage) -> None:
+    copy = Key("t:train:0", "weights/a", 3)
+    storage.publish(KEY, FILES)
+    asked: list[int] = []
+
+    def go_on() -> None:
+        asked.append(1)
+        if len(asked) == 2:
+            raise Cancelled("given up")
+
+    with pytest.raises(Cancelled):
+        storage.copy(KEY, copy, go_on)
+    assert storage.files(copy) is None
+    assert len(asked) == 2
+    assert storage.copy(KEY, copy, go_on) == sum(SIZES.values())
 
 
 def check_a_copy_has_a_life_of_its_own(storage: Storage) -> None:

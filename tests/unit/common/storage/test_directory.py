@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import resource
 import subprocess
@@ -13,7 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from services.common.contract.errors import Internal, StorageFull
+from services.common.contract.errors import Cancelled, Internal, StorageFull
+from services.common.storage import directory as directory_module
 from services.common.storage.base import Key, Storage, failure
 from services.common.storage.directory import DirectoryStorage, publish_directory, reserve
 from tests.unit.common.storage import stored
@@ -109,3 +112,26 @@ def test_a_full_storage_is_told_from_other_failures() -> None:
     assert "save again" in full.message
     assert isinstance(failure(OSError("An error occurred (XMinioStorageFull)"), "x"), StorageFull)
     assert isinstance(failure(PermissionError(13, "Permission denied"), "x"), Internal)
+
+
+def test_where_nothing_can_be_linked_a_copy_ends_between_two_pieces_of_a_file(
+    storage: DirectoryStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(source: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(directory_module, "_PIECE", 4)
+    storage.publish(KEY, {"x": text("twelve bytes")})
+    copy = Key("t:train:0", "weights/a", 3)
+    asked = itertools.count(1)
+
+    def go_on() -> None:
+        if next(asked) == 3:
+            raise Cancelled("given up")
+
+    with pytest.raises(Cancelled):
+        storage.copy(KEY, copy, go_on)
+    assert files_below(tmp_path) == {f"{KEY.path}/x"}
+    assert storage.copy(KEY, copy, go_on) == 12
+    assert (tmp_path / copy.path / "x").read_text() == "twelve bytes"

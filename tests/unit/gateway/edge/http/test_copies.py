@@ -6,7 +6,7 @@ import asyncio
 import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,11 @@ class SlowDisk:
         self._copy = edges.files.storage.copy
         monkeypatch.setattr(edges.files.storage, "copy", self.copy)
 
-    def copy(self, source: Key, target: Key) -> int | None:
+    def copy(self, source: Key, target: Key, go_on: Callable[[], None]) -> int | None:
         self.copies += 1
         self.begun.set()
         assert self.goes_on.wait(30)
-        return self._copy(source, target)
+        return self._copy(source, target, go_on)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ async def runs_of(client: httpx.AsyncClient) -> list[str]:
 
 
 def break_disk(edges: Edges, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(source: Key, target: Key) -> int | None:
+    def fails(*_: object) -> int | None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(edges.files.storage, "copy", fails)
@@ -225,10 +225,10 @@ async def test_a_copy_beside_another_version_of_it_is_a_conflict(
         await save_sampler(edges, client, model, 1, "s")
         here = copies_module._copy_snapshot
 
-        def quicker(source: Path, target: Path) -> int | None:
+        def quicker(source: Path, target: Path, go_on: Callable[[], None]) -> int | None:
             record = asyncio.run_coroutine_threadsafe(other_version(), loop).result(30)
             assert record
-            return here(source, target)
+            return here(source, target, go_on)
 
         async def other_version() -> bool:
             source = await edges.records.get(model, "sampler_weights/s")
@@ -275,9 +275,11 @@ async def test_a_copy_that_fails_after_another_gateway_took_its_claim_leaves_the
         session = await new_session(client)
         run = f"{session}:train:3"
 
+        async def taken() -> None:
+            await edges.redis.set(keys.copying(run), "another")
+
         def fails(*_: object) -> int | None:
-            taken = edges.redis.set(keys.copying(run), "another")
-            asyncio.run_coroutine_threadsafe(taken, loop).result(30)
+            asyncio.run_coroutine_threadsafe(taken(), loop).result(30)
             raise OSError(errno.ENOSPC, "No space left on device")
 
         loop = asyncio.get_running_loop()
@@ -340,16 +342,22 @@ async def test_a_copy_that_takes_long_is_waited_for_again_and_keeps_its_files(
         # As if it had taken more than an hour by now.
         await edges.records.look_again(making[0], time.time() - 1)
         await edges.redis.pexpire(keys.copying(making[0].model_id), 1000)
-        while making[0] in await edges.records.due(10):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert await edges.redis.pttl(keys.copying(making[0].model_id)) > 50_000
+        async with asyncio.timeout(20):
+            while making[0] in await edges.records.due(10):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            # A renewal may have been between its two steps.
+            while await edges.redis.pttl(keys.copying(making[0].model_id)) <= 50_000:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         copies._patience = 20.0
         slow_disk.goes_on.set()
         assert (await copied(client, path, "k")).startswith(f"tinker://{making[0].model_id}/")
         assert slow_disk.copies == 1
 
 
-async def test_a_gateway_that_ends_leaves_its_copies_to_another(edges: Edges, slow_disk: SlowDisk) -> None:
+async def test_a_gateway_that_ends_leaves_its_copies_to_another(
+    edges: Edges, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies_module, "_END_S", 0.1)
     other = Gateway("gateway-1", edges.redis, edges.app.keys, edges.files.storage, edges.data)
     async with edges.http() as client:
         path = await save(edges, client, await new_model(edges, client), 1, "a")
@@ -358,6 +366,11 @@ async def test_a_gateway_that_ends_leaves_its_copies_to_another(edges: Edges, sl
         assert await asyncio.to_thread(slow_disk.begun.wait, 30)
         await edges.app.copies.stop()
         assert ((await first).status_code, (await first).json()["code"]) == (503, "draining")
+        # For as long as its thread copies.
+        assert await edges.redis.exists(keys.copying(f"{session}:train:3"))
         slow_disk.goes_on.set()
+        await asyncio.wait(edges.app.copies._ending, timeout=20)
+        assert not await edges.redis.exists(keys.copying(f"{session}:train:3"))
+        assert edges.files.storage.files(Key(f"{session}:train:3", "weights/a", 1)) is None
         there = await other.application.copies.into_session("alice", Wanted(path), session, 3)
         assert there == f"tinker://{session}:train:3/weights/a"
