@@ -28,7 +28,7 @@ from services.gateway.dispatch.plan import backoff
 from services.gateway.placement import choose_replica
 from services.gateway.placement.choose_replica import Wanted
 from services.gateway.placement.placements import Placements
-from services.gateway.sampling.tries import Rests, Stalled
+from services.gateway.sampling.tries import Rests, Silent, Stalled
 from services.gateway.sampling.words import TELL_S, Words
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
@@ -39,6 +39,7 @@ STALL_S = 1800.0
 _ASK_AGAIN_S = 60.0
 _ANSWER_S = 30.0
 _FIND_S = 2.0
+_ASKED_FOR_AT_ONCE = 32
 _KEPT_S = 60.0
 """A replica keeps no sample longer than this that nobody asks for; see `Generations` of samplers."""
 
@@ -125,6 +126,8 @@ class Replicas:
         self._heard: dict[str, _Heard] = {}
         self._words = Words()
         self._rests = Rests()
+        self._silent = Silent(_FIND_S)
+        self._asking = asyncio.Semaphore(_ASKED_FOR_AT_ONCE)
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Has a function called whenever a replica came, went or changed."""
@@ -195,16 +198,23 @@ class Replicas:
         one, sent out; None = none has. One that does not answer is asked until it does or is gone, or for a
         minute: then it has ended what nobody asked for."""
         clock = asyncio.get_running_loop().time
-        until, tries, without = clock() + _KEPT_S, 0, set[str]()
+        until, tries, without = 0.0, 0, set[str]()
         while True:
-            replicas = [one for one in self._samplers.serving(base_model) if one.incarnation not in without]
-            known = await asyncio.gather(*(self._knows(replica, request_id) for replica in replicas))
-            for replica, has in zip(replicas, known, strict=True):
+            # A dead gateway may leave tens of thousands: calls for all at once would not be answered in time.
+            async with self._asking:
+                until = until or clock() + _KEPT_S
+                replicas = [
+                    one for one in self._samplers.serving(base_model) if one.incarnation not in without
+                ]
+                asked = [one for one in replicas if self._silent.may_ask(one.incarnation, clock())]
+                known = await asyncio.gather(*(self._knows(replica, request_id) for replica in asked))
+            for replica, has in zip(asked, known, strict=True):
                 if has:
                     return replica
                 if has is not None:
                     without.add(replica.incarnation)
-            if None not in known or clock() >= until:
+            all_said = len(asked) == len(replicas) and None not in known
+            if all_said or clock() >= until:
                 return None
             tries += 1
             await asyncio.sleep(backoff(tries))
@@ -213,9 +223,12 @@ class Replicas:
         """Whether a replica has a sample; None when it cannot be asked."""
         try:
             request = sampler_pb2.FindSampleRequest(request_id=request_id)
-            return (await self._stub(replica).FindSample(request, timeout=_FIND_S)).known
+            known = (await self._stub(replica).FindSample(request, timeout=_FIND_S)).known
         except grpc.aio.AioRpcError:
+            self._silent.note(replica.incarnation, asyncio.get_running_loop().time())
             return None
+        self._silent.well(replica.incarnation)
+        return known
 
     async def call(
         self, replica: ServiceRecord, request: sampler_pb2.SampleRequest, wanted: Wanted, owner: str
@@ -374,5 +387,6 @@ class Replicas:
         live = {record.incarnation: record.kv_tokens for record in self._samplers.all()}
         self._placements.keep(live)
         self._rests.keep(live)
+        self._silent.keep(live)
         self._change.set()
         self._change = asyncio.Event()

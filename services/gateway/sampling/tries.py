@@ -28,6 +28,7 @@ _MOST_LOST = 5
 _MOST_FAILURES = 2
 _FIRST_REST_S, _MOST_REST_S = 1.0, 60.0
 _FULL_S = 0.5
+_SILENT_S = 0.2
 
 
 class Stalled(DeadlineExceeded):
@@ -109,6 +110,40 @@ class Rests:
         seconds = backoff(times, _FIRST_REST_S, _MOST_REST_S)
         self._rests[replica.incarnation] = _Rest(times, now + seconds)
         log.warning("sampler %s failed %d times in a row; it rests for %g s", replica.id, times, seconds)
+
+
+class Silent:
+    """The replicas that did not answer when they were asked for a sample. One at a time asks such a replica
+    until it answers, so that it keeps nobody long from asking others. Times are seconds of one clock.
+
+    Args:
+        answer: how long an answer may take.
+    """
+
+    def __init__(self, answer: float) -> None:
+        self._answer = answer
+        self._until: dict[str, float] = {}
+
+    def may_ask(self, name: str, now: float) -> bool:
+        """Whether a replica is to be asked now. Of a silent one that holds for one who asks."""
+        if name not in self._until:
+            return True
+        if self._until[name] > now:
+            return False
+        self._until[name] = now + self._answer
+        return True
+
+    def note(self, name: str, now: float) -> None:
+        """A replica did not answer."""
+        self._until[name] = now + _SILENT_S
+
+    def well(self, name: str) -> None:
+        """A replica answered."""
+        self._until.pop(name, None)
+
+    def keep(self, live: Collection[str]) -> None:
+        """Forgets replicas that are gone."""
+        self._until = {name: until for name, until in self._until.items() if name in live}
 
 
 def let_go(model_id: str, version: int) -> SnapshotNotFound:

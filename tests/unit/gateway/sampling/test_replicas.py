@@ -1,0 +1,117 @@
+"""What a gateway asks its replicas about samples, against scripted ones over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+
+from services.common.process import rpc
+from services.common.state.known_models import Configured, KnownModel
+from services.common.state.registry import ServiceRecord
+from services.gateway.access.answer_room import AnswerRoom
+from services.gateway.cluster.discovery import Services
+from services.gateway.placement.placements import Placements
+from services.gateway.sampling import replicas as module
+from services.gateway.sampling.replicas import Replicas
+from tests.unit.gateway.scripted_services import BASE, ScriptedSampler
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
+
+KNOWN = {BASE: KnownModel(BASE, configured=Configured(name=BASE))}
+
+
+class Asked(ScriptedSampler):
+    """Counts who asks it for samples. It takes a while to answer, or for ever."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("a")
+        self.seconds = seconds
+        self.asking = self.most = self.times = 0
+
+    async def FindSample(
+        self, request: sampler_pb2.FindSampleRequest, context: grpc.aio.ServicerContext
+    ) -> sampler_pb2.FindSampleResponse:
+        self.times += 1
+        self.asking += 1
+        self.most = max(self.most, self.asking)
+        try:
+            await asyncio.sleep(self.seconds)
+            return await super().FindSample(request, context)
+        finally:
+            self.asking -= 1
+
+
+@asynccontextmanager
+async def served(sampler: ScriptedSampler, name: str) -> AsyncIterator[ServiceRecord]:
+    add, service = (
+        sampler_pb2_grpc.add_SamplerServiceServicer_to_server,
+        "tinsmith.internal.v1.SamplerService",
+    )
+    server = await rpc.serve([(add, sampler, service)], "127.0.0.1:0")
+    try:
+        yield ServiceRecord(kind="sampler", id=name, address=f"127.0.0.1:{server.port}", base_model=BASE)
+    finally:
+        await server.drain(0)
+
+
+@asynccontextmanager
+async def services(*records: ServiceRecord) -> AsyncIterator[Services]:
+    found = Services("sampler")
+    found.update(records, KNOWN)
+    try:
+        yield found
+    finally:
+        await found.close()
+
+
+def over(found: Services, stall: float = 60.0) -> Replicas:
+    return Replicas(found, Placements("gateway-0", time.monotonic), AnswerRoom(2**20), stall, ask_again=0.02)
+
+
+async def test_of_many_samples_that_are_taken_over_at_once_a_replica_is_asked_for_few_at_a_time() -> None:
+    sampler, names = Asked(0.3), [f"s:sample:0:{number}" for number in range(150)]
+    sampler.known = set(names)
+    async with served(sampler, "sampler-0") as record, services(record) as found:
+        replicas = over(found)
+        has_it = await asyncio.gather(*(replicas.find(BASE, name) for name in names))
+    assert has_it == [record] * 150
+    assert (sampler.times, sampler.most <= 32) == (150, True), sampler.most
+
+
+async def test_a_sample_that_waits_until_it_is_asked_for_loses_none_of_its_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_KEPT_S", 1.5)
+    monkeypatch.setattr(module, "_FIND_S", 60.0)
+    monkeypatch.setattr(module, "_ASKED_FOR_AT_ONCE", 1)
+    slow, names = Asked(1.0), [f"s:sample:0:{number}" for number in range(3)]
+    slow.known = {names[-1]}
+    async with served(slow, "sampler-0") as record, services(record) as found:
+        replicas = over(found)
+        looking = [asyncio.create_task(replicas.find(BASE, name)) for name in names]
+        await asyncio.gather(*looking[:2])
+        slow.mute, slow.seconds = 1, 0.0
+        assert await looking[-1] == record
+
+
+async def test_a_replica_that_does_not_answer_keeps_no_samples_from_being_asked_for_at_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_FIND_S", 0.5)
+    monkeypatch.setattr(module, "_KEPT_S", 2.0)
+    silent, other = Asked(3600), Asked(0)
+    names = [f"s:sample:0:{number}" for number in range(300)]
+    other.known = set(names[::2])
+    async with (
+        served(silent, "sampler-0") as first,
+        served(other, "sampler-1") as second,
+        services(first, second) as found,
+    ):
+        replicas = over(found)
+        has_it = await asyncio.gather(*(replicas.find(BASE, name) for name in names))
+    assert has_it == [second, None] * 150
+    assert silent.times < 64, "a few find out, and then one at a time"
