@@ -90,6 +90,12 @@ class Services:
         known = self._base_models.get(base_model)
         return known is not None and known.retired and not self.serving(base_model)
 
+    def missing(self, base_model: str) -> bool:
+        """Whether nothing here serves a base model now, though something is to: it may only not be announced
+        at the moment."""
+        known = self._base_models.get(base_model)
+        return known is not None and not known.retired and not self.serving(base_model)
+
     def channel(self, record: ServiceRecord) -> grpc.aio.Channel:
         """The channel to one incarnation of a service, with the newest certificate of this gateway."""
         key = (record.incarnation, self._number)

@@ -228,7 +228,7 @@ class SampleDispatcher:
         except TimeoutError:
             if not followed.waiting.expired():
                 raise
-            sent = taken_over or tries.number > 0
+            sent = taken_over or tries.sent
             result = await kept(self._replicas, request, session) if sent else None
             if result is None:
                 await self._publish(request_id, request, untouched(request))
@@ -328,7 +328,7 @@ class SampleDispatcher:
             if waiting:
                 await self._journal.note_waiting(request_id, "")
                 waiting = False
-            request.origin.handed_at = time.time()
+            request.origin.handed_at, tries.sent = time.time(), True
             try:
                 with tracing.span("sample", "CLIENT", replica=replica.id):
                     return await self._replicas.call(replica, request, wanted, session.owner)

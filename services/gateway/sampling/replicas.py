@@ -196,7 +196,7 @@ class Replicas:
     async def find(self, base_model: str, request_id: str) -> ServiceRecord | None:
         """The replica, draining or not, that has a sample which another gateway, or an earlier start of this
         one, sent out; None = none has. One that does not answer is asked until it does or is gone, or for a
-        minute: then it has ended what nobody asked for."""
+        minute: then it has ended what nobody asked for. So are those that are not announced just now."""
         clock = asyncio.get_running_loop().time
         until, tries, without = 0.0, 0, set[str]()
         while True:
@@ -214,7 +214,7 @@ class Replicas:
                 if has is not None:
                     without.add(replica.incarnation)
             all_said = len(asked) == len(replicas) and None not in known
-            if all_said or clock() >= until:
+            if (all_said and not self._samplers.missing(base_model)) or clock() >= until:
                 return None
             tries += 1
             await asyncio.sleep(backoff(tries))

@@ -37,10 +37,11 @@ class Stalled(DeadlineExceeded):
 
 @dataclass
 class Tries:
-    """The tries of one sample: in all, lost with which replicas, and failed; and the replica that has it from
-    another gateway, until it was asked for it."""
+    """The tries of one sample: in all, whether any replica was sent it, lost with which replicas, and failed;
+    and the replica that has it from another gateway, until it was asked for it."""
 
     number: int = 0
+    sent: bool = False
     lost: set[str] = field(default_factory=set)
     failures: int = 0
     has_it: ServiceRecord | None = None

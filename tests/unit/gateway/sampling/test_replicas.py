@@ -115,3 +115,25 @@ async def test_a_replica_that_does_not_answer_keeps_no_samples_from_being_asked_
         has_it = await asyncio.gather(*(replicas.find(BASE, name) for name in names))
     assert has_it == [second, None] * 150
     assert silent.times < 64, "a few find out, and then one at a time"
+
+
+async def test_a_sample_is_looked_for_while_no_replica_is_announced() -> None:
+    sampler = ScriptedSampler("a")
+    sampler.known = {"s:sample:0:0"}
+    async with served(sampler, "sampler-0") as record, services() as found:
+        replicas = over(found)
+        looking = asyncio.create_task(replicas.find(BASE, "s:sample:0:0"))
+        await asyncio.sleep(0.2)
+        assert not looking.done()
+        found.update([record], KNOWN)
+        assert await looking == record
+
+
+@pytest.mark.parametrize("known", [{}, {BASE: KnownModel(BASE, retired=True)}], ids=["unknown", "retired"])
+async def test_a_sample_of_a_base_model_that_no_replica_will_serve_is_not_looked_for(
+    known: dict[str, KnownModel],
+) -> None:
+    async with services() as found:
+        found.update([], known)
+        async with asyncio.timeout(5):
+            assert await over(found).find(BASE, "s:sample:0:0") is None
