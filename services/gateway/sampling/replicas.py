@@ -14,11 +14,7 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from services.common.contract.errors import (
-    Internal,
-    Starting,
-    Unavailable,
-)
+from services.common.contract.errors import Internal, Starting, Unavailable
 from services.common.process import rpc
 from services.common.state.registry import ServiceRecord
 from services.common.telemetry import subject
@@ -38,6 +34,7 @@ log = logging.getLogger(__name__)
 STALL_S = 1800.0
 _ASK_AGAIN_S = 60.0
 _ANSWER_S = 30.0
+_AT_ONCE_S = 0.001
 _FIND_S = 2.0
 _ASKED_FOR_AT_ONCE = 32
 _KEPT_S = 60.0
@@ -363,11 +360,20 @@ class Replicas:
                     heard.add(new)
                     for follower in tuple(self._followers.get(request.request_id, ())):
                         follower(new)
+                elif (reached := await self._reached(replica, request)) != tokens:
+                    # One that joined what an earlier call began is told nothing before its end.
+                    tokens, since = reached, clock()
                 elif clock() - since >= self._stall:
                     raise self._stalled(request.request_id, tokens)
         finally:
             del self._heard[request.request_id]
             call.cancel()
+
+    async def _reached(self, replica: ServiceRecord, request: sampler_pb2.SampleRequest) -> int:
+        """Tokens so far of a sample that a replica runs; 0 when it has just ended."""
+        request.wait_seconds = _AT_ONCE_S
+        reply = await self._stub(replica).Sample(request, timeout=_ANSWER_S, metadata=subject.metadata())
+        return reply.progress.tokens
 
     def _stalled(self, request_id: str, tokens: int) -> Stalled:
         self.end(request_id)

@@ -137,3 +137,57 @@ async def test_a_sample_of_a_base_model_that_no_replica_will_serve_is_not_looked
         found.update([], known)
         async with asyncio.timeout(5):
             assert await over(found).find(BASE, "s:sample:0:0") is None
+
+
+class Joined(ScriptedSampler):
+    """Generates what an earlier call began: a stream is told nothing of it before its end.
+
+    Attributes:
+        reached: tokens so far; None = so many as it was asked how many there are.
+        times: how often it says that there is nothing new.
+    """
+
+    def __init__(self, reached: int | None, times: int) -> None:
+        super().__init__("a")
+        self.reached, self.times, self.asked = reached, times, 0
+
+    async def Sample(
+        self, request: sampler_pb2.SampleRequest, context: grpc.aio.ServicerContext
+    ) -> sampler_pb2.SampleResponse:
+        assert request.wait_seconds > 0
+        self.asked += 1
+        tokens = self.asked if self.reached is None else self.reached
+        return sampler_pb2.SampleResponse(progress=sampler_pb2.SampleProgress(tokens=tokens))
+
+    async def StreamSample(
+        self, request: sampler_pb2.StreamSampleRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[sampler_pb2.StreamSampleResponse]:
+        for _ in range(self.times):
+            await asyncio.sleep(request.sample.wait_seconds)
+            yield sampler_pb2.StreamSampleResponse(new_tokens=sampler_pb2.NewTokens())
+        last = sampler_pb2.SampleResponse()
+        last.result.sequences.add().tokens.data = b"a"
+        yield sampler_pb2.StreamSampleResponse(last=last)
+
+
+async def streamed(sampler: ScriptedSampler, stall: float) -> bytes:
+    request = sampler_pb2.SampleRequest(request_id="s:sample:0:0", num_samples=1)
+    async with served(sampler, "sampler-0") as record, services(record) as found:
+        replicas = over(found, stall)
+        replicas.follow(request.request_id, lambda parts: None)
+        wanted = module.wanted_by(request, full=False)
+        try:
+            return (await replicas.call(record, request, wanted, "ann")).sample.sequences[0].tokens.data
+        finally:
+            await replicas.stop()
+
+
+async def test_a_stream_that_joined_what_runs_takes_as_long_as_it_takes_while_tokens_come() -> None:
+    assert await streamed(Joined(None, 40), stall=0.2) == b"a"
+
+
+async def test_a_stream_that_joined_what_runs_without_progress_is_ended() -> None:
+    sampler = Joined(7, 10_000)
+    with pytest.raises(module.Stalled, match="after 7 tokens"):
+        await streamed(sampler, stall=0.3)
+    assert sampler.ended == ["s:sample:0:0"]

@@ -11,6 +11,7 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import Unavailable
+from services.common.state.known_models import Configured, configure
 from services.gateway.records.usage import UsageStore, day_of
 from services.gateway.sampling.running import Followed
 from tests.unit.gateway.sampling.dispatching import (
@@ -202,6 +203,7 @@ async def test_a_sample_is_kept_at_its_replica_through_whichever_gateway(
 async def test_a_sample_that_no_replica_has_is_kept_with_nothing_at_once(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:
+    await configure(redis_client, [Configured(name=BASE)])
     gateway = await gateway_on()
     request_id = ids.request_id(SESSION, 0)
     request = sampler_pb2.SampleRequest(request_id=request_id, num_samples=2, topk_sample_logprobs=3)
