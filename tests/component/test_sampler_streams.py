@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import grpc
 import pytest
+import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -74,6 +76,24 @@ async def test_text_that_is_constrained_by_a_schema_is_json_that_it_admits(stub,
         assert sequence.stop_reason == sampling_pb2.STOP_REASON_STOP
         text = tokenizer.decode(ints(sequence.tokens), skip_special_tokens=True)
         assert json.loads(text) in SCHEMA["enum"]
+
+
+async def test_log_probabilities_of_constrained_text_are_the_models_own(stub, judge) -> None:
+    wanted = request(prompt(3, 12), max_tokens=64, stop=EOS, seed=1)
+    wanted.constraint.json_schema = json.dumps(SCHEMA)
+    wanted.topk_sample_logprobs = 4
+    # One that is not constrained shares its steps.
+    free = request(prompt(4, 12), max_tokens=30, stop=NEVER, seed=1)
+    free.topk_sample_logprobs = 4
+    results = await asyncio.gather(sample(stub, wanted), sample(stub, free))
+    for asked, result in zip((wanted, free), results, strict=True):
+        tokens, (sequence,) = ints(asked.prompt), result.sequences
+        expected = judge(0).distribution(tokens + ints(sequence.tokens))[len(tokens) - 1 : -1].detach()
+        sampled = torch.tensor(ints(sequence.tokens))
+        own = expected.gather(1, sampled[:, None])[:, 0]
+        torch.testing.assert_close(floats(sequence.logprobs), own, atol=1e-5, rtol=0)
+        likely = floats(sequence.topk_logprobs.logprobs).reshape(-1, 4)
+        torch.testing.assert_close(likely, expected.topk(4).values, atol=1e-5, rtol=0)
 
 
 async def test_a_structural_tag_constrains_what_is_tagged(stub, sampler: Sampler) -> None:
