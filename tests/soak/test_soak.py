@@ -75,17 +75,18 @@ def soaked(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterato
 def kept(cluster: Cluster) -> Kept:
     """What the cluster holds now."""
     url = DataDir(cluster.data_dir).redis_url.read_text().strip()
-    files, deleted = 0, set()
+    files, deleted = 0, set[str]()
     for name in ("snapshots", "state", "checkpoints", "staging"):
-        for path in (cluster.data_dir / name).rglob("*"):
-            if path.parent.name.startswith(".deleted-"):
-                deleted.add(path.parent)
+        # Unlike Path.rglob, walking passes over what goes away meanwhile.
+        for directory, inner, names in os.walk(cluster.data_dir / name):
+            if Path(directory).name.startswith(".deleted-"):
+                deleted.update([directory] if inner or names else [])
             else:
-                files += path.is_file()
+                files += len(names)
     with redis.Redis.from_url(url) as client:
-        names = list(client.scan_iter(count=1000))
+        found = list(client.scan_iter(count=1000))
         pipeline = client.pipeline()
-        for key in names:
+        for key in found:
             pipeline.pttl(key)
         count = sum(left == -1 for left in pipeline.execute())
         used = client.info("memory")["used_memory"]
