@@ -8,9 +8,10 @@ after its journal says that it is closed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -51,7 +52,8 @@ _CONCURRENCY = 32
 _PATIENCE_S = 5.0
 """So long each part of a sweep waits for what it began; trainers and storages may take longer."""
 _CALLS = 4
-"""To the trainers of one base model at once: one that hangs keeps no more than these waiting."""
+"""To the trainers of one base model at once; others wait for their turn, and for a later sweep where one
+that hangs has them all."""
 _MOST_REST_S = 300.0
 _MOST_SESSIONS = 1000
 _CALL_S = 120.0
@@ -99,7 +101,7 @@ class Retention:
         self._sampling_sessions = stores.sampling_sessions
         self._lease = SweepLease(client, keys.RETENTION_LEASE, gateway_id)
         self._works = Works(_CONCURRENCY, _PATIENCE_S, settings.sweep, _MOST_REST_S)
-        self._calls: Counter[str] = Counter()
+        self._calls: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _CALLS))
         self._sweeps = Periodic("retention sweep", settings.sweep, self._sweep_if_due, _DEADLINE_S)
 
     async def start(self) -> None:
@@ -191,14 +193,18 @@ class Retention:
         Raises:
             TinsmithError: a trainer failed or cannot be reached.
         """
-        if self._calls[base_model] >= _CALLS:
-            return False
-        self._calls[base_model] += 1
-        try:
-            async with self._works.aside():
+        calls = self._calls[base_model]
+        async with self._works.aside():
+            try:
+                # Thousands of sessions may end within minutes, and a call takes milliseconds.
+                async with asyncio.timeout(_PATIENCE_S):
+                    await calls.acquire()
+            except TimeoutError:
+                return False
+            try:
                 return await self._call_all(base_model, call)
-        finally:
-            self._calls[base_model] -= 1
+            finally:
+                calls.release()
 
     async def _call_all(self, base_model: str, call: TrainerCall) -> bool:
         trainers = self._trainers.serving(base_model)

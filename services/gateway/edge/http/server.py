@@ -18,7 +18,7 @@ import uvicorn
 from redis.exceptions import RedisError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler
@@ -138,6 +138,7 @@ def create_app(application: Application, tells: bool = False) -> ASGIApp:
     handlers: dict[type[Exception] | int, ExceptionHandler] = {
         TinsmithError: _tinsmith_error,
         RedisError: _redis_error,
+        ClientDisconnect: _gone,
         HTTPException: _http_exception,
         Exception: _unexpected,
     }
@@ -188,6 +189,11 @@ async def _redis_error(request: Request, error: Exception) -> Response:
     log.warning("%s %s: %s", request.method, request.url.path, error)
     assert isinstance(error, RedisError)
     return _error(redis_errors.typed(error))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    # Nobody reads it; it is no fault of ours either, which the server would log with a traceback.
+    return Response(status_code=499)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

@@ -252,3 +252,14 @@ async def test_a_closed_model_stays_closed_and_an_open_one_is_never_erased(stage
     assert (await stage.run(model_id, 2, refused=refused)).error.code == "invalid_request"
     await stage.step(model_id, 3)
     assert stage.trainer.order(model_id) == [0, 1, 3]
+
+
+async def test_models_that_ended_together_are_taken_down_together(stage: Stage) -> None:
+    sessions = [await stage.session() for _ in range(20)]
+    models = [await stage.model(session_id) for session_id in sessions]
+    for session_id in sessions:
+        await stage.sessions.finish("ann", session_id, "success", "")
+    await stage.sweep(later=SETTLED)
+    await stage.sweep(later=DELETED)
+    # A trainer is called for a few at a time; the others have their turn in the same sweep.
+    assert {request.model_id for request in stage.trainer.deleted} == set(models)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 import zstandard
 from starlette.requests import Request
@@ -18,7 +20,7 @@ from services.gateway.edge.http.body import end_of, received, skimmed
 from services.gateway.edge.http.codec import head
 from services.gateway.edge.http.server import TABLE
 from tests.unit.gateway.edge.http.batches import PROTO, batch, failure, raising
-from tests.unit.gateway.edges import BOB, Edges, new_model
+from tests.unit.gateway.edges import ALICE, BOB, Edges, new_model
 from tinsmith.internal.v1 import tinker_pb2
 
 LIMIT = 32_000
@@ -101,6 +103,20 @@ async def test_somebody_elses_seq_id_is_not_used_up(edges: Edges) -> None:
         sent = await client.post("optim_step", json={"model_id": model, "seq_id": 1, "adam_params": {}})
         assert sent.status_code == 200
         assert (await edges.operation(model, 1)) is not None
+
+
+async def test_a_client_that_goes_away_within_its_body_is_no_fault_of_ours(
+    edges: Edges, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = httpx.URL(edges.base_url)
+    _, writer = await asyncio.open_connection(address.host, address.port)
+    lines = ("POST /api/v1/retrieve_futures HTTP/1.1", "host: x", f"x-api-key: {ALICE}", "content-length: 90")
+    writer.write("\r\n".join([*lines, "", '{"request']).encode())
+    await writer.drain()
+    await asyncio.sleep(0.3)
+    writer.close()
+    await asyncio.sleep(0.5)
+    assert "Exception in ASGI application" not in caplog.text
 
 
 async def test_of_a_body_whose_last_part_is_too_much_the_end_is_known() -> None:
