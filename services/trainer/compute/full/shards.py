@@ -138,7 +138,7 @@ class SavedShards:
         for tensor, saved in self._tensors.items():
             if not _is_whole(saved):
                 raise DataLoss(f"the saved state in {name} is incomplete: of {tensor} a part is missing")
-            if len(types[tensor]) > 1:
+            if len(types.get(tensor, ())) > 1:
                 raise DataLoss(f"the saved state in {name} is damaged: {tensor} has parts of several types")
 
     def check(self, sizes: Mapping[str, int]) -> None:
