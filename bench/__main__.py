@@ -2,15 +2,24 @@
 
 Prints a table with the targets, and writes bench/results/NAME.json unless --only chose some. Exit code 1 when
 a row that holds on any machine (exactness) misses its target.
+
+`python -m bench gpu` is another program, for a machine with a GPU: bench/gpu/program.py.
 """
 
 from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and sys.argv[1:2] == ["gpu"]:
+    # Before the imports below, of which such a machine has not all.
+    from bench.gpu.program import main as measure_a_gpu
+
+    sys.exit(measure_a_gpu(sys.argv[2:]))
 
 import argparse
 import datetime
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,11 +28,16 @@ from pathlib import Path
 import tinker
 import transformers
 
+from bench import machine
+from bench.counted import loss_memory, structure
+from bench.requests import cost, latency, waiting
+from bench.rows import Row
+from bench.sampling import publishing
+from bench.sampling import throughput as sampling
+from bench.stack import BASE_MODEL, CPU, Stack
+from bench.training import exactness, throughput
 from examples.demo import cluster, display
 from services.launcher.tiny_model import make_tiny_model
-
-from . import exactness, latency, loss_memory, machine, publishing, sampling, structure, throughput, waiting
-from .stack import BASE_MODEL, CPU, Row, Stack
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 4096
@@ -38,6 +52,7 @@ ALONE: dict[str, tuple[str, Callable[[], list[Row]]]] = {
 MEASUREMENTS: dict[str, tuple[str, Callable[[Stack], list[Row]]]] = {
     "exactness": ("Comparing log-probabilities", exactness.measure),
     "training": ("Training", throughput.training),
+    "mixed-lengths": ("Training on sequences of many lengths", throughput.mixed_lengths),
     "shared-prefixes": ("Training on answers to one prompt", throughput.shared_prefixes),
     "small-tenants": ("Training in small steps", throughput.small_tenants),
     "small-forward": ("Small requests", latency.small_forward),
@@ -50,6 +65,8 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[Stack], list[Row]]]] = {
     "publishing": ("Publishing weights", publishing.measure),
     "sampling-base": ("Sampling the base model", sampling.base_model),
     "sampling-adapters": ("Sampling adapters", sampling.adapters),
+    "sampling-many": ("Sampling 1,024 sequences at once", sampling.many_sequences),
+    "sample-costs": ("What a sample costs its services", cost.one_token_samples),
     "heartbeats": ("Heartbeats", waiting.heartbeats),
 }
 
@@ -121,6 +138,7 @@ def _in_a_cluster(scratch: Path, threads: int, chosen: list[str]) -> list[Row]:
                 scratch,
                 VOCAB,
                 threads,
+                running.pid,
             )
             for name in chosen:
                 label, measure = MEASUREMENTS[name]

@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 import bench.__main__ as program
-from bench import exactness, latency, loss_memory, publishing, raw_broadcast, sampling, waiting
-from bench.bare_engine import _pass
-from bench.stack import Row, alternate, next_token_datum, random_tokens, ratio_row
+from bench.counted import loss_memory
+from bench.requests import cost, latency, waiting
+from bench.rows import Row, alternate, ratio_row
+from bench.sampling import publishing, raw_broadcast
+from bench.sampling import throughput as sampling
+from bench.stack import next_token_datum, random_tokens
+from bench.training import exactness
+from bench.training.bare_engine import _pass, _together
 from services.trainer.compute.data import PassOp
 from tinsmith.internal.v1 import tinker_pb2
 
@@ -34,6 +39,12 @@ def test_one_slow_repetition_does_not_move_the_ratio() -> None:
     assert row.holds
     assert (row.details["lowest_ratio"], row.details["highest_ratio"]) == (0.5, 50.0)
     assert (row.details["ours_tokens_per_s"], row.details["bare_tokens_per_s"]) == (25.0, 50.0)
+
+
+def test_a_process_is_charged_for_the_time_that_it_had_a_core_not_for_what_passed() -> None:
+    row = cost.cost_row("gateway", spent=1.0, elapsed=50.0, at_least=1000.0)
+    assert (row.value, row.holds) == (2000.0, True)
+    assert (row.details["core_ms_per_sample"], row.details["samples_per_s_on_this_machine"]) == (0.5, 40.0)
 
 
 def test_the_largest_difference_is_found_and_not_a_number_is_infinite() -> None:
@@ -92,6 +103,15 @@ def test_the_bare_engine_gets_the_batch_in_the_trainers_units() -> None:
     row = work.micro_batches[1].rows[0]
     targets = np.frombuffer(row.loss_inputs["target_tokens"].data, "<i8")
     assert (row.index, row.length, targets[0], targets[-1]) == (2, 4096, 1, 4096)
+
+
+def test_the_bare_engine_gets_small_batches_of_several_models_as_one_micro_batch() -> None:
+    work = _together([_pass(PassOp(f"m{n}", 1, "cross_entropy"), [[n, 2, 3], [n, 4]]) for n in range(3)])
+    assert [op.model_id for op in work.ops] == ["m0", "m1", "m2"]
+    (batch,) = work.micro_batches
+    assert [(row.op, row.model_id, row.index) for row in batch.rows] == [
+        (n, f"m{n}", index) for n in range(3) for index in range(2)
+    ]
 
 
 def test_two_processes_broadcast_the_bytes() -> None:

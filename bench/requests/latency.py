@@ -9,11 +9,11 @@ import httpx
 import numpy as np
 import tinker
 
+from bench.rows import Row, added_row, alternate, milliseconds, seconds
+from bench.stack import BASE_MODEL, RANK, Stack, random_tokens
+from bench.training.bare_engine import BareEngine
+from bench.training.exactness import trainer_logprobs
 from tinsmith.internal.v1 import tinker_pb2
-
-from .bare_engine import BareEngine
-from .exactness import trainer_logprobs
-from .stack import BASE_MODEL, RANK, Row, Stack, added_row, alternate, milliseconds, random_tokens, seconds
 
 ACCEPTS = 60
 FORWARDS, FORWARD_TOKENS = 60, 16

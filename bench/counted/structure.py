@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import balance, counts
-from .stack import Row
+from bench.counted import balance, counts
+from bench.rows import Row
 
 RANKS, MICRO_BATCH = 8, 8192
 ADAPTERS = 64

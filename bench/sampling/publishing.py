@@ -9,24 +9,12 @@ from typing import Any
 import grpc
 import numpy as np
 
+from bench.rows import Row, alternate, milliseconds, ratio_row, seconds
+from bench.sampling import raw_broadcast
+from bench.sampling.throughput import sample
+from bench.stack import BASE_MODEL, RANK, Stack, next_token_datum, random_tokens, train
+from bench.training.exactness import newest_snapshot
 from tinsmith.v1 import results_pb2, service_pb2_grpc
-
-from . import raw_broadcast
-from .exactness import newest_snapshot
-from .sampling import sample
-from .stack import (
-    BASE_MODEL,
-    RANK,
-    Row,
-    Stack,
-    alternate,
-    milliseconds,
-    next_token_datum,
-    random_tokens,
-    ratio_row,
-    seconds,
-    train,
-)
 
 REPETITIONS, PROMPT_TOKENS = 9, 32
 CROWD, CROWD_TOKENS, CROWD_REPETITIONS = 16, 64, 4

@@ -16,25 +16,12 @@ import httpx
 import numpy as np
 import tinker
 
+from bench.child import Child
+from bench.rows import Row, alternate, milliseconds, seconds
+from bench.stack import BASE_MODEL, CPU, RANK, SEED, Stack, next_token_datum, random_tokens, train
+from bench.training.exactness import trainer_logprobs
 from examples.demo import cluster
 from services.launcher.tiny_model import make_tiny_model
-
-from .child import Child
-from .exactness import trainer_logprobs
-from .stack import (
-    BASE_MODEL,
-    CPU,
-    RANK,
-    SEED,
-    Row,
-    Stack,
-    alternate,
-    milliseconds,
-    next_token_datum,
-    random_tokens,
-    seconds,
-    train,
-)
 
 WAITING = 2000
 HEARTBEATS = 300
@@ -156,7 +143,9 @@ def small_forwards_on_a_tiny_model(stack: Stack) -> list[Row]:
             arguments = [to.base_url, to.api_key, str(_TINY_VOCAB)]
             for number in range(_TRAINING):
                 log = stack.scratch / f"tenant-{number}.log"
-                tenant = tenants.enter_context(contextlib.closing(Child("bench.tenant", arguments, {}, log)))
+                tenant = tenants.enter_context(
+                    contextlib.closing(Child("bench.requests.tenant", arguments, {}, log))
+                )
                 tenant.ask({})
             forwards(5)
             busy = forwards(3 * _FORWARDS)

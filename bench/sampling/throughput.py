@@ -6,23 +6,15 @@ import numpy as np
 import tinker
 from tinker import types
 
-from .bare_vllm import ADAPTERS, BareVllm
-from .exactness import newest_snapshot
-from .stack import (
-    BASE_MODEL,
-    Row,
-    Stack,
-    added_row,
-    alternate,
-    next_token_datum,
-    random_tokens,
-    ratio_row,
-    seconds,
-    train,
-)
+from bench.rows import Row, added_row, alternate, ratio_row, seconds
+from bench.sampling.bare_vllm import ADAPTERS, BareVllm
+from bench.stack import BASE_MODEL, Stack, next_token_datum, random_tokens, train
+from bench.training.exactness import newest_snapshot
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 64, 128
 BASE_REPETITIONS, ADAPTER_REPETITIONS, ONE_TOKEN_REPETITIONS = 2, 1, 30
+GROUP, GROUP_TOKENS = 16, 32
+"""Answers to each prompt, and their tokens, of a batch of 1,024 sequences."""
 
 
 def base_model(stack: Stack) -> list[Row]:
@@ -59,18 +51,36 @@ def adapters(stack: Stack) -> list[Row]:
     return [ratio_row(name, ours, theirs, PROMPTS * NEW_TOKENS, at_least=0.9)]
 
 
+def many_sequences(stack: Stack) -> list[Row]:
+    """64 prompts with 16 answers each, as a step of RL asks for them: 1,024 sequences at once."""
+    client = stack.service.create_sampling_client(base_model=BASE_MODEL).result()
+    bare = BareVllm(stack.model_dir, stack.threads, False, stack.scratch / "bare-vllm-many.log")
+    try:
+        ours, theirs = _compare(stack, [client], bare, [], BASE_REPETITIONS, GROUP_TOKENS, GROUP)
+    finally:
+        bare.close()
+    name = "sampling, base model, 1,024 sequences at once: API / plain LLM.generate"
+    return [ratio_row(name, ours, theirs, PROMPTS * GROUP * GROUP_TOKENS, at_least=0.95)]
+
+
 def _compare(
-    stack: Stack, clients: list[tinker.SamplingClient], bare: BareVllm, directories: list, repetitions: int
+    stack: Stack,
+    clients: list[tinker.SamplingClient],
+    bare: BareVllm,
+    directories: list,
+    repetitions: int,
+    tokens: int = NEW_TOKENS,
+    group: int = 1,
 ) -> tuple[list[float], list[float]]:
     # New prompts every time, so that neither side finds them in its prefix cache.
     rng = np.random.default_rng(4)
     prompts = [random_tokens(rng, stack.vocab, PROMPTS, PROMPT_TOKENS) for _ in range(repetitions + 1)]
-    bare.generate(prompts[-1], 4, directories)
-    sample(clients, prompts[-1], 4)
+    bare.generate(prompts[-1], 4, directories, group)
+    sample(clients, prompts[-1], 4, group)
     ours, theirs = alternate(
         repetitions,
-        lambda number: seconds(lambda: sample(clients, prompts[number], NEW_TOKENS)),
-        lambda number: bare.generate(prompts[number], NEW_TOKENS, directories),
+        lambda number: seconds(lambda: sample(clients, prompts[number], tokens, group)),
+        lambda number: bare.generate(prompts[number], tokens, directories, group),
     )
     return ours, theirs
 
@@ -94,14 +104,16 @@ def one_token_row(ours: list[float], theirs: list[float]) -> Row:
     return row
 
 
-def sample(clients: list[tinker.SamplingClient], prompts: list[list[int]], max_tokens: int) -> None:
-    """Samples from every prompt, from each client in turn, and waits for all."""
+def sample(
+    clients: list[tinker.SamplingClient], prompts: list[list[int]], max_tokens: int, group: int = 1
+) -> None:
+    """Samples `group` answers to every prompt, from each client in turn, and waits for all."""
     params = types.SamplingParams(max_tokens=max_tokens, temperature=1.0, stop=[])
     futures = [
-        clients[number % len(clients)].sample(types.ModelInput.from_ints(prompt), 1, params)
+        clients[number % len(clients)].sample(types.ModelInput.from_ints(prompt), group, params)
         for number, prompt in enumerate(prompts)
     ]
     for future in futures:
-        count = len(future.result().sequences[0].tokens)
-        if count != max_tokens:
-            raise RuntimeError(f"asked for {max_tokens} tokens, got {count}")
+        counts = [len(sequence.tokens) for sequence in future.result().sequences]
+        if counts != [max_tokens] * group:
+            raise RuntimeError(f"asked for {group} x {max_tokens} tokens, got {counts}")

@@ -9,8 +9,9 @@ import numpy as np
 import tinker
 from tinker import types
 
-from . import bare_torch
-from .stack import Row, Stack, next_token_datum, random_tokens, train
+from bench.rows import Row
+from bench.stack import Stack, next_token_datum, random_tokens, train
+from bench.training import bare_torch
 
 LENGTHS = (17, 64, 128)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .child import Child, answer_jobs
-from .stack import RANK
+from bench.child import Child, answer_jobs
+from bench.stack import RANK
 
 ADAPTERS = 4
 
@@ -27,19 +27,25 @@ class BareVllm(Child):
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        super().__init__("bench.bare_vllm", [str(model_dir), "lora" if lora else "plain"], environment, log)
+        super().__init__(
+            "bench.sampling.bare_vllm", [str(model_dir), "lora" if lora else "plain"], environment, log
+        )
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, adapters: list[Path]) -> float:
-        """Seconds that `LLM.generate` takes for `max_tokens` tokens from each prompt.
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, adapters: list[Path], group: int = 1
+    ) -> float:
+        """Seconds that `LLM.generate` takes for `max_tokens` tokens of each answer.
 
         Args:
             adapters: PEFT directories, one prompt each in turn; none = the base model.
+            group: answers to each prompt.
 
         Raises:
             RuntimeError: the child ended.
         """
         names = [str(adapter) for adapter in adapters]
-        return float(self.ask({"prompts": prompts, "max_tokens": max_tokens, "adapters": names}))
+        job = {"prompts": prompts, "max_tokens": max_tokens, "adapters": names, "group": group}
+        return float(self.ask(job))
 
 
 def _load(model_dir: str, lora: bool) -> Callable[[Any], float]:
@@ -61,7 +67,9 @@ def _load(model_dir: str, lora: bool) -> Callable[[Any], float]:
 
     def generate(job: Any) -> float:
         prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-        params = SamplingParams(max_tokens=job["max_tokens"], ignore_eos=True, logprobs=0, detokenize=False)
+        params = SamplingParams(
+            n=job["group"], max_tokens=job["max_tokens"], ignore_eos=True, logprobs=0, detokenize=False
+        )
         loaded = [LoRARequest(path, number + 1, path) for number, path in enumerate(job["adapters"])]
         requests = [loaded[n % len(loaded)] for n in range(len(prompts))] if loaded else None
         start = time.perf_counter()

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from .child import Child, answer_jobs
-from .stack import RANK, SEED
+from bench.child import Child, answer_jobs
+from bench.stack import RANK, SEED
 
 MICRO_BATCH_TOKENS = 8192
 """The trainer's default."""
 
 
 class BareEngine(Child):
-    """A child process with an `Engine` and one model."""
+    """A child process with an `Engine` and models."""
 
     def __init__(self, model_dir: Path, threads: int, log: Path) -> None:
         """Starts loading; the first call waits for it."""
@@ -30,7 +31,7 @@ class BareEngine(Child):
             "DS_ACCELERATOR": "cpu",
             "LOCAL_RANK": "0",
         }
-        super().__init__("bench.bare_engine", [str(model_dir)], environment, log)
+        super().__init__("bench.training.bare_engine", [str(model_dir)], environment, log)
 
     def train(self, batch: list[list[int]], learning_rate: float, *, shared: bool = True) -> float:
         """Seconds of one pass over the batch with its gradient, and one optimizer step.
@@ -38,11 +39,18 @@ class BareEngine(Child):
         Args:
             shared: what sequences begin with alike is computed once.
         """
-        return float(self.ask({"batch": batch, "learning_rate": learning_rate, "shared": shared}))
+        return self._seconds([batch], learning_rate, shared)
+
+    def train_together(self, batches: list[list[list[int]]], learning_rate: float) -> float:
+        """Seconds of one pass over the small batches of different models, and the optimizer steps of all."""
+        return self._seconds(batches, learning_rate, True)
 
     def forward(self, batch: list[list[int]]) -> float:
         """Seconds of one pass over the batch without a gradient."""
-        return float(self.ask({"batch": batch, "learning_rate": None, "shared": True}))
+        return self._seconds([batch], None, True)
+
+    def _seconds(self, batches: list[list[list[int]]], learning_rate: float | None, shared: bool) -> float:
+        return float(self.ask({"batches": batches, "learning_rate": learning_rate, "shared": shared}))
 
 
 def _load(model_dir: str) -> Callable[[Any], float]:
@@ -53,20 +61,25 @@ def _load(model_dir: str) -> Callable[[Any], float]:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0, rank=0, world_size=1)
-    engine.create_model("m", LoraSpec(RANK, SEED))
-    seq_id, shares = 0, engine.shares_prefixes
+    seq_id, models, shares = 0, 0, engine.shares_prefixes
 
     def run(job: Any) -> float:
-        nonlocal seq_id
+        nonlocal seq_id, models
         seq_id += 1
         learning_rate = job["learning_rate"]
-        op = PassOp("m", seq_id, "cross_entropy", forward_only=learning_rate is None)
         engine.shares_prefixes = shares and job["shared"]
-        work = _pass(op, job["batch"], shared=engine.shares_prefixes)
+        passes = []
+        for number, batch in enumerate(job["batches"]):
+            if number == models:
+                engine.create_model(f"m{number}", LoraSpec(RANK, SEED))
+                models += 1
+            op = PassOp(f"m{number}", seq_id, "cross_entropy", forward_only=learning_rate is None)
+            passes.append(_pass(op, batch, shared=engine.shares_prefixes))
+        work = passes[0] if len(passes) == 1 else _together(passes)
         start = time.perf_counter()
         engine.run_pass(work)
         if learning_rate is not None:
-            engine.optim_step("m", AdamSpec(learning_rate))
+            engine.optim_steps([(op.model_id, AdamSpec(learning_rate)) for op in work.ops])
         return time.perf_counter() - start
 
     return run
@@ -85,9 +98,23 @@ def _pass(op: Any, batch: list[list[int]], *, shared: bool = True) -> Any:
             "target_tokens": HostTensor("int64", (count,), targets),
             "weights": HostTensor("float32", (count,), np.ones(count, "<f4").tobytes()),
         }
-        rows.append(Row("m", 0, index, np.array(sequence[:-1], "<i4").tobytes(), inputs))
+        rows.append(Row(op.model_id, 0, index, np.array(sequence[:-1], "<i4").tobytes(), inputs))
     units = split_operation([row.tokens for row in rows], MICRO_BATCH_TOKENS, shared=shared)
     return Pass([op], [MicroBatch([rows[index] for index in unit.datums]) for unit in units])
+
+
+def _together(passes: Sequence[Any]) -> Any:
+    """One pass, of one micro-batch, with the work of small ones."""
+    from services.trainer.compute.data import MicroBatch, Pass
+
+    ops = [op for each in passes for op in each.ops]
+    rows = [
+        msgspec.structs.replace(row, op=number)
+        for number, each in enumerate(passes)
+        for batch in each.micro_batches
+        for row in batch.rows
+    ]
+    return Pass(ops, [MicroBatch(rows)])
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import tinker
 
-from .child import answer_jobs
-from .stack import BASE_MODEL, RANK, next_token_datum, random_tokens, train
+from bench.child import answer_jobs
+from bench.stack import BASE_MODEL, RANK, next_token_datum, random_tokens, train
 
 ROWS, TOKENS = 32, 128
 

@@ -1,6 +1,7 @@
 """The yardstick for publishing: the bytes of a snapshot in one gloo broadcast between two processes.
 
-`python -m bench.raw_broadcast BYTES` prints the median seconds of a broadcast that the receiver confirms.
+`python -m bench.sampling.raw_broadcast BYTES` prints the median seconds of a broadcast that the receiver
+confirms.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ REPETITIONS = 15
 def seconds(size: int) -> float:
     """Median seconds of broadcasting `size` bytes to one other process."""
     done = subprocess.run(
-        [sys.executable, "-m", "bench.raw_broadcast", str(size)],
+        [sys.executable, "-m", "bench.sampling.raw_broadcast", str(size)],
         stdout=subprocess.PIPE,
         text=True,
         timeout=120,
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> None:
         _take_part(arguments[1], 1, int(arguments[0]))
         return
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "bench.raw_broadcast", arguments[0], directory]
+        command = [sys.executable, "-m", "bench.sampling.raw_broadcast", arguments[0], directory]
         with subprocess.Popen(command) as receiver:
             print(_take_part(directory, 0, int(arguments[0])))
             receiver.wait(timeout=60)

@@ -1,7 +1,7 @@
 """How much memory the loss takes at its peak, forward and backward, against the textbook's log-softmax.
 
-`python -m bench.loss_memory naive|ours` prints the bytes by which the process grew; each is a process of its
-own, because a process's highest memory never goes down.
+`python -m bench.counted.loss_memory naive|ours` prints the bytes by which the process grew; each is a
+process of its own, because a process's highest memory never goes down.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import resource
 import subprocess
 import sys
 
-from .stack import Row
+from bench.rows import Row
 
 POSITIONS, VOCAB, HIDDEN = 2048, 151_936, 64
 """A Qwen3 vocabulary. The hidden size is small, for it costs time but hardly memory."""
@@ -40,7 +40,7 @@ def measure() -> list[Row]:
 
 def _in_a_process(which: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-m", "bench.loss_memory", which],
+        [sys.executable, "-m", "bench.counted.loss_memory", which],
         stdout=subprocess.PIPE,
         text=True,
         timeout=300,

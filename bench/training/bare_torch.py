@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+_NO_TARGET = -100
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
@@ -25,11 +27,14 @@ class BareLoop:
         )
 
     def step(self, batch: Sequence[Sequence[int]]) -> None:
-        """Forward, backward and optimizer step on sequences of one length."""
-        tokens = torch.tensor(batch)
-        logits = self._model(input_ids=tokens[:, :-1]).logits
+        """Forward, backward and optimizer step on sequences, which are filled up to the longest."""
+        given = [torch.tensor(sequence) for sequence in batch]
+        tokens = pad_sequence([each[:-1] for each in given], batch_first=True)
+        targets = pad_sequence([each[1:] for each in given], batch_first=True, padding_value=_NO_TARGET)
+        mask = None if (targets != _NO_TARGET).all() else (targets != _NO_TARGET).long()
+        logits = self._model(input_ids=tokens, attention_mask=mask).logits
         loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+            logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=_NO_TARGET
         )
         loss.backward()
         self._optimizer.step()

@@ -1,0 +1,1 @@
+"""What requests cost the services, and each other."""

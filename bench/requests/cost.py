@@ -1,0 +1,75 @@
+"""What a sample costs the processes that pass it on, in time of a core: the gateway, a sampler's front end.
+
+The time is what these processes used, not what passed, so that the engine and the client, which share the
+cores, do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import psutil
+
+from bench.child import Child
+from bench.requests.sampler_load import PROMPT_TOKENS
+from bench.rows import Row
+from bench.stack import Stack
+
+_WARM_UP, _SAMPLES = 200, 2000
+_SIDES = {
+    "gateway": ("services.gateway", 1000.0),
+    "front end of a sampler": ("services.sampler", 2000.0),
+}
+"""The module that a process runs, and the samples a second that a core should pass on."""
+
+
+def one_token_samples(stack: Stack) -> list[Row]:
+    """One-token samples that a core passes on in a second; the SDK, elsewhere, asks for 2,000 at once."""
+    processes = {side: running(stack, module) for side, (module, _) in _SIDES.items()}
+    arguments = [stack.base_url, stack.api_key, str(stack.vocab)]
+    log = stack.scratch / "sampler-load.log"
+    with contextlib.closing(Child("bench.requests.sampler_load", arguments, {}, log)) as client:
+        client.ask({"samples": _WARM_UP})
+        before = {side: used(process) for side, process in processes.items()}
+        elapsed = client.ask({"samples": _SAMPLES})
+        spent = {side: used(process) - before[side] for side, process in processes.items()}
+    return [cost_row(side, spent[side], elapsed, at_least) for side, (_, at_least) in _SIDES.items()]
+
+
+def cost_row(side: str, spent: float, elapsed: float, at_least: float) -> Row:
+    """Samples per second of a core.
+
+    Args:
+        spent: seconds that the process had a core.
+        elapsed: seconds from the first request to the last result.
+    """
+    return Row(
+        f"{side}: one-token samples by one core",
+        _SAMPLES / spent,
+        "samples/s",
+        at_least=at_least,
+        details={
+            "core_ms_per_sample": round(1e3 * spent / _SAMPLES, 3),
+            "samples": _SAMPLES,
+            "samples_per_s_on_this_machine": round(_SAMPLES / elapsed, 1),
+            "prompt_tokens": PROMPT_TOKENS,
+        },
+    )
+
+
+def running(stack: Stack, module: str) -> psutil.Process:
+    """The process of the measured cluster that runs a module; there is one of each.
+
+    Raises:
+        RuntimeError: there is none, or more.
+    """
+    found = [process for process in stack.processes() if module in process.cmdline()]
+    if len(found) != 1:
+        raise RuntimeError(f"{len(found)} processes of the cluster run {module}")
+    return found[0]
+
+
+def used(process: psutil.Process) -> float:
+    """Seconds that its threads had a core so far; its children do not count."""
+    times = process.cpu_times()
+    return float(times.user + times.system)

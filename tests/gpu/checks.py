@@ -1,0 +1,219 @@
+"""What is checked on a device. On a CPU the same code takes the CPU's own paths."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.gpu import exactness
+from bench.gpu.engine import one_micro_batch, start
+from services.launcher.tiny_model import make_tiny_model
+from services.trainer.compute.attention import Sequences, _has_kernel, attend
+from services.trainer.compute.data import LoraSpec, ModelState, RowResult
+from services.trainer.compute.engine import Engine
+from services.trainer.compute.lora.adapter import Adapter, LinearShape
+from services.trainer.compute.lora.grouped import LoraRouter, Segment, _is_grouped
+from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
+from services.trainer.files.export_format import adapter_files, read_adapter
+from tests.component.engine_data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
+from tests.component.engine_reference import ReferenceModel
+
+MEMORY = 640 << 20
+CONTEXT = 8192
+
+
+def small_model(directory: Path) -> Path:
+    """Whose heads are of a size that FlashAttention takes."""
+    return make_tiny_model(
+        directory, vocab=VOCAB, layers=2, hidden=256, heads=4, intermediate=512, context=CONTEXT
+    )
+
+
+def exact(device: str, directory: Path, dtype: str) -> None:
+    """Log-probabilities and gradients beside transformers with PEFT."""
+    vocab = 4096 if device == "cuda" else 512
+    found = exactness.errors(exactness.model_for(device, directory), device, dtype, vocab)
+    if dtype == "float32":
+        assert found["logprobs"] <= exactness.LOGPROBS
+        assert found["gradient"] <= exactness.GRADIENT
+    else:
+        assert found["logprobs"] <= exactness.FACTOR * found["plain_logprobs"]
+        assert found["gradient"] <= exactness.FACTOR * found["plain_gradient"]
+
+
+def attention(device: str, window: int | None) -> None:
+    """A flat batch in bfloat16 beside the CPU's form in float32, forward and backward."""
+    lengths = [64, 64, 7, 1, 130]
+    generator = torch.Generator().manual_seed(3)
+    module: Any = nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    given = [torch.randn(1, heads, sum(lengths), 64, generator=generator) for heads in (4, 2, 2)]
+    above = torch.randn(1, sum(lengths), 4, 64, generator=generator)
+
+    def computed(where: str, dtype: torch.dtype) -> list[Tensor]:
+        query, key, value = (tensor.to(where, dtype).requires_grad_() for tensor in given)
+        assert _has_kernel(query, value) == (where == "cuda" and dtype == torch.bfloat16)
+        output, _ = attend(module, query, key, value, window, sequences=Sequences.of(lengths, where))
+        gradients = torch.autograd.grad(output, (query, key, value), above.to(where, dtype))
+        return [tensor.detach().float().cpu() for tensor in (output, *gradients)]
+
+    for found, expected in zip(computed(device, torch.bfloat16), computed("cpu", torch.float32), strict=True):
+        assert _error(found, expected) < 2e-2
+
+
+def grouped(device: str, count: int) -> None:
+    """Adapters in bfloat16 as grouped products beside a loop over them in float32; one has no token."""
+    features, made, rank = 64, 96, 16
+    generator = torch.Generator().manual_seed(count)
+    targets = {"linear": LinearShape(features, made)}
+    adapters = [
+        Adapter(LoraSpec(rank), targets, str(number), device, features, torch.bfloat16)
+        for number in range(count)
+    ]
+    for adapter in adapters:
+        adapter.flat.copy_(torch.randn(adapter.flat.shape, generator=generator) * 0.1)
+        adapter.renew()
+    sizes = [0 if number == 1 else 3 + number % 5 for number in range(count)]
+    linear = nn.Linear(features, made, bias=False).requires_grad_(False).to(device, torch.bfloat16)
+    router = LoraRouter()
+    router.hook(linear, "linear")
+    x = torch.randn(sum(sizes), features, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    above = torch.randn(sum(sizes), made, generator=generator).to(device, torch.bfloat16)
+    stacked = torch.stack([adapter.low for adapter in adapters])
+    assert _is_grouped(x, stacked[:, : rank * features].unflatten(1, (rank, features)).transpose(1, 2))
+
+    sums = [torch.zeros_like(adapter.flat) for adapter in adapters]
+    placed = zip(sizes, adapters, sums, strict=True)
+    with router.route([Segment(tokens, adapter, total, True) for tokens, adapter, total in placed]):
+        y = linear(x)
+        y.backward(above)
+
+    alone = x.detach().float().requires_grad_()
+    masters = [adapter.low.float().requires_grad_() for adapter in adapters]
+    outputs = []
+    for part, master, adapter in zip(alone.split(sizes), masters, adapters, strict=True):
+        views = adapter.views(master)
+        a, b = views["linear.lora_A"], views["linear.lora_B"]
+        outputs.append(part @ linear.weight.float().T + part @ a.T @ b.T * adapter.scale)
+    expected = torch.cat(outputs)
+    expected.backward(above.float())
+    assert x.grad is not None and alone.grad is not None
+    assert _error(y.detach().float(), expected.detach()) < 2e-2
+    assert _error(x.grad.float(), alone.grad) < 2e-2
+    for total, master, tokens in zip(sums, masters, sizes, strict=True):
+        assert master.grad is not None
+        assert _error(total, master.grad) < 2e-2 if tokens else not total.any()
+
+
+def checkpointed(device: str, directory: Path) -> None:
+    """With activations that are computed again a model trains to the same."""
+    small_model(directory)
+    trained = []
+    for checkpointing in (False, True):
+        engine = start(directory, device, "float32", checkpointing=checkpointing)
+        trained_model(engine, "m")
+        _run(engine, work((op("m"), [ce_row(1, 20), ce_row(2, 70)])))
+        engine.optim_step("m", ADAM)
+        trained.append(flat(engine.state("m")))
+    np.testing.assert_allclose(trained[1], trained[0], rtol=1e-5, atol=1e-6)
+
+
+def capacity(device: str, directory: Path) -> None:
+    """What is announced of a given memory is computed within it."""
+    gc.collect()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    engine = start(small_model(directory), device, "bfloat16")
+    tokens = min(find_capacity(engine, MEMORY, 2048).one_rank_tokens, CONTEXT if device == "cuda" else 256)
+    assert tokens >= 128
+    engine.create_model("m", LORA)
+    sequence = np.random.default_rng(1).integers(0, VOCAB, tokens)
+
+    def run() -> None:
+        _run(engine, one_micro_batch(["m"], [sequence]))
+
+    if device == "cuda":
+        assert peak_of_cuda(run) - before <= MEMORY
+    else:
+        run()
+
+
+def out_of_memory(device: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch that is refused memory runs in parts and comes to the same."""
+    engine = start(small_model(directory), device, "float32")
+    score, refused = engine._base.score, []
+
+    def limited(tokens: Tensor, *rest: Any) -> Any:
+        if tokens.shape[1] > 40:
+            refused.append(tokens.shape[1])
+            raise torch.OutOfMemoryError("no memory")
+        return score(tokens, *rest)
+
+    trained = []
+    for answer in (score, limited):
+        monkeypatch.setattr(engine._base, "score", answer)
+        trained_model(engine, "m")
+        _run(engine, work((op("m"), [ce_row(1, 30), ce_row(2, 25), ce_row(3, 40)])))
+        engine.optim_step("m", NO_CLIP)
+        trained.append(flat(engine.state("m")))
+        engine.drop_model("m")
+    assert refused
+    np.testing.assert_allclose(trained[1], trained[0], rtol=1e-4, atol=1e-5)
+
+
+def optimizer(device: str, directory: Path) -> None:
+    """Steps end where torch's AdamW ends on the CPU."""
+    engine = start(small_model(directory), device, "float32")
+    reference = ReferenceModel(directory, trained_model(engine, "m").adapter)
+    for step in range(2):
+        rows = [ce_row(10 * step + seed, length) for seed, length in enumerate((20, 7, 65))]
+        _run(engine, work((op("m", step + 1), rows)))
+        norm = reference.step(rows, "cross_entropy", ADAM)
+        assert engine.optim_step("m", ADAM)["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        reference.assert_same_adapter(engine.state("m").adapter)
+
+
+def saved(device: str, directory: Path) -> None:
+    """A model goes on from its saved state bit for bit, and what is exported is what it has."""
+    engine = start(small_model(directory / "model"), device, "float32")
+    trained_model(engine, "m")
+    _run(engine, work((op("m"), [ce_row(1, 20)])))
+    engine.optim_step("m", ADAM)
+    state = engine.state("m")
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=ModelState)
+    assert read.step == 1 and read.lora is not None
+    engine.create_model("resumed", read.lora)
+    engine.load_state("resumed", read, optimizer=True)
+    assert engine.state("resumed") == state
+    exported = directory / "export"
+    exported.mkdir()
+    for name, write in adapter_files("base", read.lora, state.adapter).items():
+        write(exported / name)
+    assert read_adapter(exported) == state.adapter
+
+
+def _run(engine: Engine, given: Any) -> list[RowResult]:
+    results = engine.run_pass(given)
+    assert [result.failure for result in results] == [None] * len(results)
+    return results
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, of that of what is expected."""
+    return float((found - expected).norm() / expected.norm())
+
+
+ALONE: dict[str, Callable[[str, Path], None]] = {
+    "checkpointing changes no number": checkpointed,
+    "what is announced fits": capacity,
+    "steps are those of torch's AdamW": optimizer,
+    "a saved model goes on, and its export is its own": saved,
+}
+"""Checks that need a directory and nothing else."""

@@ -1,0 +1,42 @@
+"""The trainer's compute on one CUDA device; without one every test fails and says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import checks
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def device() -> None:
+    if not torch.cuda.is_available():
+        pytest.fail("these tests need a CUDA device, and there is none here", pytrace=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_numbers_are_those_of_transformers(tmp_path: Path, dtype: str) -> None:
+    checks.exact(DEVICE, tmp_path, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_attention_of_a_flat_batch_is_that_of_the_cpu(window: int | None) -> None:
+    checks.attention(DEVICE, window)
+
+
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_grouped_adapters_are_a_loop_over_them(count: int) -> None:
+    checks.grouped(DEVICE, count)
+
+
+def test_a_batch_that_does_not_fit_runs_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.out_of_memory(DEVICE, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", checks.ALONE)
+def test_on_the_device(tmp_path: Path, name: str) -> None:
+    checks.ALONE[name](DEVICE, tmp_path)
