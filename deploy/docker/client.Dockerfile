@@ -1,20 +1,20 @@
 # For people: the `tinsmith` command (status, models retire, tokenizer) and the tinker SDK. `helm test` runs in it.
 #   docker build -f deploy/docker/client.Dockerfile -t tinsmith-client:0.1.0 .
-ARG BASE_IMAGE=python:3.11-slim
+ARG BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${BASE_IMAGE} AS build
 WORKDIR /src
 COPY deploy/docker/requirements/client.txt requirements.txt
 RUN python -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r requirements.txt
-COPY requirements/cpu.lock constraints.txt
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements.txt
+COPY deploy/docker/requirements/build-protoc.txt deploy/docker/requirements/build-sbom.txt ./
 COPY proto proto
 RUN python -m venv /opt/protoc \
-    && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
+    && /opt/protoc/bin/pip install --no-cache-dir --no-deps --require-hashes -r build-protoc.txt \
     && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
         proto/tinsmith/v1/*.proto proto/tinsmith/internal/v1/*.proto
 RUN python -m venv /opt/sbom \
-    && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+    && /opt/sbom/bin/pip install --no-cache-dir --no-deps --require-hashes -r build-sbom.txt \
     && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --output-file sbom.cdx.json /opt/venv/bin/python
 
 FROM ${BASE_IMAGE}

