@@ -14,12 +14,21 @@ replicas() {
   "${kubectl[@]}" get deployments -l "$1" -o jsonpath='{range .items[*]}{.metadata.name}={.spec.replicas}{"\n"}{end}'
 }
 
-scale() { "${kubectl[@]}" scale deployment "$1" --replicas="$2"; }
+# Asks again for a while: a release is not left stopped because the API server was away for a moment.
+scale() {
+  for _ in 1 2 3 4 5 6; do
+    "${kubectl[@]}" scale deployment "$1" --replicas="$2" && return 0
+    sleep 5
+  done
+  return 1
+}
 
-# Waits until no pod is left that the selector finds.
+# Waits until no pod is left that the selector finds. A question without an answer does not say that none is.
 gone() {
+  local found
   for _ in $(seq 900); do
-    [ -z "$("${kubectl[@]}" get pods -l "$1" -o name)" ] && return
+    found=$("${kubectl[@]}" get pods -l "$1" -o name) || found=unknown
+    [ -n "$found" ] || return 0
     sleep 1
   done
   echo "pods of $1 do not end" >&2

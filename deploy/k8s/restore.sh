@@ -42,8 +42,16 @@ if [ "$limit" != max ] && [ "$needed" -gt "$limit" ]; then
   exit 1
 fi
 
+# KEDA starts samplers again that somebody else has stopped.
+scaled=$("${kubectl[@]}" get scaledobjects.keda.sh -l "app.kubernetes.io/instance=$release" -o name 2>/dev/null || true)
+if [ -n "$scaled" ]; then
+  echo "restore: samplers are scaled by KEDA: install the release without sampler.autoscaling, and set it afterwards" >&2
+  exit 1
+fi
+
 deployments=$(replicas "app.kubernetes.io/instance=$release,app.kubernetes.io/component in (gateway,trainer,sampler)")
 failed() {
+  trap '' INT TERM HUP
   trap - EXIT
   in_redis '
     redis-cli replicaof no one
@@ -60,7 +68,7 @@ failed() {
   exit 1
 }
 trap failed EXIT
-trap exit INT TERM HUP
+trap 'exit 1' INT TERM HUP
 for one in $deployments; do
   case $one in *-gateway=*) ;; *) scale "${one%=*}" 0 ;; esac
 done
@@ -82,17 +90,19 @@ in_redis </dev/null '
   redis-server --port 6380 --bind 127.0.0.1 --dir /data --dbfilename restore.rdb --appendonly no --save "" \
     --daemonize yes --pidfile /tmp/restore.pid --logfile /tmp/restore.log
   beside() { env -u REDISCLI_AUTH redis-cli -p 6380 "$@"; }
+  # A line now and then: proxies before API servers end connections on which nothing is said.
+  pause() { sleep 1; [ $(($1 % 20)) != 0 ] || echo "waiting for Redis, $1 s"; }
   for second in $(seq 600); do
     [ "$(beside ping 2>/dev/null)" = PONG ] && break
-    sleep 1
+    pause "$second"
     kill -0 "$(cat /tmp/restore.pid)" || break
   done
   [ "$(beside ping)" = PONG ] || { tail /tmp/restore.log >&2; exit 1; }
   redis-cli replicaof 127.0.0.1 6380
-  for second in $(seq 3600); do [ "$(info replication master_link_status)" = up ] && break; sleep 1; done
+  for second in $(seq 3600); do [ "$(info replication master_link_status)" = up ] && break; pause "$second"; done
   written() { redis-cli info persistence | tr -d "\r" | grep -qx "$1"; }
   for second in $(seq 3600); do
-    written aof_rewrite_in_progress:0 && written aof_rewrite_scheduled:0 && break; sleep 1
+    written aof_rewrite_in_progress:0 && written aof_rewrite_scheduled:0 && break; pause "$second"
   done
   written aof_last_bgrewrite_status:ok
   [ "$(info replication master_link_status)" = up ]
@@ -100,8 +110,14 @@ in_redis </dev/null '
   beside shutdown nosave || true
   rm -f /data/restore.rdb
 '
+trap '' INT TERM HUP
 trap - EXIT
+status=0
 for one in $deployments; do
-  scale "${one%=*}" "${one#*=}" || echo "restore: everything is restored; scale ${one%=*} to ${one#*=} yourself" >&2
+  scale "${one%=*}" "${one#*=}" && continue
+  echo "restore: everything is restored, but ${one%=*} is stopped still:" \
+    "${kubectl[*]} scale deployment ${one%=*} --replicas=${one#*=}" >&2
+  status=1
 done
+[ $status = 0 ] || exit 1
 echo "restored $release from $source"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.helm.rendered import arguments, identities, pick, pod, refusal, render, workloads
+from tests.helm.rendered import ROOT, arguments, identities, pick, pod, refusal, render, workloads
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PINNED: dict[str, Any] = {"models": [{"name": "a/b", "path": "Org/Model.v1", "revision": COMMIT}]}
@@ -83,6 +85,67 @@ def test_the_number_of_samplers_may_follow_their_load() -> None:
     assert "replicas" not in sampler["spec"]
     assert sampler["spec"]["strategy"]["type"] == "RollingUpdate"
     assert f"PodDisruptionBudget {sampler['metadata']['name']}" in identities(objects)
+
+
+def test_keda_scales_samplers_by_what_a_prometheus_says() -> None:
+    auto = {
+        "enabled": True,
+        "minReplicas": 2,
+        "maxReplicas": 6,
+        "sequences": 50,
+        "prometheus": "http://prometheus:9090",
+    }
+    objects = render({"sampler": {"autoscaling": auto}})
+    (sampler,) = workloads(objects, "sampler")
+    name = sampler["metadata"]["name"]
+    spec = pick(objects, "ScaledObject", name)["spec"]
+    assert spec["scaleTargetRef"] == {"name": name}
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 6)
+    (trigger,) = spec["triggers"]
+    asked = trigger["metadata"]
+    assert (trigger["type"], asked["serverAddress"], asked["threshold"]) == (
+        "prometheus",
+        "http://prometheus:9090",
+        "50",
+    )
+    assert f"HorizontalPodAutoscaler {name}" not in identities(objects), "KEDA makes it"
+    assert "replicas" not in sampler["spec"]
+
+
+def test_keda_counts_the_pods_of_the_model_alone() -> None:
+    auto = {"enabled": True, "prometheus": "http://prometheus:9090"}
+    models = [{"name": f"org/{name}", "path": name} for name in ("a", "a-b")]
+    objects = render({"models": models, "sampler": {"autoscaling": auto}})
+    asked = [
+        pick(objects, "ScaledObject", f"tinsmith-sampler-{name}")["spec"]["triggers"][0]["metadata"]["query"]
+        for name in ("a", "a-b")
+    ]
+    pods = ["tinsmith-sampler-a-6b5d9c7f8d-x2x4z", "tinsmith-sampler-a-b-6b5d9c7f8d-x2x4z"]
+    for at, query in enumerate(asked):
+        found = re.fullmatch(r'sum\(tinsmith_engine_sequences\{namespace="default",pod=~"(.*)"\}\)', query)
+        assert found
+        assert [bool(re.fullmatch(found[1], name)) for name in pods] == [at == 0, at == 1]
+    # The name of a Deployment's pod is cut where it is long, and has one part more.
+    found = re.search(r'pod=~"(.*)"', asked[0])
+    assert found
+    of_a_long_one = found[1].replace("sampler-a", "sampler-qwen3-30b-a3b")
+    assert re.fullmatch(of_a_long_one, "tinsmith-sampler-qwen3-30b-a3b-7d9c8b6f5x7k2p")
+    assert not re.fullmatch(of_a_long_one, "tinsmith-sampler-qwen3-30b-a3b-instruct-7d9c8b6f5x7k2p")
+
+
+def test_the_example_of_the_prometheus_adapter_gives_what_the_autoscaler_asks_for() -> None:
+    objects = render(SCALED)
+    scaler = next(one for one in objects if one["kind"] == "HorizontalPodAutoscaler")
+    (asked,) = scaler["spec"]["metrics"]
+    example = ROOT / "examples" / "values" / "prometheus-adapter" / "values.yaml"
+    (rule,) = yaml.safe_load(example.read_text())["rules"]["custom"]
+    assert rule["seriesQuery"].startswith(asked["pods"]["metric"]["name"] + "{")
+    # The name stays that of the series, of pods in namespaces.
+    assert "name" not in rule
+    resources = {one["resource"] for one in rule["resources"]["overrides"].values()}
+    assert resources == {"namespace", "pod"}
+    for label in rule["resources"]["overrides"]:
+        assert f'{label}!=""' in rule["seriesQuery"]
 
 
 def test_samplers_that_cannot_be_scaled_are_refused() -> None:

@@ -38,10 +38,16 @@ EVERYTHING_SET: dict[str, Any] = TWO_MODELS | {
     "image": {"registry": "registry.example.com/ml/", "tag": "1.2.3", "pullSecrets": ["pull"]},
     "apiKeys": {"existingSecret": "my-keys"},
     "huggingFace": {"existingSecret": "hub"},
-    "networkPolicy": {"gatewayFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+    "networkPolicy": {"gatewayFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "egress": {"enabled": True}},
+    "sampler": {"podSpec": {"schedulerName": "volcano"}, "temporarySize": "4Gi"},
     "gateway": {
         "sessions": {"parkAfter": 600, "endAfter": 1_000_000},
-        "service": {"type": "LoadBalancer", "annotations": {"a/b": "c"}},
+        "service": {
+            "type": "LoadBalancer",
+            "annotations": {"a/b": "c"},
+            "ipFamilyPolicy": "PreferDualStack",
+            "ipFamilies": ["IPv4", "IPv6"],
+        },
         "extraEnv": [{"name": "TINSMITH_LOG_LEVEL", "value": "DEBUG"}],
         "nodeSelector": {"pool": "web"},
         "tolerations": [{"key": "web", "operator": "Exists"}],

@@ -39,6 +39,7 @@ PLACED: dict[str, Any] = {
     "extraContainers": [{"name": "beside", "image": "beside:1"}],
     "initContainers": [{"name": "before", "image": "before:1"}],
     "serviceAccount": {"annotations": {"iam/role": "reader"}},
+    "podSpec": {"schedulerName": "volcano", "dnsConfig": {"searches": ["example.com"]}},
 }
 
 
@@ -53,6 +54,7 @@ def test_every_component_takes_what_a_pod_may_have() -> None:
         assert template["metadata"]["annotations"]["a/b"] == "c"
         for name in ("affinity", "topologySpreadConstraints", "priorityClassName", "runtimeClassName"):
             assert spec[name] == PLACED[name], name
+        assert PLACED["podSpec"].items() <= spec.items()
         assert spec["initContainers"] == PLACED["initContainers"]
         assert [beside] == PLACED["extraContainers"]
         assert PLACED["extraVolumes"][0] in spec["volumes"]
@@ -178,6 +180,9 @@ def test_models_may_be_kept_on_each_node() -> None:
     for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
         homes = {entry["name"]: entry.get("value", "") for entry in container(one)["env"]}
         assert homes["HF_HOME"] == "/cache/huggingface"
+        # What is compiled: by vLLM and torch, by triton, by flashinfer, and by the driver.
+        for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH"):
+            assert homes[name].startswith("/cache"), name
         assert {"name": "cache", "mountPath": "/cache"} in container(one)["volumeMounts"]
         volumes = {volume["name"]: volume for volume in pod(one)["volumes"]}
         assert volumes["cache"]["hostPath"]["path"] == "/var/lib/tinsmith"
@@ -250,7 +255,12 @@ def test_gateways_are_reached_through_an_ingress_or_routes() -> None:
                     "hosts": [{"host": "a.example"}],
                     "tls": [{"hosts": ["a.example"], "secretName": "tls"}],
                 },
-                "httpRoute": {"enabled": True, "parentRefs": parents, "hostnames": ["b.example"]},
+                "httpRoute": {
+                    "enabled": True,
+                    "parentRefs": parents,
+                    "hostnames": ["b.example"],
+                    "timeouts": {"request": "0s"},
+                },
                 "grpcRoute": {"enabled": True, "parentRefs": parents},
             }
         }
@@ -265,13 +275,40 @@ def test_gateways_are_reached_through_an_ingress_or_routes() -> None:
     for kind, port in (("HTTPRoute", 8000), ("GRPCRoute", 8001)):
         route = pick(objects, kind, "tinsmith-gateway")["spec"]
         assert route["parentRefs"] == parents
-        assert route["rules"] == [{"backendRefs": [{"name": "tinsmith-gateway", "port": port}]}]
+        (rule,) = route["rules"]
+        assert rule["backendRefs"] == [{"name": "tinsmith-gateway", "port": port}]
+        assert rule.get("timeouts") == ({"request": "0s"} if kind == "HTTPRoute" else None)
 
 
 def test_pods_listen_where_an_ipv6_cluster_finds_them() -> None:
     for component in COMPONENTS[:3]:
         (one,) = workloads(render({"listen": "::"}), component)
         assert "--host=::" in container(one)["args"]
+
+
+def test_the_gateways_service_may_have_addresses_of_both_families() -> None:
+    both = {"ipFamilyPolicy": "PreferDualStack", "ipFamilies": ["IPv6", "IPv4"]}
+    objects = render({"gateway": {"service": both}})
+    for name in ("tinsmith-gateway", "tinsmith-gateway-headless"):
+        assert both.items() <= pick(objects, "Service", name)["spec"].items()
+        assert not both.keys() & pick(render(), "Service", name)["spec"].keys()
+
+
+def test_no_pod_fills_the_disk_of_its_node_with_temporary_files() -> None:
+    small = {"temporarySize": "3Gi"}
+    objects = render({"trainer": small, "sampler": small})
+    pods = [pod(one) for one in workloads(objects)] + [pick(objects, "Pod", "tinsmith-test")["spec"]]
+    for spec in pods:
+        on_disk = [one["emptyDir"] for one in spec["volumes"] if "emptyDir" in one]
+        assert all("sizeLimit" in one for one in on_disk)
+    for component in ("trainer", "sampler"):
+        (one,) = workloads(objects, component)
+        assert {"name": "tmp", "emptyDir": {"sizeLimit": "3Gi"}} in pod(one)["volumes"]
+
+
+@pytest.mark.parametrize("key", ["containers", "volumes", "nodeSelector", "restartPolicy"])
+def test_what_the_chart_sets_of_a_pod_is_not_set_beside_it(key: str) -> None:
+    assert key in refusal({"sampler": {"podSpec": {key: []}}})
 
 
 def test_every_process_of_ours_is_measured_and_an_operator_may_scrape_it() -> None:
@@ -304,5 +341,5 @@ def test_each_example_renders_for_what_it_says(example: Any) -> None:
         assert ("nvidia.com/gpu" in container(one)["resources"]["limits"]) == (kind == "cuda")
 
 
-def test_there_is_an_example_for_a_cpu_one_gpu_and_four_nodes() -> None:
-    assert [path.stem for path in EXAMPLES] == ["four-nodes", "one-gpu", "one-node-cpu"]
+def test_there_is_an_example_for_a_cpu_one_gpu_four_nodes_and_samplers_by_load() -> None:
+    assert [path.stem for path in EXAMPLES] == ["four-nodes", "one-gpu", "one-node-cpu", "scaled-samplers"]

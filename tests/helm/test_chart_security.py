@@ -183,12 +183,22 @@ def test_trainers_samplers_and_redis_are_reached_by_those_of_the_release_that_ne
 def test_what_pods_may_reach_can_be_bounded() -> None:
     objects = render({"networkPolicy": {"egress": {"enabled": True}}})
     (egress,) = [one for one in objects if one.get("spec", {}).get("policyTypes") == ["Egress"]]
-    assert all(selects(egress["spec"]["podSelector"], one) for one in workloads(objects))
+    callers = [one for one in workloads(objects) if one["kind"] != "StatefulSet"]
+    assert all(selects(egress["spec"]["podSelector"], one) for one in callers)
+    # Redis answers only.
+    (redis,) = workloads(objects, "redis")
+    assert not selects(egress["spec"]["podSelector"], redis)
+    policy = pick(objects, "NetworkPolicy", "tinsmith-redis")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert "egress" not in policy
     own, names, web = egress["spec"]["egress"]
     assert all(selects(own["to"][0]["podSelector"], one) for one in workloads(objects))
     # OpenShift's servers of names listen on 5353.
     assert {port["port"] for port in names["ports"]} == {53, 5353}
-    assert web["to"] == [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.169.254/32"]}}]
+    assert web["to"] == [
+        {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.169.254/32"]}},
+        {"ipBlock": {"cidr": "::/0", "except": ["fd00:ec2::254/128"]}},
+    ]
     assert web["ports"] == [{"port": 443, "protocol": "TCP"}]
 
 

@@ -58,6 +58,7 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"sampler": {"gpuMemoryUtilization": 1.5}},
         {"sampler": {"maxLoraRank": 24}},
         {"sampler": {"headDtype": "bfloat16"}},
+        {"sampler": {"speculativeNgramTokens": 129}},
         {"data": {"accessMode": "ReadOnlyMany"}},
         {"data": {"size": "lots"}},
         {"checkpoints": {"store": "/data/elsewhere"}},
@@ -74,6 +75,9 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"trainer": {"terminationGracePeriodSeconds": "long"}},
         {"sampler": {"kvCacheGiB": -1}},
         {"modelCache": {"hostPath": "relative"}},
+        {"trainer": {"temporarySize": "much"}},
+        {"sampler": {"autoscaling": {"prometheus": "prometheus:9090"}}},
+        {"gateway": {"service": {"ipFamilies": ["ipv4"]}}},
     ],
     ids=json.dumps,
 )

@@ -13,7 +13,7 @@ import trustme
 from services.common.process import rpc
 from services.common.tls.wires import ROLES, Identity, mutual, name_of
 from services.gateway.config import parse
-from tests.helm.rendered import container, pick, pod, refusal, render, workloads
+from tests.helm.rendered import Values, container, pick, pod, refusal, render, workloads
 from tests.security.certificates import write_role
 
 SECRETS = {"gateway": "for-gateways", "trainer": "for-trainers", "sampler": "for-samplers"}
@@ -84,3 +84,46 @@ def test_a_certificate_of_the_public_ports_is_mounted_and_probed() -> None:
     assert {container(gateway)[probe]["httpGet"]["scheme"] for probe in probes} == {"HTTPS"}
     (volume,) = [found for found in pod(gateway)["volumes"] if found["name"] == "tls"]
     assert volume["secret"]["secretName"] == "public"
+
+
+def test_cert_manager_may_make_the_certificate_of_the_public_ports() -> None:
+    tls = {"issuerRef": {"name": "letsencrypt", "kind": "ClusterIssuer"}, "dnsNames": ["tinsmith.internal"]}
+    objects = render({"gateway": {"tls": tls, "publicUrl": "https://tinsmith.example.com:8443"}})
+    spec = pick(objects, "Certificate", "tinsmith-gateway-tls")["spec"]
+    assert spec["issuerRef"] == tls["issuerRef"]
+    names = {"tinsmith-gateway", "tinsmith-gateway.default.svc", "tinsmith.example.com", "tinsmith.internal"}
+    assert names <= set(spec["dnsNames"])
+    (gateway,) = workloads(objects, "gateway")
+    (volume,) = [found for found in pod(gateway)["volumes"] if found["name"] == "tls"]
+    assert volume["secret"]["secretName"] == spec["secretName"]
+    assert "--tls-cert=/etc/tinsmith-tls/tls.crt" in container(gateway)["args"]
+    # `helm test` calls the Service by a name of the certificate, and believes its authority.
+    test = pick(objects, "Pod", "tinsmith-test")["spec"]
+    environment = {entry["name"]: entry.get("value") for entry in test["containers"][0]["env"]}
+    assert environment["TINKER_BASE_URL"] == "https://tinsmith-gateway:8000"
+    assert [one["secret"]["secretName"] for one in test["volumes"] if "secret" in one] == [spec["secretName"]]
+
+
+def test_a_secret_of_ones_own_needs_no_issuer() -> None:
+    both = {"existingSecret": "public", "issuerRef": {"name": "ca"}}
+    assert not [one for one in render({"gateway": {"tls": both}}) if one["kind"] == "Certificate"]
+
+
+@pytest.mark.parametrize(
+    ("values", "protocol"),
+    [({}, "kubernetes.io/h2c"), ({"gateway": {"tls": {"existingSecret": "public"}}}, "https")],
+    ids=["in the clear", "tls"],
+)
+def test_proxies_are_told_what_the_grpc_port_speaks(values: Values, protocol: str) -> None:
+    for name in ("tinsmith-gateway", "tinsmith-gateway-headless"):
+        ports = pick(render(values), "Service", name)["spec"]["ports"]
+        (grpc,) = [port for port in ports if port["name"] == "grpc"]
+        assert grpc["appProtocol"] == protocol
+
+
+@pytest.mark.parametrize(("version", "seconds"), [("1.23.0", 30), ("1.30.0", 10)])
+def test_a_probe_that_starts_a_program_has_the_time_for_it(version: str, seconds: int) -> None:
+    for component in ("trainer", "sampler"):
+        (one,) = workloads(render(kubernetes=version), component)
+        probes = [container(one)[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+        assert min(probe["timeoutSeconds"] for probe in probes) == seconds

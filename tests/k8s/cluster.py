@@ -54,7 +54,8 @@ def kubectl(*args: str, seconds: float = 120, **more: Any) -> str:
     return run([*kubectl_command(), *args], seconds=seconds, **more)
 
 
-def helm(*args: str, seconds: float = 900) -> str:
+def helm(*args: str, seconds: float = 1000) -> str:
+    """Helm's own --timeout is shorter, so that it says what it waited for."""
     program = shlex.split(os.environ.get("K8S_HELM", "")) or [tool("helm")]
     return run([*program, "--namespace", NAMESPACE, *args], seconds=seconds)
 
@@ -117,9 +118,10 @@ def selector(component: str) -> str:
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod of the release. `going`: it was asked to end."""
+    """A pod of the release. `uid` tells it from the next one of its name; `going`: it was asked to end."""
 
     name: str
+    uid: str
     ready: bool
     going: bool
     restarts: int
@@ -134,19 +136,21 @@ def _pod(one: dict[str, Any]) -> Pod:
     conditions = one["status"].get("conditions", ())
     return Pod(
         one["metadata"]["name"],
+        one["metadata"]["uid"],
         any(entry["type"] == "Ready" and entry["status"] == "True" for entry in conditions),
         "deletionTimestamp" in one["metadata"],
         sum(entry["restartCount"] for entry in one["status"].get("containerStatuses", ())),
     )
 
 
-def wait_ready(component: str, count: int, but: Sequence[str] = (), seconds: float = 600) -> None:
-    """Waits until so many pods are ready and none other is there, of which none is named in `but`."""
+def wait_ready(component: str, count: int, but: Sequence[Pod] = (), seconds: float = 600) -> None:
+    """Waits until so many pods are ready and none other is there, none of which is one of `but`."""
+    before = {one.uid for one in but}
 
     def ready() -> bool:
         found = pods(component)
         return len(found) == count and all(
-            one.ready and not one.going and one.name not in but for one in found
+            one.ready and not one.going and one.uid not in before for one in found
         )
 
     wait_until(ready, f"{count} {component} pods to be ready", seconds)

@@ -125,6 +125,15 @@ tinsmith-{{ .component }}
 {{- end -}}
 {{- end -}}
 
+{{/* Secret with the certificate of the gateways' public ports; "" = they speak in the clear. Takes the root. */}}
+{{- define "tinsmith.publicTls" -}}
+{{- if .Values.gateway.tls.existingSecret -}}
+{{ .Values.gateway.tls.existingSecret }}
+{{- else if .Values.gateway.tls.issuerRef -}}
+{{ include "tinsmith.fullname" . }}-gateway-tls
+{{- end -}}
+{{- end -}}
+
 {{/* Name of a component's service account. Takes root and component. */}}
 {{- define "tinsmith.serviceAccount" -}}
 {{- $own := (index .root.Values .component).serviceAccount -}}
@@ -200,6 +209,9 @@ initContainers:
   {{- with $first.download }}
   {{- . | nindent 2 }}
   {{- end }}
+{{- end }}
+{{- with .settings.podSpec }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
 

@@ -18,6 +18,10 @@
   value: /cache/triton
 - name: TORCHINDUCTOR_CACHE_DIR
   value: /cache/inductor
+- name: FLASHINFER_WORKSPACE_BASE
+  value: /cache
+- name: CUDA_CACHE_PATH
+  value: /cache/cuda
 {{- else }}
 # Models are downloaded once, into the shared volume.
 - name: HF_HOME
@@ -76,20 +80,22 @@
 {{/* Startup, readiness and liveness by the gRPC health service. Takes root and settings. */}}
 {{- define "tinsmith.modelProbes" -}}
 {{- $check := include "tinsmith.grpcCheck" . -}}
+{{- /* A program that is started anew each time takes seconds where the CPU is busy. */}}
+{{- $timeout := ternary 30 10 (hasPrefix "exec" $check) -}}
 startupProbe:
   {{- $check | nindent 2 }}
   periodSeconds: 10
-  timeoutSeconds: 10
+  timeoutSeconds: {{ $timeout }}
   failureThreshold: {{ div (add (.settings.startupSeconds | int64) 9) 10 }}
 readinessProbe:
   {{- $check | nindent 2 }}
   periodSeconds: 10
-  timeoutSeconds: 10
+  timeoutSeconds: {{ $timeout }}
   failureThreshold: 2
 livenessProbe:
   {{- $check | nindent 2 }}
   periodSeconds: 20
-  timeoutSeconds: 15
+  timeoutSeconds: {{ max $timeout 15 }}
   failureThreshold: 6
 {{- end -}}
 
@@ -140,7 +146,8 @@ exec:
   persistentVolumeClaim:
     claimName: {{ include "tinsmith.dataClaim" .root }}
 - name: tmp
-  emptyDir: {}
+  emptyDir:
+    sizeLimit: {{ .settings.temporarySize }}
 - name: shm
   emptyDir:
     medium: Memory
