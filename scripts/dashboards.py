@@ -33,11 +33,22 @@ def quantile(share: float, metric: str, by: str = "", where: str = "") -> str:
     )
 
 
+def mean(metric: str) -> str:
+    """Of a histogram."""
+    return f"{rate(metric + '_sum')} / {rate(metric + '_count')}"
+
+
 def now(metric: str, by: str = "pod", how: str = "sum") -> str:
     """Of a gauge."""
     return f'{how} by ({by}) ({metric}{{namespace=~"$namespace"}})'
 
 
+def share(used: str, most: str) -> str:
+    """Of one gauge in another, where there is a bound."""
+    return f"{now(used, 'namespace', 'max')} / ({now(most, 'namespace', 'max')} > 0)"
+
+
+WAITED_FOR = 'script=~"accept|accept_sample|publish|publish_sample|completions"'
 ACCEPTED = 'route=~"/api/v1/(forward_backward|forward|optim_step|asample)"'
 
 HEALTH: dict[str, list[Panel]] = {
@@ -58,17 +69,14 @@ HEALTH: dict[str, list[Panel]] = {
         ("Memory of requests being accepted", "bytes", {"{{pod}}": now("tinsmith_request_bytes")}),
         ("Models led", "short", {"{{pod}}": now("tinsmith_models_led")}),
         (
-            "Samples that wait or run",
+            "Samples that wait or run, by class of owner",
             "short",
-            {"{{pod}}": now("tinsmith_sample_sequences")},
+            {"{{owner_class}}": now("tinsmith_sample_sequences", "owner_class")},
         ),
         (
-            "Samples' wait for their API key's turn",
+            "Samples' wait for their API key's turn, p99",
             "s",
-            {
-                "p50": quantile(0.5, "tinsmith_sample_turn_seconds"),
-                "p99": quantile(0.99, "tinsmith_sample_turn_seconds"),
-            },
+            {"{{owner_class}}": quantile(0.99, "tinsmith_sample_turn_seconds", "owner_class")},
         ),
         (
             "Replays, leases lost, writes refused",
@@ -86,7 +94,7 @@ HEALTH: dict[str, list[Panel]] = {
             "Records of acts that Redis lacks",
             "short",
             {
-                "wait": now("tinsmith_audit_waiting_records"),
+                "wait": now("tinsmith_audit_waiting_records", "namespace"),
                 "only in the log": rate("tinsmith_audit_dropped_total"),
             },
         ),
@@ -102,13 +110,35 @@ HEALTH: dict[str, list[Panel]] = {
         ),
     ],
     "Redis": [
-        ("Atomic steps, p99", "s", {"{{script}}": quantile(0.99, "tinsmith_redis_script_seconds", "script")}),
+        (
+            "Atomic steps",
+            "s",
+            {
+                "p50": quantile(0.5, "tinsmith_redis_script_seconds"),
+                "p99": quantile(0.99, "tinsmith_redis_script_seconds"),
+            },
+        ),
+        (
+            "Atomic steps of requests and results, p99",
+            "s",
+            {"{{script}}": quantile(0.99, "tinsmith_redis_script_seconds", "script", WAITED_FOR)},
+        ),
         (
             "Memory",
             "bytes",
             {
-                "used": now("tinsmith_redis_used_bytes", "namespace", "max"),
-                "maxmemory": now("tinsmith_redis_max_bytes", "namespace", "max"),
+                "all": now("tinsmith_redis_used_bytes", "namespace", "max"),
+                "requests, results, records": now("tinsmith_state_bytes", "namespace", "max"),
+                "results": now("tinsmith_result_bytes", "namespace", "max"),
+                "journals": now("tinsmith_journal_bytes", "namespace", "max"),
+            },
+        ),
+        (
+            "Share of what they may take",
+            "percentunit",
+            {
+                "all, of maxmemory": share("tinsmith_redis_used_bytes", "tinsmith_redis_max_bytes"),
+                "requests, results, records": share("tinsmith_state_bytes", "tinsmith_state_max_bytes"),
             },
         ),
         (
@@ -123,8 +153,9 @@ HEALTH: dict[str, list[Panel]] = {
             "percentunit",
             {"{{pod}}": rate("tinsmith_loop_stalled_seconds_total", "pod")},
         ),
-        ("Memory", "bytes", {"{{pod}}": now("process_resident_memory_bytes")}),
-        ("CPU", "short", {"{{pod}}": rate("process_cpu_seconds_total", "pod")}),
+        # Those of the process that is scraped, not of its children, such as an engine.
+        ("Memory of the main process", "bytes", {"{{pod}}": now("process_resident_memory_bytes")}),
+        ("CPU of the main process, in cores", "short", {"{{pod}}": rate("process_cpu_seconds_total", "pod")}),
     ],
 }
 
@@ -141,7 +172,11 @@ RUNS: dict[str, list[Panel]] = {
             "s",
             {"{{kind}}": quantile(0.95, "tinsmith_operation_wait_seconds", "kind")},
         ),
-        ("Tokens trained", "short", {"{{direction}}": rate("tinsmith_passed_tokens_total", "direction")}),
+        (
+            "Tokens trained a second",
+            "short",
+            {"{{direction}}": rate("tinsmith_passed_tokens_total", "direction")},
+        ),
         (
             "Passes",
             "s",
@@ -155,10 +190,44 @@ RUNS: dict[str, list[Panel]] = {
                 "p50": quantile(0.5, "tinsmith_micro_batch_tokens"),
             },
         ),
+        (
+            "Wait of operations by class of owner, p95",
+            "s",
+            {"{{owner_class}}": quantile(0.95, "tinsmith_operation_wait_seconds", "owner_class")},
+        ),
         ("Models in memory", "short", {"{{pod}}": now("tinsmith_models")}),
+        (
+            "Models evicted and reloaded",
+            "ops",
+            {
+                "evicted": rate("tinsmith_models_evicted_total"),
+                "reloaded": rate("tinsmith_models_reloaded_total"),
+            },
+        ),
         ("Memory of adapters on each rank", "bytes", {"{{pod}}": now("tinsmith_adapter_bytes")}),
-        ("Operations that wait or run", "short", {"{{pod}}": now("tinsmith_queued_operations")}),
-        ("Bytes of them", "bytes", {"{{pod}}": now("tinsmith_queued_operation_bytes")}),
+        (
+            "Memory of each rank, by purpose",
+            "bytes",
+            {"{{purpose}}": now("tinsmith_memory_bytes", "purpose", "max")},
+        ),
+        (
+            "Tokens on the busiest rank, over the mean",
+            "short",
+            {
+                "busiest / mean": f"{rate('tinsmith_busiest_rank_tokens_total')} / "
+                f"{rate('tinsmith_mean_rank_tokens_total')}"
+            },
+        ),
+        (
+            "Operations that wait or run, by class of owner",
+            "short",
+            {"{{owner_class}}": now("tinsmith_queued_operations", "owner_class")},
+        ),
+        (
+            "Bytes of operations that wait or run",
+            "bytes",
+            {"{{pod}}": now("tinsmith_queued_operation_bytes")},
+        ),
     ],
     "Weights": [
         (
@@ -175,10 +244,26 @@ RUNS: dict[str, list[Panel]] = {
             "bytes",
             {"kept": now("tinsmith_snapshot_bytes", "namespace", "max")},
         ),
-        ("Samplers left out", "ops", {"left out": rate("tinsmith_samplers_left_out_total")}),
+        (
+            "Samplers left out, and groups not left",
+            "ops",
+            {
+                "left out": rate("tinsmith_samplers_left_out_total"),
+                "not left: {{why}}": rate("tinsmith_weight_groups_not_left_total", "why"),
+            },
+        ),
+        ("Adapters in memory of samplers", "short", {"{{pod}}": now("tinsmith_adapters")}),
+        (
+            "Adapters that arrived, and made room",
+            "ops",
+            {
+                "by {{way}}": rate("tinsmith_adapters_arrived_total", "way"),
+                "evicted": rate("tinsmith_adapters_evicted_total"),
+            },
+        ),
     ],
     "Sampling": [
-        ("Tokens sampled", "short", {"{{pod}}": rate("tinsmith_generated_tokens_total", "pod")}),
+        ("Tokens sampled a second", "short", {"{{pod}}": rate("tinsmith_generated_tokens_total", "pod")}),
         (
             "Time of samples",
             "s",
@@ -196,11 +281,19 @@ RUNS: dict[str, list[Panel]] = {
             },
         ),
         (
-            "What an update of the weights costs a running sample",
+            "Wait of running samples for newer weights",
             "s",
             {
                 "p50": quantile(0.5, "tinsmith_sample_update_seconds"),
                 "p95": quantile(0.95, "tinsmith_sample_update_seconds"),
+            },
+        ),
+        (
+            "Newer versions than a sample's, when it ends",
+            "short",
+            {
+                "mean": mean("tinsmith_sample_lag_versions"),
+                "p95": quantile(0.95, "tinsmith_sample_lag_versions"),
             },
         ),
         ("Sequences in the engine", "short", {"{{pod}}": now("tinsmith_engine_sequences")}),

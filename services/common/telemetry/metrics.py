@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from prometheus_client import REGISTRY, start_http_server
+from prometheus_client import REGISTRY, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.common.contract.errors import Unavailable
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +36,19 @@ _READ_S = 5.0
 
 @dataclass(frozen=True)
 class Reading:
-    """A number that is read when somebody asks for it.
+    """A number that is read when somebody asks for it, or one for each value of a label.
 
     Attributes:
         name: with its unit, without the prefix. One that ends in "_total" only grows.
         help: what it is.
         read: it, as it is now. Called in the loop that it was given in.
+        label: of the numbers that `read` gives by its values; "" = it gives one number.
     """
 
     name: str
     help: str
-    read: Callable[[], float]
+    read: Callable[[], float] | Callable[[], Mapping[str, float]]
+    label: str = ""
 
 
 class _Readings(Collector):
@@ -54,15 +60,32 @@ class _Readings(Collector):
         """Called on the server's thread."""
         values = asyncio.run_coroutine_threadsafe(self._values(), self._loop).result(_READ_S)
         for one, value in zip(self._readings, values, strict=True):
-            family = CounterMetricFamily if one.name.endswith("_total") else GaugeMetricFamily
-            yield family(f"tinsmith_{one.name}", one.help, value=value)
+            kind = CounterMetricFamily if one.name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"tinsmith_{one.name}", one.help, labels=[one.label] if one.label else [])
+            if isinstance(value, Mapping):
+                for key, number in value.items():
+                    family.add_metric([key], number)
+            else:
+                family.add_metric([], value)
+            yield family
 
-    async def _values(self) -> list[float]:
+    async def _values(self) -> list[float | Mapping[str, float]]:
         return [one.read() for one in self._readings]
 
     def describe(self) -> Iterable[Metric]:
         # Registering must not ask the loop, which is what registers.
         return ()
+
+
+def _as_text(served: WSGIApplication) -> WSGIApplication:
+    """The same, in the text format whatever a scraper would rather have: in OpenMetrics the client library
+    writes the colon of vLLM's names as an underscore for some, so that their names would be the scraper's."""
+
+    def text(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        environ.pop("HTTP_ACCEPT", None)
+        return served(environ, start_response)
+
+    return text
 
 
 @asynccontextmanager
@@ -80,6 +103,7 @@ async def served(host: str, port: int, readings: Iterable[Reading] = ()) -> Asyn
         server, thread = start_http_server(port, host)
     except OSError as error:
         raise Unavailable(f"cannot serve metrics on {host}:{port}: {error}") from error
+    server.set_app(_as_text(make_wsgi_app()))
     REGISTRY.register(collector)
     log.info("serving metrics on port %d", port)
     try:

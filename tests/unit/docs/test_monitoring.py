@@ -42,7 +42,7 @@ def series() -> dict[str, set[str]]:
                 for suffix in _KINDS[kind]:
                     found[name + suffix] = labels | ({"le"} if suffix == "_bucket" else set())
             elif kind == "Reading" and isinstance(name, str):
-                found[f"tinsmith_{name}"] = set()
+                found[f"tinsmith_{name}"] = {ast.literal_eval(label) for label in node.args[3:]}
     return found
 
 

@@ -66,8 +66,9 @@ def test_a_process_that_was_stopped_as_a_whole_goes_on() -> None:
 
 async def test_a_loop_that_turns_is_left_alone() -> None:
     ended = threading.Event()
-    watch = FrozenLoop(turn=0.01, most=50, end=ended.set)
+    watch = FrozenLoop(turn=0.05, most=50, end=ended.set)
     await watch.start()
-    await asyncio.sleep(1.5)
+    # For more than 50 turns.
+    await asyncio.sleep(4)
     await watch.stop()
     assert not ended.is_set()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.contract.errors import Unavailable
@@ -41,6 +41,7 @@ async def test_readings_are_those_of_now_and_made_in_the_loop() -> None:
     readings = [
         metrics.Reading("held_things", "Things", read),
         metrics.Reading("seen_total", "Seen", lambda: 7),
+        metrics.Reading("kept_bytes", "Kept", lambda: {"here": len(held), "there": 0.5}, "place"),
     ]
     async with metrics.served("127.0.0.1", port, readings):
         assert (await fetched(port))["tinsmith_held_things"] == 2
@@ -48,6 +49,7 @@ async def test_readings_are_those_of_now_and_made_in_the_loop() -> None:
         found = await fetched(port)
         assert found["tinsmith_held_things"] == 3
         assert found["tinsmith_seen_total"] == 7
+        assert (found["tinsmith_kept_bytes,here"], found["tinsmith_kept_bytes,there"]) == (3, 0.5)
     assert set(loops) == {asyncio.get_running_loop()}
     with pytest.raises(URLError):
         await fetched(port)
@@ -97,10 +99,31 @@ async def test_steps_that_fail_in_the_background_are_counted_by_their_work() -> 
 
     work = Periodic("a work of this test", 0.001, fail, 1)
     work.start()
-    for _ in range(1000):
+    for _ in range(10_000):
         if work.counts.failures >= 2:
             break
         await asyncio.sleep(0.002)
     await work.stop()
     counted = REGISTRY.get_sample_value("tinsmith_periodic_failures_total", {"work": "a work of this test"})
     assert counted == work.counts.failures >= 2
+
+
+PROMETHEUS_2 = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize("accept", ["", "*/*", PROMETHEUS_2, PROMETHEUS_3])
+async def test_names_are_the_same_whoever_asks_also_those_of_the_engine(accept: str) -> None:
+    registered = Gauge("engine:used_share", "Named as vLLM names its own")
+    port = free_port()
+    try:
+        async with metrics.served("127.0.0.1", port):
+            request = Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+            reply = await asyncio.to_thread(urlopen, request, timeout=10)
+            with reply:
+                assert "\nengine:used_share 0.0\n" in reply.read().decode()
+    finally:
+        REGISTRY.unregister(registered)

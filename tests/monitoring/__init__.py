@@ -1,0 +1,1 @@
+"""A real Prometheus watches a cluster that is worked with."""
