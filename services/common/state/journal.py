@@ -100,6 +100,8 @@ class Journal:
         The same request again gives the same id. A `refused` operation's future fails at once, as
         does that of any operation of a model that was not created or is unloaded. A seq_id that was
         used up and forgotten (its result expired, or its gap was skipped) also gives a failed future.
+        Where the owner has no room for a failure, it is told to send the request again; one that is refused
+        has used up its seq_id by then.
 
         Args:
             accepted_before: this process did so moments ago, and Redis may have lost it.

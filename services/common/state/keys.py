@@ -1,8 +1,8 @@
 """Names of all Redis keys.
 
 Keys that one script touches share a hash tag ({model id}, {sampling session id} or {services}), but for the
-account of what owners hold, which every acceptance and every result changes in the same step. So this is one
-Redis, and not a Redis Cluster.
+account of what owners hold, which every acceptance, every result and every record changes in the same step,
+and the lists of records. So this is one Redis, and not a Redis Cluster.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ DRAINED = f"{PREFIX}:{{services}}:drained-seen"
 """Sorted set of the trainers and samplers ("<kind>:<id>") that an operator took out of service, by when they
 were last alive, or drained (s)."""
 HELD_BYTES = f"{PREFIX}:{{held}}:bytes"
-"""Hash of what requests and results take: owner -> bytes, and more (`lua/held.lua`)."""
+"""Hash of what requests, results and records take: owner -> bytes, and more (`lua/held.lua`)."""
 EXPIRING_BYTES = f"{PREFIX}:{{held}}:expiring"
 """Sorted set of those fields that end by themselves, by when (s)."""
 WAITING_OPERATIONS = f"{PREFIX}:{{held}}:operations"

@@ -1,9 +1,10 @@
 """Connections to Redis.
 
-Invariants: every command has a timeout, and a connection that broke is retried with backoff, so
-a restart of Redis is seen as a pause and never as a hang. A connection to a server that takes no writes (any
-more) is one that broke: the next one is made to whatever the address leads to by then, or to the primary that
-sentinels name by then, who are asked anew for every connection. Their URLs are
+Invariants: every command has a timeout, and a connection that broke is retried with backoff, so a restart of
+Redis is seen as a pause and never as a hang; a process that starts before Redis waits for it. A connection to
+a server that takes no writes (any more) is one that broke: the next one is made to whatever the address leads
+to by then, or to the primary that sentinels name by then, who are asked anew for every connection. Their URLs
+are
 
     redis+sentinel://USER:PASSWORD@HOST:26379,HOST:26379/SERVICE/DB?sentinel_password=...
 
@@ -13,6 +14,7 @@ sentinels name by then, who are asked anew for every connection. Their URLs are
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,14 +26,19 @@ import redis.asyncio.sentinel
 import redis.sentinel
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff, NoBackoff
-from redis.exceptions import MasterDownError, ReadOnlyError
+from redis.exceptions import AuthenticationError, AuthorizationError, MasterDownError, ReadOnlyError
 from redis.retry import Retry
 
 from services.common.contract.errors import InvalidRequest
 
+log = logging.getLogger(__name__)
+
 _SOCKET_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
 _RETRIES = 6
+AWAITED_S = 300.0
+"""A process that starts waits so long for Redis."""
+_LOOK_S = 1.0
 _RETRYABLE = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError)
 _DEMOTED = (ReadOnlyError, MasterDownError)
 _SCHEMES = ("redis", "rediss", "unix")
@@ -113,6 +120,27 @@ def connect(url: str) -> redis.asyncio.Redis:
     return redis.asyncio.Redis.from_pool(pool)
 
 
+async def until_there(client: redis.asyncio.Redis, seconds: float = AWAITED_S) -> None:
+    """Waits for a Redis that is not there yet, or still loads: a cluster starts its services in any order.
+
+    Raises:
+        RedisError: there was none for so long, or it does not let this process in.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while True:
+        try:
+            await client.ping()
+            return
+        except (AuthenticationError, AuthorizationError):
+            raise
+        except _RETRYABLE as error:
+            if loop.time() >= until:
+                raise
+            log.warning("waiting for Redis: %s", error)
+        await asyncio.sleep(min(_LOOK_S, seconds))
+
+
 def connect_sync(url: str) -> redis.Redis:
     """A blocking client for threads, with the same URLs. Values are bytes."""
     url, sentinels = parse(url)
@@ -130,10 +158,13 @@ def connect_sync(url: str) -> redis.Redis:
 
 
 def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
-    """The class of connections whose loss is a ConnectionError however it shows.
+    """The class of connections whose loss is a ConnectionError however it shows, and with which who is
+    cancelled stays so.
 
     uvloop answers a write to a connection that the other end has reset with a RuntimeError, which redis-py
-    takes for a mistake of the program. What a demoted server answers it takes for the answer.
+    takes for a mistake of the program. What a demoted server answers it takes for the answer. And Python
+    3.11's `wait_for`, with which redis-py writes, makes a task of every command, which costs as much as the
+    command, and loses a cancellation that comes just when it is done (python/cpython#86296).
     """
 
     class Noticing(connection):
@@ -142,13 +173,25 @@ def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
                 self.host, self.port = await sentinels.primary()
             await super()._connect()
 
-        async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+            if not self.is_connected:
+                await self.connect_check_health(check_health=False)
+            if check_health:
+                await self.check_health()
+            whole = command.encode() if isinstance(command, str) else command
             try:
-                await super().send_packed_command(*args, **kwargs)
-            except RuntimeError as error:
-                if "closed" not in str(error):
-                    raise
-                raise redis.ConnectionError("the connection was reset while it was idle") from error
+                async with asyncio.timeout(self.socket_timeout):
+                    await self._send_packed_command([whole] if isinstance(whole, bytes) else whole)
+            except BaseException as error:
+                # What was sent of it is not known, or nobody will read the answer.
+                await self.disconnect(nowait=True)
+                if isinstance(error, TimeoutError):
+                    raise redis.TimeoutError("Redis takes no more of a command") from error
+                if isinstance(error, OSError) or (isinstance(error, RuntimeError) and "closed" in str(error)):
+                    raise redis.ConnectionError(
+                        f"the connection was reset while it was idle: {error}"
+                    ) from error
+                raise
 
         async def read_response(self, *args: Any, **kwargs: Any) -> Any:
             try:

@@ -70,6 +70,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         adapter_slots: adapters in one step of a sampler.
         kv_cache_dtype: of a sampler's keys and values, and `head_dtype`: in which its output head computes;
             "auto" = `dtype`, empty = not said.
+        speculative_ngram_tokens: that a sampler drafts for each sequence in a step; 0 = none.
         weights: full snapshot in a sampler's engine ("<model_id>@<version>"); empty = the base model.
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
         models: models that a trainer has in memory.
@@ -104,6 +105,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     adapter_slots: int = 0
     kv_cache_dtype: str = ""
     head_dtype: str = ""
+    speculative_ngram_tokens: int = 0
     weights: str = ""
     gpus: tuple[str, ...] = ()
     models: int = 0

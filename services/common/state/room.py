@@ -1,10 +1,11 @@
-"""How much of Redis the requests and results of API keys may take.
+"""How much of Redis the requests, the results and the records of API keys may take.
 
-The scripts that write, shorten or delete a request or a result count its bytes in the same step
+The scripts that write, shorten or delete one of them count its bytes in the same step
 (`lua/held.lua`), so the account is what is there, also when Redis comes back without its last second.
 Invariants: a result is never refused; a sample is accepted only where its largest result has room, too, and
 what a batch comes to is smaller than the batch. An API key never holds more than is left for the others, so
-there always is room for one that holds nothing. What makes room, such as a step, gets in.
+there always is room for one that holds nothing. What makes room, such as a step, gets in a number of times; a
+request that fails at once needs room for its failure like any other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class RoomLimits:
     """Bounds of what is kept, and times in seconds.
 
     Attributes:
-        total_bytes: requests and results of all API keys; 0 = half of the memory that Redis may use, or 4 GiB
+        total_bytes: what those of all API keys take; 0 = half of the memory that Redis may use, or 4 GiB
             when it has no bound.
         owner_bytes: of one API key; 0 = what is left for others bounds it.
         owner_operations: that wait to run, of one API key over all its models. The first that a model waits
@@ -49,6 +50,7 @@ class Room:
     def __init__(self, limits: RoomLimits | None = None) -> None:
         self.limits = limits or RoomLimits()
         self._used = self._most = 0
+        self._held = self._results = self._journals = 0
 
     def note_memory(self, used: int, most: int) -> None:
         """Redis has so many bytes in use, of at most so many (0 = no bound)."""
@@ -59,9 +61,29 @@ class Room:
         """Bytes that Redis has in use, and of how many (0 = no bound), as they were told last."""
         return self._used, self._most
 
+    def note_held(self, nbytes: int, results: int, journals: int) -> None:
+        """Requests, results and records of all API keys take so many bytes, and of them results and journals
+        so many."""
+        self._held, self._results, self._journals = nbytes, results, journals
+
+    @property
+    def held(self) -> int:
+        """Bytes of all requests, results and records, as they were told last."""
+        return self._held
+
+    @property
+    def results(self) -> int:
+        """Bytes of all results, as they were told last; of `held`."""
+        return self._results
+
+    @property
+    def journals(self) -> int:
+        """Bytes of the operations in all journals, as they were told last; of `held`."""
+        return self._journals
+
     @property
     def total(self) -> int:
-        """Bytes of requests and results of all API keys together."""
+        """Bytes of what all API keys together may hold."""
         return self.limits.total_bytes or int(self._most * _SHARE) or _UNBOUNDED_TOTAL
 
     @property
@@ -90,6 +112,16 @@ class Room:
         if self._nearly_full():
             raise self.refusal()
 
+    def check_share(self, mine: int, of_all: int, nbytes: int) -> None:
+        """To be called before an owner who holds `mine` of what all hold is given so many bytes more.
+
+        Raises:
+            Overloaded: that is more than is left for others.
+        """
+        most, most_of_one = self.bounds
+        if mine + nbytes > min(most_of_one, most - of_all - nbytes):
+            raise self.refusal()
+
     def refusal(self) -> Overloaded:
         """What is answered when there is no room."""
         if self._nearly_full():
@@ -98,11 +130,13 @@ class Room:
                 "this again later, or have the operator raise maxmemory of Redis"
             )
         return LimitReached(
-            f"the requests and results of this API key would take too much of the {self.total} bytes that "
-            "the state store has for all (--state-bytes): never more than is left for others"
+            "the requests, results and records of this API key would take too much of the "
+            f"{self.total} bytes that the state store has for all (--state-bytes): never more than is left "
+            "for others"
             + (f", and at most {self.limits.owner_bytes} (--owner-bytes)" if self.limits.owner_bytes else "")
             + f". Results go {self.limits.fetched_life} s after they are fetched, batches with the next "
-            "optim_step; send this again later",
+            "optim_step, records --forget-after their session's end, those of checkpoints with these; send "
+            "this again later",
             about={"limit": "--owner-bytes" if self.limits.owner_bytes else "--state-bytes"},
         )
 

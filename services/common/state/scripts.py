@@ -5,10 +5,14 @@ Invariant: every key that a script touches is in its KEYS.
 A line "-- USES name" puts another file in its place. What must not fail while Redis has no memory left,
 because it makes room or keeps leases, says "flags=allow-oom" in its first line; everything else is refused
 then.
+
+Who runs one for every sample shares its round trips (`SharedScript`). Each run is still a step of its own,
+which fails or succeeds by itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -17,7 +21,9 @@ from typing import Any
 
 import redis.asyncio
 from prometheus_client import Histogram
+from redis.exceptions import NoScriptError, ResponseError
 
+from services.common.process.tasks import detached
 from services.common.telemetry import tracing
 from services.common.telemetry.metrics import SHORT_S
 
@@ -27,6 +33,10 @@ SECONDS = Histogram(
     ["script"],
     buckets=SHORT_S,
 )
+
+_TOGETHER = 128
+_TOGETHER_BYTES = 64 * 1024
+"""Of the arguments of one run. A larger one has a round trip of its own, so that it holds nobody up."""
 
 _USES = re.compile(r"^-- USES (\w+)$", re.MULTILINE)
 
@@ -49,3 +59,68 @@ class Script:
         """Runs the script; its reply, with strings as bytes."""
         with self._seconds.time(), tracing.span(self._span, "CLIENT"):
             return await self._script(keys=list(keys), args=list(args))
+
+
+Arguments = tuple[Sequence[str], Sequence[bytes | str | int | float]]
+
+
+class SharedScript(Script):
+    """A script of which many runs are wanted at once: those that are asked for while a round trip is under
+    way go together in the next one, in their order. Alone, a run waits for nobody.
+
+    A run is sent also when who asked for it has gone meanwhile. When Redis does not answer, all that wait
+    fail: none of them waits for another's timeout first.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, name: str) -> None:
+        super().__init__(client, name)
+        self._client = client
+        self._waiting: list[tuple[Arguments, asyncio.Future[Any]]] = []
+        self._trip: asyncio.Task[None] | None = None
+
+    async def __call__(self, keys: Sequence[str], *args: bytes | str | int | float) -> Any:
+        if sum(len(arg) for arg in args if isinstance(arg, bytes)) > _TOGETHER_BYTES:
+            return await super().__call__(keys, *args)
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(((keys, args), reply))
+        if self._trip is None:
+            self._trip = detached(self._trips(), f"round trips of {self._span}")
+        with self._seconds.time(), tracing.span(self._span, "CLIENT"):
+            return await reply
+
+    async def _trips(self) -> None:
+        some: list[tuple[Arguments, asyncio.Future[Any]]] = []
+        try:
+            while self._waiting:
+                some, self._waiting = self._waiting[:_TOGETHER], self._waiting[_TOGETHER:]
+                await self._run_all(some)
+        except BaseException as error:
+            for _, reply in some + self._waiting:
+                if isinstance(error, asyncio.CancelledError):
+                    reply.cancel()
+                elif not reply.done():
+                    reply.set_exception(error)
+            self._waiting = []
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._trip = None
+
+    async def _run_all(self, some: list[tuple[Arguments, asyncio.Future[Any]]]) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for (keys, args), _ in some:
+            pipeline.evalsha(self._script.sha, len(keys), *keys, *args)
+        found = await pipeline.execute(raise_on_error=False)
+        for ((keys, args), reply), answer in zip(some, found, strict=True):
+            if isinstance(answer, NoScriptError):
+                # It has not run. This gives Redis the text.
+                try:
+                    answer = await self._script(keys=list(keys), args=list(args))
+                except ResponseError as error:
+                    answer = error
+            if reply.done():
+                continue
+            if isinstance(answer, Exception):
+                reply.set_exception(answer)
+            else:
+                reply.set_result(answer)

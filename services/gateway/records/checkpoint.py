@@ -11,7 +11,7 @@ due before, so that its files are found whoever dies in between.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,10 +20,11 @@ import msgspec
 import redis.asyncio
 
 from services.common.contract import ids
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, TooLarge
 from services.common.contract.roles import Role
 from services.common.state import keys
 from services.common.state.poison import Poison, Unreadable
+from services.common.state.room import ACCOUNT
 from services.common.state.scripts import Script
 from services.common.storage.base import Key
 from services.gateway.records.listed import Cursor, Pages
@@ -31,6 +32,9 @@ from services.gateway.records.listed import Cursor, Pages
 _SETTLE_S = 60.0
 """A version that is losing its record is looked at this much later; longer than any removal can take."""
 _UNREADABLE_AGAIN_S = 24 * 3600.0
+_AT_ONCE = 200
+_MOST_CHARS = 2**26
+"""As much as a page of a thousand may have."""
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +99,8 @@ class CheckpointStore:
         if record.expires_at is not None:
             await self._note_due(key_of(record), record.expires_at)
         raw, now = msgspec.json.encode(record), time.time()
-        stored = await self._put([name], field, raw, record.version, int(replaces), repr(now))
+        arguments = (field, raw, record.version, int(replaces), repr(now), record.owner)
+        stored = await self._put([name, *ACCOUNT], *arguments)
         if stored < 0:
             if not replaces:
                 await self._note_due(key_of(record), now)
@@ -112,12 +117,36 @@ class CheckpointStore:
         found = await self._raw(model_id, checkpoint_id)
         return None if found is None or has_expired(found[1]) else found[1]
 
+    async def each_of_model(self, model_id: str) -> AsyncIterator[CheckpointRecord]:
+        """A model's checkpoints that have not expired, as they come. They are read in parts, and one that
+        changes meanwhile may come twice."""
+        async for name, raw in self._redis.hscan_iter(keys.checkpoints(model_id), count=_AT_ONCE):
+            record = self._decode(model_id, name.decode(), raw)
+            if not has_expired(record):
+                yield record
+
+    async def any_of_model(self, model_id: str) -> bool:
+        """Whether a model has a checkpoint that has not expired."""
+        async for _ in self.each_of_model(model_id):
+            return True
+        return False
+
     async def of_model(self, model_id: str) -> list[CheckpointRecord]:
-        """A model's checkpoints that have not expired, oldest first."""
-        found: Any = await self._redis.hgetall(keys.checkpoints(model_id))
-        records = [self._decode(model_id, name.decode(), raw) for name, raw in found.items()]
-        kept = [record for record in records if not has_expired(record)]
-        return sorted(kept, key=lambda record: (record.version, record.checkpoint_id))
+        """A model's checkpoints that have not expired, oldest first.
+
+        Raises:
+            TooLarge: what they say about themselves is too much for one answer.
+        """
+        kept, taken = {}, 0
+        async for record in self.each_of_model(model_id):
+            kept[record.checkpoint_id] = record
+            taken += sum(len(name) + len(value) for name, value in record.user_metadata.items())
+            if taken > _MOST_CHARS:
+                raise TooLarge(
+                    f"the user_metadata of the checkpoints of {model_id} has more than {_MOST_CHARS} "
+                    "characters, which is too much for one answer; list the checkpoints of all runs by pages"
+                )
+        return sorted(kept.values(), key=lambda record: (record.version, record.checkpoint_id))
 
     async def page(self, owner: str, offset: int, limit: int) -> CheckpointPage:
         """Some of an owner's checkpoints, newest first."""
@@ -162,8 +191,7 @@ class CheckpointStore:
             return False
         if after.expires_at is not None:
             await self._note_due(key_of(after), after.expires_at)
-        name, field = keys.checkpoints(before.model_id), before.checkpoint_id
-        if not await self._swap([name], field, found[0], msgspec.json.encode(after)):
+        if not await self._replace(before, found[0], msgspec.json.encode(after)):
             return False
         await self._list(after)
         return True
@@ -174,10 +202,14 @@ class CheckpointStore:
         if found is None or found[1] != record:
             return False
         await self._note_due(key_of(record), time.time() + _SETTLE_S)
-        if not await self._swap([keys.checkpoints(record.model_id)], record.checkpoint_id, found[0], b""):
+        if not await self._replace(record, found[0], b""):
             return False
         await self._unlist(record)
         return True
+
+    async def _replace(self, record: CheckpointRecord, seen: bytes, raw: bytes) -> bool:
+        names = [keys.checkpoints(record.model_id), *ACCOUNT]
+        return bool(await self._swap(names, record.checkpoint_id, seen, raw, record.owner))
 
     async def expired(self, model_id: str, checkpoint_id: str) -> CheckpointRecord | None:
         """The record of this name if it has expired and is still there."""

@@ -16,6 +16,7 @@ from services.common.contract.errors import Gone
 from services.common.contract.roles import Role
 from services.common.state import keys
 from services.common.state.poison import Poison
+from services.common.state.room import ACCOUNT
 from services.common.state.scripts import Script
 from services.gateway.records.listed import Cursor, Listed, Pages
 
@@ -48,6 +49,8 @@ class ModelStore:
     def __init__(self, client: redis.asyncio.Redis, poison: Poison) -> None:
         self._redis = client
         self._poison = poison
+        self._put = Script(client, "put_record")
+        self._drop = Script(client, "drop_record")
         self._list_model = Script(client, "list_model")
         self._pages = Pages(client)
 
@@ -62,7 +65,7 @@ class ModelStore:
         session = [keys.session(record.session_id), keys.session_models(record.session_id)]
         if not await self._list_model(session, record.model_id):
             raise Gone(f"session {record.session_id} was finished; create a new one", "session_finished")
-        if await self._redis.hsetnx(name, "record", msgspec.json.encode(record)):
+        if await self._put([name, *ACCOUNT], record.owner, msgspec.json.encode(record)):
             await self._redis.zadd(keys.owner_models(record.owner), {record.model_id: record.created_at})
             return record
         return await self.get(record.model_id) or record
@@ -97,12 +100,9 @@ class ModelStore:
         return await self._pages.read(keys.owner_models(owner), entries, cursor)
 
     async def drop(self, record: ModelRecord) -> None:
-        """Forgets a model of which no trainer ever heard; its number can be used again."""
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.delete(keys.model(record.model_id))
-            pipeline.zrem(keys.owner_models(record.owner), record.model_id)
-            pipeline.srem(keys.session_models(record.session_id), record.model_id)
-            await pipeline.execute()
+        """Forgets a model of which nothing else is left; its number can be used again."""
+        lists = [keys.owner_models(record.owner), keys.session_models(record.session_id)]
+        await self._drop([keys.model(record.model_id), *lists, *ACCOUNT], record.owner, record.model_id)
 
     async def set_status(self, model_id: str, status: ModelStatus) -> None:
         """Changes the status of an existing model."""

@@ -21,7 +21,7 @@ from services.common.contract.errors import Cancelled, Conflict, Overloaded
 from services.common.state import keys
 from services.common.state.journal_records import NOTHING_USED, Accepted, Published, Use, error_result
 from services.common.state.room import ACCOUNT, Room
-from services.common.state.scripts import Script
+from services.common.state.scripts import Script, SharedScript
 from services.gateway.records.sample_news import Kept
 from tinsmith.v1 import results_pb2
 
@@ -31,17 +31,20 @@ ACCEPTANCE_S = 60.0
 """What was put on a list and is not accepted so long after is taken off it."""
 
 _COMPLETIONS = 4096
+_WATCHED = 64
+"""Most completions of one answer, and of one whose reader may be slow."""
 _AT_ONCE = 256
 _CLAIMED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A sample that was resolved. `size`: bytes of its result."""
+    """A sample that was resolved. `size`: bytes of its result; `cursor`: its place among its client's."""
 
     request_id: str
     state: Literal["finished", "failed"]
     size: int
+    cursor: int
 
 
 class Unclaimed(Enum):
@@ -70,9 +73,9 @@ class SampleJournal:
         self._redis = client
         self._room = room or Room()
         self._most = gateway_samples
-        self._accept = Script(client, "accept_sample")
+        self._accept = SharedScript(client, "accept_sample")
         self._claim = Script(client, "claim_samples")
-        self._publish = Script(client, "publish_sample")
+        self._publish = SharedScript(client, "publish_sample")
         self._note_waiting = Script(client, "note_waiting")
         self._completions = Script(client, "completions")
 
@@ -275,18 +278,26 @@ class SampleJournal:
         return Resolution(outcome)
 
     async def completions(
-        self, sampling_session_id: str, clone: int, cursor: int
+        self, sampling_session_id: str, clone: int, cursor: int, forgets: bool = True
     ) -> tuple[list[Completion], int]:
         """Completions of one client after a cursor (0 = from the beginning), and the cursor of the last.
 
-        What is at or before the cursor counts as seen, and is forgotten.
+        Args:
+            forgets: what is at or before the cursor counts as seen, and is forgotten.
         """
-        flat = await self._completions([keys.completions(sampling_session_id, clone)], cursor, _COMPLETIONS)
-        found = [_completion(sampling_session_id, member) for member in flat[::2]]
-        return found, int(float(flat[-1])) if flat else cursor
+        seen, most = (cursor, _COMPLETIONS) if forgets else (0, _WATCHED)
+        flat = await self._completions([keys.completions(sampling_session_id, clone)], cursor, most, seen)
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        found = [_completion(sampling_session_id, member, int(float(at))) for member, at in pairs]
+        return found, found[-1].cursor if found else cursor
+
+    async def kept_since(self) -> int:
+        """The cursor of now, less the time for which completions are kept."""
+        seconds, micros = await self._redis.time()
+        return (int(seconds) - self._room.limits.result_life) * 1_000_000 + int(micros)
 
 
-def _completion(sampling_session_id: str, member: bytes) -> Completion:
+def _completion(sampling_session_id: str, member: bytes, cursor: int) -> Completion:
     seq_id, state, size = member.decode().split(":")
     request_id = ids.request_id(sampling_session_id, int(seq_id))
-    return Completion(request_id, "failed" if state == "failed" else "finished", int(size))
+    return Completion(request_id, "failed" if state == "failed" else "finished", int(size), cursor)

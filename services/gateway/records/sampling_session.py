@@ -13,8 +13,11 @@ import redis.asyncio
 
 from services.common.state import keys
 from services.common.state.poison import Poison
+from services.common.state.room import ACCOUNT
 from services.common.state.scripts import Script
 from services.gateway.records.sample_news import Moved
+
+_AT_ONCE = 500
 
 
 class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +46,7 @@ class SamplingSessionStore:
     def __init__(self, client: redis.asyncio.Redis, poison: Poison) -> None:
         self._redis = client
         self._poison = poison
+        self._put = Script(client, "put_sampler")
 
     async def create_if_absent(self, record: SamplingSessionRecord) -> SamplingSessionRecord:
         """Stores a sampling session unless its id is taken; what is stored."""
@@ -51,9 +55,8 @@ class SamplingSessionStore:
         if record.model_id:
             users = keys.model_samplers(record.model_id)
             await self._redis.zadd(users, {record.sampling_session_id: record.version})
-        first: Any = await self._redis.set(
-            keys.sampling_session(record.sampling_session_id), msgspec.json.encode(record), nx=True, get=True
-        )
+        names = [keys.sampling_session(record.sampling_session_id), keys.session(record.session_id)]
+        first = await self._put([*names, *ACCOUNT], record.owner, msgspec.json.encode(record))
         if first is None:
             return record
         stored = self._decode(record.sampling_session_id, first)
@@ -85,8 +88,9 @@ class SamplingSessionStore:
 
     async def of_session(self, session_id: str) -> list[str]:
         """Ids of a session's sampling sessions, some perhaps never made."""
-        found: Any = await self._redis.smembers(keys.session_samplers(session_id))
-        return [raw.decode() for raw in found]
+        # There may be very many: they are read in parts.
+        found = self._redis.sscan_iter(keys.session_samplers(session_id), count=_AT_ONCE)
+        return list({raw.decode(): None async for raw in found})
 
     async def of_model(self, model_id: str, version: int | None) -> list[tuple[str, int]]:
         """(id, version) of every sampling session on a model's snapshots, or on one of them; some perhaps

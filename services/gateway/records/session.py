@@ -15,6 +15,7 @@ import redis.asyncio
 
 from services.common.state import keys
 from services.common.state.poison import Poison
+from services.common.state.room import ACCOUNT
 from services.common.state.scripts import Script
 from services.gateway.records.listed import Cursor, Listed, Pages
 
@@ -49,6 +50,10 @@ class SessionStore:
     def __init__(self, client: redis.asyncio.Redis, poison: Poison) -> None:
         self._redis = client
         self._poison = poison
+        self._put = Script(client, "put_record")
+        self._drop = Script(client, "drop_record")
+        self._recount = Script(client, "recount_record")
+        self._account = Script(client, "account")
         self._touch = Script(client, "touch_session")
         self._abandon = Script(client, "abandon_session")
         self._pages = Pages(client)
@@ -60,7 +65,7 @@ class SessionStore:
         # Only what is not there: the same may be written again after Redis lost it, or did not.
         await self._redis.hsetnx(session, "last_heartbeat", repr(record.last_heartbeat))
         await self._redis.hsetnx(session, "finished", str(int(record.finished)))
-        await self._redis.hsetnx(session, "record", msgspec.json.encode(record))
+        await self._put([session, *ACCOUNT], record.owner, msgspec.json.encode(record))
         if idempotency_key:
             first: Any = await self._redis.set(
                 keys.session_idempotency(record.owner, idempotency_key),
@@ -72,7 +77,7 @@ class SessionStore:
             repeated = first is not None and first.decode() != record.session_id
             found = await self.get(first.decode()) if repeated else None
             if found is not None:
-                await self._redis.delete(keys.session(record.session_id))
+                await self._drop([session, *ACCOUNT], record.owner, record.session_id)
                 return found
         await self._redis.zadd(keys.SESSION_LIFE, {record.session_id: record.last_heartbeat}, nx=True)
         created = {record.session_id: record.created_at}
@@ -89,6 +94,23 @@ class SessionStore:
         """How many sessions of an owner are known, over or not."""
         found: int = await self._redis.zcard(keys.owner_sessions(owner))
         return found
+
+    async def held(self, owner: str) -> tuple[int, int]:
+        """Bytes that an owner holds of the room, and all owners."""
+        mine, of_all, *_ = await self._account(ACCOUNT, owner)
+        return int(mine), int(of_all)
+
+    async def forget_samplers(self, record: SessionRecord) -> None:
+        """A session counts no more for its sampling sessions, which are gone."""
+        await self._recount([keys.session(record.session_id), *ACCOUNT], record.owner)
+
+    async def forget(self, record: SessionRecord) -> None:
+        """Deletes the record of a session of which nothing else is left."""
+        name = record.session_id
+        lists = [keys.owner_sessions(record.owner), keys.timelines_of(record.owner)]
+        if record.project_id:
+            lists.append(keys.project_sessions(record.owner, record.project_id))
+        await self._drop([keys.session(name), *lists, *ACCOUNT], record.owner, name)
 
     async def made_with(self, owner: str, idempotency_key: str) -> bool:
         """Whether a session was made with this key in the last day."""
@@ -148,8 +170,7 @@ class SessionStore:
 
     async def models(self, session_id: str) -> list[str]:
         """Ids of the session's models, some perhaps never created."""
-        found: Any = await self._redis.smembers(keys.session_models(session_id))
-        return sorted((raw.decode() for raw in found), key=_number)
+        return await self._members(keys.session_models(session_id))
 
     async def model_counts(self, session_ids: Sequence[str]) -> list[int]:
         """How many models each session has."""
@@ -163,8 +184,16 @@ class SessionStore:
 
     async def samplers(self, session_id: str) -> list[str]:
         """Ids of the session's sampling sessions, some perhaps never made."""
-        found: Any = await self._redis.smembers(keys.session_samplers(session_id))
-        return sorted((raw.decode() for raw in found), key=_number)
+        return await self._members(keys.session_samplers(session_id))
+
+    async def _members(self, name: str) -> list[str]:
+        """Ids of what a session made, in the order of their numbers. There may be very many: they are read in
+        parts, and what is sorted in one go are whole numbers."""
+        numbered = {}
+        async for raw in self._redis.sscan_iter(name, count=_AT_ONCE):
+            one = raw.decode()
+            numbered[_number(one)] = one
+        return [numbered[number] for number in sorted(numbered)]
 
     async def set_project(self, record: SessionRecord, project_id: str) -> None:
         """Moves an existing session into a project."""

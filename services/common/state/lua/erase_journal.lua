@@ -8,4 +8,5 @@ if not meta[1] or redis.call('ZCARD', KEYS[3]) > 0 then return 0 end
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[4])
 redis.call('HSET', KEYS[4], 'closed', meta[1], 'base_model', meta[2] or '')
 hold(meta[3] or '', -tonumber(meta[4] or 0))
+count_part('*journals', -tonumber(meta[4] or 0))
 return 1

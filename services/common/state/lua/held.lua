@@ -1,6 +1,7 @@
 -- What owners hold in Redis: bytes of requests until nothing needs them, and of results until they expire.
 -- The last two KEYS of a script that uses this are
---   held: hash owner -> bytes, '*' -> bytes of all, '<second>/<owner>' -> bytes of results that expire by then
+--   held: hash owner -> bytes, '*' -> bytes of all, '<second>/<owner>' -> bytes of results that expire by then,
+--     '*results' -> bytes of all those, '*journals' -> bytes of all journals
 --   expiring: sorted set of those '<second>/<owner>', by second
 local HELD, EXPIRING = KEYS[#KEYS - 1], KEYS[#KEYS]
 local NOW = tonumber(redis.call('TIME')[1])
@@ -16,10 +17,17 @@ local function add(owner, bytes)
   redis.call('HINCRBY', HELD, '*', text)
 end
 
+-- Counts a part of what all hold, '*results' or '*journals', beside what `add` counts.
+local function count_part(part, bytes)
+  if redis.call('HINCRBY', HELD, part, string.format('%.0f', bytes)) == 0 then redis.call('HDEL', HELD, part) end
+end
+
 -- Takes off what has expired since: a little each time, which keeps up, as each result is counted once.
 local function drop_expired()
   for _, slot in ipairs(redis.call('ZRANGEBYSCORE', EXPIRING, '-inf', NOW, 'LIMIT', 0, 16)) do
-    add(string.match(slot, '/(.*)'), -tonumber(redis.call('HGET', HELD, slot) or 0))
+    local bytes = tonumber(redis.call('HGET', HELD, slot) or 0)
+    add(string.match(slot, '/(.*)'), -bytes)
+    count_part('*results', -bytes)
     redis.call('HDEL', HELD, slot)
     redis.call('ZREM', EXPIRING, slot)
   end
@@ -32,6 +40,7 @@ local function hold(owner, bytes)
 end
 
 local function count_slot(slot, at, bytes)
+  count_part('*results', bytes)
   if redis.call('HINCRBY', HELD, slot, string.format('%.0f', bytes)) == 0 then
     redis.call('HDEL', HELD, slot)
     redis.call('ZREM', EXPIRING, slot)

@@ -20,6 +20,7 @@ end
 redis.call('HDEL', KEYS[4], 'half_full')
 if freed > 0 then
   redis.call('HINCRBY', KEYS[4], 'journal_bytes', -freed)
+  count_part('*journals', -freed)
   hold(redis.call('HGET', KEYS[4], 'owner') or '', -freed)
 end
 return 1

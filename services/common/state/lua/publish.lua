@@ -34,6 +34,7 @@ if size > 0 then
   redis.call('HINCRBY', KEYS[5], 'pending_bytes', -size)
   if durable or passed then
     redis.call('HINCRBY', KEYS[5], 'journal_bytes', -size)
+    count_part('*journals', -size)
     hold(owner, -size)
   end
 end

@@ -45,6 +45,29 @@ def test_idle_connections_that_were_reset_are_made_anew_under_the_loop_of_the_se
         server.close()
 
 
+async def test_a_process_that_starts_before_redis_waits_for_it(tmp_path: Path) -> None:
+    port = free_port()
+    client = redis_client.connect(f"redis://localhost:{port}")
+    waits = asyncio.create_task(redis_client.until_there(client))
+    try:
+        # Longer than a command tries again by itself.
+        assert not (await asyncio.wait([waits], timeout=7))[0]
+        options = ["--port", str(port)]
+        with redis_server(redis_server_kinds()["valkey"], tmp_path / "late", options):
+            await asyncio.wait_for(waits, 60)
+            assert await client.ping()
+    finally:
+        await cancel_all([waits])
+        await client.aclose()
+
+
+async def test_a_redis_that_never_comes_or_lets_nobody_in_is_not_waited_for_for_ever() -> None:
+    client = redis_client.connect(f"redis://localhost:{free_port()}")
+    with pytest.raises(redis.ConnectionError):
+        await redis_client.until_there(client, 0.1)
+    await client.aclose()
+
+
 class Address:
     """Where Redis is reached: new connections go to the server that it leads to by then."""
 
@@ -113,7 +136,7 @@ async def test_a_primary_that_was_demoted_is_left_for_the_new_one(
             with pytest.raises(redis.ConnectionError, match="takes no writes"):
                 await asyncio.to_thread(blocking.set, "after", 1)
             address.target = Path(second.removeprefix("unix://"))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert await client.set("after", 2)
                 assert await script(["version"], 2)
                 pipeline = client.pipeline(transaction=False)
@@ -127,3 +150,21 @@ async def test_a_primary_that_was_demoted_is_left_for_the_new_one(
         await client.aclose()
         blocking.close()
         await address.close()
+
+
+async def test_who_is_cancelled_at_any_moment_of_a_command_stays_so(any_redis: redis.asyncio.Redis) -> None:
+    async def asks() -> None:
+        await any_redis.ping()
+        await asyncio.Event().wait()
+
+    # A connection that is there already, as always but once.
+    await any_redis.ping()
+    for turns in range(40):
+        asking = asyncio.create_task(asks())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        done, _ = await asyncio.wait([asking], timeout=5)
+        assert done, f"cancelled after {turns} turns of the loop"
+        assert asking.cancelled()
+    assert await any_redis.ping()

@@ -60,7 +60,7 @@ async def test_each_announcement_tells_the_load_of_its_time(
     await announcer.start()
     try:
         for load in ({"models": 3, "queued": 0}, {"models": 3, "queued": 7}):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while True:
                     (found,) = await registry.live(redis_client, "trainer")
                     if (found.models, found.queued) == (load["models"], load["queued"]):

@@ -60,6 +60,19 @@ async def held(client: redis.asyncio.Redis, owner: str = "*") -> int:
     return int(await client.hget(keys.HELD_BYTES, owner) or 0)
 
 
+async def results_there(client: redis.asyncio.Redis) -> int:
+    """What results take, found by looking at all futures."""
+    names = [name async for name in client.scan_iter(f"{keys.PREFIX}:future:*")]
+    futures = [await client.hgetall(name) for name in names]
+    return sum(len(future[b"result"]) + ENTRY for future in futures if future[b"state"] == b"done")
+
+
+async def journals_there(client: redis.asyncio.Redis) -> int:
+    """What operations in journals take, found by looking at all of them."""
+    journals = [await client.hvals(keys.journal(model(owner))) for owner in OWNERS]
+    return sum(len(payload) for journal in journals for payload in journal)
+
+
 async def there(client: redis.asyncio.Redis) -> dict[str, int]:
     """What each owner holds, found by looking at everything."""
     found = dict.fromkeys(OWNERS, 0)
@@ -145,6 +158,8 @@ async def test_the_account_is_what_is_there_whatever_happens(any_redis: redis.as
             found = await there(any_redis)
             assert {name: await held(any_redis, name) for name in OWNERS} == found
             assert await held(any_redis) == sum(found.values())
+            assert await held(any_redis, "*results") == await results_there(any_redis)
+            assert await held(any_redis, "*journals") == await journals_there(any_redis)
     await expire(any_redis, 60)
     for _ in range(5):
         numbers["ann"] += 1
@@ -167,7 +182,8 @@ async def test_nothing_is_left_of_the_account_of_owners_whose_results_are_gone(
     closed = operation_pb2.Operation(model_id=model("dan"), seq_id=0, refused=types_pb2.Error())
     await journal.accept(closed, "dan")
     fields = {name.decode() for name in await any_redis.hkeys(keys.HELD_BYTES)}
-    assert {name.partition("/")[2] or name for name in fields} == {"dan", "*"}
+    assert {name.partition("/")[2] or name for name in fields} == {"dan", "*", "*results"}
+    assert await held(any_redis, "*results") == await results_there(any_redis)
     assert await any_redis.zcard(keys.EXPIRING_BYTES) == 1
 
 
@@ -253,6 +269,80 @@ async def test_an_owner_may_have_so_many_operations_waiting_over_all_its_models(
     assert not await any_redis.hexists(keys.WAITING_OPERATIONS, "ben")
 
 
+def refused(owner: str, seq_id: int, why: str = "no" * 500) -> operation_pb2.Operation:
+    error = errors.to_pb(InvalidRequest(why))
+    return operation_pb2.Operation(model_id=model(owner), seq_id=seq_id, refused=error)
+
+
+async def test_failures_that_nobody_fetches_stop_their_owner_and_no_model_waits_for_one(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    room = Room(RoomLimits(total_bytes=64 * KIB))
+    journal = Journal(any_redis, room=room)
+    await journal.accept(creation("ann"), "ann")
+    seq_id, heard = 0, []
+    with pytest.raises(LimitReached, match="send this again later"):
+        while seq_id < 200:
+            seq_id += 1
+            heard.append((await journal.accept(refused("ann", seq_id), "ann")).request_id)
+    assert await held(any_redis) <= 32 * KIB
+    # Others have room, and the operations behind the one whose failure had none wait for nothing.
+    await journal.accept(creation("ben"), "ben")
+    await journal.accept(step("ann", seq_id + 1), "ann")
+    index = await journal.index(model("ann"), -1)
+    assert (index.floor, index.entries[-1].seq_id) == (seq_id + 1, seq_id + 1)
+    # Nothing is kept of it: it is heard when there is room.
+    with pytest.raises(LimitReached):
+        await journal.accept(refused("ann", seq_id), "ann")
+    assert not await any_redis.exists(keys.future(model("ann"), seq_id))
+    await FetchedResults(any_redis, room).let_go(heard, 60)
+    await expire(any_redis, 60)
+    await journal.accept(refused("ann", seq_id), "ann")
+    kept = await any_redis.hget(keys.future(model("ann"), seq_id), "result")
+    assert b"nonono" in kept
+
+
+async def test_a_creation_that_was_refused_where_there_was_no_room_to_say_why_says_so_later(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = Journal(any_redis, room=Room(RoomLimits(total_bytes=64 * KIB)))
+    await any_redis.hset(keys.HELD_BYTES, mapping={"ann": 64 * KIB, "*": 64 * KIB})
+    with pytest.raises(LimitReached):
+        await journal.accept(refused("ann", 0), "ann")
+    await any_redis.delete(keys.HELD_BYTES)
+    # By now it would be accepted, but its number is used up.
+    await journal.accept(creation("ann"), "ann")
+    assert b"nonono" in await any_redis.hget(keys.future(model("ann"), 0), "result")
+
+
+async def test_requests_to_a_model_that_is_closed_stop_their_owner_and_not_the_memory(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = Journal(any_redis, room=Room(RoomLimits(total_bytes=64 * KIB)))
+    await journal.accept(creation("ann"), "ann")
+    lease = await lead(any_redis, "ann")
+    await journal.publish(model("ann"), lease.epoch, 0, b"", closing=b"over")
+    with pytest.raises(LimitReached):
+        for seq_id in range(1, 200):
+            await journal.accept(step("ann", seq_id), "ann")
+    assert await held(any_redis) <= 32 * KIB
+
+
+async def test_steps_that_make_no_room_stop_where_there_is_none(any_redis: redis.asyncio.Redis) -> None:
+    journal = Journal(any_redis, room=Room(RoomLimits(total_bytes=64 * KIB)))
+    await journal.accept(creation("ann"), "ann")
+    lease = await lead(any_redis, "ann")
+    await journal.publish(model("ann"), lease.epoch, 0, b"")
+    done = 0
+    with pytest.raises(LimitReached):
+        for seq_id in range(1, 400):
+            await journal.accept(step("ann", seq_id), "ann")
+            await journal.publish(model("ann"), lease.epoch, seq_id, b"")
+            await journal.mark_durable(model("ann"), lease.epoch, seq_id, str(seq_id))
+            done = seq_id
+    assert 64 <= done < 64 + 64
+
+
 async def test_a_step_gets_in_where_there_is_no_room_and_makes_some(any_redis: redis.asyncio.Redis) -> None:
     room = Room(RoomLimits(total_bytes=64 * KIB))
     journal = Journal(any_redis, room=room)
@@ -275,7 +365,7 @@ async def test_a_step_gets_in_where_there_is_no_room_and_makes_some(any_redis: r
     with pytest.raises(Overloaded, match=r"nearly used up \(95 of 100 bytes\)"):
         for further in range(seq_id + 3, seq_id + 103):
             await journal.accept(step("ann", further), "ann")
-    assert (await journal.index(model("ann"), -1)).pending == 64
+    assert (await journal.index(model("ann"), -1)).pending == 1 + 64
     with pytest.raises(Overloaded):
         await journal.accept(creation("ben"), "ben")
     with pytest.raises(Overloaded):
@@ -292,7 +382,9 @@ async def test_an_erased_journal_is_taken_off_the_account(any_redis: redis.async
     await journal.accept(batch("ann", 1, 5000), "ann")
     await journal.publish(model("ann"), lease.epoch, 1, b"")
     await journal.close(model("ann"), lease.epoch, b"over")
+    assert await held(any_redis, "*journals") == await journals_there(any_redis) > 0
     assert await journal.erase(model("ann"))
+    assert await held(any_redis, "*journals") == 0
     assert await held(any_redis, "ann") == 2 * ENTRY
 
 
