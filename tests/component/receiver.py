@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import numpy as np
@@ -13,6 +13,7 @@ import redis
 from services.common import weights
 from services.common.contract import tensors
 from services.common.contract.tensors import TensorSpec
+from services.common.process import rpc
 from services.common.state.registry import ServiceRecord
 from tests.announced import announce, withdraw
 from tests.component.trainer_world import BASE_MODEL
@@ -59,15 +60,18 @@ class Receiver(sampler_pb2_grpc.SamplerServiceServicer):
             self._group.abort()
 
     def JoinGroup(self, request: sampler_pb2.JoinGroupRequest, context: Any) -> sampler_pb2.JoinGroupResponse:
-        self._group = weights.join(
-            BASE_MODEL,
-            request.epoch,
-            request.first_rank,
-            request.world_size,
-            "cpu",
-            self._redis_url,
-            request.timeout_seconds,
-        )
+        try:
+            self._group = weights.join(
+                BASE_MODEL,
+                request.epoch,
+                request.first_rank,
+                request.world_size,
+                "cpu",
+                self._redis_url,
+                request.timeout_seconds,
+            )
+        except RuntimeError as error:
+            self._tell(context, error)
         self.epoch = request.epoch
         return sampler_pb2.JoinGroupResponse()
 
@@ -79,9 +83,19 @@ class Receiver(sampler_pb2_grpc.SamplerServiceServicer):
             TensorSpec(spec.name, tensors.dtype_from_pb(spec.dtype), tuple(spec.shape))
             for spec in request.tensors
         ]
-        buffer = self._group.receive(weights.nbytes(specs), request.timeout_seconds)
+        try:
+            buffer = self._group.receive(weights.nbytes(specs), request.timeout_seconds)
+        except RuntimeError as error:
+            self._tell(context, error)
         assert weights.crc32(buffer) == request.crc32
         self.snapshots[request.snapshot.model_id, request.snapshot.version] = {
             name: tensor.numpy().copy() for name, tensor in weights.unpack(buffer, specs).items()
         }
         return sampler_pb2.ReceiveSnapshotResponse()
+
+    @staticmethod
+    def _tell(context: Any, error: RuntimeError) -> NoReturn:
+        """As a sampler does whose workers waited in vain."""
+        context.set_trailing_metadata(((rpc.CODE_METADATA, "deadline_exceeded"),))
+        context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+        raise error

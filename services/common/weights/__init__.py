@@ -3,8 +3,8 @@
     base.py   packing, checksum, the WeightGroup interface
     stream.py the same bytes in buckets, for what is too large to copy
     store.py  rendezvous over Redis
-    gloo.py   CPU tensors
-    nccl.py   CUDA tensors
+    gloo.py   host memory
+    nccl.py   device memory
 
 Invariant: nothing but tensor bytes is on the wire, and a receiver either has exactly the sender's
 bytes (by checksum) or an error; every step has a deadline.
@@ -14,10 +14,12 @@ Imported by trainer and sampler, never by the gateway; imports state, process an
 
 from services.common.weights.base import BUCKET_BYTES, WeightGroup, crc32, nbytes, pack, unpack
 from services.common.weights.membership import join
+from services.common.weights.store import NotMet
 from services.common.weights.stream import buckets, specs, stream_crc32
 
 __all__ = [
     "BUCKET_BYTES",
+    "NotMet",
     "WeightGroup",
     "buckets",
     "crc32",

@@ -63,6 +63,15 @@ def unpack(buffer: torch.Tensor, specs: Iterable[TensorSpec]) -> dict[str, torch
     return tensors
 
 
+def on_host(values: torch.Tensor) -> torch.Tensor:
+    """The tensor, if it is in host memory; else a copy there, which waits for nothing that computes on the
+    device. The tensor is complete already."""
+    if values.device.type == "cpu":
+        return values
+    with torch.cuda.stream(torch.cuda.Stream(values.device)):
+        return values.cpu()
+
+
 def crc32(buffer: torch.Tensor) -> int:
     """CRC-32 of a uint8 buffer's bytes."""
     return zlib.crc32(buffer.cpu().numpy().data)
@@ -81,6 +90,14 @@ class WeightGroup(abc.ABC):
         self.world_size = world_size
         self._aborted = False
 
+    def greet(self, timeout: float) -> None:
+        """Carries one byte from rank 0 to all others: some media connect no sooner.
+
+        Raises:
+            TimeoutError, RuntimeError: as `broadcast`.
+        """
+        self._transfer(torch.zeros(1, dtype=torch.uint8), timeout)
+
     def broadcast(self, buffer: torch.Tensor, timeout: float) -> None:
         """Sends a uint8 buffer from rank 0 to all others.
 
@@ -91,7 +108,7 @@ class WeightGroup(abc.ABC):
         self.broadcast_buckets(buffer.split(BUCKET_BYTES), timeout)
 
     def broadcast_buckets(self, buckets: Iterable[torch.Tensor], timeout: float) -> None:
-        """Sends the bytes of uint8 tensors of BUCKET_BYTES each (the last may be shorter).
+        """Sends the bytes of uint8 tensors of BUCKET_BYTES each (the last may be shorter), of any device.
 
         A bucket may be used again once the next one is asked for.
 
@@ -131,7 +148,7 @@ class WeightGroup(abc.ABC):
 
     @abc.abstractmethod
     def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
-        """Sends a bucket (rank 0) or fills it; uint8, on the host or on the group's device."""
+        """Sends a bucket (rank 0), on the host or complete on a device, or fills one on the host; uint8."""
 
     def abort(self) -> None:
         """Gives the group up.

@@ -1,4 +1,4 @@
-"""Weight group over gloo, for CPU tensors."""
+"""Weight group over gloo, which carries host memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from services.common.weights.base import WeightGroup
+from services.common.weights.base import WeightGroup, on_host
 
 
 class GlooGroup(WeightGroup):
@@ -26,7 +26,7 @@ class GlooGroup(WeightGroup):
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout)
-        self._group.broadcast([bucket], options).wait()
+        self._group.broadcast([on_host(bucket)], options).wait()
 
     def _abort_medium(self) -> None:
         self._group.abort()

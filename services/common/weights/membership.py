@@ -1,6 +1,13 @@
-"""Joining the weight group of a base model at an epoch."""
+"""Joining the weight group of a base model at an epoch.
+
+Invariant: who has joined has met all others, and a byte has come to it over the medium. Members meet in Redis
+first, where waiting has a deadline and leaves nothing behind; only then do they begin with the medium, whose
+own waiting for a member that never comes need not end.
+"""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
@@ -12,24 +19,43 @@ from services.common.weights.store import RedisStore
 def join(
     base_model: str, epoch: int, rank: int, world_size: int, device: str, redis_url: str, timeout: float
 ) -> WeightGroup:
-    """Joins; blocks until all members of the epoch have come.
+    """Joins; blocks until all members of the epoch have come and the medium carries.
 
     Args:
         base_model: whose group.
         epoch: number the trainer drew for this membership.
         rank: 0 for the trainer, 1 .. world_size - 1 for sampler workers.
         device: "cpu" (gloo) or "cuda[:n]" (NCCL).
-        timeout: seconds to wait for the others.
+        timeout: seconds that all of it may take.
 
     Raises:
-        RuntimeError, torch.distributed.DistStoreError: a member did not come in time.
+        NotMet: members did not come in time.
+        RuntimeError, torch.distributed.DistStoreError: the medium does not reach all of them.
     """
+    until = time.monotonic() + timeout
     store = RedisStore(redis_client.connect_sync(redis_url), keys.weight_store(base_model, epoch), timeout)
-    target = torch.device(device)
-    if target.type == "cuda":
+    store.meet(rank, world_size, timeout)
+    group = _group(store, epoch, rank, world_size, torch.device(device), _left(until))
+    try:
+        group.greet(_left(until))
+    except BaseException:
+        group.abort()
+        raise
+    return group
+
+
+def _group(
+    store: RedisStore, epoch: int, rank: int, world_size: int, device: torch.device, timeout: float
+) -> WeightGroup:
+    if device.type == "cuda":
         from services.common.weights.nccl import NcclGroup
 
-        return NcclGroup(store, epoch, rank, world_size, target, timeout)
+        return NcclGroup(store, epoch, rank, world_size, device, timeout)
     from services.common.weights.gloo import GlooGroup
 
     return GlooGroup(store, epoch, rank, world_size, timeout)
+
+
+def _left(until: float) -> float:
+    """Seconds; for who met at the last moment, enough to find out that the others have given up."""
+    return max(1.0, until - time.monotonic())

@@ -1,7 +1,15 @@
-"""Weight group over NCCL, for CUDA tensors."""
+"""Weight group over NCCL, which carries device memory: what is there already is sent from where it is.
+
+Invariants: no failure of another member ends this process; and nothing here waits for, or is waited for by,
+what computes on the device meanwhile.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -10,9 +18,34 @@ import torch.distributed as dist
 
 from services.common.weights.base import WeightGroup
 
+_SETTINGS = {
+    # By default PyTorch ends the process, from a thread of its own, when a member dies or is late.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # And when that thread is stuck, as it may be while a broken group is aborted.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+_constructing = threading.Lock()
+
+
+@contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """A group that is made within it leaves errors to who uses it. PyTorch reads these settings when it makes
+    a group, and knows no other way; the groups of those who compute are made before, and keep theirs."""
+    with _constructing:
+        before = {name: os.environ.get(name) for name in _SETTINGS}
+        os.environ.update(_SETTINGS)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
 
 class NcclGroup(WeightGroup):
-    """Joins on construction; the first broadcast builds the communicator.
+    """The first broadcast builds the communicator.
 
     The group is not the process's default group, so it stands beside DeepSpeed's or vLLM's own.
     """
@@ -25,23 +58,27 @@ class NcclGroup(WeightGroup):
         self._stream = torch.cuda.Stream(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
-        self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        with _errors_are_ours():
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
 
     def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        # Else a bucket would have as long as joining had.
+        self._group._set_default_timeout(limit)
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        on_device = (
-            bucket.to(self._device) if self.rank == 0 else torch.empty_like(bucket, device=self._device)
-        )
-        # A side stream of its own: computation on the default stream goes on meanwhile.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        # A side stream of its own: the default stream is where others compute. What is sent out of device
+        # memory was complete there before it came here.
         with torch.cuda.stream(self._stream):
-            work = self._group.broadcast([on_device], options)
-        if not work.wait(timedelta(seconds=timeout)):
-            raise TimeoutError(f"broadcast of {bucket.numel()} bytes did not finish in {timeout:.0f} s")
-        self._stream.synchronize()
-        if self.rank != 0:
-            bucket.copy_(on_device)
+            on_device = (
+                bucket.to(self._device) if self.rank == 0 else torch.empty_like(bucket, device=self._device)
+            )
+            # With a deadline it waits on this thread, not on the stream.
+            if not self._group.broadcast([on_device], options).wait(limit):
+                raise TimeoutError(f"broadcast of {bucket.numel()} bytes did not finish in {timeout:.0f} s")
+            if self.rank != 0:
+                bucket.copy_(on_device)
+            self._stream.synchronize()
 
     def _abort_medium(self) -> None:
         self._group.abort()

@@ -21,7 +21,27 @@ def tcp_store(host: str, port: int, rank: int, world_size: int, timeout: timedel
     """
     if rank != 0:
         return dist.TCPStore(host, port, world_size, False, timeout)
+    # The store closes the socket.
+    return dist.TCPStore(host, port, world_size, True, timeout, master_listen_fd=_listening(host, port))
+
+
+def meeting_store(host: str, port: int, serves: bool, timeout: timedelta) -> dist.TCPStore:
+    """A store for those who find out by it who is there. Returns when it can be asked.
+
+    Args:
+        serves: this process does.
+        timeout: within which it is reached, and asked.
+
+    Raises:
+        OSError: it cannot listen there.
+        torch.distributed.DistError: nobody serves it there.
+    """
+    listening = _listening(host, port) if serves else None
+    return dist.TCPStore(
+        host, port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listening
+    )
+
+
+def _listening(host: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)
-    # The store closes it.
-    return dist.TCPStore(host, port, world_size, True, timeout, master_listen_fd=listener.detach())
+    return socket.create_server((host, port), family=family).detach()

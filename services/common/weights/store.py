@@ -7,6 +7,7 @@ leaves nothing behind.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -16,6 +17,19 @@ import torch.distributed as dist
 _TTL_S = 3600
 _POLL_S = 0.005
 _POLL_MAX_S = 0.05
+
+
+class NotMet(RuntimeError):
+    """Members of a group did not come in time.
+
+    Attributes:
+        absent: their ranks.
+    """
+
+    def __init__(self, absent: Sequence[int], seconds: float) -> None:
+        ranks = ", ".join(map(str, absent))
+        super().__init__(f"rank {ranks} did not come within {seconds:.0f} s")
+        self.absent = tuple(absent)
 
 
 class RedisStore(dist.Store):
@@ -64,6 +78,19 @@ class RedisStore(dist.Store):
             time.sleep(pause)
             pause = min(pause * 2, _POLL_MAX_S)
 
+    def meet(self, rank: int, world_size: int, seconds: float) -> None:
+        """Tells that a rank is here, and returns when all are.
+
+        Raises:
+            NotMet: not all came within so many seconds.
+        """
+        self.set(_here(rank), b"1")
+        try:
+            self.wait([_here(each) for each in range(world_size)], timedelta(seconds=seconds))
+        except dist.DistStoreError as error:
+            absent = [each for each in range(world_size) if not self.check([_here(each)])]
+            raise NotMet(absent, seconds) from error
+
     def check(self, wanted: list[str]) -> bool:
         return all(self._redis.hexists(self._name, key) for key in wanted)
 
@@ -79,3 +106,7 @@ class RedisStore(dist.Store):
     @property
     def timeout(self) -> timedelta:
         return self._timeout
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"

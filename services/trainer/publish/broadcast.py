@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -22,17 +21,21 @@ from redis.exceptions import RedisError
 from torch import Tensor
 
 from services.common import weights
-from services.common.contract.tensors import DTYPES, HostTensor, TensorSpec
+from services.common.contract.tensors import DTYPES, HostTensor
 from services.common.process import rpc
 from services.common.process.tasks import cancel_all
 from services.common.process.threads import WorkerThread
 from services.common.state import keys, registry
-from services.common.state.registry import ServiceRecord
 from services.common.telemetry import subject
 from services.common.tls.wires import Identity
 from services.common.weights.medium import Medium, choose_medium
 from services.trainer.compute.data import LoraSpec
 from services.trainer.convert import lora_to_pb
+from services.trainer.publish.answers import STILL_RECEIVING, at_fault, code, described, failure, is_silence
+from services.trainer.publish.answers import moved as is_moved
+from services.trainer.publish.cargo import Cargo, packed_adapter, stored_adapter, whole_model
+from services.trainer.publish.leaving import Leaving
+from services.trainer.publish.members import Group, Member, first_ranks, of_ranks
 from services.trainer.publish.turn import Turn
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
@@ -50,50 +53,10 @@ LEFT_OUT = Counter(
 )
 _JOIN_ATTEMPTS = 3
 _SENDS = 2
-_NOT_IN_GROUP, _STILL_RECEIVING = "not_in_group", "still_receiving"
 _MEDIA: dict[Medium, sampler_pb2.WeightMedium.ValueType] = {
     "gloo": sampler_pb2.WEIGHT_MEDIUM_GLOO,
     "nccl": sampler_pb2.WEIGHT_MEDIUM_NCCL,
 }
-
-
-@dataclass(frozen=True)
-class _Member:
-    """One sampler replica; a restarted one is another member."""
-
-    record: ServiceRecord
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.record.id, self.record.incarnation
-
-    @property
-    def gpus(self) -> tuple[str, ...]:
-        """GPU of each worker, "" for one on a CPU."""
-        return self.record.gpus or ("",) * self.record.world_size
-
-    def __str__(self) -> str:
-        return self.record.id
-
-
-@dataclass(frozen=True)
-class _Group:
-    members: tuple[_Member, ...]
-    handle: weights.WeightGroup
-    thread: WorkerThread
-
-
-@dataclass(frozen=True)
-class _Cargo:
-    """What one broadcast sends. `buckets` makes the stream of bytes anew."""
-
-    specs: list[TensorSpec]
-    crc32: int
-    buckets: Callable[[], Iterable[Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        return weights.nbytes(self.specs)
 
 
 class Broadcaster:
@@ -123,19 +86,28 @@ class Broadcaster:
         self._dtype = dtype
         self._lock = asyncio.Lock()
         self._turn = Turn(client, base_model)
-        self._group: _Group | None = None
+        self._group: Group | None = None
         # By address and the number of this trainer's certificate.
         self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
         self._left_out: dict[tuple[str, str], float] = {}
         self._abandoned: set[asyncio.Future[Any]] = set()
+        self._leaving = Leaving()
+
+    def pack(self, matrices: Mapping[str, Tensor]) -> Cargo | None:
+        """What `send` takes, of an adapter's matrices; None: their device has no room for it. Blocking."""
+        try:
+            return packed_adapter(matrices, self._dtype)
+        except torch.OutOfMemoryError:
+            return None
 
     async def send(
-        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]
+        self, model_id: str, version: int, lora: LoraSpec | None, what: Cargo | Mapping[str, HostTensor]
     ) -> tuple[int, int]:
         """Broadcasts a snapshot. Returns (bytes of tensors sent, sampler workers that have it).
 
         Args:
-            lora: None = `arrays` are all weights of a model.
+            lora: None = these are all weights of a model.
+            what: it, packed, or its tensors, which are when there is somebody to send them to.
 
         Never fails for a sampler's sake; what does not arrive is logged.
         """
@@ -144,25 +116,25 @@ class Broadcaster:
             try:
                 async with self._turn.taken() as mine:
                     if mine:
-                        return await self._send(snapshot, lora, arrays)
+                        return await self._send(snapshot, lora, what)
                 log.warning("no broadcast of %s at %d: another trainer sends for long", model_id, version)
             except RedisError as error:
                 log.warning("no broadcast of %s at %d, Redis does not answer: %s", model_id, version, error)
             return 0, 0
 
     async def _send(
-        self, snapshot: sampler_pb2.Snapshot, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]
+        self, snapshot: sampler_pb2.Snapshot, lora: LoraSpec | None, what: Cargo | Mapping[str, HostTensor]
     ) -> tuple[int, int]:
         """Sends to the group, and once more when another trainer's group has its members."""
-        cargo: _Cargo | None = None
-        have_it: Sequence[_Member] = ()
+        cargo = what if isinstance(what, Cargo) else None
+        have_it: Sequence[Member] = ()
         for _ in range(_SENDS):
             group = await self._current_group()
             if group is None:
                 return 0, 0
             if cargo is None:
-                packed = _whole_model if lora is None else self._packed_adapter
-                cargo = await asyncio.to_thread(packed, arrays)
+                assert not isinstance(what, Cargo)
+                cargo = await asyncio.to_thread(self._packed, lora, what)
             request = sampler_pb2.ReceiveSnapshotRequest(
                 epoch=group.handle.epoch,
                 snapshot=snapshot,
@@ -184,26 +156,20 @@ class Broadcaster:
         self._leave()
         for future in list(self._abandoned):
             future.cancel()
+        await self._leaving.close()
         await self._close_channels(kept=frozenset())
 
-    def _packed_adapter(self, adapter: Mapping[str, HostTensor]) -> _Cargo:
-        packable = {
-            name: torch.frombuffer(bytearray(array.data), dtype=torch.float32)
-            .view(array.shape)
-            .to(self._dtype)
-            for name, array in adapter.items()
-        }
-        buffer, specs = weights.pack(packable)
-        return _Cargo(specs, weights.crc32(buffer), lambda: buffer.split(weights.BUCKET_BYTES))
+    def _packed(self, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]) -> Cargo:
+        return whole_model(arrays) if lora is None else stored_adapter(arrays, self._dtype)
 
-    async def _current_group(self) -> _Group | None:
+    async def _current_group(self) -> Group | None:
         """The group of all live samplers, made anew when they changed; None when there are none."""
         now = time.monotonic()
         self._left_out = {key: until for key, until in self._left_out.items() if until > now}
         live = await registry.live(self._redis, "sampler")
         await self._close_channels(kept={record.address for record in live})
         members = tuple(
-            _Member(record)
+            Member(record)
             for record in live
             if record.base_model == self._base_model
             and record.state == "ready"
@@ -214,6 +180,9 @@ class Broadcaster:
         self._leave()
         for _ in range(_JOIN_ATTEMPTS):
             if not members:
+                return None
+            if not self._leaving.has_room:
+                log.warning("no weight group: too many are not left yet; samplers read from the store")
                 return None
             self._group, members = await self._join(members)
             if self._group is not None:
@@ -228,19 +197,18 @@ class Broadcaster:
 
     def _leave(self) -> None:
         if self._group is not None:
-            self._group.handle.abort()
+            self._leaving.give_up(self._group.handle)
             self._group.thread.close()
             self._group = None
 
-    async def _join(self, members: Sequence[_Member]) -> tuple[_Group | None, tuple[_Member, ...]]:
+    async def _join(self, members: Sequence[Member]) -> tuple[Group | None, tuple[Member, ...]]:
         """Makes a new group. When it does not come together: None, and the members worth another try."""
         epoch = await self._redis.incr(keys.weight_epoch(self._base_model))
-        world_size = 1 + sum(member.record.world_size for member in members)
+        *starts, world_size = first_ranks(members)
         medium = choose_medium([self._gpu, *(gpu for member in members for gpu in member.gpus)])
         device = self._device if medium == "nccl" else "cpu"
         calls: list[asyncio.Future[Any]] = []
-        first_rank = 1
-        for member in members:
+        for member, first_rank in zip(members, starts, strict=True):
             request = sampler_pb2.JoinGroupRequest(
                 epoch=epoch,
                 first_rank=first_rank,
@@ -252,7 +220,7 @@ class Broadcaster:
                 request, timeout=JOIN_TIMEOUT_S + _ANSWER_S, metadata=subject.metadata()
             )
             calls.append(asyncio.ensure_future(_answer(call)))
-            first_rank += member.record.world_size
+        began = asyncio.get_running_loop().time()
         # A thread for each group: one that is stuck until its deadline must not hold up the next.
         thread = WorkerThread(f"weights-{epoch}")
         own = asyncio.wrap_future(
@@ -262,51 +230,68 @@ class Broadcaster:
                 )
             )
         )
-        await asyncio.wait([own, *calls], return_when=asyncio.FIRST_EXCEPTION)
-        if not any(_is_silence(_failure(call)) for call in calls):
+        whole = JOIN_TIMEOUT_S + _ANSWER_S
+        await asyncio.wait([own, *calls], timeout=whole, return_when=asyncio.FIRST_EXCEPTION)
+        if not any(is_silence(failure(call)) for call in calls):
             # Whoever only waited for another in vain says so soon.
             await asyncio.wait([own, *calls], timeout=_ANSWER_S)
-        if all(future.done() and _failure(future) is None for future in (own, *calls)):
+        if all(future.done() and failure(future) is None for future in (own, *calls)):
             log.info("weight group %d (%s): %s", epoch, medium, ", ".join(map(str, members)))
-            return _Group(tuple(members), own.result(), thread), tuple(members)
+            return Group(tuple(members), own.result(), thread), tuple(members)
         thread.close()
+        late = asyncio.get_running_loop().time() - began >= JOIN_TIMEOUT_S
+        met = failure(own)
+        away = of_ranks(members, met.absent if isinstance(met, weights.NotMet) else ())
+        absent = [gone or (late and not call.done()) for gone, call in zip(away, calls, strict=True)]
+        answers = [failure(call) for call in calls]
+        self._leaving.give_up_once_joined(own)
         for future in (own, *calls):
             self._abandon(future)
         log.warning("weight group %d did not come together", epoch)
-        answers = [_failure(call) for call in calls]
-        for member, answer in zip(members, answers, strict=True):
-            if answer is not None:
-                log.warning("sampler %s did not join weight group %d: %s", member, epoch, _described(answer))
-        silent = [member for member, answer in zip(members, answers, strict=True) if _is_silence(answer)]
-        # A member that answered only waited for the silent one in vain.
-        at_fault = silent or [member for member, answer in zip(members, answers, strict=True) if answer]
-        busy = [m for m, answer in zip(members, answers, strict=True) if _code(answer) == _STILL_RECEIVING]
-        self._leave_out([member for member in at_fault if member not in busy])
+        return None, self._worth_another_try(epoch, members, answers, absent)
+
+    def _worth_another_try(
+        self,
+        epoch: int,
+        members: Sequence[Member],
+        answers: Sequence[BaseException | None],
+        absent: Sequence[bool],
+    ) -> tuple[Member, ...]:
+        """Members of a group that did not come together which it was not for. Those that it was for are left
+        out for a while, unless they are busy."""
+        for member, answer, away in zip(members, answers, absent, strict=True):
+            if answer is not None or away:
+                why = "it did not come" if answer is None else described(answer)
+                log.warning("sampler %s did not join weight group %d: %s", member, epoch, why)
+        blamed = [m for m, guilty in zip(members, at_fault(answers, absent), strict=True) if guilty]
+        busy = [m for m, answer in zip(members, answers, strict=True) if code(answer) == STILL_RECEIVING]
+        self._leave_out([member for member in blamed if member not in busy])
         # When no member failed, this end did: there is nothing better to try.
-        return None, tuple(member for member in members if member not in at_fault) if at_fault else ()
+        return tuple(member for member in members if member not in blamed) if blamed else ()
 
     def _abandon(self, future: asyncio.Future[Any]) -> None:
         """Nobody waits any more for this part of a join, which ends by itself at its deadline."""
 
         def ended(done: asyncio.Future[Any]) -> None:
             self._abandoned.discard(done)
-            if _failure(done) is None and isinstance(done.result(), weights.WeightGroup):
-                done.result().abort()
+            # An error that nobody asks for is no news.
+            failure(done)
 
         self._abandoned.add(future)
         future.add_done_callback(ended)
 
-    def _leave_out(self, members: Sequence[_Member]) -> None:
+    def _leave_out(self, members: Sequence[Member]) -> None:
         LEFT_OUT.inc(len(members))
         until = time.monotonic() + LEFT_OUT_S
         self._left_out.update({member.key: until for member in members})
 
     async def _transfer(
-        self, group: _Group, cargo: _Cargo, request: sampler_pb2.ReceiveSnapshotRequest
-    ) -> tuple[Sequence[_Member], bool]:
+        self, group: Group, cargo: Cargo, request: sampler_pb2.ReceiveSnapshotRequest
+    ) -> tuple[Sequence[Member], bool]:
         """Sends the tensors; the members that confirmed it, and whether a member is in another group by now.
         A group that failed is given up."""
         limit = request.timeout_seconds
+        began = asyncio.get_running_loop().time()
         own = asyncio.wrap_future(
             group.thread.submit(lambda: group.handle.broadcast_buckets(cargo.buckets(), timeout=limit))
         )
@@ -320,18 +305,22 @@ class Broadcaster:
             )
             for member in group.members
         ]
-        _, unfinished = await asyncio.wait([own, *calls], return_when=asyncio.FIRST_EXCEPTION)
-        first_failed = [m for m, c in zip(group.members, calls, strict=True) if c.done() and c.exception()]
-        if unfinished and not _moved(calls):
+        _, unfinished = await asyncio.wait(
+            [own, *calls], timeout=limit + _ANSWER_S, return_when=asyncio.FIRST_EXCEPTION
+        )
+        first_answers = [failure(call) for call in calls]
+        if unfinished and not is_moved(calls):
             # The others may wait in vain for the one that failed; who has the snapshot says so soon.
             await asyncio.wait(unfinished, timeout=_ANSWER_S)
-        moved = [m for m, c in zip(group.members, calls, strict=True) if _moved([c])]
+        late = asyncio.get_running_loop().time() - began >= limit
+        blamed = at_fault(first_answers, [late and _is_silent(call) for call in calls])
+        moved = [m for m, c in zip(group.members, calls, strict=True) if is_moved([c])]
         have_it = []
         for member, call in zip(group.members, calls, strict=True):
             if not call.done():
                 log.warning("sampler %s did not receive a snapshot: it waits for another", member)
             elif (error := call.exception()) is not None:
-                log.warning("sampler %s did not receive a snapshot: %s", member, _described(error))
+                log.warning("sampler %s did not receive a snapshot: %s", member, described(error))
             else:
                 have_it.append(member)
         await cancel_all(calls)
@@ -339,11 +328,12 @@ class Broadcaster:
             log.warning("weight group %d is given up", group.handle.epoch)
             # The own end may be stuck until its deadline; nobody waits for it.
             own.add_done_callback(lambda future: future.cancelled() or future.exception())
-            self._leave_out([member for member in first_failed if member not in moved])
+            at_once = zip(group.members, blamed, strict=True)
+            self._leave_out([member for member, guilty in at_once if guilty and member not in moved])
             self._leave()
         return have_it, bool(moved)
 
-    def _stub(self, member: _Member) -> Any:
+    def _stub(self, member: Member) -> Any:
         key = (member.record.address, self._number)
         if key not in self._channels:
             self._channels[key] = rpc.channel(key[0], self._who, "sampler")
@@ -354,10 +344,6 @@ class Broadcaster:
         return 0 if self._who is None else self._who.number
 
 
-def _whole_model(arrays: Mapping[str, HostTensor]) -> _Cargo:
-    return _Cargo(weights.specs(arrays), weights.stream_crc32(arrays), lambda: weights.buckets(arrays))
-
-
 def _gpu_uuid(device: str) -> str:
     return "" if device == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
@@ -366,31 +352,5 @@ async def _answer(call: Awaitable[T]) -> T:
     return await call
 
 
-def _failure(future: asyncio.Future[Any]) -> BaseException | None:
-    """Why a future failed; None while it runs, or when it did not."""
-    if not future.done():
-        return None
-    return asyncio.CancelledError() if future.cancelled() else future.exception()
-
-
-def _code(answer: object) -> str:
-    """The code of the error that a call failed with; empty when it failed without one, or not."""
-    if not isinstance(answer, grpc.aio.AioRpcError):
-        return ""
-    return str(dict(answer.trailing_metadata() or ()).get(rpc.CODE_METADATA, ""))
-
-
-def _moved(calls: Iterable[asyncio.Future[Any]]) -> bool:
-    """Whether a member says that it is in another group."""
-    return any(_code(_failure(call)) == _NOT_IN_GROUP for call in calls)
-
-
-def _is_silence(answer: object) -> bool:
-    """Whether a call failed without a word from the other side."""
-    return isinstance(answer, BaseException) and not _code(answer)
-
-
-def _described(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return f"{type(error).__name__}: {error}"
+def _is_silent(call: asyncio.Future[Any]) -> bool:
+    return not call.done() or is_silence(failure(call))

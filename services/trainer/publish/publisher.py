@@ -10,12 +10,13 @@ of a sampler fails a publish.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import Counter, Histogram
+from torch import Tensor
 
 from services.common.contract.tensors import HostTensor
 from services.common.storage.data_dir import DataDir
@@ -26,9 +27,12 @@ from services.trainer.compute.data import LoraSpec
 from services.trainer.files.base import Base
 from services.trainer.files.export_format import read_adapter, weight_files
 from services.trainer.publish.broadcast import Broadcaster
+from services.trainer.publish.cargo import Cargo
 
 SECONDS = Histogram("tinsmith_publish_seconds", "Snapshots stored and sent to every sampler", buckets=LONG_S)
 BYTES = Counter("tinsmith_published_bytes_total", "Bytes of snapshots, stored and sent", ["way"])
+
+Pack = Callable[[Mapping[str, Tensor]], Cargo | None]
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,30 @@ class Publisher:
         self._data = data
         self._base = base
         self._broadcaster = broadcaster
+        self._packed = False
+        """Something is packed and was not sent yet."""
+
+    @contextmanager
+    def packing(self) -> Iterator[Pack]:
+        """What makes, of a snapshot's matrices, what `publish` sends within the context: where they are, so
+        that they go out of a device's memory where the medium can do that. One at a time has the room for it;
+        what others send is packed on the host when it is their turn."""
+        if self._packed:
+            yield lambda _: None
+            return
+        self._packed = True
+        try:
+            yield self._broadcaster.pack
+        finally:
+            self._packed = False
 
     async def publish(
-        self, model_id: str, version: int, lora: LoraSpec | None, tensors: Mapping[str, HostTensor]
+        self,
+        model_id: str,
+        version: int,
+        lora: LoraSpec | None,
+        tensors: Mapping[str, HostTensor],
+        cargo: Cargo | None = None,
     ) -> Published:
         """Returns when the snapshot is stored and every live sampler has it or was given up.
 
@@ -62,19 +87,25 @@ class Publisher:
             lora: None = a full model.
             tensors: of an adapter `<module>.lora_A` and `<module>.lora_B`, float32; of a full model all
                 weights by their Hugging Face names, float32 or bfloat16. They are not copied.
+            cargo: the same, packed to be sent.
 
         Raises:
             OSError: it could not be stored.
             Internal: the base model's configuration, which a full model needs, cannot be had.
         """
         with SECONDS.time(), tracing.span("publish the snapshot", version=version):
-            published = await self._publish(model_id, version, lora, tensors)
+            published = await self._publish(model_id, version, lora, tensors, cargo)
         BYTES.labels("stored").inc(published.size_bytes)
         BYTES.labels("sent").inc(published.wire_bytes)
         return published
 
     async def _publish(
-        self, model_id: str, version: int, lora: LoraSpec | None, tensors: Mapping[str, HostTensor]
+        self,
+        model_id: str,
+        version: int,
+        lora: LoraSpec | None,
+        tensors: Mapping[str, HostTensor],
+        cargo: Cargo | None,
     ) -> Published:
         target = self._data.snapshot(model_id, version)
         if await asyncio.to_thread(target.is_dir):
@@ -85,7 +116,7 @@ class Publisher:
                 return Published(size, wire_bytes=0, receivers=0)
             tensors = await asyncio.to_thread(read_adapter, target)
             return Published(size, *await self._broadcaster.send(model_id, version, lora, tensors))
-        sent = asyncio.ensure_future(self._broadcaster.send(model_id, version, lora, tensors))
+        sent = asyncio.ensure_future(self._broadcaster.send(model_id, version, lora, cargo or tensors))
         try:
             size = await asyncio.to_thread(self._store, target, lora, tensors)
         except BaseException:

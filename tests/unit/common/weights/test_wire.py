@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.synchronize import Event
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from services.common import weights
 from services.common.contract.tensors import HostTensor
 from services.common.state import keys
 from services.common.state.redis_client import connect_sync
-from services.common.weights import base
+from services.common.weights import base, nccl
+from services.common.weights.store import RedisStore
 
 
 def adapter(seed: int) -> dict[str, torch.Tensor]:
@@ -52,28 +55,31 @@ def test_one_flipped_bit_changes_the_checksum() -> None:
 
 
 def receive(
-    redis_url: str, epoch: int, rank: int, world: int, size: int, results: multiprocessing.Queue
+    redis_url: str, epoch: int, rank: int, world: int, size: int, results: multiprocessing.Queue, over: Event
 ) -> None:
-    group = weights.join("org/model", epoch, rank, world, "cpu", redis_url, 30)
-    results.put((rank, weights.crc32(group.receive(size, 30))))
+    group = weights.join("org/model", epoch, rank, world, "cpu", redis_url, 120)
+    results.put((rank, weights.crc32(group.receive(size, 120))))
+    # Another one may still be connecting to this one.
+    assert over.wait(240)
 
 
 def test_every_receiver_gets_the_senders_bytes(redis_url: str) -> None:
     buffer, specs = weights.pack(adapter(1))
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results, over = context.Queue(), context.Event()
     size = weights.nbytes(specs)
     children = [
-        context.Process(target=receive, args=(redis_url, 11, rank, 3, size, results)) for rank in (1, 2)
+        context.Process(target=receive, args=(redis_url, 11, rank, 3, size, results, over)) for rank in (1, 2)
     ]
     for child in children:
         child.start()
-    group = weights.join("org/model", 11, 0, 3, "cpu", redis_url, 60)
-    group.broadcast(buffer, 30)
-    received = dict(results.get(timeout=30) for _ in children)
+    group = weights.join("org/model", 11, 0, 3, "cpu", redis_url, 120)
+    group.broadcast(buffer, 120)
+    received = dict(results.get(timeout=120) for _ in children)
+    over.set()
     assert received == {1: weights.crc32(buffer), 2: weights.crc32(buffer)}
     for child in children:
-        child.join(10)
+        child.join(60)
         assert child.exitcode == 0
 
 
@@ -83,7 +89,7 @@ def joined_pair(redis_url: str, epoch: int, timeout: float) -> list[weights.Weig
             pool.submit(weights.join, "org/model", epoch, rank, 2, "cpu", redis_url, timeout)
             for rank in (0, 1)
         ]
-        return [join.result(timeout=60) for join in joins]
+        return [join.result(timeout=120) for join in joins]
 
 
 def test_a_buffer_larger_than_a_bucket_arrives_whole(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +99,7 @@ def test_a_buffer_larger_than_a_bucket_arrives_whole(redis_url: str, monkeypatch
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(receiver.receive, buffer.numel(), 30)
         sender.broadcast(buffer, 30)
-        assert torch.equal(received.result(timeout=30), buffer)
+        assert torch.equal(received.result(timeout=120), buffer)
 
 
 def streamed(tensors: dict[str, torch.Tensor]) -> dict[str, HostTensor]:
@@ -132,14 +138,14 @@ def test_a_stream_is_received_like_a_buffer_and_may_be_discarded(
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(receiver.receive, buffer.numel(), 30)
         sender.broadcast_buckets(weights.buckets(stream), 30)
-        assert torch.equal(received.result(timeout=30), buffer)
+        assert torch.equal(received.result(timeout=120), buffer)
         discarded = pool.submit(receiver.discard, weights.nbytes(specs), 30)
         sender.broadcast_buckets(weights.buckets(stream), 30)
-        discarded.result(timeout=30)
+        discarded.result(timeout=120)
         # Nothing of it is left on the wire.
         received = pool.submit(receiver.receive, 32, 30)
         sender.broadcast(torch.full((32,), 7, dtype=torch.uint8), 30)
-        assert received.result(timeout=30).tolist() == [7] * 32
+        assert received.result(timeout=120).tolist() == [7] * 32
 
 
 def test_a_receiver_whose_sender_is_silent_gives_up_at_its_deadline(redis_url: str) -> None:
@@ -153,6 +159,35 @@ def test_a_receiver_whose_sender_is_silent_gives_up_at_its_deadline(redis_url: s
 def test_joining_alone_gives_up_at_its_deadline(redis_url: str) -> None:
     with pytest.raises(RuntimeError):
         weights.join("org/model", 14, 0, 2, "cpu", redis_url, 1.0)
+
+
+def test_who_joins_in_vain_is_told_who_did_not_come(redis_url: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        came = [pool.submit(weights.join, "org/model", 18, rank, 4, "cpu", redis_url, 1.0) for rank in (0, 2)]
+        for join in came:
+            with pytest.raises(weights.NotMet, match="rank 1, 3 did not come") as caught:
+                join.result(timeout=120)
+            assert caught.value.absent == (1, 3)
+
+
+def test_a_member_that_comes_and_goes_before_the_medium_is_there_costs_no_more_than_the_deadline(
+    redis_url: str,
+) -> None:
+    RedisStore(connect_sync(redis_url), keys.weight_store("org/model", 19), 5).set("here/1", b"1")
+    with pytest.raises(RuntimeError):
+        weights.join("org/model", 19, 0, 2, "cpu", redis_url, 1.5)
+
+
+def test_a_group_over_nccl_leaves_errors_to_who_uses_it_and_others_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asynchronous, monitored = nccl._SETTINGS
+    monkeypatch.setenv(asynchronous, "1")
+    monkeypatch.delenv(monitored, raising=False)
+    with pytest.raises(RuntimeError, match="no device"), nccl._errors_are_ours():
+        assert (os.environ[asynchronous], os.environ[monitored]) == ("0", "0")
+        raise RuntimeError("no device")
+    assert os.environ[asynchronous] == "1" and monitored not in os.environ
 
 
 def test_an_aborted_group_sends_and_receives_nothing_more(redis_url: str) -> None:

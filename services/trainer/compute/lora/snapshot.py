@@ -1,0 +1,101 @@
+"""What a model is at one moment, taken without holding up what computes.
+
+Invariant: a snapshot is the model as it was when it was taken, whatever the model does meanwhile. Of an
+adapter the thread that computes makes copies on the device and nothing else: what goes over a wire or to the
+host is made of them beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from services.common.contract.roles import Role
+from services.common.contract.tensors import HostTensor, sharing
+from services.trainer.compute.data import LoraSpec, ModelState
+from services.trainer.compute.lora.adapter import Adapter, Layout, matrix
+from services.trainer.compute.memory.transfer import Copies, ToHost
+
+T = TypeVar("T")
+
+
+class Snapshot(Protocol):
+    """A model at one moment."""
+
+    @property
+    def role(self) -> Role:
+        """What the model's head computes."""
+
+    def state(self) -> ModelState:
+        """It, on the host. Blocking; any thread may call it, one at a time."""
+
+    def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T | None]:
+        """As `state`, and something else that is made of the matrices where they are.
+
+        Args:
+            also: is given them by name, if they are an adapter's. What it makes of them may be used by any
+                thread and stream.
+        """
+
+
+class HostSnapshot:
+    """One that is on the host already."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+
+    @property
+    def role(self) -> Role:
+        return self._state.role
+
+    def state(self) -> ModelState:
+        return self._state
+
+    def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T | None]:
+        return self._state, None
+
+
+class AdapterSnapshot:
+    """An adapter's.
+
+    Args:
+        step: optimizer steps taken.
+        moments: flat, by name; those that are wanted.
+    """
+
+    def __init__(self, adapter: Adapter, step: int, moments: Mapping[str, Tensor]) -> None:
+        self.lora: LoraSpec = adapter.spec
+        self._step = step
+        self._layout = adapter.layout
+        self._moments = tuple(moments)
+        self._copies = Copies([adapter.flat, *moments.values()])
+
+    @property
+    def role(self) -> Role:
+        return self.lora.role
+
+    def state(self) -> ModelState:
+        state, _ = self.unload(lambda _: None)
+        return state
+
+    def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T]:
+        with self._copies.beside() as copies:
+            made = also(_views(self._layout, copies[0]))
+            adapter, *moments = (_named(self._layout, flat) for flat in ToHost(copies).wait())
+        optimizer = {
+            f"{name}.{moment}": array
+            for moment, arrays in zip(self._moments, moments, strict=True)
+            for name, array in arrays.items()
+        }
+        return ModelState(lora=self.lora, adapter=adapter, optimizer=optimizer, step=self._step), made
+
+
+def _views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
+    return {name: matrix(flat, place) for name, place in layout.items()}
+
+
+def _named(layout: Layout, flat: Tensor) -> dict[str, HostTensor]:
+    """The matrices of a flat tensor on the host, which shares its memory."""
+    return {name: sharing(view.numpy()) for name, view in _views(layout, flat).items()}
