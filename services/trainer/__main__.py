@@ -19,7 +19,7 @@ from services.common.telemetry import logs, tracing
 from services.trainer import config
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.server import load, serve
-from services.trainer.world.world import follow
+from services.trainer.world.channel import follow
 
 log = logging.getLogger("services.trainer")
 

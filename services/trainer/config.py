@@ -14,6 +14,7 @@ from typing import Any
 from services.common.contract.errors import InvalidRequest
 from services.common.storage.location import check_location
 from services.common.telemetry import logs
+from services.common.worlds.sharding import Sharding, mistakes
 
 _AUTO_TOKENS = {"cuda": 8192, "cpu": 1024}
 
@@ -27,6 +28,7 @@ class TrainerConfig:
         first_process_index: rank r writes the pid file trainer-<first_process_index + r>.
         base_model: name SDK users pass; `model_path` is its directory or hub id.
         zero_stage: ZeRO stage of the frozen base, 0..3; of full models at least 1.
+        sharding: how ZeRO-3 shares weights.
         offload_optimizer: where full models hold optimizer state and step: "none" = on the device, or "cpu".
         max_full_models: models that train all weights which are held at once.
         full_snapshot_steps: optimizer steps between durable snapshots of a full model.
@@ -43,7 +45,7 @@ class TrainerConfig:
         max_context: most tokens of an example; 0 = as many as the base model takes.
         memory_bytes: that each rank may take of its device; 0 = what its GPU has free at the start, or its
             share of three quarters of the machine's.
-        redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password.
+        redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password. Only rank 0 needs one.
     """
 
     id: str
@@ -51,6 +53,7 @@ class TrainerConfig:
     base_model: str
     model_path: str
     zero_stage: int
+    sharding: Sharding
     offload_optimizer: str
     max_full_models: int
     full_snapshot_steps: int
@@ -110,6 +113,25 @@ def parse(argv: list[str]) -> TrainerConfig:
         "ZeRO stage of the frozen base, and of models that train all weights (those have at least 1)",
         type=int,
         choices=(0, 1, 2, 3),
+    )
+    flag(
+        "zero-replica-ranks",
+        "1",
+        "with ZeRO-3: ranks in a row that hold all weights once more among themselves and gather them from "
+        "each other (hpZ), so best those of one machine; 1 = none do",
+        type=int,
+    )
+    flag(
+        "zero-prefetch-elements",
+        "auto",
+        "with ZeRO-3: elements of weights that are gathered before they are needed; 0 = none; "
+        "auto = as many as DeepSpeed takes, 50 million",
+    )
+    flag(
+        "zero-quantized-base",
+        "no",
+        "yes: with ZeRO-3, ranks hold and gather the frozen base as int8, which changes log-probabilities",
+        choices=("yes", "no"),
     )
     flag(
         "offload-optimizer",
@@ -179,6 +201,18 @@ def parse(argv: list[str]) -> TrainerConfig:
         check_location(args.checkpoint_store)
     except InvalidRequest as error:
         parser.error(f"--checkpoint-store: {error.message}")
+    prefetch = args.zero_prefetch_elements
+    if prefetch != "auto" and not prefetch.isdigit():
+        parser.error(f"--zero-prefetch-elements must be auto or a whole number, not {prefetch!r}")
+    if args.zero_replica_ranks < 1:
+        parser.error(f"--zero-replica-ranks must be at least 1, not {args.zero_replica_ranks}")
+    sharding = Sharding(
+        args.zero_replica_ranks,
+        None if prefetch == "auto" else int(prefetch),
+        args.zero_quantized_base == "yes",
+    )
+    for mistake in mistakes(sharding, args.zero_stage):
+        parser.error(mistake)
     if args.max_full_models < 1 or args.full_snapshot_steps < 1:
         parser.error("--max-full-models and --full-snapshot-steps must be at least 1")
     if args.max_context < 0:
@@ -186,7 +220,7 @@ def parse(argv: list[str]) -> TrainerConfig:
     if not 0 <= args.memory_gib <= 1e6:
         parser.error(f"--memory-gib must be 0 or a number of GiB, not {args.memory_gib}")
     redis_url = os.environ.get("TINSMITH_REDIS_URL", "")
-    if not redis_url:
+    if not redis_url and os.environ.get("RANK", "0") == "0":
         parser.error("TINSMITH_REDIS_URL is not set")
     device = _resolve_device(args.device)
     return TrainerConfig(
@@ -195,6 +229,7 @@ def parse(argv: list[str]) -> TrainerConfig:
         base_model=name,
         model_path=path,
         zero_stage=args.zero_stage,
+        sharding=sharding,
         offload_optimizer=args.offload_optimizer,
         max_full_models=args.max_full_models,
         full_snapshot_steps=args.full_snapshot_steps,

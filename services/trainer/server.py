@@ -14,25 +14,30 @@ from typing import Any
 
 import redis.asyncio
 
-from services.common.contract.errors import Unavailable
+from services.common.contract.errors import InvalidRequest, Unavailable
 from services.common.process import process, rpc
 from services.common.process.tasks import cancel_all
 from services.common.process.threads import WorkerThread
 from services.common.state import redis_client, versions
 from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
+from services.common.storage.model_path import check_model_path
 from services.common.telemetry import logs, metrics
 from services.common.telemetry.loop_lag import watched_loop
 from services.common.tls.wires import identity, mutual
-from services.trainer.compute.base_model import COLLECTIVE_TIMEOUT
+from services.common.worlds.sharding import mistakes
+from services.trainer.compute.base_model import init_distributed
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
 from services.trainer.compute.lora.adapter import MAX_RANK
 from services.trainer.compute.memory.capacity import GIB, Capacity
 from services.trainer.compute.memory.dry_run import find_capacity
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.wiring import Trainer
+from services.trainer.world.channel import Channel
 from services.trainer.world.commands import Shutdown
-from services.trainer.world.world import Channel, World
+from services.trainer.world.settings import check_same
+from services.trainer.world.world import World
 from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -54,6 +59,7 @@ async def serve(config: TrainerConfig, place: Place) -> int:
     client = redis_client.connect(config.redis_url)
     claim = Claim(client, "trainer", config.id)
     try:
+        await redis_client.until_there(client)
         await claim.take()
         try:
             await versions.join(client)
@@ -80,7 +86,15 @@ async def _load_and_serve(config: TrainerConfig, place: Place, client: redis.asy
 
 def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity]:
     """Loads this rank's part of the base model, joins the world, and finds out what that can hold. Blocking,
-    minutes for large models."""
+    minutes for large models.
+
+    Raises:
+        InvalidRequest: there is no such model, so many ranks cannot share its weights as was asked for, or
+            ranks were started with different settings.
+    """
+    if wrong := mistakes(config.sharding, config.zero_stage, place.world_size):
+        raise InvalidRequest(wrong[0])
+    check_model_path(config.model_path)
     log.info(
         "loading %s from %s (%s, %s, ZeRO stage %d, rank %d of %d)",
         config.base_model,
@@ -91,6 +105,8 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
         place.rank,
         place.world_size,
     )
+    init_distributed(config.device)
+    check_same(config)
     engine = Engine(
         model_path=config.model_path,
         device=config.device,
@@ -101,6 +117,7 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
         offload_optimizer=config.offload_optimizer == "cpu",
         activation_checkpointing=config.activation_checkpointing,
         max_context=config.max_context,
+        sharding=config.sharding,
     )
     logs.take_over()
     found = find_capacity(engine, config.memory_bytes, config.micro_batch_tokens)
@@ -201,12 +218,21 @@ class _Server:
         return (
             metrics.Reading("models", "Models in this trainer's memory", lambda: len(parts.models)),
             metrics.Reading(
-                "queued_operations", "Operations that wait or run here", lambda: self._load()["queued"]
+                "queued_operations",
+                "Operations that wait or run here",
+                parts.executor.queued_by_class,
+                "owner_class",
             ),
             metrics.Reading(
                 "adapter_bytes",
                 "Memory of each rank that its adapters take, gradients and moments included",
                 parts.residency.adapters.used,
+            ),
+            metrics.Reading(
+                "memory_bytes",
+                "Memory of each rank by what it is for, as the trainer counts it",
+                lambda: self._engine.memory(parts.residency.adapters.used()),
+                "purpose",
             ),
             metrics.Reading(
                 "queued_operation_bytes", "Bytes of their requests", lambda: parts.executor.queued_bytes

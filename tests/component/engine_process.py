@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,9 +50,27 @@ def play(
         *(str(Path(__file__).with_name(script)), str(directory), str(stage), str(int(offload)), str(out)),
         dtype,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as launched:
+        try:
+            printed, _ = launched.communicate(timeout=500)
+        except BaseException:
+            # With the launcher alone its ranks would go on.
+            os.killpg(launched.pid, signal.SIGKILL)
+            raise
+    assert launched.returncode == 0, printed
     files = [out / f"rank{rank}.msgpack" for rank in range(ranks)]
     return [msgspec.msgpack.decode(file.read_bytes(), type=kind) for file in files]
 

@@ -1,6 +1,7 @@
-"""What every rank of a world plays for test_engine_split_memory; see engine_process.
+"""What every rank of a world plays for test_engine_split_memory; see engine_worlds.
 
 The last rank has no memory for a sequence that all compute together, while another model has a gradient.
+Were the ranks to decide differently they would wait for each other in vain, so that is looked at before.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from services.common.contract.tensors import HostTensor, from_values
 from services.trainer.compute.data import RowResult
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.exchange import any_rank
 from services.trainer.compute.memory import room
 from tests.component.engine_data import LORA, NO_CLIP, ce_row, flat, op, trained_model, work
-from tests.component.engine_process import run_rank
 from tests.component.engine_split import SHORT, together
 
 LONG = [ce_row(30, 40)]
@@ -41,7 +42,10 @@ def played(engine: Engine, kind: str) -> Played:
         engine.create_model(kind, None)
     else:
         trained_model(engine, kind, LORA, seed=1)
-    results = engine.run_pass(together(engine, op(kind), LONG, 0))
+    work_of_all = together(engine, op(kind), LONG, 0)
+    refused = bool(room.without_room(work_of_all, {}, engine.footprint, engine.vocab_size, engine.device))
+    assert any_rank([refused, not refused], engine.device) == [refused, not refused], "the ranks disagree"
+    results = engine.run_pass(work_of_all)
     step = engine.optim_step(kind, NO_CLIP)
     engine.optim_step("beside", NO_CLIP)
     found = Played(results, step, from_values(flat(engine.state("beside"))))
@@ -58,7 +62,3 @@ def scenario(engine: Engine) -> Report:
     room.free_memory = free_memory
     report.enough = {kind: played(engine, kind) for kind in ("adapter", "full")}
     return report
-
-
-if __name__ == "__main__":
-    run_rank(scenario)

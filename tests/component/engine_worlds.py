@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from services.trainer.compute.engine import Engine
-from tests.component import engine_split, engine_split_models, engine_steps, engine_world
+from tests.component import (
+    engine_slow_rank,
+    engine_split,
+    engine_split_bfloat16,
+    engine_split_memory,
+    engine_split_models,
+    engine_steps,
+    engine_world,
+)
 from tests.component.engine_process import run_rank
 
 WORLDS = {"1 rank": (1, 0), "2 ranks": (2, 0), "2 ranks ZeRO-3": (2, 3)}
@@ -19,6 +27,9 @@ class Reports(msgspec.Struct):
     world: engine_world.Report
     split: engine_split.Report
     models: engine_split_models.Report | None = None
+    memory: engine_split_memory.Report | None = None
+    bfloat16: engine_split_bfloat16.Report | None = None
+    slow: engine_slow_rank.Report | None = None
 
 
 def scenario(engine: Engine) -> Reports:
@@ -28,6 +39,9 @@ def scenario(engine: Engine) -> Reports:
         engine_world.scenario(engine),
         engine_split.scenario(engine),
         engine_split_models.scenario() if several else None,
+        engine_split_memory.scenario(engine) if several else None,
+        engine_split_bfloat16.scenario(engine) if several else None,
+        engine_slow_rank.scenario(engine) if several else None,
     )
 
 

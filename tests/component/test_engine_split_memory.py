@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.component.engine_process import play
-from tests.component.engine_split_memory import Report
+from tests.component.engine_worlds import Reports
 
 pytestmark = pytest.mark.heavy
 
 
 def test_a_rank_without_memory_fails_the_operation_on_all_ranks_and_no_other(
-    untied: Path, tmp_path: Path
+    worlds: dict[str, list[Reports]],
 ) -> None:
-    reports = play("engine_split_memory.py", untied, tmp_path, Report, ranks=2, stage=0)
+    reports = [report.memory for report in worlds["2 ranks"] if report.memory is not None]
+    assert len(reports) == 2
     for kind in ("adapter", "full"):
         (failed,), (result,) = reports[0].without[kind].results, reports[0].enough[kind].results
         assert failed.failure is not None and result.failure is None

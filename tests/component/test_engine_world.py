@@ -95,3 +95,12 @@ def test_zero_3_holds_a_share_of_the_weights_on_each_rank(played: dict[str, list
     for report in played["2 ranks ZeRO-3"]:
         assert report.weights_here < 0.1 * report.weights
     assert played["2 ranks"][0].weights_here == played["2 ranks"][0].weights
+
+
+def test_a_rank_with_much_to_do_is_waited_for_by_those_that_have_done_theirs(
+    worlds: dict[str, list[Reports]],
+) -> None:
+    reports = [report.slow for report in worlds["2 ranks"] if report.slow is not None]
+    assert len(reports) == 2
+    (result,) = reports[0].results
+    assert result.failure is None and not reports[1].results

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from services.trainer.__main__ import _DISMISSAL_S
 from tests.announced import find
 from tests.component.own_redis import redis_server
 from tests.component.trainer_world import (
@@ -60,8 +61,8 @@ def test_a_killed_world_comes_back_with_every_accepted_operation(
         # A rank that dies takes the whole world with it.
         processes = first.processes()
         psutil.Process(first.rank_pid(1)).kill()
-        assert first.process.wait(60) != 0
-        assert alive(processes, 20) == []
+        assert first.process.wait(120) != 0
+        assert alive(processes, 60) == []
     finally:
         first.kill()
 
@@ -96,7 +97,7 @@ def test_a_killed_world_comes_back_with_every_accepted_operation(
         # A launcher that is killed leaves no rank behind.
         processes = second.processes()
         second.process.kill()
-        assert alive(processes, 40) == []
+        assert alive(processes, 90) == []
     finally:
         second.kill()
 
@@ -111,9 +112,10 @@ def test_sigterm_drains_and_leaves_nothing_behind(redis_url: str, model_dir: Pat
         processes = world.processes()
         started = time.monotonic()
         world.process.send_signal(signal.SIGTERM)
-        assert world.process.wait(40) == 0
-        assert time.monotonic() - started < 25
-        assert alive(processes, 1) == []
+        assert world.process.wait(120) == 0
+        # The other rank was dismissed, and not ended by its alarm.
+        assert time.monotonic() - started < _DISMISSAL_S
+        assert alive(processes, 30) == []
         assert list((tmp_path / "run").iterdir()) == []
         assert find(world.redis, "trainer", world.name) is None
         error = call.exception()

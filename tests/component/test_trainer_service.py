@@ -332,7 +332,7 @@ def test_a_receiver_that_was_dead_before_the_group_formed_costs_no_deadline(
         result = model.run(save_for_sampler=operation_pb2.SaveForSampler(sampling_session_id="s:sample:1"))
         assert result.save_for_sampler.receivers == 1
         # Forming a group may take 20 s before it is given up.
-        assert time.monotonic() - started < 12
+        assert time.monotonic() - started < 18
 
 
 def test_an_unloaded_model_is_gone_and_can_be_restored(world: TrainerWorld) -> None:
@@ -352,7 +352,7 @@ def test_a_parked_model_frees_its_memory_and_comes_back_bit_for_bit(world: Train
     model.forward_backward(data)
     model.step()
     before = model.forward(data)
-    world.stub.Park(trainer_pb2.ParkRequest(model_id=model.model_id, epoch=EPOCH), timeout=30)
+    world.stub.Park(trainer_pb2.ParkRequest(model_id=model.model_id, epoch=EPOCH), timeout=120)
     assert world.status(model.model_id) is None
     call = world.send(model.operation(optim_step=step()))
     assert status_of(call) is grpc.StatusCode.FAILED_PRECONDITION
@@ -362,7 +362,7 @@ def test_a_parked_model_frees_its_memory_and_comes_back_bit_for_bit(world: Train
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(grpc.RpcError) as caught:
-        world.stub.Park(trainer_pb2.ParkRequest(model_id=model.model_id, epoch=EPOCH - 1), timeout=30)
+        world.stub.Park(trainer_pb2.ParkRequest(model_id=model.model_id, epoch=EPOCH - 1), timeout=120)
     assert caught.value.code() is grpc.StatusCode.ABORTED
 
 
@@ -381,7 +381,7 @@ def test_a_copy_from_before_a_model_moved_is_dropped_and_does_not_become_durable
     world.send(model_step(model.model_id, 1), epoch=moved).result()
     world.redis.set(keys.epoch(model.model_id), moved + 1)
     away = trainer_pb2.ParkRequest(model_id=model.model_id, epoch=moved + 1, moved_epoch=moved + 1)
-    world.stub.Park(away, timeout=30)
+    world.stub.Park(away, timeout=120)
     assert world.status(model.model_id) is None
     location = world.redis.hget(keys.journal_meta(model.model_id), "location")
     assert not location.endswith(str(moved + 1).encode())
@@ -400,11 +400,11 @@ def test_only_a_closed_model_is_deleted_and_what_has_a_name_stays(world: Trainer
     world.wait_durable(model.model_id, 0)
     delete = trainer_pb2.DeleteModelRequest(model_id=model.model_id, snapshots=True, kept_versions=[2])
     with pytest.raises(grpc.RpcError) as caught:
-        world.stub.DeleteModel(delete, timeout=30)
+        world.stub.DeleteModel(delete, timeout=120)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     world.redis.hset(keys.journal_meta(model.model_id), "closed", b"over")
     for _ in range(2):
-        world.stub.DeleteModel(delete, timeout=30)
+        world.stub.DeleteModel(delete, timeout=120)
         assert world.status(model.model_id) is None
         assert not (world.data_dir / "state" / model.model_id).exists()
         snapshots = world.data_dir / "snapshots" / model.model_id

@@ -9,6 +9,9 @@ import numpy as np
 import psutil
 import pytest
 
+from services.common.process import failpoints
+from services.common.process.crashes import CrashLedger
+from services.common.process.faults import armed
 from tests.component.own_redis import redis_server
 from tests.component.trainer_world import (
     VOCAB,
@@ -64,7 +67,7 @@ def test_sequences_that_no_rank_holds_are_trained_on_all_and_replayed_bit_for_bi
         # The gradient of this one is in no snapshot.
         results.append(trained(model, data, one_rank))
         psutil.Process(first.rank_pid(1)).kill()
-        assert first.process.wait(60) != 0
+        assert first.process.wait(120) != 0
     finally:
         first.kill()
 
@@ -93,6 +96,37 @@ def test_sequences_that_no_rank_holds_are_trained_on_all_and_replayed_bit_for_bi
             np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-5)
     finally:
         alone.kill()
+
+
+def test_a_rank_that_fails_within_such_a_sequence_ends_the_world_at_once_and_its_operation_alone_is_blamed(
+    redis_url: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{faults}")
+    world = TrainerWorld(redis_url, model_dir, tmp_path / "data", 2, 0, *LITTLE)
+    try:
+        one_rank, longest = world.record.one_rank_tokens, world.record.max_sequence_tokens
+        long, short = TrainedModel(world), TrainedModel(world)
+        for model in (long, short):
+            model.create(rank=1)
+        armed.arm(faults, "trainer.mid_split", "error")
+        calls = [
+            world.send(
+                model.operation(forward_backward=forward_backward(data), ranks=2, one_rank_tokens=one_rank)
+            )
+            for model, data in ((long, datums([longest])), (short, batch(3, rows=4, longest=one_rank)))
+        ]
+        # The other rank is in a collective, which it does not wait for until its deadline.
+        assert world.process.wait(240) != 0
+        assert not armed.armed(faults)
+        assert calls[0].exception() is not None
+    finally:
+        world.kill()
+    ledger = tmp_path / "data" / "run" / f"{world.name}.executing"
+    crashes = CrashLedger[tuple[str, int]](ledger, tuple[str, int], "trainer")
+    assert crashes.deaths((long.model_id, 1)) == 1
+    assert not crashes.is_suspect((short.model_id, 1))
 
 
 def test_a_long_sequence_of_one_tenant_and_small_work_of_another_go_on_beside_each_other(

@@ -144,10 +144,13 @@ class TrainerWorld:
         args = ["--model", f"{BASE_MODEL}={model_dir}", "--device", "cpu", "--data-dir", str(data_dir)]
         args += ["--id", name, "--zero-stage", str(zero_stage), *flags]
         environment = {**os.environ, "TINSMITH_REDIS_URL": redis_url, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(launch_command(ranks, free_port(), args), env=environment)
-        self.record = self._wait_until_announced(300)
+        self.process = self._start(args, environment)
+        self.record = self._wait_until_announced(420)
         self.channel = grpc.insecure_channel(self.record.address)
         self.stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
+
+    def _start(self, args: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(launch_command(self.ranks, free_port(), args), env=environment)
 
     def _wait_until_announced(self, seconds: float) -> ServiceRecord:
         deadline = time.monotonic() + seconds
@@ -167,7 +170,7 @@ class TrainerWorld:
                 epoch=epoch,
                 after_seq_id=operation.seq_id - 1 if after is None else after,
             ),
-            timeout=120,
+            timeout=300,
         )
         result: Future[results_pb2.OperationResult] = Future()
 
@@ -182,15 +185,15 @@ class TrainerWorld:
         return result
 
     def status(self, model_id: str) -> trainer_pb2.ResidentModel | None:
-        models = self.stub.GetTrainerStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=10).models
+        models = self.stub.GetTrainerStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=60).models
         return next((model for model in models if model.model_id == model_id), None)
 
     def restore(self, model_id: str, epoch: int = EPOCH, moved: int = 0) -> int:
         request = trainer_pb2.RestoreRequest(model_id=model_id, epoch=epoch, moved_epoch=moved)
-        return int(self.stub.Restore(request, timeout=60).seq_id)
+        return int(self.stub.Restore(request, timeout=240).seq_id)
 
     def wait_durable(self, model_id: str, seq_id: int) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while (found := self.status(model_id)) is None or found.durable_seq_id < seq_id:
             assert time.monotonic() < deadline, f"{model_id} did not become durable at {seq_id}: {found}"
             time.sleep(0.02)
@@ -206,7 +209,7 @@ class TrainerWorld:
     def stop(self) -> int:
         """SIGTERM; the exit status."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def kill(self) -> None:
         """Ends everything at once."""
@@ -216,4 +219,4 @@ class TrainerWorld:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        self.process.wait(30)
+        self.process.wait(60)

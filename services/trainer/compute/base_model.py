@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from services.common.weights.rendezvous import tcp_store
+from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
+from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
 from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.adapter import (
     HEAD,
@@ -33,12 +35,12 @@ from services.trainer.compute.lora.adapter import (
 )
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.memory.capacity import Footprint, footprint
+from services.trainer.compute.sharding import quantized
+from services.trainer.compute.sharding.stage3 import held_bytes, share_replicas, stage3
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.compute.split.exchange import Exchange
 
 logger = logging.getLogger(__name__)
-
-COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 
 # Settings of an architecture that change logits after the output head.
 _LOGIT_TRANSFORMS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
@@ -146,6 +148,7 @@ class BaseModel:
         device: str,
         dtype: torch.dtype,
         zero_stage: int,
+        sharding: Sharding,
         router: LoraRouter,
         activation_checkpointing: bool,
     ) -> None:
@@ -157,7 +160,7 @@ class BaseModel:
         self._router = router
         self.device = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
         self.collective = zero_stage == 3
-        config = _deepspeed_config(zero_stage, dtype)
+        config = _deepspeed_config(zero_stage, dtype, sharding)
         model = load_model(model_path, dtype, config if self.collective else None, activation_checkpointing)
         self.arch = type(model).__name__
         self.flat = computes_flat(model)
@@ -170,6 +173,8 @@ class BaseModel:
                 router.hook(model.get_submodule(name), name)
         scorer = Scorer(model, router, detached=self.collective)
         self._engine, *_ = deepspeed.initialize(model=scorer, config=config)
+        if sharding.quantized_base:
+            quantized.quantize_shards(scorer, torch.distributed.get_world_size())
         # The engine's own call forbids a plain backward(), so the wrapped module is called.
         self._scorer = self._engine.module
         ranks = torch.distributed.get_world_size()
@@ -182,6 +187,8 @@ class BaseModel:
             ranks=ranks if self.collective else 1,
             asked=self.asked,
         )
+        if self.collective:
+            self.footprint = replace(self.footprint, weights=held_bytes(scorer))
         logger.info("loaded %s (%s, ZeRO stage %d) on %s", model_path, self.arch, zero_stage, self.device)
 
     def score(self, tokens: Tensor, targets: Targets, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -246,15 +253,15 @@ class Scorer(nn.Module):
         return self.head(predicting, targets), valued
 
 
-def _deepspeed_config(zero_stage: int, dtype: torch.dtype) -> dict[str, Any]:
+def _deepspeed_config(zero_stage: int, dtype: torch.dtype, sharding: Sharding) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": {"stage": 0},
     }
     if zero_stage == 3:
-        # Norms and biases stay on every rank: gathering them costs more than holding them.
-        config["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 10_000}
+        settings = quantized.SETTINGS if sharding.quantized_base else {}
+        config["zero_optimization"] = {**stage3(sharding), **settings}
         config["bf16"] = {"enabled": dtype == torch.bfloat16}
     return config
 
@@ -277,6 +284,8 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+    if sharded_config:
+        share_replicas()
     # While this object lives, from_pretrained shards each weight as it loads it (no rank holds them all).
     sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
     register()

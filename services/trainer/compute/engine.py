@@ -21,6 +21,7 @@ from services.common.contract import roles
 from services.common.contract.errors import Internal, InvalidRequest, TinsmithError
 from services.common.contract.loss_schema import check_datum, check_loss
 from services.common.contract.tensors import HostTensor
+from services.common.worlds.sharding import Sharding
 from services.trainer.compute.base_model import BaseModel
 from services.trainer.compute.data import (
     AdamSpec,
@@ -36,9 +37,11 @@ from services.trainer.compute.full.model import FullModel, FullModelConfig
 from services.trainer.compute.full.shards import ShardWriter, Writing
 from services.trainer.compute.lora.adapter import HEAD, Adapter, largest, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.snapshot import HostSnapshot, Snapshot
 from services.trainer.compute.memory.capacity import adapter_bytes
 from services.trainer.compute.memory.failures import failure as failure_of
 from services.trainer.compute.memory.room import without_room
+from services.trainer.compute.memory.use import by_purpose, pass_bytes
 from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.rounds import Rounds
 from services.trainer.compute.tenant import (
@@ -77,6 +80,7 @@ class Engine:
         offload_optimizer: bool = False,
         activation_checkpointing: bool = False,
         max_context: int = 0,
+        sharding: Sharding | None = None,
     ) -> None:
         """Loads the base model, joining the launcher's process group first unless that was done.
 
@@ -94,12 +98,14 @@ class Engine:
             ValueError: the base model takes fewer tokens than `max_context`.
         """
         element = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        sharding = sharding or Sharding()
         self._router = LoraRouter()
         self._base = BaseModel(
             model_path,
             device=device,
             dtype=element,
             zero_stage=zero_stage,
+            sharding=sharding,
             router=self._router,
             activation_checkpointing=activation_checkpointing,
         )
@@ -112,9 +118,17 @@ class Engine:
         self._device = self._base.device
         self.device, self.world_size, self.footprint = self._device, world_size, self._base.footprint
         self._full = FullModelConfig(
-            model_path, self._device, element, zero_stage, offload_optimizer, activation_checkpointing
+            model_path,
+            self._device,
+            element,
+            zero_stage,
+            offload_optimizer,
+            activation_checkpointing,
+            sharding,
         )
         self._tenants: dict[str, LoraTenant | FullModel] = {}
+        self._in_pass = 0
+        """Bytes that the last pass took, as it was counted."""
         self._buffers = FlatBuffers(self._device)
         self._writer = ShardWriter()
         self.vocab_size = self._base.vocab_size
@@ -152,6 +166,14 @@ class Engine:
     def largest_adapter(self, rank: int) -> LoraSpec:
         """The adapter of this rank that trains all that adapters can."""
         return largest(self._base.linears, rank, self._base.unadapted)
+
+    def memory(self, adapters: int) -> dict[str, float]:
+        """Bytes of each rank by what they are for, as of the last pass. Anybody may ask, at any time.
+
+        Args:
+            adapters: that adapters take, gradients and moments included.
+        """
+        return by_purpose(self.footprint, adapters, self._full.dtype.itemsize, self._in_pass)
 
     def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
         """Makes a fresh adapter: equal on all ranks and any world size; it changes nothing until trained.
@@ -197,6 +219,7 @@ class Engine:
         for number, op in enumerate(work.ops):
             if not op.forward_only and number not in failures:
                 self._tenants[op.model_id].begin(op.seq_id)
+        self._in_pass = pass_bytes(work, self.footprint, self.vocab_size, self._world_size)
         results, failed_here = self._rounds.run(work, failures)
         failed, collected = exchange(work, results, failures, failed_here, self._device)
         for number, failure in failed.items():
@@ -245,19 +268,23 @@ class Engine:
             found[model_id] = not_finite(step) if isinstance(step, FloatingPointError) else step
         return [found[model_id] for model_id, _ in due]
 
-    def state(self, model_id: str, *, optimizer: bool = True) -> ModelState:
-        """A copy of the model's state, without a pending gradient. Any rank may call it alone unless
-        `gathers_weights`: then the copy is on rank 0.
+    def snapshot(self, model_id: str, *, optimizer: bool = True) -> Snapshot:
+        """What the model is now, without a pending gradient. Any rank may call it alone unless
+        `gathers_weights`: then it is on rank 0.
 
         Args:
             optimizer: include the moments. Not of a full model: that is `write_state`'s.
         """
         tenant = self._tenant(model_id)
         if isinstance(tenant, LoraTenant):
-            return tenant.state(optimizer)
+            return tenant.snapshot(optimizer)
         if optimizer:
             raise TypeError(f"the state of {model_id} is written by every rank")
-        return tenant.weights()
+        return HostSnapshot(tenant.weights())
+
+    def state(self, model_id: str, *, optimizer: bool = True) -> ModelState:
+        """A copy of the model's state on the host, as `snapshot`."""
+        return self.snapshot(model_id, optimizer=optimizer).state()
 
     def gathers_weights(self, model_id: str) -> bool:
         """Whether the model's weights are spread over the ranks, so that all must call `state`."""

@@ -1,17 +1,30 @@
 """How the ranks of a trainer world tell each other the outcome of a pass: bytes and flags, never pickle.
 
-Invariant: every function here is a collective; all ranks call it, in the same order.
+Invariant: every function here that is not pure is a collective; all ranks call it, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from services.trainer.compute.data import Failure, Pass, RowResult
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+"""For which ranks wait for each other where all have the same to do. One that died is seen at once: its
+connections close, and the launcher ends the others."""
+
+SLOWEST = {"cpu": 10, "cuda": 100}
+"""Tokens that a rank computes in a second, at least."""
+
+SLOWEST_SPLIT = 10
+"""The same of a sequence that all compute together: what attention takes grows with the square of its
+length."""
 
 ELSEWHERE = Failure("server", "internal", "another rank of the trainer failed on this operation")
 """Why an operation failed, on a rank on which it did not."""
@@ -20,6 +33,31 @@ ELSEWHERE = Failure("server", "internal", "another rank of the trainer failed on
 class _RankReport(msgspec.Struct):
     results: list[RowResult]
     failures: dict[int, Failure]
+
+
+def part_seconds(work: Pass, ranks: int, device: str) -> float:
+    """Within which a rank has computed its part of a pass, whichever it is dealt. Pure.
+
+    What one rank computes goes to who has the least of all passes since a step, or by count where ranks take
+    part in each other's: so one may have all of a pass.
+    """
+    split = [row.length for batch in work.micro_batches if batch.split for row in batch.rows]
+    dealt = sum(row.length for batch in work.micro_batches if not batch.split for row in batch.rows)
+    return (
+        sum(-(-length // ranks) for length in split) / SLOWEST_SPLIT + dealt / SLOWEST[device.split(":")[0]]
+    )
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Within it ranks wait so much longer for each other."""
+    group = dist.group.WORLD
+    assert group is not None
+    group.set_timeout(COLLECTIVE_TIMEOUT + timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        group.set_timeout(COLLECTIVE_TIMEOUT)
 
 
 def any_rank(flags: list[bool], device: str) -> list[bool]:
@@ -47,7 +85,8 @@ def exchange(
     failed_here: Mapping[int, Failure],
     device: str,
 ) -> tuple[dict[int, Failure], list[RowResult]]:
-    """Tells all ranks which operations of a pass failed, and rank 0 what every row came to.
+    """Tells all ranks which operations of a pass failed, and rank 0 what every row came to. A rank that had
+    less to do waits here for those that had more, as long as their tokens may take.
 
     Args:
         results: of the rows that ran on this rank.
@@ -60,7 +99,8 @@ def exchange(
     """
     report = msgspec.msgpack.encode(_RankReport(results, dict(failed_here)))
     numbers = range(len(work.ops))
-    heads = _everyones([len(report), *(number in failed_here for number in numbers)], device)
+    mine = [len(report), *(number in failed_here for number in numbers)]
+    heads = _everyones(mine, work, device)
     failed = {
         number: failed_here.get(number, ELSEWHERE)
         for number in numbers
@@ -99,12 +139,15 @@ def gather_bytes(payload: bytes, sizes: list[int], device: str) -> list[bytes]:
     return [part[:used].cpu().numpy().tobytes() for part, used in zip(parts, sizes, strict=True)]
 
 
-def _everyones(mine: list[int], device: str) -> list[list[int]]:
-    """The numbers of all ranks, in rank order, equally many of each; the host waits for the device once."""
-    if dist.get_world_size() == 1:
+def _everyones(mine: list[int], work: Pass, device: str) -> list[list[int]]:
+    """The numbers of all ranks, in rank order, equally many of each, when all have computed their parts of a
+    pass; the host waits for the device once."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
         return [mine]
     own = torch.tensor(mine, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
+    everyone = [torch.empty_like(own) for _ in range(ranks)]
+    with patience(part_seconds(work, ranks, device)):
+        dist.all_gather(everyone, own)
     found: list[list[int]] = torch.stack(everyone).tolist()
     return found

@@ -14,7 +14,9 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from prometheus_client import Counter
 
+from services.common.process import failpoints
 from services.trainer.compute.base_model import BaseModel
 from services.trainer.compute.batch_losses import BatchLosses, Leaving
 from services.trainer.compute.collate import Collated, collate, idle_batch, in_order
@@ -30,6 +32,11 @@ from services.trainer.compute.tenant import LoraTenant
 from services.trainer.order.microbatch import deal
 
 logger = logging.getLogger(__name__)
+
+BUSIEST = Counter(
+    "tinsmith_busiest_rank_tokens_total", "Tokens of passes on the rank that had the most of each"
+)
+MEAN = Counter("tinsmith_mean_rank_tokens_total", "The same by rank if each had had equally many")
 
 J = TypeVar("J")
 P = TypeVar("P")
@@ -94,8 +101,10 @@ class Rounds:
             for batch in work.micro_batches
         ]
         results: list[RowResult] = []
+        loads = [0] * self._world_size
         for row in (row for rows, split in kept if split for row in rows):
             leaving = self._run_split(model, work.ops, row)
+            loads = [load + Share(0, self._world_size, row.length).size for load in loads]
             # All ranks came to the same.
             results += leaving.results() if self._rank == 0 else []
         batches = [in_order(rows) for rows, split in kept if rows and not split]
@@ -106,9 +115,13 @@ class Rounds:
         for grad in (False, True):
             parts = [[row for row in rows if work.ops[row.op].forward_only != grad] for rows in batches]
             parts = [rows for rows in parts if rows]
+            tokens = [sum(row.length for row in rows) for rows in parts]
             # Where every rank takes part in every round, what counts is how many there are.
-            sizes = [1 if model.collective else sum(row.length for row in rows) for rows in parts]
+            sizes = [1] * len(parts) if model.collective else tokens
             dealt = self._deal(work, parts, sizes, grad)
+            loads = [
+                load + sum(tokens[batch] for batch in own) for load, own in zip(loads, dealt, strict=True)
+            ]
             ops = work.ops
             jobs = [parts[batch] for batch in dealt[self._rank]]
             if model.collective:
@@ -119,6 +132,8 @@ class Rounds:
                 partial(self._start, model, ops, grad, failed),
             ):
                 results += [result for each in started for result in each.results()]
+        BUSIEST.inc(max(loads))
+        MEAN.inc(sum(loads) / self._world_size)
         return results, failed
 
     def _prepared(
@@ -238,6 +253,7 @@ class Rounds:
                 joined(logprobs, [scored for scored, _ in counts]),
                 joined(values[: counts[self._rank][1]], [valued for _, valued in counts]),
             )
+            failpoints.hit("trainer.mid_split")
             model.backward(computed.total(collective=model.collective))
             return computed.leave()
 

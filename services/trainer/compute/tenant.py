@@ -14,10 +14,11 @@ from torch import Tensor
 
 from services.common.contract.errors import InvalidRequest, ModelNotResident
 from services.common.contract.roles import Role
-from services.common.contract.tensors import HostTensor, from_values
+from services.common.contract.tensors import HostTensor
 from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.lora.adapter import Adapter
+from services.trainer.compute.lora.snapshot import AdapterSnapshot
 from services.trainer.compute.optimizer import KEPT_BYTES, AdapterOptimizer, Due, FlatBuffers, step_together
 from services.trainer.order.microbatch import deal
 
@@ -147,20 +148,10 @@ class LoraTenant:
         """A step with this rank's part of the gradient, which is taken out of the tenant."""
         return Due(self._optimizer, self._take_gradient(), adam)
 
-    def state(self, optimizer: bool) -> ModelState:
-        """A copy of the state, on the host, with the moments when `optimizer` is set; any rank may call it
-        alone."""
+    def snapshot(self, optimizer: bool) -> AdapterSnapshot:
+        """What it is now, with the moments when `optimizer` is set; any rank may call it alone."""
         step, moments = self._optimizer.export()
-        return ModelState(
-            lora=self.adapter.spec,
-            adapter=_named(self.adapter, self.adapter.flat),
-            optimizer={
-                f"{name}.{moment}": array
-                for moment, flat in (moments.items() if optimizer else ())
-                for name, array in _named(self.adapter, flat).items()
-            },
-            step=step,
-        )
+        return AdapterSnapshot(self.adapter, step, moments if optimizer else {})
 
     def load_state(self, state: ModelState, optimizer: bool) -> None:
         """Replaces weights, and optimizer state or else starts that afresh. Clears the gradient.
@@ -250,12 +241,6 @@ def _chunks(due: Sequence[tuple[LoraTenant, AdamSpec]]) -> Iterator[list[tuple[L
         some.append((tenant, adam))
     if some:
         yield some
-
-
-def _named(adapter: Adapter, flat: Tensor) -> dict[str, HostTensor]:
-    """Host copies of a flat tensor's matrices by name."""
-    views = adapter.views(flat.detach().cpu())
-    return {name: from_values(view.numpy()) for name, view in views.items()}
 
 
 def _flattened(adapter: Adapter, named: Mapping[str, HostTensor | None]) -> Tensor:

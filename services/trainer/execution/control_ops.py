@@ -164,12 +164,16 @@ class ControlOps:
         return convert.loaded(work)
 
     async def _publish(self, model: Model, seq_id: int, work: Publish, release: Release) -> OperationResult:
-        _, state = await self._world.state(model.model_id, optimizer=False)
-        roles.check_samples(state.role)
-        model.publishing = True
-        release()
         try:
-            published = await self._publisher.publish(model.model_id, seq_id, state.lora, state.adapter)
+            with self._publisher.packing() as pack:
+                async with self._world.snapshot(model.model_id, optimizer=False) as (_, snapshot):
+                    roles.check_samples(snapshot.role)
+                    model.publishing = True
+                    release()
+                    state, cargo = await self._world.beside(lambda: snapshot.unload(pack))
+                published = await self._publisher.publish(
+                    model.model_id, seq_id, state.lora, state.adapter, cargo
+                )
         finally:
             model.publishing = False
         return convert.published(
@@ -177,11 +181,12 @@ class ControlOps:
         )
 
     async def _export(self, model: Model, seq_id: int, work: Export, release: Release) -> OperationResult:
-        _, state = await self._world.state(model.model_id, optimizer=False)
-        roles.check_exports(state.role)
-        model.publishing = True
-        release()
         try:
+            async with self._world.snapshot(model.model_id, optimizer=False) as (_, snapshot):
+                roles.check_exports(snapshot.role)
+                model.publishing = True
+                release()
+                state = await self._world.beside(snapshot.state)
             size = await asyncio.to_thread(
                 self._checkpoints.export,
                 model.model_id,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 
 from services.common.contract import ids
 from services.common.contract.errors import (
@@ -26,7 +27,7 @@ from services.common.process import failpoints
 from services.common.process.crashes import CrashLedger
 from services.common.process.pools import COMPUTE
 from services.common.storage.base import failure
-from services.common.telemetry import subject
+from services.common.telemetry import owner_class, subject
 from services.common.telemetry.subject import Subject
 from services.trainer import convert
 from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row, RowResult
@@ -84,11 +85,16 @@ class Executor:
         self._wake = asyncio.Event()
         self._stopping = False
         self._queued_bytes = 0
+        self._queued_of: Counter[str] = Counter()
 
     @property
     def queued_bytes(self) -> int:
         """Bytes of the operations that wait or run."""
         return self._queued_bytes
+
+    def queued_by_class(self) -> dict[str, float]:
+        """Operations that wait or run, by the class of their owners."""
+        return owner_class.by_class(self._queued_of)
 
     async def read(self, operation: operation_pb2.Operation) -> convert.Work | Rejected:
         """What an operation asks for, or why it cannot be understood. A large one is read beside the loop."""
@@ -133,7 +139,9 @@ class Executor:
             raise Overloaded(f"{self._queued_bytes} bytes of operations are waiting; try again later")
         queued = self._operation(operation, work, size)
         model.sequence.admit(operation.seq_id, after, queued)
-        self._queued_bytes += size
+        self._count(queued, 1)
+        owner = queued.subject.owner
+        queued.owner_class = owner_class.class_of(owner, self._queued_of, self._queued_of.total())
         self._models[model.model_id] = model
         self._wake.set()
         return queued.result
@@ -144,17 +152,24 @@ class Executor:
         Raises:
             ExceptionGroup: the world failed.
         """
+        begun = False
         async with asyncio.TaskGroup() as control_ops:
             while not self._stopping:
                 self._wake.clear()
                 self._fail_broken()
-                decision, alone = self._decide()
+                decision, cursor, alone = self._decide()
+                if begun and isinstance(decision, NextPass):
+                    # What has begun asks the world first: models that are stepped come back together.
+                    begun = False
+                    await asyncio.sleep(0)
+                    continue
+                self._cursor = cursor
                 match decision:
                     case None:
                         await self._wake.wait()
                     case NextControlOp(model_id, seq_id):
                         model = self._models[model_id]
-                        model.held = True
+                        model.held = begun = True
                         self._control_running += 1
                         task = control_ops.create_task(self._control_op(model), name=f"{model_id}:{seq_id}")
                         if alone:
@@ -162,8 +177,8 @@ class Executor:
                     case NextPass():
                         await self._pass(decision)
 
-    def _decide(self) -> tuple[Decision | None, bool]:
-        """What to do next, and whether nothing else may be done meanwhile."""
+    def _decide(self) -> tuple[Decision | None, Cursor, bool]:
+        """What to do next, what is remembered of it, and whether nothing else may be done meanwhile."""
         queues = {
             model_id: queue
             for model_id, model in self._models.items()
@@ -174,10 +189,9 @@ class Executor:
         if suspect is not None:
             # What runs now ends first.
             if self._control_running:
-                return None, True
-            return plan_next(suspect, self._limits, Cursor(), unshared)[0], True
-        decision, self._cursor = plan_next(queues, self._limits, self._cursor, unshared)
-        return decision, False
+                return None, self._cursor, True
+            return plan_next(suspect, self._limits, Cursor(), unshared)[0], self._cursor, True
+        return *plan_next(queues, self._limits, self._cursor, unshared), False
 
     def stop(self) -> None:
         """Begins nothing new and refuses new operations."""
@@ -193,9 +207,16 @@ class Executor:
         """Forgets a model; whoever waits for one of its operations gets the error."""
         self._models.pop(model.model_id, None)
         for operation in model.sequence.give_up():
-            self._queued_bytes -= operation.size
+            self._count(operation, -1)
             if not operation.result.done():
                 operation.result.set_exception(error)
+
+    def _count(self, operation: Operation, sign: int) -> None:
+        owner = operation.subject.owner
+        self._queued_bytes += sign * operation.size
+        self._queued_of[owner] += sign
+        if not self._queued_of[owner]:
+            del self._queued_of[owner]
 
     def _operation(
         self, operation: operation_pb2.Operation, work: convert.Work | Rejected, size: int
@@ -262,7 +283,7 @@ class Executor:
 
     def _finish(self, model: Model, operation: Operation, result: OperationResult) -> None:
         if operation.seq_id in model.sequence.unfinished:
-            self._queued_bytes -= operation.size
+            self._count(operation, -1)
         model.sequence.finish(operation.seq_id, result)
         self._crashes.survived((model.model_id, operation.seq_id))
         model.unsaved_bytes += operation.size
@@ -350,10 +371,8 @@ def _rows(ref: UnitRef, numbers: dict[tuple[str, int], int], operations: list[Op
     operation = operations[number]
     assert isinstance(operation.work, Forward) and operation.units is not None
     data = operation.work.data
-    return [
-        Row(ref.model_id, number, index, data[index].tokens, data[index].loss_inputs)
-        for index in operation.units[ref.unit].datums
-    ]
+    datums = operation.units[ref.unit].datums
+    return [Row(ref.model_id, number, index, data[index].tokens, data[index].loss_inputs) for index in datums]
 
 
 def _pass_op(operation: Operation) -> PassOp:

@@ -32,7 +32,7 @@ TOKENS = Counter("tinsmith_passed_tokens_total", "Tokens of the data that passes
 WAITED = Histogram(
     "tinsmith_operation_wait_seconds",
     "Operations, from their arrival at the trainer to their begin",
-    ["kind"],
+    ["kind", "owner_class"],
     buckets=LONG_S,
 )
 
@@ -65,7 +65,7 @@ def passed(operations: Sequence[Operation], plan: Pass, computed: list[int], sin
 
 def began(operation: Operation) -> None:
     """Counts an operation that begins."""
-    WAITED.labels(kind_of(operation)).observe(time.monotonic() - operation.admitted)
+    WAITED.labels(kind_of(operation), operation.owner_class).observe(time.monotonic() - operation.admitted)
 
 
 def ended(operation: Operation, result: OperationResult) -> None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from prometheus_client import Counter
+
 from services.common.contract.errors import (
     ModelBusy,
     ModelNotResident,
@@ -32,6 +34,9 @@ from services.trainer.world.commands import CreateModel, DropModel
 from services.trainer.world.world import World
 
 log = logging.getLogger(__name__)
+
+EVICTED = Counter("tinsmith_models_evicted_total", "Models that left the memory and come back when needed")
+RELOADED = Counter("tinsmith_models_reloaded_total", "Models that were brought back from their snapshots")
 
 Evict = Callable[[Model, TinsmithError], None]
 _LOOK_AGAIN_S = 0.05
@@ -68,8 +73,8 @@ class Residency:
         self._restoring: dict[str, asyncio.Task[int]] = {}
         self._reading = asyncio.Semaphore(_RESTORING)
         self.durable = DurableStore(data, staging, pointers, self._take, self._epoch_of, self._note_durable)
-        self.full = FullModels(models, max_full_models, self._save, self._drop)
-        self.adapters = AdapterRoom(models, adapter_bytes, bytes_of, self._save, self._drop)
+        self.full = FullModels(models, max_full_models, self._save, self._let_go)
+        self.adapters = AdapterRoom(models, adapter_bytes, bytes_of, self._save, self._let_go)
 
     async def drain(self) -> None:
         """Makes everything durable that is not yet."""
@@ -146,6 +151,7 @@ class Residency:
         await self._world.call(create)
         model.last_used = time.monotonic()
         self._models[model_id] = model
+        RELOADED.inc()
         log.info("restored %s at operation %d", model_id, seq_id)
         return seq_id
 
@@ -172,7 +178,7 @@ class Residency:
             return
         if model.is_busy:
             raise ModelBusy(f"operations of model {model_id} are not done")
-        await self._drop(model)
+        await self._let_go(model)
         log.info("parked %s", model_id)
 
     async def delete(self, model_id: str) -> None:
@@ -204,6 +210,11 @@ class Residency:
             await asyncio.sleep(_LOOK_AGAIN_S)
         await self._world.call(DropModel(model.model_id))
         log.info("dropped %s: another trainer went on with it", model.model_id)
+
+    async def _let_go(self, model: Model) -> None:
+        """Of a model that may come back."""
+        await self._drop(model)
+        EVICTED.inc()
 
     async def _drop(self, model: Model) -> None:
         # Gone at once: an operation that arrives now is answered that the model is to be restored.

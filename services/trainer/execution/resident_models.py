@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.common.contract.errors import TinsmithError
+from services.common.telemetry.owner_class import LIGHT
 from services.common.telemetry.subject import Subject
 from services.trainer.compute.data import LoraSpec, RowResult
 from services.trainer.convert import Export, Forward, Publish, Work
@@ -40,6 +41,7 @@ class Operation(QueuedOp):
         failed: why a forward failed, if it did.
         admitted: when it was, in seconds of the monotonic clock.
         subject: the call that it was accepted from.
+        owner_class: of its owner, when it was admitted.
     """
 
     model_id: str
@@ -50,6 +52,7 @@ class Operation(QueuedOp):
     failed: TinsmithError | None = None
     admitted: float = field(default_factory=time.monotonic)
     subject: Subject = field(default_factory=Subject)
+    owner_class: str = LIGHT
 
     @property
     def is_complete(self) -> bool:

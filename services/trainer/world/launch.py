@@ -1,4 +1,4 @@
-"""Starts a trainer world on this machine with the DeepSpeed launcher.
+"""How a trainer world is started: on this machine with the DeepSpeed launcher, or a node of several.
 
 Invariant: the world lives and ends as one. A rank that dies takes the others with it (the launcher
 ends them); SIGTERM drains rank 0, which dismisses the others; and when this process is killed
@@ -11,8 +11,13 @@ import base64
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+
+import psutil
+
+from services.common.worlds.nodes import Nodes
 
 
 def launch_command(ranks: int, master_port: int, args: list[str], gpus: Sequence[str] = ()) -> list[str]:
@@ -37,6 +42,30 @@ def launch_command(ranks: int, master_port: int, args: list[str], gpus: Sequence
         "services.trainer",
         *args,
     ]
+
+
+def node_command(nodes: Nodes, ranks: int, args: list[str]) -> list[str]:
+    """Command line of a node with `ranks` processes of `python -m services.trainer ARGS`.
+
+    Send it SIGTERM to stop: the head dismisses all nodes and exits 0.
+    """
+    host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
+    return [
+        *(sys.executable, "-m", "services.trainer.world.node"),
+        *("--nodes", str(nodes.count), "--node-rank", str(nodes.rank)),
+        *("--rendezvous", f"{host}:{nodes.port}", "--interface", nodes.interface),
+        *("--wait", f"{nodes.wait_s:g}", "--ranks", str(ranks)),
+        "--",
+        *args,
+    ]
+
+
+def addresses() -> dict[str, list[str]]:
+    """Of this machine, by interface."""
+    return {
+        name: [each.address for each in found if each.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, found in psutil.net_if_addrs().items()
+    }
 
 
 def _devices(ranks: int, gpus: Sequence[str]) -> list[int] | list[str]:

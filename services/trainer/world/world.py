@@ -14,21 +14,21 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-import torch
-import torch.distributed as dist
-
 from services.common.contract.errors import Internal, ModelNotResident, TinsmithError
+from services.common.process.tasks import detached
 from services.common.process.threads import WorkerThread
-from services.trainer.compute.data import ModelState, Pass, ShardedState
+from services.trainer.compute.data import ModelState, ShardedState
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.exchange import part_seconds
 from services.trainer.compute.full.shards import Writing
+from services.trainer.compute.lora.snapshot import HostSnapshot, Snapshot
+from services.trainer.world.channel import Channel, WorldFailure, execute
 from services.trainer.world.commands import (
     Command,
     CreateModel,
@@ -38,11 +38,8 @@ from services.trainer.world.commands import (
     OptimSteps,
     ReadWeights,
     RunPass,
-    Shutdown,
     Tick,
     WriteState,
-    apply,
-    refused,
 )
 
 log = logging.getLogger(__name__)
@@ -56,11 +53,8 @@ SLOWEST_WRITE = 5_000_000
 SLOWEST_READ = 5_000_000
 """The same of reading one."""
 
-SLOWEST_SPLIT = 10
-"""Tokens that a rank computes in a second, at least, of a sequence that all compute together. What every
-command may take is for micro-batches; such a sequence can be many times as long."""
-
-_OUTCOME_BYTES = 512
+SNAPSHOTS = 2
+"""Models whose snapshots are on the device at once: that takes memory which nobody counted for it."""
 
 
 def _file_bytes(directory: str) -> int:
@@ -71,106 +65,19 @@ def _file_bytes(directory: str) -> int:
         return 0
 
 
-def split_seconds(work: Pass, ranks: int) -> float:
-    """How much longer than a command a pass may take, for the sequences that all ranks compute together."""
-    rows = (row for batch in work.micro_batches if batch.split for row in batch.rows)
-    return sum(-(-row.length // ranks) for row in rows) / SLOWEST_SPLIT
-
-
-class WorldFailure(Exception):
-    """The world cannot go on; the process must exit."""
-
-
-class Channel:
-    """Carries commands and outcomes between the ranks. Blocking; one thread per rank uses it."""
-
-    def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
-
-    def send(self, command: Command) -> None:
-        """Rank 0: gives a command to the other ranks."""
-        if self._group is None:
-            return
-        payload = bytearray(msgspec.msgpack.encode(command))
-        dist.broadcast(torch.tensor([len(payload)], dtype=torch.int64), 0, self._group)
-        dist.broadcast(torch.frombuffer(payload, dtype=torch.uint8), 0, self._group)
-
-    def receive(self) -> Command:
-        """Other ranks: the next command."""
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0, self._group)
-        payload = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(payload, 0, self._group)
-        return msgspec.msgpack.decode(payload.numpy().data, type=Command)
-
-    def agree(self, error: Exception | None, refused: str = "") -> None:
-        """All ranks: compares outcomes; raises this rank's own error when all failed alike.
-
-        Args:
-            refused: what was refused of a command that did not fail.
-
-        Raises:
-            WorldFailure: the ranks came to different outcomes.
-            TinsmithError: the command failed on all ranks.
-        """
-        mine = refused if error is None else f"{type(error).__name__}: {error}"
-        outcomes = self._exchange(mine)
-        if len({outcome.partition(":")[0] for outcome in outcomes}) > 1:
-            raise WorldFailure(f"ranks disagree about a command: {dict(enumerate(outcomes))}") from error
-        if isinstance(error, TinsmithError):
-            raise error
-        if error is not None:
-            log.error("a command failed on every rank", exc_info=error)
-            raise Internal(mine) from error
-
-    def _exchange(self, outcome: str) -> list[str]:
-        if self._group is None:
-            return [outcome]
-        text = outcome.encode()[:_OUTCOME_BYTES].ljust(_OUTCOME_BYTES, b"\0")
-        everyone = [torch.empty(_OUTCOME_BYTES, dtype=torch.uint8) for _ in range(self._world_size)]
-        dist.all_gather(everyone, torch.frombuffer(bytearray(text), dtype=torch.uint8), self._group)
-        return [tensor.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for tensor in everyone]
-
-
-def execute(engine: Engine, channel: Channel, command: Command) -> Any:
-    """Carries out a command that every rank has and returns this rank's answer.
-
-    Raises:
-        TinsmithError: it failed, on all ranks alike.
-        WorldFailure: the ranks disagree.
-    """
-    answer, error = None, None
-    try:
-        answer = apply(engine, command)
-    except Exception as caught:
-        if isinstance(command, RunPass):
-            # Others may be in a collective that this rank never comes to, and would wait for minutes.
-            raise WorldFailure(f"a pass broke off: {caught!r}") from caught
-        error = caught
-    channel.agree(error, "" if error is not None else refused(command, answer))
-    return answer
-
-
-def follow(engine: Engine, channel: Channel) -> None:
-    """What ranks other than 0 do until they are dismissed."""
-    while True:
-        command = channel.receive()
-        try:
-            execute(engine, channel, command)
-        except TinsmithError as error:
-            log.debug("%s failed: %s", type(command).__name__, error)
-        if isinstance(command, Shutdown):
-            return
-
-
 @dataclass(eq=False)
 class _DueStep:
-    """A step and what it came to."""
+    """A step, and what it comes to."""
 
     step: ModelStep
-    answer: dict[str, float] | TinsmithError | None = None
+    answer: asyncio.Future[dict[str, float] | TinsmithError]
+
+
+def _answer(due: Sequence[_DueStep], answers: Sequence[dict[str, float] | TinsmithError]) -> None:
+    for each, answer in zip(due, answers, strict=True):
+        # Who asked may have gone.
+        if not each.answer.done():
+            each.answer.set_result(answer)
 
 
 class World:
@@ -189,10 +96,13 @@ class World:
         self._changed_by: dict[str, int] = {}
         self._due: deque[_DueStep] = deque()
         """Steps that wait for the engine's thread, which takes all at once."""
+        self._asking: asyncio.Handle | None = None
+        """Will have the thread take them when all of this turn of the loop are there."""
         self._broken: WorldFailure | None = None
         """Of the engine's thread, which must see it before the next call that waits there already."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._writing = asyncio.Lock()
+        self._snapshots = asyncio.Semaphore(SNAPSHOTS)
 
     async def watch(self) -> None:
         """Waits until the world fails, whoever noticed it.
@@ -206,7 +116,7 @@ class World:
         """Has every rank carry out the command; returns rank 0's answer.
 
         A state is read from files for as long as its size says, beside what every command may take, and a
-        sequence that all ranks compute takes as long as its tokens say.
+        pass takes as long as its tokens say.
 
         Raises:
             TinsmithError: the command failed; the world goes on.
@@ -216,33 +126,61 @@ class World:
         if isinstance(command, CreateModel | LoadState) and isinstance(command.saved, ShardedState):
             longer = await asyncio.to_thread(_file_bytes, command.saved.directory) / SLOWEST_READ
         elif isinstance(command, RunPass):
-            longer = split_seconds(command.plan, self._engine.world_size)
+            longer = part_seconds(command.plan, self._engine.world_size, self._engine.device)
         return await self._run(lambda: self._execute(command), type(command).__name__, longer)
 
     async def step(self, step: ModelStep) -> dict[str, float]:
         """Has every rank take an optimizer step, together with those of other models that are due; its
-        metrics, as `Engine.optim_steps` says.
+        metrics, as `Engine.optim_steps` says. Those that were taken together are answered in one turn of the
+        loop, so that what their models have next is there at once.
 
         Raises:
             TinsmithError: it was refused; the gradient is gone.
             WorldFailure: the world is broken.
         """
-        due = _DueStep(step)
+        loop = asyncio.get_running_loop()
+        due = _DueStep(step, loop.create_future())
         self._due.append(due)
-        await self._run(self._take_steps, "optimizer steps")
-        assert due.answer is not None
-        if isinstance(due.answer, TinsmithError):
-            raise due.answer
-        return due.answer
+        if self._asking is None:
+            self._asking = loop.call_soon(self._ask_for_steps)
+        waiting: list[asyncio.Future[Any]] = [due.answer, self._failure]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not due.answer.done():
+            raise WorldFailure(f"the world failed: {self._failure.exception()}")
+        answer = due.answer.result()
+        if isinstance(answer, TinsmithError):
+            raise answer
+        return answer
 
-    async def state(self, model_id: str, *, optimizer: bool = True) -> tuple[int, ModelState]:
-        """A copy of the model's state, as `Engine.state`, and the operation that made it: the last step, load
-        or creation.
+    @asynccontextmanager
+    async def snapshot(self, model_id: str, *, optimizer: bool = True) -> AsyncIterator[tuple[int, Snapshot]]:
+        """The operation that made the model's state, the last step, load or creation; and that state, as
+        `Engine.snapshot`. Within the context it may take memory of the device.
 
         Raises:
             ModelNotResident: the engine does not have the model.
+            WorldFailure: the world is broken.
         """
-        return await self._run(lambda: self._read(model_id, optimizer), "state")
+        async with self._snapshots:
+            yield await self._run(lambda: self._read(model_id, optimizer), "state")
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """What a function comes to on a thread beside the engine's, where a snapshot comes to the host.
+
+        Raises:
+            WorldFailure: the world broke meanwhile, or it takes longer than any command may.
+        """
+        # As many as there may be snapshots at once.
+        thread = WorkerThread("snapshot")
+        future = asyncio.wrap_future(thread.submit(work))
+        thread.close()
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await self._ended(future, "a snapshot", self._timeout)
+
+    async def state(self, model_id: str, *, optimizer: bool = True) -> tuple[int, ModelState]:
+        """As `snapshot`, on the host."""
+        async with self.snapshot(model_id, optimizer=optimizer) as (seq_id, snapshot):
+            return seq_id, await self.beside(snapshot.state)
 
     async def write_state(self, model_id: str, directory: str) -> tuple[int, int]:
         """Has every rank write its part of a full model's state into a new directory; the operation that made
@@ -281,7 +219,23 @@ class World:
                 await self.call(Tick())
 
     async def _run(self, function: Callable[[], T], name: str, longer: float = 0.0) -> T:
-        seconds = self._timeout + longer
+        # The steps were asked for before it.
+        self._ask_for_steps()
+        return await self._outcome(self._submit(function), name, longer)
+
+    def _ask_for_steps(self) -> None:
+        """Has the thread take the steps that wait for that, if any do."""
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+            loop = asyncio.get_running_loop()
+            submitted = self._submit(lambda: self._take_steps(loop))
+            turn = detached(self._outcome(submitted, "optimizer steps"), "optimizer steps")
+            # A failure is the world's, and so those hear of it that wait.
+            turn.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _submit(self, function: Callable[[], T]) -> tuple[asyncio.Future[None], asyncio.Future[T]]:
+        """Has the engine's thread call a function: when its turn has come, and what it came to."""
         loop = asyncio.get_running_loop()
         begun: asyncio.Future[None] = loop.create_future()
 
@@ -290,14 +244,25 @@ class World:
             return self._while_whole(function)
 
         # Waiting does not cancel: a caller that goes away does not undo a command the ranks have.
-        future: asyncio.Future[Any] = asyncio.wrap_future(self._thread.submit(work))
+        future = asyncio.wrap_future(self._thread.submit(work))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return begun, future
+
+    async def _outcome(
+        self, submitted: tuple[asyncio.Future[None], asyncio.Future[T]], name: str, longer: float = 0.0
+    ) -> T:
+        seconds = self._timeout + longer
+        begun, future = submitted
         waiting: list[asyncio.Future[Any]] = [begun, self._failure]
         # What is before it has a deadline too, so its turn comes or the world fails.
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if begun.done():
-            waiting[0] = future
-            await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        # A call that never began waits for nothing: the world has failed.
+        return await self._ended(future, name, seconds if begun.done() else 0.0)
+
+    async def _ended(self, future: asyncio.Future[T], name: str, seconds: float) -> T:
+        """What a call came to that has begun, or the failure of the world, which it is when it is late."""
+        waiting: list[asyncio.Future[Any]] = [future, self._failure]
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not future.done() and not self._failure.done():
             self._failure.set_exception(WorldFailure(f"{name} did not finish in {seconds:g} s"))
         if not future.done():
@@ -345,20 +310,20 @@ class World:
             self._changed_by.pop(command.model_id, None)
         return answer
 
-    def _take_steps(self) -> None:
+    def _take_steps(self, loop: asyncio.AbstractEventLoop) -> None:
         """Takes the steps that are due; none if those before have taken them along."""
         due = [self._due.popleft() for _ in range(len(self._due))]
         if due:
             answers = self._execute(OptimSteps([each.step for each in due]))
-            for each, answer in zip(due, answers, strict=True):
-                each.answer = answer
+            loop.call_soon_threadsafe(_answer, due, answers)
 
-    def _read(self, model_id: str, optimizer: bool) -> tuple[int, ModelState]:
+    def _read(self, model_id: str, optimizer: bool) -> tuple[int, Snapshot]:
+        snapshot: Snapshot
         if self._engine.gathers_weights(model_id):
-            state = self._execute(ReadWeights(model_id))
+            snapshot = HostSnapshot(self._execute(ReadWeights(model_id)))
         else:
-            state = self._engine.state(model_id, optimizer=optimizer)
-        return self._changed_by[model_id], state
+            snapshot = self._engine.snapshot(model_id, optimizer=optimizer)
+        return self._changed_by[model_id], snapshot
 
     def _write(self, model_id: str, directory: str) -> tuple[int, Writing]:
         writing = self._execute(WriteState(model_id, directory))

@@ -9,9 +9,11 @@ from datetime import timedelta
 import pytest
 
 from services.common.contract.errors import Internal, InvalidRequest, TinsmithError
+from services.common.worlds.sharding import Sharding
 from services.trainer import config
+from services.trainer.server import load
+from services.trainer.world.channel import Channel, WorldFailure
 from services.trainer.world.launch import launch_command
-from services.trainer.world.world import Channel, WorldFailure
 
 FLAGS = ["--model", "org/name=/models/x", "--data-dir", "data", "--device", "cpu"]
 
@@ -30,6 +32,11 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert (settings.base_model, settings.model_path, settings.dtype) == ("org/name", "/models/x", "float32")
 
 
+def test_a_model_that_is_not_there_is_named_before_anything_is_loaded() -> None:
+    with pytest.raises(InvalidRequest, match="there is no /models/x: put the model's files into /models/x"):
+        load(config.parse(FLAGS), config.Place(0, 0, 1))
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -41,6 +48,12 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
         ["--offload-optimizer", "nvme"],
         ["--max-full-models", "0"],
         ["--activation-checkpointing", "sometimes"],
+        ["--zero-replica-ranks", "0", "--zero-stage", "3"],
+        ["--zero-replica-ranks", "2", "--zero-stage", "2"],
+        ["--zero-prefetch-elements", "many", "--zero-stage", "3"],
+        ["--zero-prefetch-elements", "0"],
+        ["--zero-quantized-base", "maybe", "--zero-stage", "3"],
+        ["--zero-quantized-base", "yes"],
     ],
 )
 def test_senseless_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +81,15 @@ def test_the_environment_is_checked_like_flags(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TINSMITH_DEVICE", "tpu")
     with pytest.raises(SystemExit):
         config.parse(["--model", "a=b", "--data-dir", "data"])
+
+
+def test_how_zero_3_shares_weights_is_said_by_flags() -> None:
+    assert config.parse([*FLAGS, "--zero-stage", "3"]).sharding == Sharding()
+    flags = ["--zero-stage", "3", "--zero-replica-ranks", "2", "--zero-prefetch-elements", "0"]
+    settings = config.parse([*FLAGS, *flags, "--zero-quantized-base", "yes"])
+    assert settings.sharding == Sharding(2, 0, True)
+    with pytest.raises(InvalidRequest, match="--zero-replica-ranks 2: a trainer of 3 ranks"):
+        load(settings, config.Place(0, 0, 3))
 
 
 def test_redis_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

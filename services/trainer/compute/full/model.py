@@ -29,6 +29,7 @@ from torch import Tensor
 from services.common.contract.errors import DataLoss, InvalidRequest, TinsmithError
 from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor
+from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import Sequences
 from services.trainer.compute.base_model import Scorer, computes_flat, load_model
 from services.trainer.compute.collate import idle_batch
@@ -38,6 +39,7 @@ from services.trainer.compute.full.shards import Part, SavedShards, ShardWriter,
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.optimizer import MeasuredAdamW
+from services.trainer.compute.sharding.stage3 import stage3
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class FullModelConfig:
         zero_stage: the trainer's, 0..3.
         offload: hold master weights and moments, and step, on the CPU.
         activation_checkpointing: keep of each block only the input for the backward pass.
+        sharding: how ZeRO-3 shares weights; none of these is quantised.
     """
 
     model_path: str
@@ -65,6 +68,7 @@ class FullModelConfig:
     zero_stage: int
     offload: bool
     activation_checkpointing: bool
+    sharding: Sharding
 
     def deepspeed(self) -> dict[str, Any]:
         """The engine's configuration."""
@@ -76,7 +80,7 @@ class FullModelConfig:
             "allgather_bucket_size": _BUCKET,
         }
         if self.zero_stage == 3:
-            zero["stage3_param_persistence_threshold"] = 10_000
+            zero |= stage3(self.sharding)
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device != "cpu"}
         return {

@@ -50,9 +50,10 @@ _LEAST = 1 / 16
 _BESIDE_LINEARS = 1.3
 _AROUND = 4
 """Hidden states that are kept before the first block and after the last one."""
-_ADAPTER_FLOATS = 5
-"""Of each element: the master, Adam's two moments, the gradient since the last step and that of an operation
-which is not complete."""
+ADAPTER_MOMENTS = 2
+"""float32 numbers of each element: Adam's moments."""
+ADAPTER_GRADIENTS = 2
+"""The same: the gradient since the last step and that of an operation which is not complete."""
 _MASKS = 3
 """Boolean matrices that exist while the mask of a window is made."""
 COPIES = 2
@@ -88,6 +89,11 @@ class Footprint:
         """The longest sequence that takes no more than `room` bytes."""
         anywhere = self._tokens(room, self.square + self.masks)
         return max(anywhere, min(self.window, self._tokens(room, self.square)))
+
+    def of_one(self, tokens: int) -> float:
+        """Bytes that one rank takes for a sequence."""
+        pairs = self.square + (self.masks if tokens > self.window else 0)
+        return tokens * self.token + tokens**2 * pairs
 
     def together(self, room: float, ranks: int) -> int:
         """The longest sequence of which so many ranks take no more than `room` bytes each."""
@@ -126,16 +132,27 @@ class Capacity:
         return self.one_rank_tokens if self.sequence_tokens > self.one_rank_tokens else 0
 
 
-def capacity(memory: int, footprint: Footprint, context_length: int, logits: int, ranks: int = 1) -> Capacity:
-    """What fits.
+def capacity(
+    memory: int,
+    footprint: Footprint,
+    context_length: int,
+    vocab_size: int,
+    micro_batch_tokens: int,
+    ranks: int = 1,
+) -> Capacity:
+    """What fits. Of a sequence that ranks compute together it is what `needed` says, where anything is left
+    beside weights and head.
 
     Args:
         memory: bytes that a rank may take, of its device.
         context_length: most tokens of a sequence, whatever the memory.
-        logits: of a micro-batch, elements; of so many that they come in chunks one chunk counts.
+        vocab_size: of the output head.
+        micro_batch_tokens: up to which several sequences are computed at once.
         ranks: that can compute a sequence together; 1 = each is computed by one.
     """
-    left = memory - footprint.weights - head_bytes(logits) - _PROCESS_BYTES
+    # Of the longest sequence there could be: how long one may become follows from what the head leaves.
+    head = head_bytes(max(context_length, micro_batch_tokens), vocab_size)
+    left = memory - footprint.weights - head - _PROCESS_BYTES
     room = max(left, int(memory * _LEAST))
     if room != left:
         log.warning(
@@ -151,9 +168,15 @@ def capacity(memory: int, footprint: Footprint, context_length: int, logits: int
     return Capacity(alone, together, max(memory // 4 // _HOST_BYTES, together), int(room * ADAPTERS))
 
 
-def head_bytes(logits: int) -> int:
-    """What the output head takes at a time for so many elements of logits."""
-    return 2 * 4 * min(CHUNK_ELEMENTS, logits)
+def needed(footprint: Footprint, tokens: int, vocab_size: int, ranks: int) -> int:
+    """Bytes that each of so many ranks needs for a sequence which they compute together."""
+    return int(footprint.of_each(tokens, ranks)) + head_bytes(-(-tokens // ranks), vocab_size)
+
+
+def head_bytes(tokens: int, vocab_size: int) -> int:
+    """What the output head takes at a time of a run of so many tokens: of more logits than a chunk has, one
+    chunk counts."""
+    return 2 * 4 * min(CHUNK_ELEMENTS, tokens * vocab_size)
 
 
 def steady(found: Capacity, context_length: int) -> Capacity:
@@ -250,7 +273,13 @@ def adapter_bytes(targets: dict[str, LinearShape], rank: int, value_head: int, i
         item: bytes of an element of the base model, in which there is a copy unless it is float32.
     """
     _, elements = layout_of(targets, rank, value_head)
-    return elements * (4 * _ADAPTER_FLOATS + (item if item != 4 else 0))
+    return elements * adapter_element_bytes(item)
+
+
+def adapter_element_bytes(item: int) -> int:
+    """What each element of an adapter takes: its master, gradients and moments, and a copy of `item` bytes
+    unless the base model is float32 too."""
+    return 4 * (1 + ADAPTER_GRADIENTS + ADAPTER_MOMENTS) + (item if item != 4 else 0)
 
 
 def _width(block: nn.Module, active: int) -> int:

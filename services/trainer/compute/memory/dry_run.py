@@ -65,9 +65,8 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
         token = token_bytes(engine, peak_of_cuda)
         found = found if token is None else replace(found, token=token)
     given = memory or own_memory(engine.device, engine.world_size)
-    logits = micro_batch_tokens * engine.vocab_size
     together = engine.world_size if engine.splits else 1
-    mine = capacity(given, found, engine.context_length, logits, together)
+    mine = capacity(given, found, engine.context_length, engine.vocab_size, micro_batch_tokens, together)
     if not memory and engine.device == "cpu":
         adapter = engine.adapter_bytes(engine.largest_adapter(MAX_RANK))
         mine = at_least(mine, min(engine.context_length, micro_batch_tokens), adapter)

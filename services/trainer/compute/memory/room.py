@@ -18,7 +18,7 @@ from services.common.contract.errors import Internal
 from services.common.process.process import free_machine_memory
 from services.trainer.compute.data import Failure, Pass
 from services.trainer.compute.exchange import least
-from services.trainer.compute.memory.capacity import GIB, Footprint, head_bytes
+from services.trainer.compute.memory.capacity import GIB, Footprint, needed
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY, failure, free_cache
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,6 @@ def longest_split(work: Pass, refused: Mapping[int, Failure]) -> dict[int, int]:
         if row.op not in refused:
             longest[row.op] = max(longest.get(row.op, 0), row.length)
     return longest
-
-
-def needed(footprint: Footprint, tokens: int, vocab_size: int, ranks: int) -> int:
-    """Bytes that each of so many ranks needs for a sequence which they compute together."""
-    own = -(-tokens // ranks)
-    return int(footprint.of_each(tokens, ranks)) + head_bytes(own * vocab_size)
 
 
 def without_room(

@@ -5,10 +5,13 @@ Invariant: the host's side of a copy that is under way is page-locked and lives 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from services.trainer.compute.memory.failures import free_cache
 
 
 def on_device(values: Tensor, device: str) -> Tensor:
@@ -39,3 +42,37 @@ class ToHost:
         if self._event is not None:
             self._event.synchronize()
         return self._copies
+
+
+class Copies:
+    """Copies of tensors of one device as they are now, on that device: the thread that computes makes them,
+    and goes on; another one takes them from there."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._ready: torch.cuda.Event | None = None
+        given = [tensor.detach() for tensor in tensors]
+        try:
+            self._copies = [tensor.clone() for tensor in given]
+        except torch.OutOfMemoryError:
+            # Whoever computes waits for the host then, which is better than to fail.
+            free_cache()
+            self._copies = [tensor.cpu() for tensor in given]
+        if any(tensor.device.type == "cuda" for tensor in self._copies):
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    @contextmanager
+    def beside(self) -> Iterator[list[Tensor]]:
+        """The copies, in order, for another thread. On CUDA what is done with them there is on a stream of
+        its own, and is done when the context ends: only then may they go."""
+        if self._ready is None:
+            yield self._copies
+            return
+        device = next(tensor.device for tensor in self._copies if tensor.device.type == "cuda")
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._ready)
+            try:
+                yield self._copies
+            finally:
+                stream.synchronize()

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.counts import KEPT_TOKENS, QWEN3_8B, kept
+from bench.counted.counts import KEPT_TOKENS, QWEN3_8B, kept
 from services.trainer.compute.attention import FLAT_ATTENTION, _seen, register
 from services.trainer.compute.base_model import find_linears
 from services.trainer.compute.data import LoraSpec
@@ -28,6 +28,9 @@ from services.trainer.compute.memory.capacity import (
 )
 from services.trainer.compute.split.asked import Asked
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of
+
+NO_HEAD = (0, 1024)
+"""A vocabulary of nothing, beside the tokens of a micro-batch."""
 
 
 def shape(model_type: str, **settings: Any) -> Any:
@@ -83,7 +86,7 @@ def test_every_architecture_has_a_footprint(family: str, settings: dict[str, Any
 def test_a_longer_sequence_than_the_memory_holds_is_not_promised() -> None:
     for square in (0.0, 40.0):
         taken = Footprint(weights=2 * GIB, token=1e5, square=square)
-        found = capacity(16 * GIB, taken, context_length=10**9, logits=0)
+        found = capacity(16 * GIB, taken, 10**9, *NO_HEAD)
         longest = found.one_rank_tokens
         assert found.sequence_tokens == longest and found.split_beyond == 0
         room = 16 * GIB - 2 * GIB - GIB // 2 - found.adapter_bytes
@@ -93,7 +96,7 @@ def test_a_longer_sequence_than_the_memory_holds_is_not_promised() -> None:
 
 def test_ranks_together_hold_more_but_for_what_they_exchange_and_what_each_has_of_all() -> None:
     taken = Footprint(weights=2 * GIB, token=1e5, exchange=2e4)
-    one, *several = (capacity(16 * GIB, taken, 10**9, 0, ranks) for ranks in (1, 2, 4, 8))
+    one, *several = (capacity(16 * GIB, taken, 10**9, *NO_HEAD, ranks) for ranks in (1, 2, 4, 8))
     assert one.split_beyond == 0 and one.sequence_tokens == one.one_rank_tokens
     for ranks, found in zip((2, 4, 8), several, strict=True):
         assert found.split_beyond == found.one_rank_tokens == one.one_rank_tokens
@@ -104,7 +107,7 @@ def test_ranks_together_hold_more_but_for_what_they_exchange_and_what_each_has_o
 
 
 def test_ranks_share_no_sequence_where_one_holds_the_whole_context() -> None:
-    found = capacity(64 * GIB, Footprint(GIB, 1e3, exchange=10.0), 128, 0, ranks=4)
+    found = capacity(64 * GIB, Footprint(GIB, 1e3, exchange=10.0), 128, *NO_HEAD, ranks=4)
     assert (found.one_rank_tokens, found.sequence_tokens, found.split_beyond) == (128, 128, 0)
 
 
@@ -160,11 +163,11 @@ def test_masks_take_nothing_of_a_sequence_within_its_window(window: int, longest
 
 
 def test_memory_makes_no_context_longer() -> None:
-    assert capacity(64 * GIB, Footprint(GIB, 1e3), 128, 0).sequence_tokens == 128
+    assert capacity(64 * GIB, Footprint(GIB, 1e3), 128, *NO_HEAD).sequence_tokens == 128
 
 
 def test_a_model_that_hardly_fits_still_has_some_room() -> None:
-    found = capacity(4 * GIB, Footprint(8 * GIB, 1e5), 4096, 0)
+    found = capacity(4 * GIB, Footprint(8 * GIB, 1e5), 4096, *NO_HEAD)
     assert found.sequence_tokens > 1 and found.adapter_bytes > 0
 
 
@@ -180,7 +183,7 @@ def test_a_cpu_whose_memory_nobody_gave_takes_a_micro_batch_and_an_adapter_and_s
 
 
 def test_more_memory_never_holds_less() -> None:
-    found = [capacity(gib * GIB, Footprint(4 * GIB, 1e5), 10**9, 2**26) for gib in range(1, 80)]
+    found = [capacity(gib * GIB, Footprint(4 * GIB, 1e5), 10**9, 2**14, 2**12) for gib in range(1, 80)]
     for less, more in pairwise(found):
         assert less.sequence_tokens <= more.sequence_tokens
         assert less.operation_tokens <= more.operation_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import counts
+from bench.counted import counts
 
 
 def test_a_checkpointed_qwen3_8b_keeps_at_most_half_a_megabyte_a_token() -> None:

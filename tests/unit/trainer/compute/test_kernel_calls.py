@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import counts
+from bench.counted import counts
 
 
 @pytest.mark.parametrize("ranks", [[32] * 64, [8, 16, 32, 5] * 2], ids=["64 of one rank", "of several ranks"])

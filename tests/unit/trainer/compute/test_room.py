@@ -7,9 +7,10 @@ import pytest
 
 from services.trainer.compute import exchange
 from services.trainer.compute.data import Failure, MicroBatch, Pass, PassOp, Row
+from services.trainer.compute.logprobs import CHUNK_ELEMENTS
 from services.trainer.compute.memory import room
-from services.trainer.compute.memory.capacity import GIB, Footprint, capacity
-from services.trainer.compute.memory.room import longest_split, needed, without_room
+from services.trainer.compute.memory.capacity import GIB, Footprint, capacity, head_bytes, needed
+from services.trainer.compute.memory.room import longest_split, without_room
 
 TAKEN = Footprint(weights=2 * GIB, token=1e5, exchange=2e4)
 VOCAB = 1000
@@ -40,11 +41,23 @@ def test_only_the_longest_sequence_that_all_ranks_compute_counts() -> None:
     assert longest_split(work, {0: Failure("server", "internal", "")}) == {2: 60}
 
 
+@pytest.mark.parametrize("memory", [2 * GIB + GIB // 2, 16 * GIB])
+@pytest.mark.parametrize("context", [4096, 131_072, 10**9])
+@pytest.mark.parametrize("vocab_size", [1, 256, 1000, 32_000, 151_936])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_what_was_promised_at_the_start_is_not_refused_while_its_memory_is_free(ranks: int) -> None:
-    found = capacity(16 * GIB, TAKEN, 10**9, 4096 * 100_000, ranks)
-    beside = 16 * GIB - TAKEN.weights - GIB // 2 - found.adapter_bytes
-    assert 0.99 * beside < needed(TAKEN, found.sequence_tokens, 100_000, ranks) <= beside
+def test_what_was_promised_at_the_start_is_not_refused_while_its_memory_is_free(
+    ranks: int, vocab_size: int, context: int, memory: int
+) -> None:
+    for token in (1e3, 1e5, 1e6):
+        taken = Footprint(weights=GIB, token=token, exchange=token / 5)
+        for micro_batch in (1, 1024, 8192, 10**6):
+            found = capacity(memory, taken, context, vocab_size, micro_batch, ranks)
+            beside = memory - taken.weights - GIB // 2 - found.adapter_bytes
+            need = needed(taken, found.sequence_tokens, vocab_size, ranks)
+            assert need <= beside
+            if found.sequence_tokens < context:
+                # Nor does it promise much less than there is: at most what logits of one chunk take.
+                assert need > 0.99 * (beside - head_bytes(CHUNK_ELEMENTS, 1))
 
 
 def test_more_ranks_need_less_each() -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from torch import Tensor, nn
 
 from services.common.contract.tensors import from_values
@@ -78,16 +79,21 @@ class Head:
 
 
 class Rank:
-    """The only rank of a world, with one adapter on the head."""
+    """The first rank of a world, with one adapter on the head."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 1) -> None:
         self.base = Head()
         adapter = Adapter(LoraSpec(2, seed=0), {"lm_head": LinearShape(HIDDEN, VOCAB)}, "m", "cpu", HIDDEN)
         adapter.flat.copy_(torch.linspace(-0.3, 0.3, adapter.flat.numel()))
         adapter.renew()
         self.tenant = LoraTenant(adapter, FlatBuffers("cpu"))
         self.rounds = Rounds(
-            cast(BaseModel, self.base), self.base.router, {"m": self.tenant}, 0, 1, shares_prefixes=True
+            cast(BaseModel, self.base),
+            self.base.router,
+            {"m": self.tenant},
+            0,
+            world_size,
+            shares_prefixes=True,
         )
 
     def run(self, *micro_batches: Sequence[Row]) -> tuple[dict[tuple[int, int], Any], dict[int, Any]]:
@@ -156,3 +162,15 @@ def test_what_cannot_be_made_fails_its_own_operation() -> None:
     found, failed = rank.run([rows[0]], [rows[1]])
     assert found.keys() == {(0, 0)}
     assert failed.keys() == {1}
+
+
+@pytest.mark.parametrize(("ranks", "busiest", "mean"), [(1, 25, 25), (2, 13, 12.5), (4, 9, 6.25)])
+def test_how_unevenly_ranks_are_loaded_can_be_told_from_two_counters(
+    ranks: int, busiest: float, mean: float
+) -> None:
+    names = ("tinsmith_busiest_rank_tokens_total", "tinsmith_mean_rank_tokens_total")
+    before = [REGISTRY.get_sample_value(name) or 0.0 for name in names]
+    # 5, 9, 7 and 4 tokens, each to who has the least: of two ranks to the first, the other, and again.
+    Rank(ranks).run([ROWS[0]], [ROWS[1]], [ROWS[2]], [ROWS[3]])
+    after = [REGISTRY.get_sample_value(name) or 0.0 for name in names]
+    assert [late - early for late, early in zip(after, before, strict=True)] == [busiest, mean]

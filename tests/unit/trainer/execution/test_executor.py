@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, ModelNotResident, Unavailable
 from services.common.contract.tensors import from_values
+from services.common.process.crashes import CrashLedger
 from services.trainer import convert
 from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row
 from services.trainer.convert import Forward, Target
 from services.trainer.execution import executor as module
 from services.trainer.execution.executor import READ_ASIDE_BYTES, Executor
 from services.trainer.execution.measures import count_pass
-from services.trainer.execution.resident_models import Rejected
+from services.trainer.execution.resident_models import Model, Rejected
 from services.trainer.order.scheduler import Limits
 from tests.unit.gateway.tensors import tensor
 from tinsmith.internal.v1 import operation_pb2
@@ -55,6 +57,31 @@ async def test_a_large_operation_is_read_in_a_thread_and_a_small_one_at_once(
         assert work.data[0].tokens == asked.forward_backward.data[0].tokens.data
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()
+
+
+async def test_what_waits_is_known_by_the_class_of_its_owner_until_it_has_its_result(tmp_path: Path) -> None:
+    crashes = CrashLedger[tuple[str, int]](tmp_path / "crashes", tuple[str, int], "trainer")
+    nothing: Any = None
+    queues: dict[str, Model] = {}
+    taking = Executor(nothing, queues, nothing, Target("org/base", 64, True), Limits(1, 64), crashes)
+
+    def send(owner: str, count: int) -> None:
+        model_id = f"{owner}:train:0"
+        created = operation_pb2.Operation(model_id=model_id, create_model=operation_pb2.CreateModel())
+        for seq_id in range(count):
+            asked = created if seq_id == 0 else operation_pb2.Operation(optim_step=operation_pb2.OptimStep())
+            asked.model_id, asked.seq_id, asked.origin.owner = model_id, seq_id, owner
+            taking.submit(asked, Rejected(InvalidRequest("no")), seq_id - 1, 1)
+
+    send("ann", 5)
+    assert taking.queued_by_class() == {"light": 5, "heavy": 0}
+    send("bob", 1)
+    assert taking.queued_by_class() == {"light": 1, "heavy": 5}
+    taking.evict(queues["ann:train:0"], ModelNotResident("gone"))
+    assert taking.queued_by_class() == {"light": 1, "heavy": 0}
+    assert taking.queued_bytes > 0
+    taking.abandon(Unavailable("stopping"))
+    assert (taking.queued_by_class(), taking.queued_bytes) == ({"light": 0, "heavy": 0}, 0)
 
 
 class _Instead:

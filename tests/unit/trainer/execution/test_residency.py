@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 
 from services.common.contract import ids
 from services.common.storage.data_dir import DataDir
@@ -91,7 +92,7 @@ def trainer(tmp_path: Path, model_state: ModelState) -> Trainer:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -122,7 +123,7 @@ async def test_those_that_wait_for_room_keep_no_other_from_being_read(trainer: T
     assert lora is not None
     trainer._state = msgspec.structs.replace(trainer._state, lora=msgspec.structs.replace(lora, rank=3))
     small = trainer.stored(ids.model_id("s", 100))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await trainer.restore(small, 1) == SEQ_ID
     assert not any(task.done() for task in waiting)
     for task in waiting:
@@ -171,3 +172,19 @@ async def test_a_model_that_is_parked_where_it_is_becomes_durable_first(trainer:
     await trainer.park(MODEL, epoch=10, moved=8)
     assert trainer.models == {}
     assert trainer.pointers.marked == [SEQ_ID]
+
+
+async def test_models_that_leave_the_memory_and_come_back_are_counted(trainer: Trainer) -> None:
+    def counted() -> list[float]:
+        names = ("tinsmith_models_evicted_total", "tinsmith_models_reloaded_total")
+        return [REGISTRY.get_sample_value(name) or 0.0 for name in names]
+
+    evicted, reloaded = counted()
+    trainer.stored(MODEL)
+    await trainer.restore(MODEL, epoch=9)
+    await trainer.restore(MODEL, epoch=9)
+    assert counted() == [evicted, reloaded + 1]
+    await trainer.park(MODEL, epoch=10)
+    assert counted() == [evicted + 1, reloaded + 1]
+    await trainer.park(MODEL, epoch=10)
+    assert counted() == [evicted + 1, reloaded + 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.balance import loads
+from bench.counted.balance import loads
 
 RANKS, TOKENS = 8, 8192
 

@@ -1,0 +1,47 @@
+"""What a rank's memory is for at present, by the arithmetic of what it can hold. Pure.
+
+Models that train all weights are not counted, as nowhere in that arithmetic.
+"""
+
+from __future__ import annotations
+
+from services.trainer.compute.data import MicroBatch, Pass
+from services.trainer.compute.memory.capacity import (
+    ADAPTER_GRADIENTS,
+    ADAPTER_MOMENTS,
+    Footprint,
+    adapter_element_bytes,
+    head_bytes,
+    needed,
+)
+
+
+def pass_bytes(work: Pass, footprint: Footprint, vocab_size: int, ranks: int) -> int:
+    """What the largest micro-batch of a pass takes of a rank; what only runs forward keeps nothing."""
+
+    def taken(batch: MicroBatch) -> int:
+        lengths = [row.length for row in batch.rows if not work.ops[row.op].forward_only]
+        if batch.split:
+            return max((needed(footprint, length, vocab_size, ranks) for length in lengths), default=0)
+        return int(sum(map(footprint.of_one, lengths))) + head_bytes(sum(lengths), vocab_size)
+
+    return max(map(taken, work.micro_batches), default=0)
+
+
+def by_purpose(footprint: Footprint, adapters: int, item: int, in_pass: int) -> dict[str, float]:
+    """Bytes of a rank by what they are for.
+
+    Args:
+        adapters: that adapters take, gradients and moments included.
+        item: bytes of an element of the base model.
+        in_pass: that a pass takes beside.
+    """
+    elements = adapters / adapter_element_bytes(item)
+    gradients, moments = 4 * ADAPTER_GRADIENTS * elements, 4 * ADAPTER_MOMENTS * elements
+    return {
+        "weights": footprint.weights,
+        "adapters": adapters - gradients - moments,
+        "gradients": gradients,
+        "moments": moments,
+        "pass": in_pass,
+    }

@@ -1,0 +1,56 @@
+"""ZeRO-3 as DeepSpeed is told of it.
+
+Invariant: ranks have one group for the second copy of weights, of which all models of a process are part;
+DeepSpeed itself would make one for its first model, and refuse a second model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from services.common.worlds.sharding import Sharding
+from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
+
+# Norms and biases stay on every rank: gathering them costs more than holding them.
+_WHOLE = 10_000
+
+
+def stage3(sharding: Sharding) -> dict[str, Any]:
+    """What of DeepSpeed's zero_optimization is for stage 3. Pure."""
+    found: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": _WHOLE}
+    if sharding.replica_ranks > 1:
+        found["zero_hpz_partition_size"] = sharding.replica_ranks
+    if sharding.prefetch_elements is not None:
+        found["stage3_prefetch_bucket_size"] = sharding.prefetch_elements
+    return found
+
+
+def share_replicas() -> None:
+    """Has DeepSpeed take the group of the second copy that there is. All ranks, before a model is loaded."""
+    from deepspeed.utils import groups
+
+    make = groups._create_zero_param_parallel_group
+    if make.__module__ != groups.__name__:
+        return
+
+    def once(size: int) -> None:
+        if groups._get_zero_param_intra_parallel_group() is None:
+            make(size)
+            groups._get_zero_param_intra_parallel_group().set_timeout(COLLECTIVE_TIMEOUT)
+
+    groups._create_zero_param_parallel_group = once
+
+
+def held_bytes(module: nn.Module) -> int:
+    """What a rank holds of a sharded module's weights, a second copy and scales included."""
+    weights: list[Any] = list(module.parameters())
+    parts = [
+        part
+        for parameter in weights
+        for part in (parameter.ds_tensor, parameter.ds_secondary_tensor)
+        if part is not None
+    ]
+    scales = [part.ds_quant_scale for part in parts if hasattr(part, "ds_quant_scale")]
+    return sum(tensor.nbytes for tensor in (*parts, *scales))

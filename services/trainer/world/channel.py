@@ -1,0 +1,111 @@
+"""How rank 0's commands reach the ranks of a trainer world, and how these agree on what came of them.
+
+Invariant: after each command all ranks know that all came to the same outcome. Commands are msgpack, over a
+gloo group of their own also where the engine computes on CUDA.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from services.common.contract.errors import Internal, TinsmithError
+from services.trainer.compute.engine import Engine
+from services.trainer.world.commands import Command, RunPass, Shutdown, apply, refused
+
+log = logging.getLogger(__name__)
+
+_OUTCOME_BYTES = 512
+
+
+class WorldFailure(Exception):
+    """The world cannot go on; the process must exit."""
+
+
+class Channel:
+    """Carries commands and outcomes between the ranks. Blocking; one thread per rank uses it."""
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+
+    def send(self, command: Command) -> None:
+        """Rank 0: gives a command to the other ranks."""
+        if self._group is None:
+            return
+        payload = bytearray(msgspec.msgpack.encode(command))
+        dist.broadcast(torch.tensor([len(payload)], dtype=torch.int64), 0, self._group)
+        dist.broadcast(torch.frombuffer(payload, dtype=torch.uint8), 0, self._group)
+
+    def receive(self) -> Command:
+        """Other ranks: the next command."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0, self._group)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(payload, 0, self._group)
+        return msgspec.msgpack.decode(payload.numpy().data, type=Command)
+
+    def agree(self, error: Exception | None, refused: str = "") -> None:
+        """All ranks: compares outcomes; raises this rank's own error when all failed alike.
+
+        Args:
+            refused: what was refused of a command that did not fail.
+
+        Raises:
+            WorldFailure: the ranks came to different outcomes.
+            TinsmithError: the command failed on all ranks.
+        """
+        mine = refused if error is None else f"{type(error).__name__}: {error}"
+        outcomes = self._exchange(mine)
+        if len({outcome.partition(":")[0] for outcome in outcomes}) > 1:
+            raise WorldFailure(f"ranks disagree about a command: {dict(enumerate(outcomes))}") from error
+        if isinstance(error, TinsmithError):
+            raise error
+        if error is not None:
+            log.error("a command failed on every rank", exc_info=error)
+            raise Internal(mine) from error
+
+    def _exchange(self, outcome: str) -> list[str]:
+        if self._group is None:
+            return [outcome]
+        text = outcome.encode()[:_OUTCOME_BYTES].ljust(_OUTCOME_BYTES, b"\0")
+        everyone = [torch.empty(_OUTCOME_BYTES, dtype=torch.uint8) for _ in range(self._world_size)]
+        dist.all_gather(everyone, torch.frombuffer(bytearray(text), dtype=torch.uint8), self._group)
+        return [tensor.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for tensor in everyone]
+
+
+def execute(engine: Engine, channel: Channel, command: Command) -> Any:
+    """Carries out a command that every rank has and returns this rank's answer.
+
+    Raises:
+        TinsmithError: it failed, on all ranks alike.
+        WorldFailure: the ranks disagree.
+    """
+    answer, error = None, None
+    try:
+        answer = apply(engine, command)
+    except Exception as caught:
+        if isinstance(command, RunPass):
+            # Others may be in a collective that this rank never comes to, and would wait for minutes.
+            raise WorldFailure(f"a pass broke off: {caught!r}") from caught
+        error = caught
+    channel.agree(error, "" if error is not None else refused(command, answer))
+    return answer
+
+
+def follow(engine: Engine, channel: Channel) -> None:
+    """What ranks other than 0 do until they are dismissed."""
+    while True:
+        command = channel.receive()
+        try:
+            execute(engine, channel, command)
+        except TinsmithError as error:
+            log.debug("%s failed: %s", type(command).__name__, error)
+        if isinstance(command, Shutdown):
+            return

@@ -1,0 +1,129 @@
+"""One node of a trainer whose ranks are on several machines: `python -m services.trainer.world.node`.
+
+Its ranks are processes of torch's elastic agent, which torchrun runs too. The head, node 0, has rank 0, which
+serves gRPC; the other nodes, its followers, have the ranks after it.
+
+Invariant: the world lives and ends as one. A rank that dies ends its node; the others' connections to it
+close, which ends them. The head then exits with an error, for its supervisor to start it anew, and followers
+come to its next start by themselves, for as long as they were told to wait. What is dismissed, since the head
+was asked to stop, exits 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+from services.common.contract.errors import TinsmithError
+from services.common.process.process import die_with_parent
+from services.common.telemetry import logs
+from services.common.worlds.nodes import LOOPBACK, Nodes, endpoint, mistakes
+from services.trainer.world.launch import addresses
+from services.trainer.world.rendezvous import Rendezvous
+
+log = logging.getLogger("services.trainer.world.node")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_POLL_S = 0.5
+_AGAIN_S = 2.0
+_STOP_S = 30
+"""Longer than rank 0 takes to drain."""
+
+
+class _Agent(LocalElasticAgent):
+    def _exit_barrier(self) -> None:
+        """Waits for no other agent: ranks are dismissed together, and the head's store may be gone."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs a node; the exit status."""
+    nodes, ranks, args = _parse(argv)
+    logs.configure(f"node-{nodes.rank}", "text")
+    if os.getppid() != 0 and os.getpid() != 1:
+        die_with_parent(signal.SIGTERM)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    # Ranks have no business on other networks.
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = nodes.interface
+    try:
+        while not _run(nodes, ranks, args):
+            if nodes.rank == 0:
+                return 1
+            log.warning("the world ended; this node waits for the head's next start")
+            time.sleep(_AGAIN_S)
+    except SignalException:
+        # Its ranks have ended.
+        return 0
+    except (TinsmithError, OSError) as error:
+        log.critical("%s", error)
+        return 1
+    return 0
+
+
+def _run(nodes: Nodes, ranks: int, args: list[str]) -> bool:
+    """One world, as far as it is on this node; whether it was dismissed."""
+    for number in _SIGNALS:
+        # While nodes meet there is nothing to end, and nothing would hear a handler of Python's.
+        signal.signal(number, signal.SIG_DFL)
+    spec = WorkerSpec(
+        role="trainer",
+        local_world_size=ranks,
+        rdzv_handler=Rendezvous(nodes),
+        entrypoint=sys.executable,
+        args=("-u", "-m", "services.trainer", *args),
+        max_restarts=0,
+        monitor_interval=_POLL_S,
+        local_addr=nodes.host if nodes.rank == 0 else None,
+    )
+    # Ranks log where their node does.
+    agent = _Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=_STOP_S)
+    return not agent.run().is_failed()
+
+
+def _parse(argv: list[str]) -> tuple[Nodes, int, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.trainer.world.node",
+        description="One node of a trainer on several machines. After -- come the flags of services.trainer, "
+        "the same on every node.",
+    )
+    parser.add_argument("--nodes", type=int, required=True, help="how many there are")
+    parser.add_argument("--node-rank", type=int, required=True, help="of this one; 0 is the head")
+    parser.add_argument(
+        "--rendezvous",
+        type=endpoint,
+        required=True,
+        metavar="ADDRESS:PORT",
+        help="of the head, where all nodes meet",
+    )
+    parser.add_argument(
+        "--interface",
+        default=LOOPBACK,
+        help="network interface on which this node's ranks speak with the others; lo when all are here",
+    )
+    parser.add_argument("--ranks", type=int, required=True, help="of the trainer on this node")
+    parser.add_argument(
+        "--wait", type=float, default=Nodes.wait_s, metavar="SECONDS", help="within which all nodes are there"
+    )
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="flags of services.trainer")
+    found = parser.parse_args(argv)
+    host, port = found.rendezvous
+    nodes = Nodes(found.nodes, found.node_rank, host, port, found.interface, found.wait)
+    if found.ranks < 1 or found.wait <= 0:
+        parser.error("--ranks and --wait must be above 0")
+    for mistake in mistakes(nodes, addresses()):
+        parser.error(mistake)
+    return nodes, found.ranks, found.args[1:] if found.args[:1] == ["--"] else found.args
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    logging.shutdown()
+    # Its ranks have ended. Taking PyTorch down in order takes seconds, more on a machine with much to do.
+    os._exit(status)

@@ -1,0 +1,64 @@
+"""What a rank's memory is for is what its capacity was found from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row
+from services.trainer.compute.lora.adapter import LinearShape
+from services.trainer.compute.memory.capacity import (
+    GIB,
+    Footprint,
+    adapter_bytes,
+    capacity,
+    head_bytes,
+    needed,
+)
+from services.trainer.compute.memory.use import by_purpose, pass_bytes
+
+TAKEN = Footprint(weights=2 * GIB, token=1e5, square=3.0, masks=2.0, window=50, exchange=2e4)
+VOCAB = 1000
+OPS = [PassOp("a", 1, "cross_entropy"), PassOp("b", 1, "cross_entropy", forward_only=True)]
+
+
+def batch(*lengths: int, op: int = 0, split: bool = False) -> MicroBatch:
+    rows = [Row("m", op, index, np.zeros(size, "<i4").tobytes(), {}) for index, size in enumerate(lengths)]
+    return MicroBatch(rows, split)
+
+
+def counted(*batches: MicroBatch) -> int:
+    return pass_bytes(Pass(OPS, list(batches)), TAKEN, VOCAB, ranks=2)
+
+
+def test_of_a_pass_the_largest_micro_batch_counts_of_those_with_a_backward_pass() -> None:
+    small, large, forward = batch(10), batch(30, 60), batch(5000, op=1)
+    squares = 3 * 30**2 + (3 + 2) * 60**2
+    assert counted(small, large, forward) == 90 * 1e5 + squares + head_bytes(90, VOCAB)
+    assert counted(forward) == counted() == 0
+
+
+def test_of_a_sequence_that_ranks_compute_together_each_counts_its_part() -> None:
+    assert counted(batch(901, split=True)) == needed(TAKEN, 901, VOCAB, 2)
+
+
+@pytest.mark.parametrize("square", [0.0, 40.0])
+def test_the_longest_sequence_that_is_announced_takes_what_there_is_for_it(square: float) -> None:
+    taken = Footprint(weights=2 * GIB, token=1e5, square=square)
+    found = capacity(16 * GIB, taken, 10**9, 0, 1)
+    room = 16 * GIB - taken.weights - GIB // 2 - found.adapter_bytes
+    assert taken.of_one(found.one_rank_tokens) <= room < taken.of_one(found.one_rank_tokens + 2)
+
+
+@pytest.mark.parametrize(("item", "copy"), [(4, 0), (2, 2)])
+def test_adapters_are_told_apart_from_their_gradients_and_moments(item: int, copy: int) -> None:
+    taken = adapter_bytes({"q_proj": LinearShape(64, 32)}, 8, 0, item)
+    elements = 8 * (64 + 32)
+    found = by_purpose(TAKEN, taken, item, in_pass=7)
+    assert found == {
+        "weights": 2 * GIB,
+        "adapters": (4 + copy) * elements,
+        "gradients": 8 * elements,
+        "moments": 8 * elements,
+        "pass": 7,
+    }

@@ -1,0 +1,73 @@
+"""Where the nodes of a trainer meet."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from services.common.contract.errors import Unavailable
+from services.common.worlds.nodes import Nodes
+from services.launcher.machine import free_port
+from services.trainer.world.rendezvous import Rendezvous
+
+# Loopback, and not the address that everything else here listens on.
+HOST = "127.0.0.2"
+
+
+def node(rank: int, port: int, wait: float = 60, count: int = 2) -> Nodes:
+    return Nodes(count, rank, HOST, port, wait_s=wait)
+
+
+def meet(*nodes: Nodes) -> list[RendezvousInfo]:
+    """What each of them learns. Their handlers live as long as the meeting does."""
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return list(pool.map(lambda each: Rendezvous(each).next_rendezvous(), nodes))
+
+
+def test_the_head_is_the_first_whoever_comes_first_and_listens_on_its_address_alone() -> None:
+    port = free_port()
+    met = meet(node(2, port, count=3), node(1, port, count=3), node(0, port, count=3))
+    assert [(each.rank, each.world_size) for each in met] == [(2, 3), (1, 3), (0, 3)]
+    places = [each.bootstrap_store_info for each in met]
+    ((address, master_port),) = {(each.master_addr, each.master_port) for each in places if each is not None}
+    assert None not in places
+    assert address == HOST and master_port != port
+    listening = [
+        found.laddr.ip
+        for found in psutil.Process().net_connections("inet")
+        if found.status == psutil.CONN_LISTEN and found.laddr.port == port
+    ]
+    assert listening == [HOST]
+
+
+def test_a_node_that_does_not_come_is_named() -> None:
+    port = free_port()
+    with pytest.raises(Unavailable, match=f"of 2 nodes, node 1 did not come to {HOST}:{port} within 0.5 s"):
+        Rendezvous(node(0, port, wait=0.5)).next_rendezvous()
+
+
+def test_a_node_without_a_head_says_so() -> None:
+    port = free_port()
+    with pytest.raises(Unavailable, match=f"node 1 did not meet the head at {HOST}:{port} .*was no head"):
+        Rendezvous(node(1, port, wait=0.5)).next_rendezvous()
+
+
+def test_to_each_start_of_the_head_a_node_comes_once() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        head = Rendezvous(node(0, port))
+        first = [pool.submit(head.next_rendezvous), pool.submit(Rendezvous(node(1, port)).next_rendezvous)]
+        assert [each.result(60).rank for each in first] == [0, 1]
+        with pytest.raises(
+            Unavailable, match="where node 1 has been: another node has its rank, or the head"
+        ):
+            Rendezvous(node(1, port, wait=2)).next_rendezvous()
+
+        # It waits for the end of that start, and comes to the next one.
+        again = pool.submit(Rendezvous(node(1, port)).next_rendezvous)
+        del head, first
+        next_head = pool.submit(Rendezvous(node(0, port)).next_rendezvous)
+        assert (next_head.result(60).rank, again.result(60).rank) == (0, 1)
