@@ -6,12 +6,14 @@ another gateway would need; what is kept is caches of records that no longer cha
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
 from services.common.contract import ids
 from services.common.contract.errors import (
+    Draining,
     Gone,
     InvalidRequest,
     NotFound,
@@ -23,6 +25,7 @@ from services.gateway.access.answer_room import AnswerAccount, AnswerRoom
 from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
+from services.gateway.access.page_turns import PageTurns
 from services.gateway.access.turns import Turns
 from services.gateway.administration.administration import Administration
 from services.gateway.audit.store import AuditStore
@@ -41,6 +44,7 @@ from services.gateway.identity.signed_urls import SignedUrls
 from services.gateway.inference.inference import Inference
 from services.gateway.inference.streams import SampleStreams
 from services.gateway.inference.tokenizer_files import TokenizerFiles
+from services.gateway.records.sample_journal import Completion
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures, FutureView
 from services.gateway.results.several import Several
@@ -61,6 +65,9 @@ ACKNOWLEDGED_S = 60
 
 _ROOM_S = 4.0
 """How long a result waits for memory: the SDK gives a long poll five seconds more than it asks for."""
+
+_LOOK_S = 5.0
+"""How often who watches samples notes a sign of life, and sees that the session is over."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class Application:
     budget: BodyBudget
     answers: AnswerRoom
     turns: Turns
+    page_turns: PageTurns
 
     def audited(self, caller: Caller, owner: str) -> str | None:
         """Whose records a caller is shown who asks for an owner's; None: everybody's.
@@ -123,6 +131,22 @@ class Application:
                 "role_missing",
             )
         return caller.owner
+
+    async def found_result(self, owner: str, request_id: str, held: ExitStack) -> FutureView | None:
+        """A future that is resolved, when there is room for its result at once; else None, and it is to be
+        waited for. Raises as `wait_result`.
+
+        Args:
+            held: as of `wait_result`.
+        """
+        subject.note(request_id=request_id)
+        await self._check_asker(owner, request_id)
+        view = await self.futures.wait(request_id, 0)
+        takes = self.answers.of_result(len(view.result or b""))
+        if view.state != "done" or not held.enter_context(self.answers.account(owner)).take_now(takes):
+            return None
+        self.fetched.note(request_id)
+        return view
 
     async def wait_result(self, owner: str, request_id: str, seconds: float, held: ExitStack) -> FutureView:
         """The state of a future: as soon as it is resolved, at the latest after `seconds`.
@@ -179,14 +203,65 @@ class Application:
                 found = [view]
                 del view
                 with self.answers.account(owner) as account:
-                    found.append(await self._counted(account, request_id, found))
-                    try:
-                        await self._check_known(request_id, found[0])
-                    except (NotFound, Gone) as error:
-                        yield request_id, error
-                        continue
-                    yield request_id, found.pop().result or b""
-                    self.fetched.note(request_id)
+                    yield request_id, await self._outcome(account, request_id, found)
+                self.fetched.note(request_id)
+
+    async def watch_samples(
+        self, owner: str, target: Target, cursor: int, seconds: float
+    ) -> AsyncGenerator[tuple[Completion, bytes | TinsmithError]]:
+        """The samples of a sampling client that were resolved after a cursor, in that order and each as soon
+        as it is: its result, or why there is none any more. Ends after `seconds`. Each result is read when
+        the one before it is with the client, and counted until the next is asked for. They stay until they
+        are acknowledged, so that they are there for whoever goes on from an earlier cursor.
+
+        Raises:
+            NotFound: the sampling session does not exist.
+            Gone: some of what followed the cursor may not be kept ("cursor_expired"); or all is told, and the
+                session is over ("session_finished").
+            Draining: this gateway ends.
+            LimitReached: there is no room for a result.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        await self.sampling.get(owner, target.sampling_session_id)
+        while (left := deadline - loop.time()) > 0:
+            # What a slow reader has not come to may go meanwhile, too.
+            await self.completions.check_kept(cursor)
+            over = await self._over(owner, target)
+            seconds = 0 if over else min(left, _LOOK_S)
+            page = await self.completions.wait(target, cursor, seconds, forgets=False)
+            if over and not page.completions:
+                raise over
+            for completion in page.completions:
+                if self.draining or loop.time() >= deadline:
+                    break
+                cursor = completion.cursor
+                found = [await self.futures.wait(completion.request_id, 0)]
+                # Its result expired and it was asked for anew: it is told when it is resolved again.
+                if found[0].state != "pending":
+                    with self.answers.account(owner) as account:
+                        yield completion, await self._outcome(account, completion.request_id, found)
+            if self.draining:
+                raise Draining("this gateway ends; go on at another one, from the last cursor")
+
+    async def _over(self, owner: str, target: Target) -> Gone | None:
+        """Why nothing more will be resolved of a sampling client, if that is so; else it lives on."""
+        try:
+            await self.sessions.open(owner, ids.session_of(target.sampling_session_id))
+        except Gone as error:
+            return error if await self.completions.none_pending(target) else None
+        return None
+
+    async def _outcome(
+        self, account: AnswerAccount, request_id: str, found: list[FutureView]
+    ) -> bytes | TinsmithError:
+        """The result of a resolved future, which leaves the list and is counted; or why there is none."""
+        found.append(await self._counted(account, request_id, found))
+        try:
+            await self._check_known(request_id, found[0])
+        except (NotFound, Gone) as error:
+            return error
+        return found.pop().result or b""
 
     async def acknowledge_results(self, owner: str, request_ids: Sequence[str]) -> None:
         """Lets results go that their client has.

@@ -89,8 +89,10 @@ class CrashLedger(Generic[Key]):
     def end(self, keys: Iterable[Key]) -> None:
         """They are not being executed now; some of a request's work may still be to come."""
         ended = list(keys)
-        self._executing.subtract(ended)
-        self._executing = +self._executing
+        for key in ended:
+            self._executing[key] -= 1
+            if self._executing[key] <= 0:
+                del self._executing[key]
         self._acquitted.difference_update(ended)
         self._append(_Line(ended=ended))
 

@@ -28,6 +28,7 @@ POINTS: Mapping[str, str] = {
     "gateway.after_publish": "the result is published",
     "gateway.before_publish_sample": "the sampler answered, the result is not published",
     "trainer.before_pass": "every rank has a pass of forward_backwards and has not begun",
+    "trainer.mid_split": "this rank has the log-probabilities of a sequence that all compute, no gradient",
     "trainer.after_pass": "this rank has finished a pass, the others do not know",
     "trainer.before_pass_reply": "all ranks have finished a pass, nobody has been answered",
     "trainer.before_step": "every rank has an optim_step and has not begun",

@@ -28,15 +28,19 @@ _MEMORY_KINDS = Path("/sys/fs/cgroup/memory.stat")
 _MACHINE = Path("/proc/meminfo")
 
 
-def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
+def die_with_parent(signal_number: int = signal.SIGKILL, parent: int = 0) -> None:
     """Asks the kernel to send this process a signal when its parent ends (Linux; elsewhere nothing).
 
     Call it first thing in a child: a parent that ended earlier is noticed by the changed parent
     pid, and the child ends at once.
+
+    Args:
+        parent: pid that the parent must have; 0: that of the one there is now. A child that starts an
+            interpreter first is told, because its parent may have ended by then.
     """
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
+    parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal_number)

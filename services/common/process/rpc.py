@@ -12,7 +12,7 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +106,8 @@ SECONDS = Histogram(
 
 _CODES = {number: code.name for code in grpc.StatusCode for number in (code, code.value[0])}
 
-_UNTRACED = "/grpc."
-"""Probes and reflection."""
+_UNTRACED = ("/grpc.", "/tinsmith.internal.v1.CarrierService/")
+"""Probes, reflection, and streams that last as long as their processes, each of whose calls has a span."""
 
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 """(generated add_..._to_server function, servicer, full service name)."""
@@ -125,6 +125,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._tells = tells
         self._tls = tls
         self._follows = follows
+        self._wrapped: dict[str, tuple[grpc.RpcMethodHandler, grpc.RpcMethodHandler]] = {}
 
     async def intercept_service(
         self,
@@ -135,6 +136,12 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
+        known = self._wrapped.get(method)
+        if known is None or known[0] is not handler:
+            known = self._wrapped[method] = handler, self._wrap(handler, method)
+        return known[1]
+
+    def _wrap(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         inner, make = _parts(handler)
         guard = _guarded_stream if inspect.isasyncgenfunction(inner) else _guarded
         return make(
@@ -155,14 +162,26 @@ def _parts(handler: grpc.RpcMethodHandler) -> tuple[Any, Callable[..., grpc.RpcM
     return handler.stream_stream, grpc.stream_stream_rpc_method_handler
 
 
-@contextmanager
 def _measured(
     method: str, context: grpc.aio.ServicerContext, tells: bool, follows: Callable[[Any], bool]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
+    traceparent = _traceparent(context.invocation_metadata() or (), follows)
+    return measured(method, traceparent, tells, lambda: _CODES.get(context.code(), "OK"))
+
+
+@contextmanager
+def measured(method: str, traceparent: str, tells: bool, code: Callable[[], str]) -> Iterator[None]:
+    """Within it a call is answered, in a task of its own: it has a subject, is measured, and is a line of the
+    access log.
+
+    Args:
+        traceparent: of its caller; empty: it tells none.
+        tells: whether it is such a line.
+        code: name of the status that it has ended with.
+    """
     began = time.monotonic()
     ended = ""
-    # Every call has a task of its own.
-    subject.begin(subject.Subject.of(_traceparent(context.invocation_metadata() or (), follows)))
+    subject.begin(subject.Subject.of(traceparent))
     try:
         with tracing.call(method) if not method.startswith(_UNTRACED) else nullcontext():
             yield
@@ -170,7 +189,7 @@ def _measured(
         ended = "CANCELLED"
         raise
     finally:
-        ended = ended or _CODES.get(context.code(), "OK")
+        ended = ended or code()
         SECONDS.labels(method, ended).observe(time.monotonic() - began)
         if tells:
             access_log.write("gRPC", method, ended, time.monotonic() - began)
@@ -184,7 +203,8 @@ def _traceparent(metadata: Any, follows: Callable[[Any], bool]) -> str:
     return ""
 
 
-def _count(request: Any, reply: Any) -> None:
+def count(request: Any, reply: Any) -> None:
+    """Counts the bytes of a call's messages."""
     about = subject.current()
     if about is not None:
         if isinstance(request, Message):
@@ -206,12 +226,12 @@ def _guarded(
                     tls.check(context.auth_context())
                 reply = await inner(request, context)
                 if tells:
-                    _count(request, reply)
+                    count(request, reply)
                 return reply
             except grpc.aio.AbortError:
                 raise
             except Exception as error:
-                await _abort(context, _typed(error, method))
+                await _abort(context, typed(error, method))
 
     return guarded
 
@@ -230,17 +250,18 @@ def _guarded_stream(
                     tls.check(context.auth_context())
                 async for reply in inner(request, context):
                     if tells:
-                        _count(None, reply)
+                        count(None, reply)
                     yield reply
             except grpc.aio.AbortError:
                 raise
             except Exception as error:
-                await _abort(context, _typed(error, method))
+                await _abort(context, typed(error, method))
 
     return guarded
 
 
-def _typed(error: Exception, method: str) -> errors.TinsmithError:
+def typed(error: Exception, method: str) -> errors.TinsmithError:
+    """What a handler raised, as a typed error. One that nobody foresaw is logged."""
     if isinstance(error, errors.TinsmithError):
         return error
     if isinstance(error, RedisError):

@@ -28,6 +28,7 @@ SECONDS = Histogram(
 NO_ROUTE = "none"
 _PROBES = ("/healthz", "/readyz")
 """They come every few seconds, and no trace of them is worth keeping."""
+_TRACEPARENT = subject.METADATA.encode()
 _METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH")
 
 
@@ -45,7 +46,7 @@ def measured(
     async def measure(scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
         # Every request has a task of its own.
-        about = subject.begin(subject.Subject.of(_traceparent(Request(scope), follows)))
+        about = subject.begin(subject.Subject.of(_traceparent(scope, follows)))
         # What is left when the client goes away before it has an answer.
         status = "gone"
 
@@ -76,9 +77,9 @@ def measured(
     return measure
 
 
-def _traceparent(request: Request, follows: Callable[[Request], bool]) -> str:
-    found = request.headers.get(subject.METADATA, "")
-    return found if found and follows(request) else ""
+def _traceparent(scope: Scope, follows: Callable[[Request], bool]) -> str:
+    found = next((value for name, value in scope["headers"] if name == _TRACEPARENT), b"")
+    return found.decode("latin-1") if found and follows(Request(scope)) else ""
 
 
 def _method(scope: Scope) -> str:

@@ -9,15 +9,17 @@ from contextlib import suppress
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.common.contract import ids, loss_schema, roles, stand_ins
-from services.common.contract.errors import InvalidRequest
+from services.common.contract import errors, ids, loss_schema, roles, stand_ins
+from services.common.contract.errors import InvalidRequest, TinsmithError
 from services.gateway.access.limits import MAX_GET_RESULT_SECONDS, Limits
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.inference.streams import Accepted, Ended, New
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord, ModelStatus
+from services.gateway.records.sample_journal import Completion
 from services.gateway.records.session import SessionRecord
 from services.gateway.results.futures import FutureView
+from services.gateway.sampling.completions import Target
 from services.gateway.sessions.search import SessionDetails
 from services.gateway.sessions.sessions import NewSession
 from services.gateway.training import adapter_shape
@@ -270,8 +272,38 @@ def check_request_ids(request_ids: Sequence[str]) -> None:
 
 def result_piece(request_id: str, result: bytes, start: int) -> results_pb2.ReadResultsResponse:
     """The piece of a result that begins at a byte."""
-    piece = results_pb2.ResultPiece(data=result[start : start + PIECE_BYTES], total_bytes=len(result))
-    return results_pb2.ReadResultsResponse(request_id=request_id, piece=piece)
+    return results_pb2.ReadResultsResponse(request_id=request_id, piece=_piece(result, start))
+
+
+def watched_piece(sample: Completion, result: bytes, start: int) -> results_pb2.WatchSamplesResponse:
+    """The same, with the cursor when it is the last."""
+    told = results_pb2.WatchSamplesResponse(request_id=sample.request_id, piece=_piece(result, start))
+    if start + PIECE_BYTES >= len(result):
+        told.cursor = sample.cursor
+    return told
+
+
+def watched_error(sample: Completion, error: TinsmithError) -> results_pb2.WatchSamplesResponse:
+    """Why there is no result of a sample any more."""
+    return results_pb2.WatchSamplesResponse(
+        request_id=sample.request_id, cursor=sample.cursor, error=errors.to_pb(error)
+    )
+
+
+def _piece(result: bytes, start: int) -> results_pb2.ResultPiece:
+    return results_pb2.ResultPiece(data=result[start : start + PIECE_BYTES], total_bytes=len(result))
+
+
+def watched(request: results_pb2.WatchSamplesRequest) -> Target:
+    """Whose samples are watched.
+
+    Raises:
+        InvalidRequest: clone or cursor is negative.
+    """
+    for name, value in (("clone", request.clone), ("cursor", request.cursor)):
+        if value < 0:
+            raise InvalidRequest(f"{name} must be 0 or more, not {value}", field=name)
+    return Target(request.sampling_session_id, request.clone)
 
 
 def stream_part(part: Accepted | New | Ended) -> sampling_pb2.StreamSampleResponse:

@@ -30,6 +30,7 @@ from services.common.telemetry import subject
 from services.gateway.access.body_budget import Account
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.access.limits import THREAD_ABOVE_BYTES
+from services.gateway.access.page_turns import LISTS
 from services.gateway.application import Application
 from services.gateway.audit.acts import ACTS, Source
 from services.gateway.audit.trail import Act
@@ -68,6 +69,8 @@ class Reception(grpc.aio.ServerInterceptor):
         self._audit = application.audit
         self._gate = application.gate
         self._budget = application.budget
+        self._answers = application.answers
+        self._page_turns = application.page_turns
         self._limits = application.limits
         self._open_services = open_services
         self._places = FairSlots(self._budget.messages_at_once(self._limits.grpc_message_bytes))
@@ -83,11 +86,12 @@ class Reception(grpc.aio.ServerInterceptor):
             return None
         service = handler_call_details.method.rpartition("/")[0].removeprefix("/")
         if service in self._open_services:
-            return _as_stream(handler, self._open(handler))
+            return _as_stream(handler, self._open(handler), handler.response_streaming)
         method = handler_call_details.method.rpartition("/")[2]
         assert method in NEEDS, f"nobody has decided who may call {method}"
         assert method in ACTS, f"nobody has decided what is written down of {method}"
-        return _as_stream(handler, self._received(handler, method))
+        pieces = handler.response_streaming or method in LISTS
+        return _as_stream(handler, self._received(handler, method), pieces)
 
     def _received(self, handler: grpc.RpcMethodHandler, method: str) -> Handler:
         """A handler that knows the caller, and reads, before the method is called."""
@@ -115,6 +119,20 @@ class Reception(grpc.aio.ServerInterceptor):
                 act.saw(fields_of(reply))
                 return reply
 
+        async def page(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async with entered(context) as (caller, account, act):
+                owner = caller.owner
+                request = await self._message(context, owner, account, kind)
+                act.saw(fields_of(request))
+                with self._answers.account(owner) as room:
+                    async with self._page_turns.held(owner):
+                        reply = await handler.unary_unary(request, context)
+                    act.saw(fields_of(reply))
+                    if not room.take_now(self._answers.of_result(reply.ByteSize())):
+                        raise self._answers.refusal(owner)
+                    # Counted until gRPC has taken it, for which a client may let it wait.
+                    yield reply
+
         async def answers(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             async with entered(context) as (caller, account, act):
                 request = await self._message(context, caller.owner, account, kind)
@@ -139,7 +157,7 @@ class Reception(grpc.aio.ServerInterceptor):
                     yield reply
 
         if handler.unary_unary is not None:
-            return answer
+            return page if method in LISTS else answer
         return answers if handler.unary_stream is not None else converse
 
     def _open(self, handler: grpc.RpcMethodHandler) -> Handler:
@@ -208,13 +226,13 @@ class _NoMessage(InvalidRequest):
     """The client has ended its side."""
 
 
-def _as_stream(handler: grpc.RpcMethodHandler, call: Handler) -> grpc.RpcMethodHandler:
-    """The handler of `call` for a method, to which gRPC gives nothing that was not asked for."""
-    make = (
-        grpc.stream_stream_rpc_method_handler
-        if handler.response_streaming
-        else grpc.stream_unary_rpc_method_handler
-    )
+def _as_stream(handler: grpc.RpcMethodHandler, call: Handler, yields: bool) -> grpc.RpcMethodHandler:
+    """The handler of `call` for a method, to which gRPC gives nothing that was not asked for.
+
+    Args:
+        yields: whether `call` yields its answers, which are the same bytes as one that is returned.
+    """
+    make = grpc.stream_stream_rpc_method_handler if yields else grpc.stream_unary_rpc_method_handler
     return make(call, response_serializer=handler.response_serializer)
 
 

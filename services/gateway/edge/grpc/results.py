@@ -10,13 +10,13 @@ from contextlib import ExitStack, aclosing
 
 from services.common.contract import errors
 from services.common.contract.errors import InvalidRequest
-from services.gateway.access.limits import MAX_GET_RESULT_SECONDS
+from services.gateway.access.limits import MAX_GET_RESULT_SECONDS, MAX_WATCH_SECONDS
 from services.gateway.edge.grpc import convert
 from services.gateway.edge.grpc.calls import Calls, Context
 from tinsmith.v1 import results_pb2
 
 _ANSWER_SHARE = 0.1
-_ANSWER_S = 1.0
+_ANSWER_S = 3.0
 """An answer has a tenth of the time that its call has left to get there, and at most so long."""
 
 
@@ -52,6 +52,23 @@ class ResultCalls(Calls):
                 # Its memory counts until the next is asked for.
                 del result
 
+    async def WatchSamples(
+        self, request: results_pb2.WatchSamplesRequest, context: Context
+    ) -> AsyncIterator[results_pb2.WatchSamplesResponse]:
+        owner = self._owner(context)
+        target, seconds = convert.watched(request), before_end(MAX_WATCH_SECONDS, context.time_remaining())
+        async with aclosing(self._app.watch_samples(owner, target, request.cursor, seconds)) as found:
+            async for sample, result in found:
+                # The stream may be older than the end of its key.
+                self._owner(context)
+                if isinstance(result, bytes):
+                    for start in range(0, max(1, len(result)), convert.PIECE_BYTES):
+                        yield convert.watched_piece(sample, result, start)
+                else:
+                    yield convert.watched_error(sample, result)
+                # Its memory counts until the next is asked for.
+                del result
+
     async def AcknowledgeResults(
         self, request: results_pb2.AcknowledgeResultsRequest, context: Context
     ) -> results_pb2.AcknowledgeResultsResponse:
@@ -74,7 +91,11 @@ def patience(asked: float | None, left: float | None) -> float:
     if asked is not None and not 0 <= asked <= MAX_GET_RESULT_SECONDS:
         message = f"timeout_seconds must be 0 to {MAX_GET_RESULT_SECONDS:g}"
         raise InvalidRequest(message, field="timeout_seconds")
-    seconds = MAX_GET_RESULT_SECONDS if asked is None else asked
+    return before_end(MAX_GET_RESULT_SECONDS if asked is None else asked, left)
+
+
+def before_end(seconds: float, left: float | None) -> float:
+    """So many seconds, or fewer when a call with so much time left is to be answered in time."""
     if left is None:
         return seconds
     return max(0.0, min(seconds, left - min(_ANSWER_S, _ANSWER_SHARE * left)))

@@ -10,9 +10,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import zstandard
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from services.common.contract.errors import DeadlineExceeded, InvalidRequest, TinsmithError, TooLarge
 from services.common.process.pools import COMPUTE
@@ -31,6 +32,23 @@ _HEAD_BYTES = 160 * 1024
 _END_BYTES = 1024
 _MOST_WINDOW_BYTES = 2**31
 """Memory for it is only used as far as is decompressed."""
+_KNOWN = "tinsmith.body"
+
+
+@dataclass
+class _Known:
+    """What is known of a request's body so far: beginning and end of what came, and whether that is all."""
+
+    head: bytes = b""
+    end: bytes = b""
+    begun: bool = False
+    whole: bool = False
+
+
+def _known(request: Request) -> _Known:
+    # Beside Starlette's own: to miss an attribute of `request.state` costs more than reading a small body.
+    found: _Known = request.scope.setdefault(_KNOWN, _Known())
+    return found
 
 
 async def received(
@@ -85,23 +103,22 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
     Raises:
         DeadlineExceeded: it comes too slowly. It would hold its share of the budget for ever.
     """
-    if not hasattr(request.state, "stream"):
-        # The same one for whoever goes on where another stopped: it alone knows whether the body has ended.
-        request.state.stream = request.stream()
-    stream, began, taken = request.state.stream, time.monotonic(), 0
-    while True:
+    began, taken, known = time.monotonic(), 0, _known(request)
+    # Whoever goes on where another stopped is told the rest, and waits for nothing after its end.
+    while not known.whole:
         left = began + min(_PATIENCE_S + taken / _BYTES_PER_S, _LONGEST_S) - time.monotonic()
         try:
             async with asyncio.timeout(left):
-                part = await anext(stream)
-        except StopAsyncIteration:
-            request.state.whole = True
-            return
+                message = await request.receive()
         except TimeoutError as error:
-            del request.state.stream  # A stream that was cancelled looks like one that has ended.
             raise DeadlineExceeded(
                 f"{taken} bytes of the body came in {time.monotonic() - began:.0f} s; send it faster"
             ) from error
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        if not message.get("more_body", False):
+            known.whole = True
+        part = message.get("body", b"")
         taken += len(part)
         note_head(request, part)
         yield part
@@ -112,7 +129,7 @@ async def skimmed(request: Request, limit: int) -> None:
     bytes than the limit, that comes in time. Of another, nothing is known of its end."""
     with suppress(TinsmithError):
         check_declared(request, limit)
-        if hasattr(request.state, "whole"):
+        if _known(request).whole:
             return
         taken = 0
         async for part in _parts(request):
@@ -137,27 +154,28 @@ def check_declared(request: Request, limit: int) -> int | None:
 
 def end_of(request: Request) -> bytes:
     """The last bytes of a body that came as a whole, else nothing."""
-    known: bytes = getattr(request.state, "end", b"")
-    return known if hasattr(request.state, "whole") else b""
+    known = _known(request)
+    return known.end if known.whole else b""
 
 
 def note_head(request: Request, part: bytes) -> None:
     """Keeps beginning and end of a body, also of one that turns out to be too large."""
-    known: bytes = getattr(request.state, "head", b"")
-    if len(known) < _HEAD_BYTES:
-        request.state.head = known + part[: _HEAD_BYTES - len(known)]
-    request.state.end = (getattr(request.state, "end", b"") + part[-_END_BYTES:])[-_END_BYTES:]
+    known = _known(request)
+    known.begun = True
+    if len(known.head) < _HEAD_BYTES:
+        known.head += part[: _HEAD_BYTES - len(known.head)]
+    known.end = (known.end + part[-_END_BYTES:])[-_END_BYTES:]
 
 
 async def head_of(request: Request) -> bytes:
     """The beginning of a body, decompressed as far as it can be. Of one that was not read yet it reads the
     first part."""
     try:
-        if not hasattr(request.state, "head"):
+        if not _known(request).begun:
             async for part in _parts(request):
                 if part:
                     break
-        known: bytes = getattr(request.state, "head", b"")
+        known = _known(request).head
         if request.headers.get("content-encoding", "").strip().lower() == "zstd":
             return inflated_beginning(known, _BEGINNING_BYTES)
     except TinsmithError:

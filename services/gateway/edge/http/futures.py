@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from redis.exceptions import RedisError
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from services.common.contract.errors import Overloaded, TinsmithError
 from services.common.contract.ids import parse_request_id
@@ -22,7 +22,7 @@ from services.common.process import redis_errors
 from services.common.process.pools import COMPUTE
 from services.gateway.access.limits import COMPLETIONS_POLL_SECONDS, LONG_POLL_SECONDS, THREAD_ABOVE_BYTES
 from services.gateway.edge.http.codec import messages, results_out
-from services.gateway.edge.http.routes import Call, reply
+from services.gateway.edge.http.routes import Call, Sent, reply
 from services.gateway.records.sample_journal import Completion
 from services.gateway.results.futures import FutureView
 from services.gateway.sampling.completions import Target
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PIECE_BYTES = 2**18
-
 
 async def retrieve_future(call: Call) -> Response:
     body = await call.json(messages.RetrieveFuture)
     with _trouble_is_429(), ExitStack() as held:
-        waiting = call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS, held)
-        view = await call.while_there(waiting)
+        view = await call.app.found_result(call.owner, body.request_id, held)
+        if view is None:
+            waiting = call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS, held)
+            view = await call.while_there(waiting)
         if view.result is None:
             return pending(view)
         return await finished(body.request_id, view.result, held)
@@ -80,6 +80,8 @@ def _trouble_is_429() -> Iterator[None]:
         if error.category == "user":
             raise
         raise Overloaded(error.message) from error
+    except ClientDisconnect:
+        raise
     except RedisError as error:
         raise Overloaded(redis_errors.typed(error).message) from error
     except Exception as error:
@@ -102,23 +104,4 @@ async def finished(request_id: str, result: bytes, held: ExitStack) -> Response:
         answer = await COMPUTE.run(results_out.result, object_id, result)
     else:
         answer = results_out.result(object_id, result)
-    return _Sent(answer.body, answer.content_type, held.pop_all())
-
-
-class _Sent(Response):
-    """A response that is handed to its connection piece by piece, as the client takes them."""
-
-    def __init__(self, body: bytes, media_type: str, held: ExitStack) -> None:
-        super().__init__(body, media_type=media_type)
-        self._held = held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            body = memoryview(self.body)
-            for start in range(0, len(body), _PIECE_BYTES):
-                piece = bytes(body[start : start + _PIECE_BYTES])
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+    return Sent(answer.body, 200, answer.content_type, held.pop_all())

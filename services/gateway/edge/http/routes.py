@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from services.common.contract.errors import Cancelled, InvalidRequest, TinsmithError
+from services.common.contract.errors import InvalidRequest, TinsmithError
 from services.common.process.tasks import cancel_all
 from services.gateway.access.body_budget import JSON_TIMES, BodyBudget
+from services.gateway.access.page_turns import LISTS
 from services.gateway.application import Application
 from services.gateway.audit.trail import Act
 from services.gateway.edge.http.body import end_of, head_of, received
@@ -99,7 +101,7 @@ class Call:
         """What a wait comes to. It ends with its client: nobody else hears of it, and it counts as a call.
 
         Raises:
-            Cancelled: the client went away.
+            ClientDisconnect: the client went away.
         """
         waiting = asyncio.ensure_future(wait)
         # The body is read, so the next thing to come from this client is that it went.
@@ -107,7 +109,7 @@ class Call:
         try:
             await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
-                raise Cancelled("the client went away")
+                raise ClientDisconnect
             return waiting.result()
         finally:
             await cancel_all([waiting, leaving])
@@ -127,6 +129,7 @@ def address_of(request: Request) -> str:
 
 Handler = Callable[[Call], Awaitable[Response]]
 _MOST_ANSWER_BYTES = 2**16
+_PIECE_BYTES = 2**18
 
 
 async def acted(
@@ -135,10 +138,46 @@ async def acted(
     """What a handler answers. What it did is written down, if it is something to be."""
     with app.audit.act(method, caller.owner, caller.key_id, address_of(request)) as act:
         act.saw(request.path_params.get)
-        response = await handler(Call(request, caller, app, app.budget, act))
+        call = Call(request, caller, app, app.budget, act)
+        async with app.page_turns.held(caller.owner) if method in LISTS else nullcontext():
+            response = await handler(call)
         if act.counts and len(response.body) < _MOST_ANSWER_BYTES:
             act.saw(msgspec.json.decode(response.body, type=dict[str, Any]).get)
         return response
+
+
+class Sent(Response):
+    """A response that is handed to its connection piece by piece, as the client takes them."""
+
+    def __init__(self, body: bytes, status: int, media_type: str | None, held: ExitStack) -> None:
+        super().__init__(body, status, media_type=media_type)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            body = memoryview(self.body)
+            for start in range(0, len(body), _PIECE_BYTES):
+                piece = bytes(body[start : start + _PIECE_BYTES])
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+def counted(app: Application, owner: str, response: Response) -> Response:
+    """A response whose memory counts until its client has it, if it is large, as pages of lists may be.
+
+    Raises:
+        LimitReached: there is no room for it.
+    """
+    body = getattr(response, "body", b"")
+    if isinstance(response, Sent) or len(body) <= _PIECE_BYTES:
+        return response
+    with ExitStack() as held:
+        if not held.enter_context(app.answers.account(owner)).take_now(app.answers.of_result(len(body))):
+            raise app.answers.refusal(owner)
+        return Sent(bytes(body), response.status_code, response.media_type, held.pop_all())
 
 
 N = TypeVar(

@@ -54,12 +54,13 @@ async def search(call: Call) -> Response:
     body = await call.json(messages.SearchSessions)
     if isinstance(body.owner, messages.OfUsers) and set(body.owner.owner_urns) != {call.owner}:
         raise PermissionDenied(f"only your own sessions can be searched; you are {call.owner!r}")
-    page = await call.app.session_search.search(call.owner, _query(body))
-    answer: dict[str, Any] = {"sessions": [_summary(found) for found in page.found]}
-    if page.next is not None:
-        created_at = paging.time(page.next.created_at)
-        answer["next_cursor"] = {"last_created_at": created_at, "last_session_id": page.next.name}
-    return reply(answer)
+    async with call.app.page_turns.held(call.owner):
+        page = await call.app.session_search.search(call.owner, _query(body))
+        answer: dict[str, Any] = {"sessions": [_summary(found) for found in page.found]}
+        if page.next is not None:
+            created_at = paging.time(page.next.created_at)
+            answer["next_cursor"] = {"last_created_at": created_at, "last_session_id": page.next.name}
+        return reply(answer)
 
 
 async def trace_export(call: Call) -> Response:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from redis.exceptions import RedisError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -59,6 +59,8 @@ def endpoint(
                     # The call is under way until its last event.
                     response.hold(counted.pop_all())
                 return response
+        except ClientDisconnect:
+            raise
         except Exception as error:
             return refusal(typed(error, request), form)
 

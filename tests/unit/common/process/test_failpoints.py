@@ -24,7 +24,7 @@ def run(code: str, setting: str) -> subprocess.CompletedProcess[str]:
     program += f"from services.common.process.faults import armed\n{code}"
     environment = {failpoints.VARIABLE: setting, "PYTHONPATH": str(SERVICES.parent)}
     return subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
     )
 
 
@@ -94,7 +94,7 @@ def test_a_build_without_faults_does_not_start_when_it_is_asked_for_some(tmp_pat
             env=environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             cwd=tmp_path,
         )
         assert done.stdout.split() == said.split() and wrong in done.stderr, done.stderr

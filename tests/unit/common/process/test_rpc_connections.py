@@ -19,7 +19,7 @@ async def test_an_old_connection_ends_without_a_failed_call() -> None:
             under_way = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
             first = await under_way.read()
             assert first.status == health_pb2.HealthCheckResponse.SERVING
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 state = grpc.ChannelConnectivity.READY
                 while state is grpc.ChannelConnectivity.READY:
                     await channel.wait_for_state_change(state)

@@ -47,7 +47,7 @@ async def fail_with(server: tuple[Raising, rpc.RpcServer], error: BaseException)
     async with rpc.channel(f"127.0.0.1:{running.port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await sampler_pb2_grpc.SamplerServiceStub(channel).GetSamplerStatus(
-                sampler_pb2.GetSamplerStatusRequest(), timeout=5
+                sampler_pb2.GetSamplerStatusRequest(), timeout=60
             )
     return rpc.from_rpc_error(caught.value)
 
@@ -91,7 +91,7 @@ async def test_a_server_that_is_gone_is_unavailable() -> None:
     async with rpc.channel("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await sampler_pb2_grpc.SamplerServiceStub(channel).GetSamplerStatus(
-                sampler_pb2.GetSamplerStatusRequest(), timeout=5
+                sampler_pb2.GetSamplerStatusRequest(), timeout=60
             )
     assert type(rpc.from_rpc_error(caught.value)) is errors.Unavailable
 
@@ -102,11 +102,11 @@ async def test_health_says_serving_and_reflection_lists_the_service(
     _, running = server
     async with rpc.channel(f"127.0.0.1:{running.port}") as channel:
         health = await health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service=NAME), timeout=5
+            health_pb2.HealthCheckRequest(service=NAME), timeout=60
         )
         assert health.status == health_pb2.HealthCheckResponse.SERVING
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=60
         )
         async for reply in call:
             assert NAME in [service.name for service in reply.list_services_response.service]

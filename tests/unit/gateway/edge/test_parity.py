@@ -40,7 +40,7 @@ METHODS = {
     "get_sampler": "GetSamplingSession",
     "asample": "Sample",
     "retrieve_future": "GetResult",
-    "retrieve_futures": "ReadResults AcknowledgeResults",
+    "retrieve_futures": "WatchSamples ReadResults AcknowledgeResults",
     "cancel_future": "CancelSample",
     "get_tokenizer": "GetTokenizer",
     "audit": "ListAuditRecords",

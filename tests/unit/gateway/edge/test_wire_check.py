@@ -159,11 +159,11 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_message_of_countless_parts_is_refused_before_they_are_made(bomb: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises((TooLarge, InvalidRequest)):
         check(tinker_pb2.TinkerForwardBackwardRequest.DESCRIPTOR, BOMBS[bomb], Limits())
     # 2**18 fields at most are looked at, wherever they are.
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 4
 
 
 def test_the_limits_are_exact() -> None:

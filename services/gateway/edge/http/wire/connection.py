@@ -225,7 +225,9 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: TinsmithError) -> None:
         """Answers what cannot be read as a request, and ends the connection."""
-        self._refusal = error
+        # The frames that it was raised through hold this connection, and what was read last: with them both
+        # would stay until the collector comes.
+        self._refusal = error.with_traceback(None)
         body = msgspec.json.encode({"detail": error.message, "code": error.code})
         head = [
             STATUS_LINE[error.http_status],

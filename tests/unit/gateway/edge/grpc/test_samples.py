@@ -82,7 +82,7 @@ async def test_who_keeps_a_sample_is_answered_when_its_result_is_there(
 
 
 async def _some(listener: PubSub, count: int) -> AsyncIterator[dict[str, Any]]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while count:
             message = await listener.get_message(ignore_subscribe_messages=True, timeout=1)
             if message is not None:

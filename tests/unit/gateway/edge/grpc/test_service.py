@@ -131,17 +131,17 @@ async def test_a_refused_request_uses_up_its_seq_id(edges: Edges, channel: grpc.
 async def test_health_and_reflection_are_on(edges: Edges, channel: grpc.aio.Channel) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service="tinsmith.v1.TinsmithService")
-    answer = await stub.Check(request, timeout=5)
+    answer = await stub.Check(request, timeout=60)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    watch = stub.Watch(request, timeout=5)
+    watch = stub.Watch(request, timeout=60)
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
     watch.cancel()
     ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
     asked = [reflection_pb2.ServerReflectionRequest(list_services="")] * 2
-    listed = [answer async for answer in ask(iter(asked), timeout=5, metadata=(("x-api-key", ALICE),))]
+    listed = [answer async for answer in ask(iter(asked), timeout=60, metadata=(("x-api-key", ALICE),))]
     names = [{service.name for service in answer.list_services_response.service} for answer in listed]
     assert ["tinsmith.v1.TinsmithService" in found for found in names] == [True, True]
-    assert await status(ask(timeout=5).read()) is grpc.StatusCode.UNAUTHENTICATED
+    assert await status(ask(timeout=60).read()) is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_the_gateway_runs_without_torch_vllm_and_deepspeed() -> None:

@@ -258,7 +258,7 @@ async def test_a_copy_ends_when_another_gateway_took_its_claim_and_leaves_the_ru
         assert await asyncio.to_thread(slow_disk.begun.wait, 30)
         await edges.redis.set(keys.copying(run), "another")
         # While its thread hangs, too.
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             refused = await asked
         assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
         slow_disk.goes_on.set()
@@ -342,7 +342,7 @@ async def test_a_copy_that_takes_long_is_waited_for_again_and_keeps_its_files(
         # As if it had taken more than an hour by now.
         await edges.records.look_again(making[0], time.time() - 1)
         await edges.redis.pexpire(keys.copying(making[0].model_id), 1000)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while making[0] in await edges.records.due(10):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             # A renewal may have been between its two steps.

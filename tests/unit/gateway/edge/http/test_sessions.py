@@ -1,7 +1,9 @@
 """HTTP: start-up, keys, sessions, and answers to what is not served."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,7 +212,7 @@ async def test_draining_ends_long_polls_and_healthz(edges: Edges) -> None:
         await asyncio.sleep(0.2)
         assert not poll.done()
         edges.app.drain()
-        response = await asyncio.wait_for(poll, 5)
+        response = await asyncio.wait_for(poll, 30)
         assert (response.status_code, response.json()["queue_state"]) == (408, "active")
         assert (await client.get("healthz")).status_code == 503
 
@@ -225,7 +227,7 @@ async def test_what_is_pending_is_told_so_although_the_key_has_its_share_of_room
             poll = asyncio.create_task(client.post("retrieve_future", json={"request_id": f"{model}:1"}))
             await asyncio.sleep(0.2)
             edges.app.drain()
-            response = await asyncio.wait_for(poll, 3)
+            response = await asyncio.wait_for(poll, 30)
     assert response.status_code == 408, response.text
 
 
@@ -274,3 +276,30 @@ async def test_who_wants_to_log_in_by_browser_is_told_what_to_do_instead(
         answer = await client.request(method, f"{edges.base_url}{path}", json={})
     assert (answer.status_code, answer.json()["code"]) == (404, "no_login")
     assert "TINKER_API_KEY" in answer.json()["detail"]
+
+
+async def test_pages_that_are_not_read_take_the_share_of_their_key_and_nothing_of_others(
+    edges: Edges,
+) -> None:
+    body = {"tags": [], "sdk_version": "0.38.0", "user_metadata": {"x": "y" * 64_000}}
+    # What the kernel takes is not the gateway's any more.
+    slow = httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)])
+    url, room = f"{edges.base_url}/api/v1/sessions/search", Memory.of().answers
+    async with (
+        edges.http() as alice,
+        edges.http(BOB) as bob,
+        httpx.AsyncClient(transport=slow, timeout=20, headers={"x-api-key": ALICE}) as slowly,
+    ):
+        await asyncio.gather(*(alice.post("create_session", json=body) for _ in range(100)))
+        async with AsyncExitStack() as open_ones:
+            statuses = []
+            while len(statuses) < 20 and 429 not in statuses:
+                asked = slowly.stream("POST", url, json={"limit": 100})
+                statuses.append((await open_ones.enter_async_context(asked)).status_code)
+            # None counts for more than an eighth of the room, of which half is for others.
+            assert statuses == [200] * 4 + [429]
+            assert 0 < edges.app.answers.held <= room // 2
+            assert (await bob.post("sessions/search", json={"limit": 50})).status_code == 200
+        page = await alice.post("sessions/search", json={"limit": 100})
+        assert page.status_code == 200 and len(page.json()["sessions"]) == 100
+        assert edges.app.answers.held == 0

@@ -160,7 +160,7 @@ async def test_a_poll_returns_as_soon_as_the_result_is_there_and_again_later(edg
         assert not waiting.done()
         metrics = {"grad_norm": 1.5}
         await edges.answer(model, 1, optim_step=training_pb2.OptimStepResult(metrics=metrics))
-        first = await asyncio.wait_for(waiting, 5)
+        first = await asyncio.wait_for(waiting, 30)
         again = await client.post("retrieve_future", json=poll)
     assert first.json() == again.json() == {"metrics": metrics}
 
@@ -174,7 +174,7 @@ async def test_a_result_that_was_fetched_goes_soon_and_one_that_was_not_stays(ed
         poll = {"request_id": f"{model}:1", "allow_metadata_only": True}
         assert (await client.post("retrieve_future", json=poll)).status_code == 200
     await edges.app.fetched.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await edges.redis.ttl(keys.future(model, 1)) > 600:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await edges.app.fetched.stop()

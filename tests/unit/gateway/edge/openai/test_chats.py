@@ -216,7 +216,7 @@ async def test_a_body_takes_memory_only_until_its_prompt_is_made(
     talks.sampler.gate.clear()
     budget = talks.gateway.application.budget
     answer = asyncio.create_task(client.chat.completions.create(model=BASE, messages=HELLO))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await talks.sampler.arrived.wait()
     assert (budget._small.held_by("alice"), budget._large.held_by("alice")) == (0, 0)
     talks.sampler.gate.set()

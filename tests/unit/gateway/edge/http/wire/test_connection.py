@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import uvicorn
 
 from services.gateway.edge.http.server import _bind, _Server
-from services.gateway.edge.http.wire.connection import ConnectionLimits, Connections, bounded
+from services.gateway.edge.http.wire.connection import Connection, ConnectionLimits, Connections, bounded
 
 LIMITS = ConnectionLimits(
     connections=4,
@@ -21,6 +23,8 @@ LIMITS = ConnectionLimits(
     linger_seconds=0.4,
     stuck_seconds=0.3,
 )
+PATIENT = replace(LIMITS, idle_seconds=600)
+"""With these, what waits is closed for another reason than that it waits."""
 REQUEST = b"GET /small HTTP/1.1\r\nhost: gateway\r\n\r\n"
 LARGE = 32 << 20
 
@@ -42,8 +46,13 @@ async def app(
 
 
 @pytest.fixture
-async def connections() -> AsyncIterator[Connections]:
-    yield Connections(LIMITS)
+def limits() -> ConnectionLimits:
+    return LIMITS
+
+
+@pytest.fixture
+async def connections(limits: ConnectionLimits) -> AsyncIterator[Connections]:
+    yield Connections(limits)
 
 
 @pytest.fixture
@@ -72,13 +81,13 @@ async def connected(port: int) -> AsyncIterator[tuple[Reader, Writer]]:
 
 
 async def answer(reader: Reader) -> tuple[int, bytes]:
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
     fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
     return int(head.split()[1]), await reader.readexactly(int(fields[b"content-length"]))
 
 
-async def closed_within(reader: Reader, seconds: float) -> bool:
-    """Whether the server ends the connection in time; what it sends until then is dropped."""
+async def closed(reader: Reader, seconds: float = 60) -> bool:
+    """Whether the server ends the connection; what it sends until then is dropped."""
     with contextlib.suppress(ConnectionError):
         try:
             async with asyncio.timeout(seconds):
@@ -89,6 +98,7 @@ async def closed_within(reader: Reader, seconds: float) -> bool:
     return True
 
 
+@pytest.mark.parametrize("limits", [PATIENT])
 async def test_requests_one_after_the_other_keep_their_connection(port: int) -> None:
     async with connected(port) as (reader, writer):
         for _ in range(3):
@@ -120,7 +130,24 @@ async def test_a_head_that_is_too_large_is_431_as_soon_as_it_is(port: int, head:
         status, body = await answer(reader)
         assert status == 431
         assert b"head_too_large" in body
-        assert await closed_within(reader, 1)
+        assert await closed(reader)
+
+
+@pytest.mark.parametrize(
+    "head", [b"GET /" + b"x" * 4000, b"GET / HTTP/1.1\r\nx: " + b"y" * 4000 + b"\r\n\r\n"]
+)
+async def test_nothing_is_left_of_a_refused_connection_for_the_collector(port: int, head: bytes) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        async with connected(port) as (reader, writer):
+            writer.write(head)
+            assert (await reader.read()).startswith(b"HTTP/1.1 431")
+        async with asyncio.timeout(20):
+            while any(isinstance(one, Connection) for one in gc.get_objects()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("piece", [b"", b"\r\n", b"GET / HTTP/1.1\r\nx: y\r\n", b"a: b\r\n"])
@@ -135,7 +162,7 @@ async def test_a_head_that_does_not_come_to_an_end_ends_the_connection(port: int
                 await asyncio.sleep(0.1)
 
         trickling = asyncio.create_task(trickle())
-        assert await closed_within(reader, 2)
+        assert await closed(reader)
         trickling.cancel()
 
 
@@ -150,7 +177,7 @@ async def test_a_connection_without_requests_is_closed_also_when_it_sends_line_e
                 await asyncio.sleep(0.1)
 
         trickling = asyncio.create_task(trickle())
-        assert await closed_within(reader, 3)
+        assert await closed(reader)
         trickling.cancel()
 
 
@@ -165,7 +192,7 @@ async def test_a_body_that_nobody_reads_does_not_hold_the_connection(port: int) 
     async with connected(port) as (reader, writer):
         writer.write(b"POST /small HTTP/1.1\r\nhost: gateway\r\ncontent-length: 10000\r\n\r\n")
         assert await answer(reader) == (200, b"ok")
-        assert await closed_within(reader, 2)
+        assert await closed(reader)
 
 
 async def test_few_requests_are_received_ahead_of_their_answers(port: int) -> None:
@@ -175,7 +202,7 @@ async def test_few_requests_are_received_ahead_of_their_answers(port: int) -> No
         assert [await answer(reader) for _ in range(3)] == [(200, b"ok")] * 3
     async with connected(port) as (reader, writer):
         writer.write(slow + REQUEST * 1000)
-        assert await closed_within(reader, 3)
+        assert await closed(reader)
 
 
 async def test_a_client_that_does_not_take_its_answer_is_cut_off(port: int, connections: Connections) -> None:
@@ -184,8 +211,9 @@ async def test_a_client_that_does_not_take_its_answer_is_cut_off(port: int, conn
         writer.write(REQUEST.replace(b"small", b"large"))
         await asyncio.sleep(0.1)
         assert len(connections) == 1
-        await asyncio.sleep(1.5)
-        assert len(connections) == 0
+        async with asyncio.timeout(60):
+            while len(connections):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
 
 async def test_a_client_that_takes_its_answer_slowly_gets_it(port: int) -> None:
@@ -198,6 +226,7 @@ async def test_a_client_that_takes_its_answer_slowly_gets_it(port: int) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.parametrize("limits", [PATIENT])
 async def test_connections_that_only_wait_give_way_to_new_ones(port: int, connections: Connections) -> None:
     async with contextlib.AsyncExitStack() as opened:
         idle = [await opened.enter_async_context(connected(port)) for _ in range(4)]
@@ -207,7 +236,7 @@ async def test_connections_that_only_wait_give_way_to_new_ones(port: int, connec
         async with connected(port) as (reader, writer):
             writer.write(REQUEST)
             assert await answer(reader) == (200, b"ok")
-        assert await closed_within(idle[0][0], 0.2)
+        assert await closed(idle[0][0])
         assert await answer(idle[1][0]) == (200, b"ok")
         assert len(connections) <= 4
 
