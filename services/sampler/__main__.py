@@ -6,13 +6,13 @@ Invariant: no process of it outlives it. The engine's processes are spawned and 
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import logging
 import os
 import signal
 import sys
 
+import uvloop
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
@@ -20,6 +20,7 @@ from services.common.process import process
 from services.common.storage.data_dir import DataDir
 from services.common.telemetry import logs, tracing
 from services.sampler import config
+from services.sampler.engine.child import PARENT
 
 log = logging.getLogger("services.sampler")
 
@@ -33,7 +34,7 @@ def main() -> int:
         return 2
     logs.configure(settings.id, settings.log_format)
     process.setup_process(settings.id, DataDir(settings.data_dir).run)
-    os.environ.update(config.engine_environment(settings))
+    os.environ.update(config.engine_environment(settings) | {PARENT: str(os.getpid())})
     # A spawned process begins with the main module of the one that started it, but multiprocessing
     # passes over a package's __main__: name it the module to begin with.
     sys.modules["__main__"].__spec__ = importlib.util.find_spec("services.sampler.engine.child")
@@ -45,7 +46,7 @@ def main() -> int:
 
     try:
         with tracing.exported("tinsmith-sampler", settings.id, os.environ):
-            return asyncio.run(replica.run(settings))
+            return uvloop.run(replica.run(settings))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)
         return 1

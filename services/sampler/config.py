@@ -22,6 +22,8 @@ HeadDtype = Literal["auto", "float32"]
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
 GIB = 1 << 30
+MAX_DRAFT = 128
+"""Most drafted tokens of a sequence in one step: vLLM takes no more."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
 
 
@@ -57,6 +59,8 @@ class SamplerConfig:
             changes log-probabilities; CUDA only.
         head_dtype: in which the output head computes logits; "auto" is the model's. "float32" of a bfloat16
             model brings its log-probabilities nearer to the trainer's, whose head computes in float32.
+        speculative_ngram_tokens: most tokens that a step drafts for each sequence, from what followed its
+            last ones when they came before; 0 = none. Drafts change how many tokens a step makes, and none.
         tensor_parallel_size: workers (and GPUs) of this replica.
         max_sequences: sequences that the engine generates at once; 0 = what vLLM takes on this device.
         max_batched_tokens: tokens of prompts and sequences that one engine step computes; 0 = what vLLM takes
@@ -88,6 +92,7 @@ class SamplerConfig:
     kv_cache_gib: float = 0.0
     kv_cache_dtype: KvCacheDtype = "auto"
     head_dtype: HeadDtype = "auto"
+    speculative_ngram_tokens: int = 0
     gpu_memory_utilization: float = 0.4
     tensor_parallel_size: int = 1
     max_sequences: int = 0
@@ -108,6 +113,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "tensor_parallel_size": (1, math.inf),
     "max_sequences": (0, math.inf),
     "max_batched_tokens": (0, math.inf),
+    "speculative_ngram_tokens": (0, MAX_DRAFT),
     "drain_seconds": (0, math.inf),
     "stall_seconds": (1, math.inf),
 }
@@ -152,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--kv-cache-gib", "memory for keys and values; 0 = choose", 0.0, type=float)
     flag("--kv-cache-dtype", "fp8: on CUDA, twice the room", "auto", choices=("auto", "fp8"))
     flag("--head-dtype", "float32: logits of any model", "auto", choices=("auto", "float32"))
+    flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none", 0, type=int)
     flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
     flag("--tensor-parallel-size", "GPUs of this replica", 1, type=int)
     flag("--max-sequences", "sequences generated at once; 0 = choose", 0, type=int)

@@ -16,10 +16,12 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Draining
-from services.common.process import process, rpc
+from services.common.process import collector, process, rpc
+from services.common.process.carrier.answering import Carrier
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client, registry, versions
 from services.common.state.claim import Claim
+from services.common.storage.model_path import check_model_path
 from services.common.telemetry import logs, metrics
 from services.common.telemetry.loop_lag import watched_loop
 from services.common.tls.wires import identity, mutual
@@ -50,6 +52,7 @@ async def run(config: SamplerConfig) -> int:
     client = redis_client.connect(config.redis_url)
     claim = Claim(client, "sampler", config.id)
     try:
+        await redis_client.until_there(client)
         await claim.take()
         try:
             await versions.join(client)
@@ -62,11 +65,14 @@ async def run(config: SamplerConfig) -> int:
 
 async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis) -> int:
     started = time.monotonic()
+    await asyncio.to_thread(check_model_path, config.model_path)
     engine = Engine(config)
     try:
         await engine.prepare()
         logs.take_over()
         log.info("engine ready after %.1f s", time.monotonic() - started)
+        # As the servers of vLLM do: else every look at the oldest objects walks through all of vLLM.
+        collector.settle()
         async with (
             watched_loop(),
             metrics.served(config.host, config.metrics_port, _readings(engine)),
@@ -97,7 +103,9 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
     add = sampler_pb2_grpc.add_SamplerServiceServicer_to_server
     address = rpc.address(config.host, config.port)
     tls = mutual(identity(config.identity), "gateway", "trainer", "sampler", "operator")
-    server = await rpc.serve([(add, service, name)], address, tells=config.access_log, tls=tls)
+    carrier = Carrier(add, service, config.access_log)
+    services = [(add, service, name), carrier.service]
+    server = await rpc.serve(services, address, tells=config.access_log, tls=tls)
     announcer = registry.Announcer(client, wiring.record(config, engine, server.port))
     full.listen(lambda weights: _announce_weights(announcer, weights))
     await announcer.start()
@@ -133,6 +141,7 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
         stopping = Draining("this sampler stops before the sample is done; another one runs it")
         await parts.generations.end(config.drain_seconds, stopping)
         parts.suspects.close()
+        carrier.close()
         await server.drain(_REPLIES_S)
         await announcer.stop()
         return 0

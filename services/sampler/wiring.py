@@ -76,6 +76,7 @@ def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
         adapter_slots=config.max_loras if engine.adapts else 0,
         kv_cache_dtype=config.kv_cache_dtype,
         head_dtype=config.head_dtype,
+        speculative_ngram_tokens=config.speculative_ngram_tokens,
         gpus=engine.gpus,
     )
 

@@ -172,7 +172,7 @@ class Sampler:
         """Ends it with SIGTERM; returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(150)
 
 
 def launch(directory: Path, model_dir: Path, redis_url: str, *options: str) -> Sampler:
@@ -204,7 +204,7 @@ def launch(directory: Path, model_dir: Path, redis_url: str, *options: str) -> S
     )
 
 
-def wait_ready(sampler: Sampler, timeout: float = 240) -> Sampler:
+def wait_ready(sampler: Sampler, timeout: float = 420) -> Sampler:
     """Waits until it answers.
 
     Raises:
@@ -215,7 +215,7 @@ def wait_ready(sampler: Sampler, timeout: float = 240) -> Sampler:
         stub = sampler_pb2_grpc.SamplerServiceStub(channel)
         while time.monotonic() < deadline and sampler.process.poll() is None:
             try:
-                stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=2)
+                stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=20)
             except grpc.RpcError:
                 time.sleep(0.2)
             else:
@@ -251,12 +251,12 @@ def prompt(seed: int, length: int) -> list[int]:
 async def status(
     stub: sampler_pb2_grpc.SamplerServiceStub,
 ) -> sampler_pb2.GetSamplerStatusResponse:
-    return await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=10)
+    return await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=60)
 
 
 async def until_running(stub: sampler_pb2_grpc.SamplerServiceStub, condition: Callable[[int], bool]) -> None:
     """Waits for a number of running requests; there is nothing to subscribe to."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition((await status(stub)).running):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -270,14 +270,14 @@ async def join(
     """Both ends join; the trainer's end is returned."""
     with ThreadPoolExecutor(1) as pool:
         mine = asyncio.get_running_loop().run_in_executor(
-            pool, weights.join, BASE_MODEL, epoch, 0, 1 + workers, "cpu", sampler.redis_url, 30
+            pool, weights.join, BASE_MODEL, epoch, 0, 1 + workers, "cpu", sampler.redis_url, 120
         )
         wanted = sampler_pb2.JoinGroupRequest(
             epoch=epoch,
             first_rank=1,
             world_size=1 + workers,
-            timeout_seconds=30,
+            timeout_seconds=120,
             medium=sampler_pb2.WEIGHT_MEDIUM_GLOO,
         )
-        await stub.JoinGroup(wanted, timeout=40)
+        await stub.JoinGroup(wanted, timeout=150)
         return await mine

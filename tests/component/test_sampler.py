@@ -127,7 +127,7 @@ async def test_a_third_busy_tenant_gets_its_turn_although_two_never_leave_their_
 
     tasks = [asyncio.create_task(keep_asking(version, lane)) for version in (1, 2) for lane in range(4)]
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not (served[1] and served[2]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             tasks += [asyncio.create_task(keep_asking(3, lane)) for lane in range(4)]
@@ -244,14 +244,14 @@ async def test_without_max_tokens_generation_runs_to_the_context_length(stub) ->
     ],
 )
 async def test_a_wrong_request_is_the_users_error(stub, wanted, code: str) -> None:
-    response = await stub.Sample(wanted, timeout=30)
+    response = await stub.Sample(wanted, timeout=150)
     assert response.error.category == types_pb2.ERROR_CATEGORY_USER
     assert response.error.code == code
 
 
 async def test_a_snapshot_that_is_nowhere_is_not_found(stub) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await stub.Sample(request([1], 999), timeout=30)
+        await stub.Sample(request([1], 999), timeout=150)
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
     assert dict(error.value.trailing_metadata())["tinsmith-code"] == "snapshot_not_found"
 
@@ -277,14 +277,14 @@ async def test_weights_that_give_no_numbers_fail_their_request_and_not_the_engin
     tensors["lm_head.lora_B"].fill_(math.nan)
     write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 90), tensors, 4)
     for settings in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 3, "seed": 1, "scores": True}):
-        response = await stub.Sample(request(prompt(8, 9), 90, stop=NEVER, **settings), timeout=60)
+        response = await stub.Sample(request(prompt(8, 9), 90, stop=NEVER, **settings), timeout=150)
         assert response.error.code == "diverged_weights"
     assert len(ints((await sample(stub, request([1], stop=NEVER))).sequences[0].tokens)) == 8
 
 
 async def test_a_repeated_request_joins_what_runs_and_generates_nothing_once_it_is_done(stub) -> None:
     before = (await status(stub)).generated_tokens
-    wanted = request(prompt(7, 5), n=3, max_tokens=200, stop=NEVER)
+    wanted = request(prompt(7, 5), n=3, max_tokens=500, stop=NEVER)
     call = stub.Sample(wanted, timeout=120)
     await until_running(stub, lambda running: running == 1)
     repeat = asyncio.create_task(sample(stub, wanted))
@@ -294,32 +294,32 @@ async def test_a_repeated_request_joins_what_runs_and_generates_nothing_once_it_
     await asyncio.sleep(0.1)
     assert (await status(stub)).running == 1
     joined = await repeat
-    assert (await status(stub)).generated_tokens - before == 600
+    assert (await status(stub)).generated_tokens - before == 1500
     for again in [await sample(stub, wanted) for _ in range(3)]:
         assert again == joined
-    assert (await status(stub)).generated_tokens - before == 600
+    assert (await status(stub)).generated_tokens - before == 1500
 
 
 async def test_a_request_whose_only_gateway_died_goes_on_for_the_one_that_takes_it_over(stub) -> None:
     before = (await status(stub)).generated_tokens
-    wanted = request(prompt(7, 6), max_tokens=300, stop=NEVER)
+    wanted = request(prompt(7, 6), max_tokens=500, stop=NEVER)
     call = stub.Sample(wanted, timeout=120)
     await until_running(stub, lambda running: running == 1)
     call.cancel()
     await asyncio.sleep(0.2)
-    found = await stub.FindSample(sampler_pb2.FindSampleRequest(request_id=wanted.request_id), timeout=10)
+    found = await stub.FindSample(sampler_pb2.FindSampleRequest(request_id=wanted.request_id), timeout=60)
     assert found.known
-    assert len(ints((await sample(stub, wanted)).sequences[0].tokens)) == 300
-    assert (await status(stub)).generated_tokens - before == 300
+    assert len(ints((await sample(stub, wanted)).sequences[0].tokens)) == 500
+    assert (await status(stub)).generated_tokens - before == 500
 
 
 async def test_who_does_not_wait_to_the_end_hears_how_far_a_sample_is(stub) -> None:
     wanted = request(prompt(7, 7), n=2, max_tokens=400, stop=NEVER)
     wanted.wait_seconds = 0.1
     heard = []
-    while (reply := await stub.Sample(wanted, timeout=30)).WhichOneof("kind") == "progress":
+    while (reply := await stub.Sample(wanted, timeout=150)).WhichOneof("kind") == "progress":
         heard.append(reply.progress.tokens)
-    assert heard == sorted(heard) and 0 < heard[-1] < 800
+    assert heard == sorted(heard) and 0 < heard[-1] <= 800
     assert [len(ints(sequence.tokens)) for sequence in reply.result.sequences] == [400, 400]
 
 
@@ -328,9 +328,9 @@ async def test_a_request_that_is_given_up_frees_its_place_and_a_full_queue_refus
     call = stub.Sample(long, timeout=120)
     await until_running(stub, lambda running: running == 1)
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await stub.Sample(request([1], n=21), timeout=30)
+        await stub.Sample(request([1], n=21), timeout=150)
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    await stub.EndSample(sampler_pb2.EndSampleRequest(request_id=long.request_id), timeout=10)
+    await stub.EndSample(sampler_pb2.EndSampleRequest(request_id=long.request_id), timeout=60)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     assert error.value.code() is grpc.StatusCode.CANCELLED
@@ -365,7 +365,7 @@ def incoming(
             for s in specs
         ],
         crc32=weights.crc32(buffer),
-        timeout_seconds=20,
+        timeout_seconds=120,
     )
 
 
@@ -375,15 +375,15 @@ async def test_a_broadcast_snapshot_serves_while_running_generations_go_on_undis
     group = await join(stub, sampler, epoch=1)
     assert (await status(stub)).group_epoch == 1
     running = [
-        asyncio.create_task(sample(stub, request(prompt(60, 10), v, seed=4, max_tokens=300, stop=NEVER)))
+        asyncio.create_task(sample(stub, request(prompt(60, 10), v, seed=4, max_tokens=500, stop=NEVER)))
         for v in (0, 1)
     ]
     await until_running(stub, lambda running: running == 2)
     # No directory for version 100 in the store: the wire is the only way it can arrive.
     tensors = make_adapter(100, 32)
     buffer, specs = weights.pack(tensors)
-    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 20))
-    await stub.ReceiveSnapshot(incoming(1, 100, 32, buffer, specs), timeout=30)
+    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+    await stub.ReceiveSnapshot(incoming(1, 100, 32, buffer, specs), timeout=150)
     await sent
     assert not any(task.done() for task in running)
     result = await sample(stub, request(prompt(61, 40), 100, scores=True, max_tokens=16))
@@ -405,9 +405,9 @@ async def test_a_damaged_broadcast_is_refused_and_ends_the_group(stub, sampler: 
     buffer, specs = weights.pack(make_adapter(101, 8))
     wanted = incoming(2, 101, 8, buffer, specs)
     wanted.crc32 ^= 1
-    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 20))
+    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await stub.ReceiveSnapshot(wanted, timeout=30)
+        await stub.ReceiveSnapshot(wanted, timeout=150)
     await sent
     assert error.value.code() is grpc.StatusCode.DATA_LOSS
     assert (await status(stub)).group_epoch == 0
@@ -420,16 +420,16 @@ async def test_a_group_that_never_comes_together_is_given_up_and_a_new_one_works
 ) -> None:
     absent = sampler_pb2.JoinGroupRequest(epoch=3, first_rank=1, world_size=2, timeout_seconds=1, medium=GLOO)
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await stub.JoinGroup(absent, timeout=30)
+        await stub.JoinGroup(absent, timeout=150)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     tensors = make_adapter(102, 8, mlp=False)
     buffer, specs = weights.pack(tensors)
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await stub.ReceiveSnapshot(incoming(3, 102, 8, buffer, specs), timeout=30)
+        await stub.ReceiveSnapshot(incoming(3, 102, 8, buffer, specs), timeout=150)
     assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     group = await join(stub, sampler, epoch=4)
-    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 20))
-    await stub.ReceiveSnapshot(incoming(4, 102, 8, buffer, specs), timeout=30)
+    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+    await stub.ReceiveSnapshot(incoming(4, 102, 8, buffer, specs), timeout=150)
     await sent
     result = await sample(stub, request(prompt(70, HIDDEN), 102, scores=True))
     arrived = Reference(sampler.model_dir, write_snapshot(tmp_path / "peft", tensors, 8))

@@ -34,7 +34,7 @@ async def streamed(
 
 
 async def test_a_stream_tells_every_token_of_every_sequence_and_then_the_whole_result(stub) -> None:
-    wanted = request(prompt(1, 20), n=2, scores=True, max_tokens=40, stop=NEVER, seed=5)
+    wanted = request(prompt(1, 20), n=2, scores=True, max_tokens=400, stop=NEVER, seed=5)
     wanted.topk_sample_logprobs = 2
     told, last = await streamed(stub, wanted)
     assert len(told) > 5, "tokens came when the sample was done, not while it ran"
@@ -49,7 +49,7 @@ async def test_a_stream_tells_every_token_of_every_sequence_and_then_the_whole_r
         assert ints(sequence.tokens) == tokens[index]
         assert floats(sequence.logprobs).tolist() == logprobs[index]
     assert len(floats(last.result.prompt_logprobs)) == 20
-    whole = request(prompt(1, 20), n=2, scores=True, max_tokens=40, stop=NEVER, seed=5)
+    whole = request(prompt(1, 20), n=2, scores=True, max_tokens=400, stop=NEVER, seed=5)
     again = await sample(stub, whole)
     assert [ints(sequence.tokens) for sequence in again.sequences] == list(tokens.values())
 
@@ -116,7 +116,7 @@ async def test_a_structural_tag_constrains_what_is_tagged(stub, sampler: Sampler
 async def test_a_schema_that_is_none_is_the_requests_own_fault(stub, schema: str) -> None:
     wanted = request(prompt(5, 4), stop=EOS)
     wanted.constraint.json_schema = schema
-    response = await stub.Sample(wanted, timeout=60)
+    response = await stub.Sample(wanted, timeout=240)
     assert response.error.code == "invalid_request"
     await sample(stub, request(prompt(5, 4)))
 
@@ -124,13 +124,13 @@ async def test_a_schema_that_is_none_is_the_requests_own_fault(stub, schema: str
 async def test_a_schema_of_which_no_grammar_can_be_made_fails_alone(stub) -> None:
     wanted = request(prompt(5, 4), stop=EOS)
     wanted.constraint.json_schema = '{"type": "string", "pattern": "^(a|b|ab){1,300}$"}'
-    response = await stub.Sample(wanted, timeout=60)
+    response = await stub.Sample(wanted, timeout=240)
     assert response.error.code == "constraint_too_large"
     await sample(stub, request(prompt(5, 4)))
 
 
 async def test_the_tokenizer_that_is_told_is_the_models(stub, sampler: Sampler) -> None:
-    answer = await stub.GetTokenizer(sampler_pb2.GetTokenizerRequest(), timeout=30)
+    answer = await stub.GetTokenizer(sampler_pb2.GetTokenizerRequest(), timeout=60)
     told = Tokenizer.from_str(answer.tokenizer_json)
     own = AutoTokenizer.from_pretrained(sampler.model_dir)
     text = "Grüße, <|im_start|>user\nhow are you?"
@@ -141,10 +141,10 @@ async def test_the_tokenizer_that_is_told_is_the_models(stub, sampler: Sampler) 
 
 async def test_a_stream_that_nobody_reads_any_more_does_not_end_the_generation(stub) -> None:
     wanted = request(prompt(6, 8), max_tokens=200, stop=NEVER, seed=3)
-    call = stub.StreamSample(sampler_pb2.StreamSampleRequest(sample=wanted), timeout=60)
+    call = stub.StreamSample(sampler_pb2.StreamSampleRequest(sample=wanted), timeout=240)
     assert (await call.read()).WhichOneof("kind") == "new_tokens"
     call.cancel()
-    found = await stub.FindSample(sampler_pb2.FindSampleRequest(request_id=wanted.request_id), timeout=10)
+    found = await stub.FindSample(sampler_pb2.FindSampleRequest(request_id=wanted.request_id), timeout=60)
     assert found.known
     result = await sample(stub, wanted)
     assert len(ints(result.sequences[0].tokens)) == 200

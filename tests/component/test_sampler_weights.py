@@ -91,8 +91,8 @@ async def test_a_sampler_that_does_not_get_its_weights_back_leaves_the_registry_
         await sample(stub, request(prompt(2, 9), 201))
         remove_weights(sampler.model_dir)
         with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Sample(request(prompt(2, 9)), timeout=60)
-    assert await asyncio.to_thread(sampler.process.wait, 30) == 1
+            await stub.Sample(request(prompt(2, 9)), timeout=240)
+    assert await asyncio.to_thread(sampler.process.wait, 120) == 1
     assert "weights are not sound" in sampler.log.read_text()
     client = connect(sampler.redis_url)
     assert await registry.live(client, "sampler") == []

@@ -76,8 +76,8 @@ async def test_two_workers_answer_as_the_reference_from_store_and_from_wire(
         group = await join(stub, sampler, epoch=1, workers=2)
         tensors = make_adapter(BROADCAST, 16)
         buffer, specs = weights.pack(tensors)
-        sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 20))
-        await stub.ReceiveSnapshot(_incoming(buffer, specs), timeout=30)
+        sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+        await stub.ReceiveSnapshot(_incoming(buffer, specs), timeout=150)
         await sent
         arrived = write_snapshot(tmp_path / "peft", tensors, 16)
         await check(stub, BROADCAST, Reference(sampler.model_dir, arrived))
@@ -96,5 +96,5 @@ def _incoming(buffer: torch.Tensor, specs: list[TensorSpec]) -> sampler_pb2.Rece
             for spec in specs
         ],
         crc32=weights.crc32(buffer),
-        timeout_seconds=20,
+        timeout_seconds=120,
     )

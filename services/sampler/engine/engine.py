@@ -49,7 +49,7 @@ from services.sampler.engine.sampling import (
     begun,
     served,
 )
-from services.sampler.engine.settings import EngineStats, adapts, engine_args
+from services.sampler.engine.settings import EngineStats, adapts, check_drafts, engine_args
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.engine.workers import ENDED, Workers
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
@@ -73,7 +73,7 @@ class Engine:
 
         Raises:
             InvalidRequest: the configuration asks for a device that this vLLM does not have, or for what its
-                device cannot do.
+                device or the model cannot do.
         """
         device = str(current_platform.device_type)
         if config.device not in ("auto", device):
@@ -83,11 +83,13 @@ class Engine:
             # Nothing of the model is compiled there; compiling the sampler's helpers only costs start-up.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
         self._config = config
+        arguments = engine_args(config, device)
+        check_drafts(arguments)
         # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU. Without a usage
         # context it takes 128 and 2048 on any.
         context = UsageContext.OPENAI_API_SERVER
         self._llm = AsyncLLM.from_engine_args(
-            engine_args(config, device),
+            arguments,
             usage_context=context,
             stat_loggers=[EngineStats] if config.metrics_port else None,
         )
@@ -224,7 +226,7 @@ class Engine:
         constraint = await self._checked(job.constraint)
         before = [begun(job, index) for index in range(job.num_samples)]
         # The first sequence scores the prompt for all of them.
-        scores = plan if plan.needed().size and not before[0].tokens else None
+        scores = None if plan.empty or before[0].tokens or not plan.needed().size else plan
         tasks = {
             index: asyncio.create_task(
                 self._generate(job, index, adapter, None if index else scores, constraint, tell, run),
@@ -293,7 +295,7 @@ class Engine:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         finally:
-            self._runs.leave(run, request_id)
+            self._runs.leave(run, request_id, len(known.outputs[0].token_ids) if known else 0)
         if known is None or not known.finished:
             raise Internal("the engine ended the request without a result")
         self._finished_tokens += len(known.outputs[0].token_ids)

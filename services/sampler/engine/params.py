@@ -15,9 +15,13 @@ from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, REQUEST_KEY, 
 
 
 class _Checked(VllmParams):
-    """Parameters whose constraint was checked. vLLM would parse it again for every sequence, on the loop."""
+    """Parameters whose constraint was checked. vLLM would parse it again for every sequence, on the loop.
+    Where tokens are drafted it would refuse what its own check of them cannot do, and ours can."""
 
     def _validate_structured_outputs(self, *args: object) -> None:
+        pass
+
+    def _validate_spec_decode(self, *args: object) -> None:
         pass
 
 

@@ -12,11 +12,13 @@ from typing import Any, Protocol
 
 
 class Run:
-    """A job that is generated: what its sequences are called in vLLM, and whether it is being interrupted; if
-    so, whether also before each of them has a token."""
+    """A job that is generated: what its sequences are called in vLLM, how many tokens those that are over
+    have, how many it was said to have, and whether it is being interrupted; if so, whether also before each
+    of them has a token."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.ended = self.said = 0
         self.interruption: asyncio.Task[None] | None = None
         self.at_once = False
 
@@ -59,9 +61,10 @@ class Runs:
         run.names.add(name)
         self._unbegun[name] = now
 
-    def leave(self, run: Run, name: str) -> None:
-        """A sequence is out of it."""
+    def leave(self, run: Run, name: str, tokens: int) -> None:
+        """A sequence is out of it, with so many tokens."""
         run.names.discard(name)
+        run.ended += tokens
         self._unbegun.pop(name, None)
 
     def begun(self, run: Run) -> list[str]:
@@ -69,10 +72,15 @@ class Runs:
         return [name for name in run.names if any(not state.is_prefilling for state in self._states(name))]
 
     def tokens_of(self, request_id: str) -> int:
-        """Tokens that were generated for a request that still runs."""
+        """Tokens that were generated for a request that still runs. They never become fewer, also in the
+        moment in which vLLM has let go of a sequence that is not out yet."""
         run = self._runs.get(request_id)
-        states = [state for name in run.names for state in self._states(name)] if run else []
-        return sum(state.detokenizer.num_output_tokens() for state in states)
+        if run is None:
+            return 0
+        states = [state for name in run.names for state in self._states(name)]
+        now = run.ended + sum(state.detokenizer.num_output_tokens() for state in states)
+        run.said = max(run.said, now)
+        return run.said
 
     def late(self, entered_by: float) -> int:
         """Sequences that entered by then and have made no token. One that has is looked at once."""

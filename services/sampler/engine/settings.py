@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from services.common.contract.errors import InvalidRequest
 from services.common.process.process import machine_memory
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.engine import cpu_cache
@@ -74,6 +75,9 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         }
     if config.head_dtype == "float32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if config.speculative_ngram_tokens:
+        drafts = {"method": "ngram", "num_speculative_tokens": config.speculative_ngram_tokens}
+        arguments["speculative_config"] = drafts
     if config.max_sequences:
         arguments["max_num_seqs"] = config.max_sequences
     if config.max_batched_tokens:
@@ -83,6 +87,23 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
     if on_cpu and config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**arguments)
+
+
+def check_drafts(arguments: AsyncEngineArgs) -> None:
+    """Refuses to draft tokens for a model with recurrent layers: whether their state comes back to where it
+    was before a draft that did not hold, nothing here has tested.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    if arguments.speculative_config is None:
+        return
+    model = arguments.create_model_config()
+    if model.is_hybrid or model.is_attention_free:
+        raise InvalidRequest(
+            f"--speculative-ngram-tokens is for models of attention alone, and {model.architectures[0]} has "
+            "recurrent layers; leave it out"
+        )
 
 
 def adapts(config: SamplerConfig, device: str) -> bool:

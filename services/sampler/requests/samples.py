@@ -37,6 +37,11 @@ SECONDS = Histogram(
     "tinsmith_sample_seconds", "Samples that were generated, their wait included", buckets=LONG_S
 )
 WAITED = Histogram("tinsmith_sample_wait_seconds", "Until a sample's weights were there", buckets=LONG_S)
+LAG = Histogram(
+    "tinsmith_sample_lag_versions",
+    "Versions of its model that were newer than a sequence's oldest tokens when its sample ended",
+    buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128),
+)
 
 
 class SamplingEngine(Protocol):
@@ -57,6 +62,8 @@ class Weights(Protocol):
     """What this needs of the snapshots."""
 
     def is_ready(self, key: SnapshotKey | None) -> bool: ...
+
+    def newer(self, key: SnapshotKey) -> int: ...
 
     def use(self, key: SnapshotKey | None) -> AbstractAsyncContextManager[Adapter | None]: ...
 
@@ -100,11 +107,21 @@ class Samples:
                 async with self._suspects.turn(job.request_id):
                     output = await self._follow(course, job, place, tell)
                 SECONDS.observe(time.monotonic() - began)
+                self._note_lag(job, output)
                 return output
             finally:
                 self.running -= 1
                 if self._courses.get(job.request_id) is course:
                     del self._courses[job.request_id]
+
+    def _note_lag(self, job: SampleJob, output: SampleOutput) -> None:
+        """Measures how far from its model's newest weights a sample was generated."""
+        if job.snapshot is None:
+            return
+        for sequence in output.sequences:
+            if sequence.versions:
+                oldest = dataclasses.replace(job.snapshot, version=sequence.versions[0].version)
+                LAG.observe(self._snapshots.newer(oldest))
 
     def move(self, request_id: str, weights: SnapshotKey | None) -> bool:
         """Has a running sample that moves go on with newer weights; any other stays as it is. Whether it
@@ -124,8 +141,9 @@ class Samples:
     async def _follow(self, course: Course, job: SampleJob, place: Place, tell: Tell | None) -> SampleOutput:
         while not course.ended:
             key = course.weights
+            on_these = job if key == job.snapshot else dataclasses.replace(job, snapshot=key)
             try:
-                output = await self._segment(course, dataclasses.replace(job, snapshot=key), place, tell)
+                output = await self._segment(course, on_these, place, tell)
             except Turned:
                 continue
             except _NotThere as error:

@@ -48,6 +48,7 @@ class Suspects:
         self._trial = trial
         self._lanes = {1: asyncio.Semaphore(several), 2: asyncio.Semaphore(1)}
         self._leave: dict[str, Callable[[], None]] = {}
+        self._ended: list[str] = []
 
     def check(self, request_id: str) -> None:
         """
@@ -98,10 +99,22 @@ class Suspects:
             timer.cancel()
             # What a dead engine had stays in the ledger, for the next process to see.
             if not self._dead():
-                self._ledger.end([request_id])
+                self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        """A step of the engine ends many: they are written down together."""
+        if not self._ended:
+            asyncio.get_running_loop().call_soon(self._write_ended)
+        self._ended.append(request_id)
+
+    def _write_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        if ended:
+            self._ledger.end(ended)
 
     def close(self) -> None:
         """This process ends in order."""
+        self._write_ended()
         self._ledger.close()
 
     def _pass(self, request_id: str) -> None:

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from prometheus_client import Counter, Gauge
+
 from services.common.contract.errors import InvalidRequest, SnapshotNotFound, TinsmithError
 from services.common.storage.data_dir import DataDir
 from services.common.weights.medium import Medium
@@ -21,8 +23,17 @@ from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
+from services.sampler.snapshots.versions import KnownVersions
 
 log = logging.getLogger(__name__)
+
+RESIDENT = Gauge("tinsmith_adapters", "Adapters in memory that may be sampled from without a reload")
+ARRIVED = Counter(
+    "tinsmith_adapters_arrived_total",
+    "Adapters that came into memory, by broadcast or from the store",
+    ["way"],
+)
+EVICTED = Counter("tinsmith_adapters_evicted_total", "Adapters that made room for others")
 
 LOAD_TIMEOUT_S = 120.0
 
@@ -80,6 +91,7 @@ class Snapshots:
         self._loads: dict[SnapshotKey, asyncio.Task[None]] = {}
         self._receiving = asyncio.Lock()
         self._cleanups: set[asyncio.Task[None]] = set()
+        self._versions = KnownVersions()
         self.group_epoch = 0
         """Weight group the workers are in; 0 = none."""
 
@@ -97,6 +109,10 @@ class Snapshots:
         """Requests that wait for the turn of their adapter or their weights."""
         return self._slots.waiting + self._full.waiting
 
+    def newer(self, key: SnapshotKey) -> int:
+        """How many newer versions of its model are known here."""
+        return self._versions.newer(key)
+
     def is_ready(self, key: SnapshotKey | None) -> bool:
         """Whether `use` would not have to wait; for what is not in memory it would."""
         if key is None or self._full.knows(key):
@@ -112,8 +128,13 @@ class Snapshots:
             SnapshotNotFound: it is neither in memory nor in the store.
             TinsmithError: it could not be loaded.
         """
-        if key is None or await self._is_full(key):
+        if key is None:
+            async with self._full.use(None):
+                yield None
+            return
+        if await self._is_full(key):
             async with self._full.use(key):
+                self._versions.note(key)
                 yield None
             return
         self._refuse_adapters()
@@ -123,6 +144,7 @@ class Snapshots:
                 await self._load(key)
         finally:
             self._residency.stop_waiting(key)
+        self._versions.note(key)
         try:
             # The slot first: who waits for one keeps nobody from putting other weights into the engine.
             # Adapters belong to the base model.
@@ -166,7 +188,7 @@ class Snapshots:
         nbytes = await self._take(
             adapter_id, self._engine.load_adapter(adapter_id, str(directory), LOAD_TIMEOUT_S)
         )
-        await self._note(key, adapter_id, nbytes)
+        await self._note(key, adapter_id, nbytes, "store")
         log.info("loaded snapshot %s from the store (%d bytes)", key, nbytes)
 
     async def join_group(
@@ -204,6 +226,7 @@ class Snapshots:
             NotInGroup: the workers are in another group or in none.
             DataLoss, DeadlineExceeded, InvalidRequest: as Engine.receive_adapter.
         """
+        self._versions.note(incoming.key)
         async with self._receiving:
             if incoming.epoch != self.group_epoch:
                 raise NotInGroup(
@@ -236,7 +259,7 @@ class Snapshots:
                 adapter_id, incoming.epoch, rank, incoming.layout, incoming.crc32, incoming.timeout
             ),
         )
-        await self._note(incoming.key, adapter_id, nbytes)
+        await self._note(incoming.key, adapter_id, nbytes, "broadcast")
 
     async def _take(self, adapter_id: int, arrival: object) -> int:
         """Waits for an adapter to arrive on all workers, or drops it from those that have it."""
@@ -246,8 +269,12 @@ class Snapshots:
             self._own(self._engine.drop_adapters([adapter_id]))
             raise
 
-    async def _note(self, key: SnapshotKey, adapter_id: int, nbytes: int) -> None:
+    async def _note(self, key: SnapshotKey, adapter_id: int, nbytes: int, way: str) -> None:
         dropped = self._residency.add(key, adapter_id, nbytes)
+        RESIDENT.set(len(self._residency.keys()))
+        ARRIVED.labels(way).inc()
+        # A second copy of what is there goes at once, and is no loss.
+        EVICTED.inc(sum(one != adapter_id for one in dropped))
         if dropped:
             await self._engine.drop_adapters(dropped)
 

@@ -7,8 +7,8 @@ registers the finished adapter, so running generations go on meanwhile.
 Invariant: an adapter is registered whole and checked, under an id that no request uses yet, or not
 at all; an adapter that is registered has been in an engine slot once, so using it cannot fail.
 
-This file, prompt_scorer.py, full_weights.py and vllm_fixes.py are the only ones that touch vLLM's worker
-internals.
+This file, prompt_scorer.py, drafts.py, full_weights.py and vllm_fixes.py are the only ones that touch vLLM's
+worker internals.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from services.common.contract.errors import (
 from services.common.contract.tensors import TensorSpec
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
-from services.sampler.worker import full_weights, vllm_fixes
+from services.sampler.worker import drafts, full_weights, vllm_fixes
 from services.sampler.worker.jobs import Job, Outcome
 from services.sampler.worker.prompt_scorer import PromptScorer
 
@@ -80,6 +80,8 @@ class WorkerExtension:
         self.tinsmith_state = _State()
         vllm_fixes.apply(self.model_runner)
         PromptScorer(self.model_runner)
+        if self.model_runner.speculative_config is not None:
+            drafts.install(self.model_runner)
         self._tinsmith_count_steps()
         if self.device.type != "cuda":
             return ""

@@ -78,6 +78,11 @@ class ScorePlan:
     seed: int
     temperature: float
 
+    @property
+    def empty(self) -> bool:
+        """Nothing is asked for."""
+        return not (self.own or self.topk or self.target_ids.size or self.draws)
+
     def needed(self) -> npt.NDArray[np.int64]:
         """Rows whose distribution is needed, in order."""
         wanted = np.diff(self.target_starts) > 0
@@ -177,6 +182,8 @@ def read_answer(scoring: Scoring, plan: ScorePlan, vector: Ids | None) -> Prompt
         InvalidRequest: a log-probability is not a number.
     """
     if vector is None:
+        if plan.empty:
+            return PromptScores()
         if plan.needed().size:
             raise Internal(f"the engine did not score the {plan.rows + 1} prompt tokens; try again")
         vector = Buffers(plan).vector

@@ -39,6 +39,8 @@ def test_an_environment_variable_stands_in_for_a_flag(monkeypatch: pytest.Monkey
         ["--max-loras", "-1"],
         ["--max-batched-tokens", "-1"],
         ["--max-batched-tokens", "100", "--max-sequences", "101"],
+        ["--speculative-ngram-tokens", "-1"],
+        ["--speculative-ngram-tokens", "129"],
         ["--kv-cache-dtype", "fp8", "--device", "cpu"],
         ["--max-sequences", "-1"],
         ["--snapshot-cache-gib", "-1"],

@@ -70,10 +70,23 @@ def test_what_has_begun_and_how_far_it_is_are_those_of_the_request() -> None:
     processor.take_on("b", 0)
     assert runs.begun(run) == ["a"]
     assert (runs.tokens_of("mine"), runs.tokens_of("1"), runs.tokens_of("nobody's")) == (2, 7, 0)
-    runs.leave(run, "a")
+    runs.leave(run, "a", 2)
     assert runs.begun(run) == []
     runs.end("mine", run)
     assert runs.tokens_of("mine") == 0
+
+
+def test_a_request_never_has_fewer_tokens_than_it_had_when_one_of_its_sequences_ends() -> None:
+    runs, processor = filled(0)
+    run = enter(runs, processor, "mine", ["a", "b"], 5)
+    assert runs.tokens_of("mine") == 10
+    # vLLM has let go of it, and nobody has taken it yet.
+    del processor.request_states["a-x"]
+    assert runs.tokens_of("mine") == 10
+    runs.leave(run, "a", 5)
+    assert runs.tokens_of("mine") == 10
+    processor.take_on("b", 9)
+    assert runs.tokens_of("mine") == 14
 
 
 def test_a_sequence_that_vllm_has_not_taken_on_or_has_finished_has_not_begun() -> None:
@@ -109,7 +122,7 @@ def test_late_ones_are_counted_without_looking_again_at_those_that_generate() ->
     processor.take_on("c", 0)
     processor.take_on("a", 1)
     assert runs.late(LATE_AT) == 1
-    runs.leave(waiting, "b")
+    runs.leave(waiting, "b", 0)
     assert runs.late(LATE_AT) == 0
 
 

@@ -10,7 +10,7 @@ from services.common.contract.errors import Cancelled, Draining, Internal
 from services.sampler.requests.generations import Generations
 
 ID = "session:sample:0:1"
-GRACE_S = 0.1
+GRACE_S = 0.5
 
 
 class Engine:

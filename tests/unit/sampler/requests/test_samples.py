@@ -9,14 +9,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from services.common.contract.errors import Internal, InvalidRequest, Overloaded, Unavailable
 from services.common.process.crashes import CrashLedger
-from services.sampler.engine.sampling import Limits, SampleJob, SampleOutput, SamplingParams, Tell
+from services.sampler.engine.sampling import (
+    Limits,
+    SampleJob,
+    SampleOutput,
+    SamplingParams,
+    Sequence,
+    Tell,
+    VersionSpan,
+)
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import Admission, Capacity
 from services.sampler.requests.samples import Samples
 from services.sampler.requests.suspects import GivenUp, Suspects
+from services.sampler.snapshots.versions import KnownVersions
 
 JOB = SampleJob("session:sample:0:1", None, [1, 2, 3], 4, SamplingParams(max_tokens=2))
 OUTPUT = SampleOutput([], 0)
@@ -30,6 +40,7 @@ class Engine:
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.failure: Exception | None = None
+        self.output = OUTPUT
         self.ran: list[str] = []
         self.not_begun = 0
         self.dead = False
@@ -39,7 +50,7 @@ class Engine:
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        return OUTPUT
+        return self.output
 
     def late(self, seconds: float) -> int:
         return self.not_begun
@@ -52,6 +63,10 @@ class Snapshots:
         self.ready = asyncio.Event()
         self.ready.set()
         self.used = 0
+        self.versions = KnownVersions()
+
+    def newer(self, key: SnapshotKey) -> int:
+        return self.versions.newer(key)
 
     def is_ready(self, key: SnapshotKey | None) -> bool:
         return self.ready.is_set()
@@ -156,3 +171,34 @@ async def test_a_process_that_ends_in_order_leaves_no_suspects(tmp_path: Path) -
         await running
     sampler.suspects.close()
     assert not sampler.ledger.exists()
+
+
+async def test_how_old_a_sample_is_counts_versions_that_came_while_it_ran(sampler: Sampler) -> None:
+    versions = sampler.snapshots.versions
+    for version in (3, 5):
+        versions.note(SnapshotKey("a", version))
+    moved = (VersionSpan(3, 1), VersionSpan(5, 1))
+    sequences = [
+        Sequence("stop", [1], [-1.0], versions=(VersionSpan(5, 1),)),
+        Sequence("stop", [1, 2], [-1.0, -1.0], versions=moved),
+        Sequence("stop", [], []),
+    ]
+    sampler.engine.output = SampleOutput(sequences, 0)
+    before = lags()
+    running = asyncio.create_task(sampler.samples.run(dataclasses.replace(JOB, snapshot=SnapshotKey("a", 5))))
+    await asyncio.sleep(0)
+    versions.note(SnapshotKey("a", 9))
+    versions.note(SnapshotKey("b", 10))
+    sampler.engine.gate.set()
+    await running
+    # Of the base model there are no versions.
+    await sampler.samples.run(JOB)
+    assert (lags()[0] - before[0], lags()[1] - before[1]) == (2, 1 + 2)
+
+
+def lags() -> tuple[float, float]:
+    """How many sequences were measured, and how many versions all of them were behind."""
+    name = "tinsmith_sample_lag_versions"
+    count, total = (REGISTRY.get_sample_value(f"{name}_{suffix}") for suffix in ("count", "sum"))
+    assert count is not None and total is not None
+    return count, total

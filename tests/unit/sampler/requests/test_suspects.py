@@ -63,7 +63,7 @@ async def test_one_culprit_among_sixty_requests_is_found_and_none_of_the_others_
     culprit = "request 17"
     deaths = 0
     refused: set[str] = set()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while left:
             replica = Replica(tmp_path / "ledger", culprit)
             await replica.serve(chance.sample(sorted(left), len(left)))
@@ -109,3 +109,25 @@ async def test_who_gives_up_while_it_waits_for_its_trial_keeps_nobody_out(tmp_pa
     await first
     await replica.run("third", 0.01)
     assert replica.done == {"first", "third"}
+
+
+async def test_what_ends_in_one_turn_of_the_loop_is_written_down_together_and_not_blamed_later(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ledger"
+    suspects = Suspects(CrashLedger[str](path, str, "sampler"), lambda: False)
+    over = asyncio.Event()
+
+    async def run(request_id: str) -> None:
+        with suspects.executing(request_id):
+            await over.wait()
+
+    async with asyncio.TaskGroup() as running:
+        for number in range(10):
+            running.create_task(run(f"s:{number}"))
+        await asyncio.sleep(0)
+        begun = len(path.read_bytes().splitlines())
+        over.set()
+    await asyncio.sleep(0)
+    assert len(path.read_bytes().splitlines()) == begun + 1
+    assert not any(CrashLedger[str](path, str, "sampler").is_suspect(f"s:{number}") for number in range(10))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from services.common.contract.errors import (
     DataLoss,
@@ -62,7 +64,7 @@ async def test_snapshots_that_do_not_fit_together_do_not_evict_each_other_unused
 
 async def until(holds: Callable[[], bool]) -> None:
     """Waits for what there is no event for."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -83,8 +85,16 @@ async def test_a_cancelled_request_does_not_stop_the_load_that_another_waits_for
 async def test_a_snapshot_that_gave_way_is_loaded_again_under_a_new_id(
     engine: Engine, snapshots: Snapshots
 ) -> None:
+    loaded, evicted = counted("arrived_total", way="store"), counted("evicted_total")
     assert [await use(snapshots, key) for key in (KEY, OTHER, KEY)] == [100, 101, 102]
     assert engine.dropped == [100, 101]
+    assert counted("arrived_total", way="store") - loaded == 3
+    assert counted("evicted_total") - evicted == 2
+    assert REGISTRY.get_sample_value("tinsmith_adapters") == len(snapshots.resident())
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"tinsmith_adapters_{name}", labels) or 0.0
 
 
 async def test_a_snapshot_that_is_nowhere_is_not_found(snapshots: Snapshots) -> None:
@@ -110,9 +120,14 @@ async def test_a_load_that_failed_is_tried_again_by_the_next_request(
 
 async def test_a_received_snapshot_needs_no_load(engine: Engine, snapshots: Snapshots) -> None:
     await snapshots.join_group(1, 1, 2, "gloo", 5)
+    received, evicted = counted("arrived_total", way="broadcast"), counted("evicted_total")
     await snapshots.receive(INCOMING)
     assert await use(snapshots) == 100
     assert engine.loads == []
+    await snapshots.receive(INCOMING)
+    assert engine.dropped == [101]
+    assert counted("arrived_total", way="broadcast") - received == 2
+    assert counted("evicted_total") == evicted
 
 
 async def test_a_damaged_transfer_leaves_the_group_and_keeps_nothing(
@@ -215,3 +230,19 @@ async def test_where_adapters_cannot_run_they_are_refused_and_what_arrives_of_th
     assert (engine.staged, engine.receives, engine.loads, snapshots.resident()) == ([None], [], [], [])
     async with snapshots.use(None) as adapter:
         assert adapter is None
+
+
+async def test_a_version_that_was_announced_is_newer_also_before_it_arrives_and_when_it_does_not(
+    engine: Engine, snapshots: Snapshots
+) -> None:
+    await use(snapshots, KEY)
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
+    engine.gate.clear()
+    receiving = asyncio.create_task(snapshots.receive(dataclasses.replace(INCOMING, key=OTHER)))
+    await until(lambda: engine.receives != [])
+    assert snapshots.newer(KEY) == 1
+    engine.failure = DataLoss("checksum")
+    engine.gate.set()
+    with pytest.raises(DataLoss):
+        await receiving
+    assert (snapshots.newer(KEY), snapshots.newer(OTHER)) == (1, 0)

@@ -14,7 +14,7 @@ from services.sampler.worker.jobs import Job
 
 def until(holds: Callable[[], bool]) -> None:
     """Waits for a thread; there is nothing to subscribe to."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -28,7 +28,7 @@ def test_nothing_takes_effect_by_looking_whether_the_work_is_done() -> None:
         return 8
 
     gate = threading.Event()
-    job = Job("work", lambda: gate.wait(5) and 7, finish)
+    job = Job("work", lambda: gate.wait(60) and 7, finish)
     assert job.poll() is None
     gate.set()
     until(lambda: job.poll() == ["done"])
@@ -57,7 +57,7 @@ def test_the_result_of_a_forgotten_job_is_freed_although_its_work_ends_later() -
     made: list[weakref.ref[Tensors]] = []
 
     def work() -> Tensors:
-        gate.wait(5)
+        gate.wait(60)
         tensors = Tensors()
         made.append(weakref.ref(tensors))
         return tensors
@@ -71,7 +71,7 @@ def test_the_result_of_a_forgotten_job_is_freed_although_its_work_ends_later() -
 def test_what_a_forgotten_job_makes_is_done_away_with_whether_it_was_done_or_not() -> None:
     discarded: list[str] = []
     gate = threading.Event()
-    late = Job("late", lambda: gate.wait(5) and "late", discard=discarded.append)
+    late = Job("late", lambda: gate.wait(60) and "late", discard=discarded.append)
     late.forget()
     done = Job("done", lambda: "done", discard=discarded.append)
     until(lambda: done.poll() is not None)
