@@ -6,7 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import sys
+from dataclasses import replace
+from pathlib import Path
+from signal import Signals
 
 import uvloop
 from redis.exceptions import RedisError
@@ -14,6 +18,7 @@ from redis.exceptions import RedisError
 from services.common.contract.errors import Internal, TinsmithError
 from services.common.process import collector, rpc
 from services.common.process.process import allow_open_files, setup_process, wait_for_signal
+from services.common.process.tasks import cancel_all
 from services.common.state import known_models, redis_client, versions
 from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
@@ -48,6 +53,7 @@ async def run(config: GatewayConfig) -> None:
     async with contextlib.AsyncExitStack() as cleanup:
         client = redis_client.connect(config.redis_url)
         cleanup.push_async_callback(client.aclose)
+        await redis_client.until_there(client)
         claim = Claim(client, "gateway", config.id)
         await claim.take()
         cleanup.push_async_callback(claim.give_back)
@@ -55,6 +61,7 @@ async def run(config: GatewayConfig) -> None:
         await known_models.configure(client, config.base_models)
         data = DataDir(config.data_dir)
         storage = connect(config.checkpoint_store, data)
+        config = _with_shares(config, data)
         gateway = Gateway(
             config.id,
             client,
@@ -97,6 +104,9 @@ async def run(config: GatewayConfig) -> None:
         )
         cleanup.push_async_callback(rpc_server.drain, _GRPC_GRACE_S)
         collector.settle()
+        # From here on a signal means to drain: clients may be answered before the last line of this.
+        stopping = asyncio.create_task(wait_for_signal(), name="signals")
+        cleanup.push_async_callback(cancel_all, [stopping])
         serving = http.start()
         cleanup.push_async_callback(http.drain)
         address = rpc.address(config.host, rpc_server.port)
@@ -105,21 +115,27 @@ async def run(config: GatewayConfig) -> None:
         cleanup.push_async_callback(announcer.stop)
         await announcer.start()
         log.info("serving HTTP on %s:%d and gRPC on port %d", config.host, http.port, rpc_server.port)
-        await _until_signal(serving)
+        await _until_signal(stopping, serving)
         log.info("draining")
         # Long polls end at once; the SDK asks again, and another gateway answers.
         gateway.application.drain()
 
 
-async def _until_signal(serving: asyncio.Task[None]) -> None:
-    stopping = asyncio.create_task(wait_for_signal(), name="signals")
-    try:
-        await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            serving.result()
-            raise Internal("the HTTP server stopped by itself")
-    finally:
-        stopping.cancel()
+def _with_shares(config: GatewayConfig, data: DataDir) -> GatewayConfig:
+    """With the bounds that are shares of the volume with the checkpoints."""
+    if "://" in config.checkpoint_store:
+        return config
+    root = Path(config.checkpoint_store or data.root)
+    root.mkdir(parents=True, exist_ok=True)
+    owners = config.limits.owners.on_volume(shutil.disk_usage(root).total)
+    return replace(config, limits=replace(config.limits, owners=owners))
+
+
+async def _until_signal(stopping: asyncio.Task[Signals], serving: asyncio.Task[None]) -> None:
+    await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+        raise Internal("the HTTP server stopped by itself")
 
 
 def main() -> None:

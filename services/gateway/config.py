@@ -195,7 +195,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--forget-after", SECONDS, RetentionSettings, "forget_after",
              "time after its end for which a session's records stay"),
     ),
-    "requests and results in Redis": (
+    "requests, results and records in Redis": (
         Flag("--pending-operations", number(16, 10**6), JournalLimits, "entries",
              "operations of a model that wait, and operations kept for a replay"),
         Flag("--pending-bytes", BYTES, JournalLimits, "pending_bytes",
@@ -203,7 +203,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--journal-bytes", BYTES, JournalLimits, "journal_bytes",
              "most bytes of a model's requests kept for a replay"),
         Flag("--state-bytes", BYTES_OR_0, RoomLimits, "total_bytes",
-             "most bytes of requests and results in Redis; 0: half of its maxmemory"),
+             "most bytes of requests, results and records in Redis; 0: half of its maxmemory"),
         Flag("--owner-bytes", BYTES_OR_0, RoomLimits, "owner_bytes",
              "most of those of one API key; 0: as many as are left for others"),
         Flag("--owner-operations", number(16, 10**8), RoomLimits, "owner_operations",
@@ -219,7 +219,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--max-samplers", _COUNT, OwnerLimits, "samplers", "sampling clients of one session"),
         Flag("--max-checkpoints", _COUNT, OwnerLimits, "checkpoints", "named checkpoints and exports"),
         Flag("--max-checkpoint-bytes", BYTES_OR_0, OwnerLimits, "checkpoint_bytes",
-             "bytes of their files; 0: as many as there is room for"),
+             "bytes of their files; 0: half of the volume, and no bound in an object store"),
         Flag("--requests-per-second", number(1, 10**6), OwnerLimits, "requests_per_second",
              "requests to this gateway, over a while"),
         Flag("--burst-seconds", number(1, 3600, "seconds"), OwnerLimits, "burst_seconds",
@@ -319,12 +319,20 @@ def _mistakes(config: GatewayConfig) -> list[str]:
     return found
 
 
+_STATED = ("requests, results and records in Redis", "what one API key may have")
+_STATED_TOO = ("--memory-mib", "--snapshot-bytes", "--snapshot-owner-bytes", "--forget-after")
+
+
 def stated(config: GatewayConfig) -> dict[str, int]:
     """The limits that an operator looks for, by their flags."""
-    settings = {OwnerLimits: config.limits.owners, RoomLimits: config.room, JournalLimits: config.journal}
-    found = {
-        flag.name: int(getattr(settings[flag.settings], flag.field))
-        for flag in flags.rows_of(FLAGS)
-        if flag.settings in settings
+    settings = {
+        GatewayConfig: config,
+        RetentionSettings: config.retention,
+        Limits: config.limits,
+        OwnerLimits: config.limits.owners,
+        RoomLimits: config.room,
+        JournalLimits: config.journal,
     }
-    return {"--memory-mib": config.memory_mib, **found}
+    found = [flag for group in _STATED for flag in FLAGS[group]]
+    found += [flag for flag in flags.rows_of(FLAGS) if flag.name in _STATED_TOO]
+    return {flag.name: int(getattr(settings[flag.settings], flag.field)) for flag in found}

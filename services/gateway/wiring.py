@@ -27,6 +27,7 @@ from services.gateway.access.body_budget import BodyBudget
 from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
 from services.gateway.access.memory import Memory
+from services.gateway.access.page_turns import PageTurns
 from services.gateway.access.turns import Turns
 from services.gateway.administration.administration import Administration
 from services.gateway.application import Application
@@ -261,6 +262,7 @@ class Gateway:
             budget=BodyBudget(memory),
             answers=answers,
             turns=turns,
+            page_turns=PageTurns(),
         )
 
         # What lets go of it.
@@ -329,12 +331,21 @@ class Gateway:
                 lambda: held.keys.trouble,
             ),
             Reading("answer_bytes", "Memory of answers until clients have them", lambda: held.answers.held),
-            Reading("sample_sequences", "Sequences of samples that wait or run", lambda: admission.sequences),
+            Reading(
+                "sample_sequences",
+                "Sequences of samples that wait or run",
+                admission.by_class,
+                "owner_class",
+            ),
             Reading("redis_used_bytes", "Memory that Redis has in use", lambda: self._room.memory[0]),
             Reading(
                 "audit_waiting_records", "Records of acts that wait for Redis", lambda: self.audit.waiting
             ),
             Reading("redis_max_bytes", "Its maxmemory; 0 = none", lambda: self._room.memory[1]),
+            Reading("state_bytes", "Requests, results and records that Redis keeps", lambda: self._room.held),
+            Reading("result_bytes", "Of them, results until they expire", lambda: self._room.results),
+            Reading("journal_bytes", "Of them, operations in journals", lambda: self._room.journals),
+            Reading("state_max_bytes", "What they may take", lambda: self._room.total),
             Reading("sample_request_bytes", "Memory of their requests", lambda: admission.nbytes),
         )
 

@@ -31,7 +31,7 @@ class GatewayProcess:
 
     def client(self, key: str = ALICE) -> httpx.AsyncClient:
         url = f"http://127.0.0.1:{self.port}/api/v1/"
-        return httpx.AsyncClient(base_url=url, headers={"x-api-key": key}, timeout=30)
+        return httpx.AsyncClient(base_url=url, headers={"x-api-key": key}, timeout=60)
 
     def memory(self) -> int:
         """Bytes that are resident now."""
@@ -65,7 +65,7 @@ def launch(
     return GatewayProcess(process, port, grpc_port)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not become true in time"

@@ -99,12 +99,16 @@ class AnswerRoom:
             self._deal_soon()
             if not isinstance(error, TimeoutError):
                 raise
-            raise LimitReached(
-                f"answers of this API key take {self._shares.held_by(owner) // MIB} MiB of this gateway, "
-                f"which has {max(self._shares.free, 0) // MIB} MiB left for all (--memory-mib); read them "
-                "faster, or send fewer requests at once",
-                about={"limit": "--memory-mib"},
-            ) from error
+            raise self.refusal(owner) from error
+
+    def refusal(self, owner: str) -> LimitReached:
+        """What is said when an owner's answers take too much."""
+        return LimitReached(
+            f"answers of this API key take {self._shares.held_by(owner) // MIB} MiB of this gateway, "
+            f"which has {max(self._shares.free, 0) // MIB} MiB left for all (--memory-mib); read them "
+            "faster, or send fewer requests at once",
+            about={"limit": "--memory-mib"},
+        )
 
     def take_now(self, owner: str, nbytes: int) -> bool:
         """Takes so much if it is free for the owner and nothing of it waits, which what is very small passes

@@ -7,7 +7,7 @@ proportion to a number that the client chose.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -29,7 +29,7 @@ class OwnerLimits:
         models: the same of models.
         samplers: sampling clients of one session.
         checkpoints: named checkpoints and exports.
-        checkpoint_bytes: what their files take; 0: as many as there is room for.
+        checkpoint_bytes: what their files take; 0: half of the volume, or no bound where they are elsewhere.
         requests_per_second: to one gateway, over a while.
         burst_seconds: for so long one may send what it has not sent before.
         calls: at once, long polls included, of all keys together at one gateway; a key never holds more than
@@ -46,6 +46,10 @@ class OwnerLimits:
     burst_seconds: int = 10
     calls: int = 8192
     downloads: int = 64
+
+    def on_volume(self, nbytes: int) -> OwnerLimits:
+        """The same where checkpoints are on a volume of so many bytes: one key leaves half to others."""
+        return self if self.checkpoint_bytes else replace(self, checkpoint_bytes=nbytes // 2)
 
     def check_sessions(self, have: int) -> None:
         """Refuses one more session."""
@@ -192,3 +196,6 @@ COMPLETIONS_POLL_SECONDS = 30.0
 
 # Longest wait of one gRPC GetResult call.
 MAX_GET_RESULT_SECONDS = 60.0
+
+# Longest life of one stream of WatchSamples.
+MAX_WATCH_SECONDS = 600.0

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from services.common.telemetry import owner_class
+
 
 class Shares:
     """So much of something (bytes, calls, sequences), and who holds it."""
@@ -30,6 +32,14 @@ class Shares:
 
     def held_by(self, owner: str) -> int:
         return self._used_by[owner]
+
+    def class_of(self, owner: str) -> str:
+        """The class of an owner, by what it holds (`owner_class`)."""
+        return owner_class.class_of(owner, self._used_by, self._used)
+
+    def by_class(self) -> dict[str, float]:
+        """What the owners of each class hold."""
+        return owner_class.by_class(self._used_by)
 
     def fits(self, owner: str, amount: int) -> bool:
         """Whether the owner may take so much now."""

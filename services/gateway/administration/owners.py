@@ -20,7 +20,7 @@ class Use:
 
     Attributes:
         waiting_operations: that are accepted and not done.
-        state_bytes: requests and results in Redis.
+        state_bytes: requests, results and records in Redis.
         snapshot_bytes: sampler snapshots without a name.
     """
 

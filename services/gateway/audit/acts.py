@@ -146,7 +146,7 @@ _ROWS: tuple[tuple[Recorded | None, str, str], ...] = (
     (
         None,
         "Heartbeat ForwardBackward OptimStep Sample StreamSample CancelSample GetResult ReadResults "
-        "AcknowledgeResults",
+        "WatchSamples AcknowledgeResults",
         "POST session_heartbeat|POST forward_backward|POST forward|POST optim_step|POST asample|"
         "POST cancel_future|POST completions|POST chat/completions|POST messages|POST retrieve_future|"
         "POST retrieve_futures|POST telemetry",

@@ -19,6 +19,7 @@ import redis.asyncio
 
 from services.common.contract.errors import TinsmithError, TooLarge, Unavailable
 from services.common.process import rpc
+from services.common.process.carrier.asking import Link
 from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all
 from services.common.state.known_models import KnownModel
@@ -69,6 +70,7 @@ class Services:
         self._base_models: Mapping[str, KnownModel] = {}
         # By incarnation and the number of this gateway's certificate.
         self._channels: dict[tuple[str, int], grpc.aio.Channel] = {}
+        self._links: dict[tuple[str, int], Link] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
 
@@ -104,6 +106,14 @@ class Services:
             found = self._channels[key] = rpc.channel(record.address, self._who, self._kind)
         return found
 
+    def link(self, record: ServiceRecord) -> Link:
+        """Small calls over that channel, carried by one stream."""
+        key = (record.incarnation, self._number)
+        found = self._links.get(key)
+        if found is None:
+            found = self._links[key] = Link(self.channel(record))
+        return found
+
     @property
     def _number(self) -> int:
         return 0 if self._who is None else self._who.number
@@ -119,6 +129,8 @@ class Services:
             listener()
         for name in gone:
             # A call under way on it ends by itself; closing at once would look like a cancelled task.
+            if (link := self._links.pop(name, None)) is not None:
+                link.finish()
             closing = asyncio.create_task(self._channels.pop(name).close(grace=_CLOSING_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
@@ -126,7 +138,9 @@ class Services:
     async def close(self) -> None:
         """Closes all channels."""
         channels, self._channels = self._channels, {}
+        links, self._links = self._links, {}
         await cancel_all(self._closing)
+        await asyncio.gather(*(link.close() for link in links.values()))
         await asyncio.gather(*(channel.close() for channel in channels.values()))
 
 

@@ -12,7 +12,8 @@ import redis.asyncio
 
 from services.common.contract.errors import Unavailable
 from services.common.process.periodic import Periodic
-from services.common.state.room import Room
+from services.common.state.room import ACCOUNT, Room
+from services.common.state.scripts import Script
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class RedisMemory:
     def __init__(self, client: redis.asyncio.Redis, room: Room) -> None:
         self._redis = client
         self._room = room
+        self._account = Script(client, "account")
         self._looks = Periodic("watch of the memory of Redis", _LOOK_S, self._look, _DEADLINE_S)
 
     async def start(self) -> None:
@@ -42,7 +44,7 @@ class RedisMemory:
             )
         if not int(str(info.get("maxmemory", 0))):
             log.warning("Redis has no maxmemory: set one below the memory that its machine or container has")
-        log.info("requests and results may take %d bytes of Redis", self._room.total)
+        log.info("requests, results and records may take %d bytes of Redis", self._room.total)
         self._looks.start()
 
     async def stop(self) -> None:
@@ -50,5 +52,7 @@ class RedisMemory:
 
     async def _look(self) -> dict[str, object]:
         info: dict[str, object] = await self._redis.info("memory")
+        _, held, results, journals = await self._account(ACCOUNT, "*")
+        self._room.note_held(int(held), int(results), int(journals))
         self._room.note_memory(int(str(info.get("used_memory", 0))), int(str(info.get("maxmemory", 0))))
         return info

@@ -63,7 +63,7 @@ _ROWS: tuple[tuple[Need, str, str], ...] = (
     (_SAMPLES, "CancelSample", "POST cancel_future|POST completions|POST chat/completions|POST messages"),
     (_LOOKS, "GetSamplingSession", "GET samplers/{sampling_session_id}"),
     # Results, of training and of samples. One that was fetched stays for minutes only.
-    (_WRITES, "GetResult ReadResults", "POST retrieve_future|POST retrieve_futures"),
+    (_WRITES, "GetResult ReadResults WatchSamples", "POST retrieve_future|POST retrieve_futures"),
     (_WRITES, "AcknowledgeResults", ""),
     # Checkpoints.
     (_LOOKS, "ListCheckpoints GetCheckpoint", f"GET checkpoints|GET {_RUN}/checkpoints|POST weights_info"),

@@ -7,6 +7,10 @@ or Redis: so one algorithm with one secret does, and a token that names another 
 
 from __future__ import annotations
 
+import time
+from functools import lru_cache
+from typing import Any
+
 import jwt
 
 from services.common.contract.errors import Unauthenticated
@@ -20,6 +24,10 @@ _PREFIX = "eyJ"
 _ALGORITHM = "HS256"
 _ISSUER = "tinsmith"
 _ORGANIZATION = "tinsmith"
+_HEAD = jwt.encode({}, "0" * 32, _ALGORITHM).partition(".")[0] + "."
+"""What every token begins with that a gateway makes."""
+_REMEMBERED = 1024
+"""Tokens whose signature was checked. A client sends the same one with every call."""
 
 
 def is_token(key: str) -> bool:
@@ -33,6 +41,8 @@ def is_own(token: str) -> bool:
     Raises:
         Unauthenticated: it is no token.
     """
+    if token.startswith(_HEAD):
+        return True
     try:
         return jwt.get_unverified_header(token).get("alg") == _ALGORITHM
     except jwt.PyJWTError as error:
@@ -65,17 +75,26 @@ def read(secret: str, token: str) -> Caller:
         Unauthenticated: it was not made here, or its time is over.
     """
     try:
-        found = jwt.decode(
-            token,
-            secret,
-            [_ALGORITHM],
-            issuer=_ISSUER,
-            options={"require": ["exp", "key"], "verify_iat": False},
-        )
-    except jwt.ExpiredSignatureError as error:
-        raise Unauthenticated(
-            "the token has expired; exchange the API key for another one", REJECTED
-        ) from error
+        found = _signed(secret, token)
     except jwt.PyJWTError as error:
         raise Unauthenticated("the token is not one of this cluster's", REJECTED) from error
+    if found["exp"] <= time.time():
+        raise Unauthenticated("the token has expired; exchange the API key for another one", REJECTED)
     return Caller(found["owner"], found["role"], tuple(found["scopes"]), found["key"], float(found["exp"]))
+
+
+@lru_cache(_REMEMBERED)
+def _signed(secret: str, token: str) -> dict[str, Any]:
+    """What a token says, however old it is. What raises is not remembered, so nobody's junk takes the place
+    of what was signed here.
+
+    Raises:
+        jwt.PyJWTError: it was not made here.
+    """
+    return jwt.decode(
+        token,
+        secret,
+        [_ALGORITHM],
+        issuer=_ISSUER,
+        options={"require": ["exp", "key"], "verify_iat": False, "verify_exp": False},
+    )

@@ -79,6 +79,8 @@ class Forgetting:
             # It ended in what a Redis lost with its last second, and is not over.
             return True
         await self._forget_samplers(session_id)
+        if session is not None:
+            await self._stores.sessions.forget_samplers(session)
         left = False
         for model_id in await self._stores.sessions.models(session_id):
             if await self._needed(model_id):
@@ -87,15 +89,12 @@ class Forgetting:
                 await self._forget_model(session_id, model_id)
         if left:
             return False
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            if session is not None:
-                pipeline.zrem(keys.owner_sessions(session.owner), session_id)
-                if session.project_id:
-                    pipeline.zrem(keys.project_sessions(session.owner, session.project_id), session_id)
-                pipeline.zrem(keys.timelines_of(session.owner), session_id)
-            for name in (keys.session_models, keys.session_samplers, keys.timeline, keys.session):
-                pipeline.delete(name(session_id))
-            await pipeline.execute()
+        lists = (keys.session_models, keys.session_samplers, keys.timeline)
+        await self._redis.delete(*(name(session_id) for name in lists))
+        if session is None:
+            await self._redis.delete(keys.session(session_id))
+        else:
+            await self._stores.sessions.forget(session)
         return True
 
     async def _forget_samplers(self, session_id: str) -> None:
@@ -124,7 +123,6 @@ class Forgetting:
     async def _forget_model(self, session_id: str, model_id: str) -> None:
         record: ModelRecord | None = await self._stores.models.get(model_id)
         names = (
-            keys.model,
             keys.model_samplers,
             keys.journal,
             keys.journal_order,
@@ -135,9 +133,9 @@ class Forgetting:
             keys.queue_state,
             keys.let_go,
         )
-        async with self._redis.pipeline(transaction=True) as pipeline:
-            if record is not None:
-                pipeline.zrem(keys.owner_models(record.owner), model_id)
-            pipeline.delete(*(name(model_id) for name in names))
-            pipeline.srem(keys.session_models(session_id), model_id)
-            await pipeline.execute()
+        await self._redis.delete(*(name(model_id) for name in names))
+        if record is None:
+            await self._redis.delete(keys.model(model_id))
+            await self._redis.srem(keys.session_models(session_id), model_id)
+        else:
+            await self._stores.models.drop(record)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,8 @@ _CALLS = 4
 that hangs has them all."""
 _MOST_REST_S = 300.0
 _MOST_SESSIONS = 1000
+_PAGE = 500
+"""Of long lists so much at a time: what reads and begins it stands in nobody's way."""
 _CALL_S = 120.0
 _DEADLINE_S = 600.0
 """Of a sweep, should Redis be slow; the next one makes up for what it did not come to."""
@@ -64,6 +66,11 @@ _SETTLED_S = 2.0
 
 CancelSamples = Callable[[str, str], Awaitable[int]]
 TrainerCall = Callable[[trainer_pb2_grpc.TrainerServiceStub], Awaitable[object]]
+
+
+def _in_pages(listed: Sequence[tuple[str, float]]) -> Iterator[Sequence[tuple[str, float]]]:
+    """A list in parts of a page."""
+    return (listed[start : start + _PAGE] for start in range(0, len(listed), _PAGE))
 
 
 class Retention:
@@ -122,27 +129,40 @@ class Retention:
         self._works.forget(now)
         steps = await self._session_steps(now)
         await self._works.do(now, {found[0]: partial(self._session, *found) for found in steps})
-        ended = await self._listed(keys.ENDED_SESSIONS)
-        settled = [name for name, at in ended if now - at >= _SETTLED_S]
-        await self._works.do(now, {name: partial(self._end_session, name, now) for name in settled})
-        models = await self._listed(keys.ENDED_MODELS)
-        await self._works.do(now, {name: partial(self._take_down, name, at, now) for name, at in models})
+        for some in _in_pages(await self._listed(keys.ENDED_SESSIONS)):
+            settled = [name for name, at in some if now - at >= _SETTLED_S]
+            await self._works.do(now, {name: partial(self._end_session, name, now) for name in settled})
+        for some in _in_pages(await self._listed(keys.ENDED_MODELS)):
+            await self._works.do(now, {name: partial(self._take_down, name, at, now) for name, at in some})
 
     async def _listed(self, name: str) -> list[tuple[str, float]]:
-        found: Any = await self._redis.zrange(name, 0, -1, withscores=True)
-        return [(member.decode(), at) for member, at in found]
+        """What a list has. What moves meanwhile may be passed over, until the next sweep."""
+        listed: list[tuple[str, float]] = []
+        while True:
+            page: Any = await self._redis.zrange(name, len(listed), len(listed) + _PAGE - 1, withscores=True)
+            listed += [(member.decode(), at) for member, at in page]
+            if len(page) < _PAGE:
+                return listed
 
     async def _session_steps(self, now: float) -> list[tuple[str, float, SessionStep]]:
         """Sessions that were silent long enough for something to be done."""
         before = now - min(self._settings.park_after, self._settings.end_after)
-        silent: Any = await self._redis.zrangebyscore(keys.SESSION_LIFE, "-inf", before, withscores=True)
-        parked_at = dict(await self._listed(keys.PARKED_SESSIONS))
         steps: list[tuple[str, float, SessionStep]] = []
-        for member, last_seen in silent:
-            session_id = member.decode()
-            step = session_step(last_seen, parked_at.get(session_id), now, self._settings)
-            if step is not SessionStep.KEEP and not self._works.rests(session_id, now):
-                steps.append((session_id, last_seen, step))
+        looked_at = 0
+        while len(steps) < _MOST_SESSIONS:
+            silent: Any = await self._redis.zrangebyscore(
+                keys.SESSION_LIFE, "-inf", before, looked_at, _PAGE, withscores=True
+            )
+            if not silent:
+                break
+            looked_at += len(silent)
+            names = [member for member, _ in silent]
+            parked: Any = await self._redis.zmscore(keys.PARKED_SESSIONS, names)
+            for (member, last_seen), parked_at in zip(silent, parked, strict=True):
+                session_id = member.decode()
+                step = session_step(last_seen, parked_at, now, self._settings)
+                if step is not SessionStep.KEEP and not self._works.rests(session_id, now):
+                    steps.append((session_id, last_seen, step))
         return steps[:_MOST_SESSIONS]
 
     async def _session(self, session_id: str, last_seen: float, step: SessionStep) -> bool:
@@ -259,8 +279,8 @@ class Retention:
         gone: list[StoredSnapshot] = []
         if step is ModelStep.DELETE_SNAPSHOTS:
             request.snapshots = True
-            named = await self._checkpoints.of_model(model_id)
-            kept = {record.version for record in named if record.kind == "sampler"}
+            named = self._checkpoints.each_of_model(model_id)
+            kept = {record.version async for record in named if record.kind == "sampler"}
             kept |= await sampled_versions(model_id, self._sampling_sessions, self._sessions)
             request.kept_versions.extend(sorted(kept))
             gone = [one for one in await self._snapshots.of_model(model_id) if one.version not in kept]

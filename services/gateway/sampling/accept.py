@@ -127,9 +127,9 @@ class Sampling:
             model_path=weights.model_path,
             full=weights.full,
         )
-        have = await self._store.count(session_id)
-        if have >= self._limits.owners.samplers and await self._store.get(record.sampling_session_id) is None:
-            self._limits.owners.check_samplers(have)
+        if await self._store.get(record.sampling_session_id) is None:
+            self._limits.owners.check_samplers(await self._store.count(session_id))
+            await self._sessions.check_room(owner, record)
         stored = await self._redo_log.perform(lambda: self._store.create_if_absent(record))
         if stored != record:
             raise Conflict(

@@ -37,6 +37,14 @@ class Admission:
         """Sequences of the samples that wait or run."""
         return self._sequences.used
 
+    def class_of(self, owner: str) -> str:
+        """The class of an owner, by its sequences (`owner_class`)."""
+        return self._sequences.class_of(owner)
+
+    def by_class(self) -> dict[str, float]:
+        """Sequences of the owners of each class."""
+        return self._sequences.by_class()
+
     @property
     def nbytes(self) -> int:
         """Bytes of their requests."""

@@ -1,8 +1,8 @@
 """Waiting for any sample of a sampling client, with one poll for all of them.
 
 Invariant: as in `futures`, a waiter first is listed and then looks; when the subscription was interrupted
-every waiter looks again. A completion is told until a poll names a cursor at or after it, so an answer
-that was lost on its way is told again, by any gateway.
+every waiter looks again. A completion is told until a poll names a cursor at or after it, or its result was
+fetched; so an answer that was lost on its way is told again, by any gateway.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common.contract import ids
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import Gone, InvalidRequest
 from services.gateway.records.sample_journal import Completion, SampleJournal
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures
@@ -57,9 +57,13 @@ class Completions:
         self._waiters: defaultdict[Target, set[asyncio.Event]] = defaultdict(set)
         futures.listen(self._wake, self._wake_all)
 
-    async def wait(self, target: Target, cursor: int, seconds: float) -> Page:
+    async def wait(self, target: Target, cursor: int, seconds: float, forgets: bool = True) -> Page:
         """The completions after a cursor, as soon as there are any, else none after `seconds` (0 = now), or
-        when `futures` drains."""
+        when `futures` drains.
+
+        Args:
+            forgets: those at or before the cursor are told no more.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         changed = asyncio.Event()
@@ -68,7 +72,7 @@ class Completions:
             while True:
                 changed.clear()
                 found, newest = await self._journal.completions(
-                    target.sampling_session_id, target.clone, cursor
+                    target.sampling_session_id, target.clone, cursor, forgets
                 )
                 left = deadline - loop.time()
                 if found or left <= 0 or self._futures.draining:
@@ -85,6 +89,23 @@ class Completions:
             waiters.discard(changed)
             if not waiters:
                 del self._waiters[target]
+
+    async def check_kept(self, cursor: int) -> None:
+        """Refuses a cursor after which there may be completions that are kept no longer.
+
+        Raises:
+            Gone: with the code "cursor_expired".
+        """
+        if 0 < cursor <= await self._journal.kept_since():
+            raise Gone(
+                "some of what was resolved after this cursor may be kept no longer; begin at 0, and ask for "
+                "what is missing by its request id",
+                "cursor_expired",
+            )
+
+    async def none_pending(self, target: Target) -> bool:
+        """Whether every accepted sample of the sampling session is resolved."""
+        return not await self._journal.pending([target.sampling_session_id])
 
     async def free(self, target: Target, request_ids: Sequence[str]) -> None:
         """Lets results go that the client says it has.

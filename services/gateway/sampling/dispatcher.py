@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 TURN_SECONDS = Histogram(
     "tinsmith_sample_turn_seconds",
     "Until it was the turn of a sample's API key at the replicas",
+    ["owner_class"],
     buckets=LONG_S,
 )
 
@@ -242,10 +243,10 @@ class SampleDispatcher:
         the slot, but not while Redis is away: what waits to be written would have no bound."""
         request = followed.request
         while True:
-            asked = time.monotonic()
+            asked, of = time.monotonic(), self._admission.class_of(session.owner)
             try:
                 async with self._slots(session.base_model).held(session.owner, request.num_samples):
-                    TURN_SECONDS.observe(time.monotonic() - asked)
+                    TURN_SECONDS.labels(of).observe(time.monotonic() - asked)
                     result = await self._sample(request_id, request, session, tries)
                     followed.settle()
                     used = used_by(request, session, result)

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from services.common.contract.errors import Internal, Starting, Unavailable
-from services.common.process import rpc
+from services.common.contract.errors import Internal, Starting, TinsmithError, Unavailable
 from services.common.state.registry import ServiceRecord
 from services.common.telemetry import subject
 from services.gateway.access.answer_room import AnswerAccount, AnswerRoom
@@ -37,6 +36,7 @@ _ANSWER_S = 30.0
 _AT_ONCE_S = 0.001
 _FIND_S = 2.0
 _ASKED_FOR_AT_ONCE = 32
+_SAMPLE, _STREAM = (f"/tinsmith.internal.v1.SamplerService/{name}" for name in ("Sample", "StreamSample"))
 _KEPT_S = 60.0
 """A replica keeps no sample longer than this that nobody asks for; see `Generations` of samplers."""
 
@@ -246,14 +246,15 @@ class Replicas:
         self._runs_on[request.request_id] = replica
         try:
             reply = await self._answer(replica, request, owner)
-        except grpc.aio.AioRpcError as raw:
-            error = call_error(raw)
-            named = rpc.CODE_METADATA in dict(raw.trailing_metadata() or ())
-            if raw.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not named:
-                # It answers every minute, whatever it works on.
-                error = Unavailable(f"sampler {replica.id} does not answer")
+        except TinsmithError as error:
             self._rests.note(replica, error, asyncio.get_running_loop().time())
-            raise error from raw
+            raise
+        except grpc.aio.AioRpcError as error:
+            # The transport's, who is not to blame for what it carries.
+            raise call_error(error) from error
+        except TimeoutError as error:
+            # It answers every minute, whatever it works on.
+            raise Unavailable(f"sampler {replica.id} does not answer") from error
         finally:
             del self._runs_on[request.request_id]
             self._placements.end(name, work)
@@ -322,9 +323,7 @@ class Replicas:
         clock = asyncio.get_running_loop().time
         tokens, since = -1, clock()
         while True:
-            reply = await self._stub(replica).Sample(
-                request, timeout=self._ask_again + _ANSWER_S, metadata=subject.metadata()
-            )
+            reply = await self._sample(replica, request, self._ask_again + _ANSWER_S)
             if reply.WhichOneof("kind") != "progress":
                 return reply
             if reply.progress.tokens != tokens:
@@ -336,44 +335,43 @@ class Replicas:
         self, replica: ServiceRecord, request: sampler_pb2.SampleRequest, account: AnswerAccount
     ) -> sampler_pb2.SampleResponse:
         """The same, telling who follows the sample what is generated meanwhile."""
+        asked = sampler_pb2.StreamSampleRequest(sample=request)
+        several = self._samplers.link(replica).several(_STREAM, asked, sampler_pb2.StreamSampleResponse)
+        heard = self._heard[request.request_id] = _Heard(account)
         clock = asyncio.get_running_loop().time
         tokens, since = 0, clock()
-        # No deadline of the whole, which may take as long as it takes, but one of every answer.
-        call = self._stub(replica).StreamSample(
-            sampler_pb2.StreamSampleRequest(sample=request), metadata=subject.metadata()
-        )
-        heard = self._heard[request.request_id] = _Heard(account)
         try:
-            while True:
-                try:
-                    async with asyncio.timeout(self._ask_again + _ANSWER_S):
-                        answer = await call.read()
-                except TimeoutError as error:
-                    raise Unavailable(f"sampler {replica.id} does not answer") from error
-                if not isinstance(answer, sampler_pb2.StreamSampleResponse):
-                    raise Unavailable(f"sampler {replica.id} ended a stream without a result")
-                if answer.WhichOneof("kind") == "last":
-                    return answer.last
-                new = answer.new_tokens.sequences
-                if new:
-                    tokens, since = tokens + sum(part.added.tokens.shape[0] for part in new), clock()
-                    heard.add(new)
-                    for follower in tuple(self._followers.get(request.request_id, ())):
-                        follower(new)
-                elif (reached := await self._reached(replica, request)) != tokens:
-                    # One that joined what an earlier call began is told nothing before its end.
-                    tokens, since = reached, clock()
-                elif clock() - since >= self._stall:
-                    raise self._stalled(request.request_id, tokens)
+            with several as answers:
+                while True:
+                    # No deadline of the whole, which may take as long as it takes, but one of every answer.
+                    answer = await answers.read(self._ask_again + _ANSWER_S)
+                    if answer is None:
+                        raise Unavailable(f"sampler {replica.id} ended a stream without a result")
+                    if answer.WhichOneof("kind") == "last":
+                        return answer.last
+                    new = answer.new_tokens.sequences
+                    if new:
+                        tokens, since = tokens + sum(part.added.tokens.shape[0] for part in new), clock()
+                        heard.add(new)
+                        for follower in tuple(self._followers.get(request.request_id, ())):
+                            follower(new)
+                    elif (reached := await self._reached(replica, request)) != tokens:
+                        # One that joined what an earlier call began is told nothing before its end.
+                        tokens, since = reached, clock()
+                    elif clock() - since >= self._stall:
+                        raise self._stalled(request.request_id, tokens)
         finally:
             del self._heard[request.request_id]
-            call.cancel()
 
     async def _reached(self, replica: ServiceRecord, request: sampler_pb2.SampleRequest) -> int:
         """Tokens so far of a sample that a replica runs; 0 when it has just ended."""
         request.wait_seconds = _AT_ONCE_S
-        reply = await self._stub(replica).Sample(request, timeout=_ANSWER_S, metadata=subject.metadata())
-        return reply.progress.tokens
+        return (await self._sample(replica, request, _ANSWER_S)).progress.tokens
+
+    async def _sample(
+        self, replica: ServiceRecord, request: sampler_pb2.SampleRequest, seconds: float
+    ) -> sampler_pb2.SampleResponse:
+        return await self._samplers.link(replica).ask(_SAMPLE, request, sampler_pb2.SampleResponse, seconds)
 
     def _stalled(self, request_id: str, tokens: int) -> Stalled:
         self.end(request_id)

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from cachetools import TTLCache
 
 from services.common.contract import ids
@@ -72,8 +73,6 @@ class Sessions:
             idempotency_key=idempotency_key or "",
         )
         self._limits.check_metadata(new.user_metadata or {})
-        if not (idempotency_key and await self._store.made_with(owner, idempotency_key)):
-            self._limits.owners.check_sessions(await self._store.count(owner))
         now = time.time()
         record = SessionRecord(
             session_id=ids.new_session_id(),
@@ -86,6 +85,9 @@ class Sessions:
             project_id=new.project_id,
             sdk_version=new.sdk_version,
         )
+        if not (idempotency_key and await self._store.made_with(owner, idempotency_key)):
+            self._limits.owners.check_sessions(await self._store.count(owner))
+            await self.check_room(owner, record)
         stored = await self._redo_log.perform(lambda: self._store.create(record, idempotency_key))
         return stored.session_id
 
@@ -109,6 +111,14 @@ class Sessions:
         is nearly full."""
         self._room.check()
         return await self.open(owner, session_id)
+
+    async def check_room(self, owner: str, record: msgspec.Struct) -> None:
+        """To be called before a record of an owner is made that stays.
+
+        Raises:
+            LimitReached: the owner holds too much of Redis, those of others taken into account.
+        """
+        self._room.check_share(*await self._store.held(owner), len(msgspec.json.encode(record)))
 
     async def note_alive(self, session_id: str) -> None:
         """Notes that the client of an existing session did something, every few seconds at most."""

@@ -225,9 +225,9 @@ class Models:
             created_at=time.time(),
             status="creating",
         )
-        have = await self._models.count(owner)
-        if have >= self._limits.owners.models and await self._models.get(model_id) is None:
-            self._limits.owners.check_models(have)
+        if await self._models.get(model_id) is None:
+            self._limits.owners.check_models(await self._models.count(owner))
+            await self._sessions.check_room(owner, record)
         stored = await self._redo_log.perform(lambda: self._models.create_if_absent(record))
         if stored != msgspec.structs.replace(record, created_at=stored.created_at, status=stored.status):
             raise Conflict(f"model {model_id} exists with other settings; use the next model_seq_id")

@@ -325,7 +325,7 @@ class Copies:
         are due. What cannot be ended now ends with the silence of its session."""
         try:
             mine = await self._claims.take(job.key)
-            if mine and not await self._records.of_model(job.key.model_id):
+            if mine and not await self._records.any_of_model(job.key.model_id):
                 await self._models.drop(job.run)
                 await self._end_session(job, error)
         except (TinsmithError, RedisError) as second:
@@ -341,6 +341,7 @@ class Copies:
         stored = await self._models.get(run.model_id)
         if stored is None:
             self._limits.owners.check_models(await self._models.count(run.owner))
+            await self._sessions.check_room(run.owner, run)
             stored = await self._redo_log.perform(lambda: self._models.create_if_absent(run))
         if stored.copy_of != run.copy_of:
             raise Conflict(f"model {run.model_id} exists; use the next model_seq_id")

@@ -83,7 +83,10 @@ class Runs:
         return await self._run(owner, record)
 
     async def _published(self, model_id: str) -> bool:
-        return any(checkpoint.public for checkpoint in await self._checkpoints.of_model(model_id))
+        async for checkpoint in self._checkpoints.each_of_model(model_id):
+            if checkpoint.public:
+                return True
+        return False
 
     async def page(self, owner: str, offset: int, limit: int, project_id: str | None = None) -> RunPage:
         """Some of the caller's runs, newest first; with a project, only of its sessions.
@@ -165,24 +168,22 @@ class Runs:
         return (project.ends[newer - 1] if newer else 0) + inside
 
     async def _run(self, owner: str, record: ModelRecord) -> Run:
-        checkpoints = await self._checkpoints.of_model(record.model_id)
-        if record.owner != owner:
-            checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.public]
+        newest: dict[str, CheckpointRecord] = {}
+        async for checkpoint in self._checkpoints.each_of_model(record.model_id):
+            before = newest.get(checkpoint.kind)
+            shown = record.owner == owner or checkpoint.public
+            if shown and (before is None or before.version < checkpoint.version):
+                newest[checkpoint.kind] = checkpoint
         session = await self._sessions.get(record.session_id)
         last_seen = session.last_heartbeat if session is not None else 0.0
         return Run(
             record,
             max(record.created_at, last_seen),
-            _newest(checkpoints, "training"),
-            _newest(checkpoints, "sampler"),
+            newest.get("training"),
+            newest.get("sampler"),
         )
 
 
 def _number(model_id: str) -> int:
     """Place of a model in its session."""
     return int(model_id.rpartition(":")[2])
-
-
-def _newest(checkpoints: Sequence[CheckpointRecord], kind: str) -> CheckpointRecord | None:
-    found = [record for record in checkpoints if record.kind == kind]
-    return max(found, key=lambda record: record.version) if found else None

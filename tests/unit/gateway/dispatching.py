@@ -95,7 +95,7 @@ class Gateway:
             accepted = await self.journal.accept(operation, "ann")
             self.dispatcher.wake(operation.model_id, operation if accepted.to_run else None)
 
-    async def result(self, seq_id: int, within: float = 10) -> results_pb2.OperationResult:
+    async def result(self, seq_id: int, within: float = 60) -> results_pb2.OperationResult:
         view = await self.futures.wait(ids.request_id(MODEL, seq_id), within)
         assert view.state == "done", f"operation {seq_id} is {view.state}: {view.queue_state_reason}"
         return results_pb2.OperationResult.FromString(view.result or b"")

@@ -24,6 +24,7 @@ from services.common.contract.errors import (
     Unavailable,
 )
 from services.common.process import rpc
+from services.common.process.carrier.answering import Carrier
 from services.common.state import registry
 from services.common.state.journal import Journal
 from services.common.state.registry import ServiceRecord
@@ -287,7 +288,8 @@ async def serving(
     else:
         kind, add = "sampler", sampler_pb2_grpc.add_SamplerServiceServicer_to_server
         service = "tinsmith.internal.v1.SamplerService"
-    server = await rpc.serve([(add, servicer, service)], "127.0.0.1:0")
+    carrier = Carrier(add, servicer)
+    server = await rpc.serve([(add, servicer, service), carrier.service], "127.0.0.1:0")
     address = f"127.0.0.1:{server.port}"
     announced.setdefault("base_model", BASE)
     record = ServiceRecord(kind=kind, id=name, address=address, **announced)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from services.common.process.flags import rows_of
@@ -99,3 +102,13 @@ def test_what_is_stated_are_the_limits_of_a_key_by_their_flags() -> None:
     told = stated(parse(["--max-models", "3"], ENVIRONMENT))
     assert told["--max-models"] == 3
     assert {"--memory-mib", "--owner-bytes", "--pending-operations", "--requests-per-second"} <= told.keys()
+    assert told["--waiting-sequences"] == Limits().waiting_sequences
+
+
+def test_every_limit_of_a_key_that_the_document_lists_is_stated() -> None:
+    text = Path("docs/reliability.md").read_text(encoding="utf-8")
+    table = text.partition("| Flag | Bounds | Default |")[2].partition("\n\n")[0]
+    listed = set(re.findall(r"`(--[a-z-]+)`", table))
+    assert len(listed) > 10
+    assert listed <= stated(parse([], ENVIRONMENT)).keys()
+    assert {"--snapshot-bytes", "--snapshot-owner-bytes"} <= stated(parse([], ENVIRONMENT)).keys()

@@ -29,7 +29,7 @@ class Runs:
 
     async def end(self, name: str) -> None:
         self.ends[name].set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await self.tasks[name]
         await asyncio.sleep(0)
 

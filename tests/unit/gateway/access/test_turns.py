@@ -29,7 +29,7 @@ class Threads:
 
     async def settle(self) -> None:
         """Until threads and loop have done what they can."""
-        for _ in range(20):
+        for _ in range(80):
             await asyncio.sleep(0.005)
 
     def _work(self, name: str) -> str:
@@ -39,7 +39,7 @@ class Threads:
 
     async def end(self, name: str) -> str:
         self.ends[name].set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             found = await self.tasks[name]
         await self.settle()
         return found

@@ -52,7 +52,7 @@ def test_what_writes_is_written_down_or_is_work_that_is_counted_otherwise() -> N
         *("ForwardBackward", "POST forward_backward", "POST forward", "OptimStep", "POST optim_step"),
         *("Sample", "StreamSample", "CancelSample", "POST asample", "POST cancel_future"),
         *("POST completions", "POST chat/completions", "POST messages"),
-        *("GetResult", "ReadResults", "AcknowledgeResults"),
+        *("GetResult", "ReadResults", "WatchSamples", "AcknowledgeResults"),
         *("POST retrieve_future", "POST retrieve_futures"),
     }
 

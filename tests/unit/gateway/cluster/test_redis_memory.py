@@ -10,6 +10,7 @@ import redis.asyncio
 
 from services.common.contract.errors import Overloaded, Unavailable
 from services.common.process import rpc
+from services.common.state import keys
 from services.common.state.room import Room
 from services.gateway.cluster import redis_memory as module
 from services.gateway.cluster.redis_memory import RedisMemory
@@ -39,7 +40,7 @@ async def test_the_room_follows_the_memory_of_redis(
         assert room.total == 50 * used
         room.check()
         await any_redis.config_set("maxmemory", int(1.02 * used))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while room.bounds != (0, 0):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         with pytest.raises(Overloaded):
@@ -66,3 +67,15 @@ async def test_without_memory_both_edges_say_so_and_ask_for_another_try(edges: E
         assert "raise maxmemory" in str(raised.value.details())
     finally:
         await edges.redis.config_set("maxmemory", 0)
+
+
+async def test_the_room_knows_what_requests_and_results_take(any_redis: redis.asyncio.Redis) -> None:
+    room = Room()
+    memory = RedisMemory(any_redis, room)
+    await memory.start()
+    await memory.stop()
+    assert (room.held, room.results, room.journals) == (0, 0, 0)
+    await any_redis.hset(keys.HELD_BYTES, mapping={"*": "4097", "*results": "97", "*journals": "7"})
+    await memory.start()
+    await memory.stop()
+    assert (room.held, room.results, room.journals) == (4097, 97, 7)

@@ -22,7 +22,7 @@ from tinsmith.v1 import results_pb2, types_pb2
 async def idle(gateway: Gateway) -> None:
     """Returns when the dispatcher has seen that nothing of the model is pending."""
     runner = gateway.dispatcher._runners[MODEL]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while runner._idle_since is None or runner._looking or runner.woken:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -90,6 +90,9 @@ async def test_many_models_with_large_batches_are_sent_no_more_at_once_than_memo
         trainer.calls = 0
         for seq_id in (1, 2, 3):
             await gateway.accept(*(large(model_id, seq_id) for model_id in models))
+        async with asyncio.timeout(60):
+            while trainer.calls < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         await asyncio.sleep(1)
         # For one trainer half of the memory, as there may be another.
         assert trainer.calls == 2

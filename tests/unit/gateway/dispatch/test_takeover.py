@@ -43,8 +43,8 @@ async def test_a_gateway_that_stops_hands_its_models_to_another(
             await leader.accept(batch(1), step(2))
             await asyncio.sleep(0.1)
         trainer.gate.set()
-        await other.result(1, within=5)
-        assert (await other.result(2, within=5)).HasField("optim_step")
+        await other.result(1, within=60)
+        assert (await other.result(2, within=60)).HasField("optim_step")
         assert trainer.order(MODEL) == [0, 1, 2]
         assert sorted(other.recorded) == [1, 2]
 
@@ -73,7 +73,7 @@ async def test_a_gateway_that_dies_loses_its_models_when_its_lease_ends(
         other = await gateway_on("gateway-1", ttl=1.0)
         await other.accept(batch(3))
         trainer.gate.set()
-        assert (await other.result(3, within=5)).HasField("forward_backward")
+        assert (await other.result(3, within=60)).HasField("forward_backward")
         assert trainer.order(MODEL) == [0, 1, 2, 3]
         await asyncio.gather(other.result(1), other.result(2))
         assert sorted(other.recorded) == [1, 2, 3]
@@ -229,7 +229,7 @@ async def test_the_lease_on_a_model_of_a_finished_session_is_given_back_early(
         await asyncio.sleep(0.3)
         assert gateway.dispatcher._leading
         await sessions.finish("s", "success", "")
-        for _ in range(100):
+        for _ in range(1500):
             if not gateway.dispatcher._leading:
                 break
             await asyncio.sleep(0.02)
@@ -258,7 +258,7 @@ async def test_an_idle_model_is_let_go_and_led_again_when_there_is_work(
         gateway = await gateway_on(settings=DispatchSettings(idle_release=0.05))
         await gateway.accept(create())
         await gateway.result(0)
-        for _ in range(50):
+        for _ in range(1500):
             await asyncio.sleep(0.02)
             if not gateway.dispatcher._leading:
                 break
@@ -277,7 +277,10 @@ async def test_a_step_is_not_answered_before_the_failure_of_a_batch_that_it_pass
     trainer.durable_steps = False
     gateway.held[1] = asyncio.Event()
     async with serving(redis_client, trainer, "trainer-0") as first:
-        await gateway.accept(create(), batch(1), step(2), batch(3))
+        # Else what overtakes the creation on its way is sent again, and that waits for what is held.
+        await gateway.accept(create())
+        await gateway.result(0)
+        await gateway.accept(batch(1), step(2), batch(3))
         await gateway.result(3)
         view = await gateway.futures.wait(ids.request_id(MODEL, 2), 0.2)
         assert view.state == "pending", "a replay might still find that the batch succeeds"
@@ -311,7 +314,7 @@ async def test_a_batch_that_fails_in_a_replay_is_repeated_from_the_snapshot_befo
             await asyncio.sleep(0.01)
         assert 2 not in restarted.order(MODEL) and 3 not in restarted.order(MODEL)
         told = ""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while "operation 1 cannot be repeated at present (out of memory)" not in told:
                 await asyncio.sleep(0.01)
                 view = await gateway.futures.wait(ids.request_id(MODEL, 3), 0)

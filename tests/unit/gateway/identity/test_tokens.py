@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jwt
 import pytest
@@ -154,3 +155,14 @@ async def test_without_memory_in_redis_keys_are_let_in_and_no_token_is_made(
             ring.token_for(ring.caller_of("tml-of-file"))
     finally:
         await redis_client.config_set("maxmemory", "0")
+
+
+def test_a_token_that_was_taken_once_is_not_taken_after_its_end(
+    ring: KeyRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = ring.token_for(ring.caller_of("tml-of-file"))
+    assert ring.caller_of(token).owner == ring.caller_of(token).owner == "bob"
+    later = time.time() + tokens.LIFE_S
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(time=lambda: later))
+    with pytest.raises(Unauthenticated, match="expired"):
+        ring.caller_of(token)

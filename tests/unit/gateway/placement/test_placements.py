@@ -120,7 +120,7 @@ async def test_gateways_hear_of_each_other_through_redis(redis_client: redis.asy
         await part.start()
     try:
         one.begin("b", (5, 6), 42)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while other.load("b") != 42 or other.known("b", (5, 6)) < 2:
                 # What is told before the other listens is lost.
                 one.begin("b", (5, 6), 0)

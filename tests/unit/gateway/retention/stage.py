@@ -83,7 +83,7 @@ class Stage:
 
     async def sweep(self, later: float = 0.0) -> None:
         """One sweep, as if some seconds had passed."""
-        for _ in range(200):
+        for _ in range(3000):
             if not self.dispatcher._leading:
                 break
             await asyncio.sleep(0.01)

@@ -147,6 +147,12 @@ async def test_nothing_stays_of_a_session_that_ended_long_ago(stage: Stage) -> N
     # What was accepted of late is listed for a minute.
     assert await everything(stage.redis) - before - counted <= {keys.PENDING_MODELS}
     assert await stage.redis.zrange(keys.OVER_SESSIONS, 0, -1) == []
+    # Nothing is counted but the results, which expire by themselves.
+    names = [name async for name in stage.redis.scan_iter(f"{keys.PREFIX}:future:*")]
+    results = [len(await stage.redis.hget(name, "result") or b"") + 512 for name in names]
+    assert int(await stage.redis.hget(keys.HELD_BYTES, "ann") or 0) == sum(results)
+    assert int(await stage.redis.hget(keys.HELD_BYTES, "*results") or 0) == sum(results)
+    assert await stage.redis.hget(keys.HELD_BYTES, "*journals") is None
 
 
 async def test_what_a_kept_checkpoint_needs_stays_until_it_is_gone(stage: Stage) -> None:

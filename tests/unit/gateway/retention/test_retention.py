@@ -169,7 +169,7 @@ async def test_a_trainer_that_hangs_keeps_no_sweep_from_the_models_of_others(
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -191,3 +191,34 @@ async def test_only_one_gateway_sweeps_at_a_time(stage: Stage) -> None:
     assert not await other._lease.take()
     await stage.redis.delete(keys.RETENTION_LEASE)
     assert await other._lease.take()
+
+
+async def test_however_many_sessions_are_silent_no_reply_is_large(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a sweep reads in one piece, it parses in one step of the event loop."""
+    now, largest = time.time(), 0
+    parked = {f"parked-{number}": now - 500 - number / 100 for number in range(3000)}
+    await stage.redis.zadd(keys.SESSION_LIFE, parked)
+    await stage.redis.zadd(keys.PARKED_SESSIONS, parked)
+    await stage.redis.zadd(keys.ENDED_MODELS, {f"s-{number}:train:0": now for number in range(600)})
+    session_id = await stage.session()
+    samplers = {ids.sampling_session_id(session_id, number) for number in range(3000)}
+    await stage.redis.sadd(keys.session_samplers(session_id), *samplers)
+    execute = stage.redis.execute_command
+
+    async def measured(*args: object, **options: object) -> object:
+        nonlocal largest
+        reply = await execute(*args, **options)
+        if isinstance(reply, list | set | tuple):
+            parts = [part for part in (reply, *reply) if isinstance(part, list | set)]
+            largest = max(largest, *map(len, parts), 0)
+        return reply
+
+    monkeypatch.setattr(stage.redis, "execute_command", measured)
+    await stage.sweep(later=200)
+    # The last one is due, behind all that are parked.
+    assert stage.cancelled == [session_id]
+    assert await stage.redis.zscore(keys.PARKED_SESSIONS, session_id) is not None
+    assert set(await stage.samplers.of_session(session_id)) == samplers
+    assert 0 < largest <= 1000

@@ -66,7 +66,7 @@ class Gateway:
         self.dispatcher.submit(accepted, request)
         return accepted.request_id
 
-    async def result(self, request_id: str, within: float = 10) -> results_pb2.OperationResult:
+    async def result(self, request_id: str, within: float = 60) -> results_pb2.OperationResult:
         view = await self.futures.wait(request_id, within)
         assert view.state == "done", f"{request_id} is {view.state}: {view.queue_state_reason}"
         return results_pb2.OperationResult.FromString(view.result or b"")
@@ -114,7 +114,7 @@ async def running_sample(
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -28,6 +28,17 @@ def test_one_key_alone_gets_half_and_another_still_gets_in() -> None:
     assert fill(admission, "eve") == 12
 
 
+def test_what_waits_is_known_by_the_class_of_its_owner() -> None:
+    admission = Admission(sequences=100, nbytes=1000)
+    admission.admit("a", "ann", 8, 1)
+    assert (admission.class_of("ann"), admission.by_class()) == ("light", {"light": 8, "heavy": 0})
+    admission.admit("b", "bob", 1, 1)
+    assert (admission.class_of("ann"), admission.class_of("bob")) == ("heavy", "light")
+    assert admission.by_class() == {"light": 1, "heavy": 8}
+    admission.release("a")
+    assert admission.by_class() == {"light": 1, "heavy": 0}
+
+
 def test_bytes_are_bounded_like_sequences() -> None:
     admission = Admission(sequences=10**6, nbytes=100)
     assert fill(admission, "ann", nbytes=20) == 2

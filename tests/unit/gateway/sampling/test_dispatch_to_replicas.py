@@ -36,7 +36,7 @@ async def test_a_replica_is_sent_no_more_than_it_says_it_generates_at_once(
     async with serving(redis_client, sampler, "sampler-0", max_sequences=2):
         gateway = await gateway_on()
         requests = [await gateway.sample(seq_id) for seq_id in range(4)]
-        await sampler.arrived.wait()
+        await until(lambda: sampler.waiting == 2)
         await asyncio.sleep(0.2)
         assert sampler.waiting == 2
         sampler.gate.set()

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from services.common.process import rpc
+from services.common.process.carrier.answering import Carrier
 from services.common.state.known_models import Configured, KnownModel
 from services.common.state.registry import ServiceRecord
 from services.gateway.access.answer_room import AnswerRoom
@@ -51,7 +52,7 @@ async def served(sampler: ScriptedSampler, name: str) -> AsyncIterator[ServiceRe
         sampler_pb2_grpc.add_SamplerServiceServicer_to_server,
         "tinsmith.internal.v1.SamplerService",
     )
-    server = await rpc.serve([(add, sampler, service)], "127.0.0.1:0")
+    server = await rpc.serve([(add, sampler, service), Carrier(add, sampler).service], "127.0.0.1:0")
     try:
         yield ServiceRecord(kind="sampler", id=name, address=f"127.0.0.1:{server.port}", base_model=BASE)
     finally:
@@ -135,7 +136,7 @@ async def test_a_sample_of_a_base_model_that_no_replica_will_serve_is_not_looked
 ) -> None:
     async with services() as found:
         found.update([], known)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await over(found).find(BASE, "s:sample:0:0") is None
 
 
