@@ -35,11 +35,15 @@ class Pending(Generic[T]):
     """
 
     def __init__(
-        self, calls: Calls, request_id: str, pick: Callable[[results_pb2.OperationResult], T]
+        self,
+        calls: Calls,
+        request_id: str,
+        pick: Callable[[results_pb2.OperationResult], T],
+        known: results_pb2.OperationResult | None = None,
     ) -> None:
         self._calls = calls
         self._pick = pick
-        self._known: results_pb2.OperationResult | None = None
+        self._known = known
         self.request_id = request_id
 
     def result(self, timeout: float | None = None) -> T:
@@ -121,7 +125,7 @@ def as_completed(pending: Iterable[Pending[T]], timeout: float | None = None) ->
         except CallFailed as error:
             attempt.failed(error)
         finally:
-            _let_go(calls, had)
+            let_go(calls, had)
         if not left:
             return
         if end is not None and time.monotonic() >= end:
@@ -134,7 +138,7 @@ def as_completed(pending: Iterable[Pending[T]], timeout: float | None = None) ->
                 left[request_id] = left.pop(request_id)
 
 
-def _let_go(calls: Calls, request_ids: list[str]) -> None:
+def let_go(calls: Calls, request_ids: list[str]) -> None:
     """Has the service keep results no longer, which goes well, or they go later by themselves."""
     if request_ids:
         with contextlib.suppress(CallFailed):

@@ -11,15 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tinsmith.v1 import sampling_pb2
+from tinsmith.v1 import results_pb2, sampling_pb2
 from tinsmith_client.calls import Calls
 from tinsmith_client.errors import CallFailed, Changed
 from tinsmith_client.results import Pending
 from tinsmith_client.tensors import floats, ints, tensor
+from tinsmith_client.watching import watched
 
 OnUpdate = Literal["finish", "continue"]
 """What becomes of a running sample of an inflight sampler when its model has newer weights: it finishes on
 those that it began with, or goes on with the newer ones from its next token on."""
+
+_CLONE_NUMBERS = 1_000_000_000
+"""Clients of one sampling session have blocks of so many numbers."""
 
 _ON_UPDATE = {"finish": sampling_pb2.ON_UPDATE_FINISH, "continue": sampling_pb2.ON_UPDATE_CONTINUE}
 _CANCELLED = sampling_pb2.STOP_REASON_CANCELLED
@@ -57,8 +61,10 @@ class Stream:
 class PendingSample(Pending[sampling_pb2.SampleResult]):
     """A sample that is accepted."""
 
-    def __init__(self, calls: Calls, request_id: str) -> None:
-        super().__init__(calls, request_id, lambda r: r.sample)
+    def __init__(
+        self, calls: Calls, request_id: str, known: results_pb2.OperationResult | None = None
+    ) -> None:
+        super().__init__(calls, request_id, lambda r: r.sample, known)
 
     def keep(self) -> sampling_pb2.SampleResult:
         """Ends it with what it has come to, and returns that. Sequences that had not ended have the stop
@@ -82,8 +88,9 @@ class Sampler:
 
     def __init__(self, calls: Calls, sampling_session_id: str) -> None:
         self._calls = calls
-        # Any number that was not used before: another process may have had this sampling session.
-        self._numbers = itertools.count(secrets.randbits(39))
+        # Numbers that were not used before: another process may have had this sampling session.
+        self._clone = secrets.randbits(23)
+        self._numbers = itertools.count(self._clone * _CLONE_NUMBERS + secrets.randbits(28))
         self.sampling_session_id = sampling_session_id
 
     def sample(
@@ -156,6 +163,22 @@ class Sampler:
                 if error.status == "DATA_LOSS":
                     raise Changed(error.message) from error
                 attempt.failed(error)
+
+    def watch(self, timeout: float | None = None) -> Iterator[PendingSample]:
+        """Each sample of this sampler as soon as its result is there, when `result` returns or raises at
+        once; those first that ended before. All come with one call, without end, and more may be sent
+        meanwhile. What was told is let go: the service keeps it for another minute.
+
+        Args:
+            timeout: longest wait for the next one, at least a second; None: for ever.
+
+        Raises:
+            TimeoutError: while iterating: there was none for so long.
+            Refused: while iterating: the session is over, and all was told.
+            Unreachable: while iterating: the service cannot be asked.
+        """
+        for request_id, result in watched(self._calls, self.sampling_session_id, self._clone, timeout):
+            yield PendingSample(self._calls, request_id, result)
 
     def keep(self, request_id: str) -> None:
         """Ends a sample with what it has come to: its streams end, and its result is there."""

@@ -31,6 +31,7 @@ from tinsmith_client import (
     floats,
     ints,
     versions,
+    watching,
 )
 from tinsmith_client import results as client_results
 from tinsmith_client.calls import Calls
@@ -55,7 +56,7 @@ async def model_of(edges: Edges, client: Client) -> tuple[Session, Model]:
     session = await waiting(client.create_session)
     creating = asyncio.create_task(waiting(session.create_model, BASE, rank=4))
     model_id = f"{session.session_id}:train:0"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await edges.app.models._models.get(model_id) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         while await edges.operation(model_id, 0) is None:  # noqa: ASYNC110
@@ -180,7 +181,7 @@ async def test_work_that_fails_says_who_can_mend_it(edges: Edges) -> None:
 
 async def moving_sampler(edges: Edges, model: Model, seq_id: int) -> Sampler:
     saving = asyncio.create_task(waiting(model.sampler, inflight=True))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (saved := await edges.operation(model.model_id, seq_id)) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     session_id = saved.save_for_sampler.sampling_session_id
@@ -228,7 +229,7 @@ async def test_a_stream_that_is_kept_ends_with_what_there_is(edges: Edges) -> No
         session, model = await model_of(edges, client)
         sampler = await moving_sampler(edges, model, 1)
         streaming = asyncio.create_task(waiting(lambda: list(sampler.stream([1, 2], max_tokens=9))))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (pending := await edges.samples.samples_of("gateway-0")):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         (request_id,) = pending
@@ -290,8 +291,81 @@ async def test_many_samples_are_waited_for_with_one_call_and_let_go_when_they_we
             future = keys.future(*ids.parse_request_id(work.request_id))
             assert 0 < await edges.redis.ttl(future) <= 60
         with pytest.raises(TimeoutError, match="1 requests"):
-            await waiting(lambda: list(as_completed(works, timeout=0.2)))
+            await waiting(lambda: list(as_completed(works, timeout=2.0)))
         await edges.answer_sample(works[4].request_id, half_done())
         assert set(await waiting(lambda: list(as_completed(works)))) == set(works)
         assert (await waiting(works[4].result)) == half_done()
+        session.leave()
+
+
+async def test_a_sampler_is_watched_with_one_call_and_what_was_told_is_let_go(edges: Edges) -> None:
+    with Client(edges.grpc_address, ALICE) as client:
+        session = await waiting(client.create_session)
+        sampler = await waiting(session.sampler, base_model=BASE)
+        works = [await waiting(sampler.sample, [1, number], max_tokens=4) for number in range(4)]
+        await edges.answer_sample(works[2].request_id, half_done())
+        told = sampler.watch()
+        first = await waiting(next, told)
+        assert (first.request_id, first.result()) == (works[2].request_id, half_done())
+        await waiting(works[0].cancel)
+        failed = await waiting(next, told)
+        assert failed.request_id == works[0].request_id
+        with pytest.raises(RequestFailed, match="cancelled"):
+            failed.result()
+        await waiting(told.close)
+        for work in (works[0], works[2]):
+            assert 0 < await edges.redis.ttl(keys.future(*ids.parse_request_id(work.request_id))) <= 60
+        await edges.answer_sample(works[1].request_id, half_done())
+        again = sampler.watch(timeout=4.0)
+        assert (await waiting(next, again)).request_id == works[1].request_id
+        with pytest.raises(TimeoutError, match="no sample"):
+            await waiting(next, again)
+        await waiting(again.close)
+        over = sampler.watch()
+        await waiting(session.finish)
+        assert (await waiting(next, over)).request_id == works[3].request_id
+        with pytest.raises(Refused, match="finished"):
+            await waiting(next, over)
+
+
+async def test_a_watch_goes_on_behind_what_it_told_when_its_stream_ends(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_STREAM_S", 1.0)
+    monkeypatch.setattr(watching, "let_go", lambda calls, request_ids: None)
+    with Client(edges.grpc_address, ALICE) as client:
+        session = await waiting(client.create_session)
+        sampler = await waiting(session.sampler, base_model=BASE)
+        told = sampler.watch()
+        for number in range(3):
+            work = await waiting(sampler.sample, [1, number], max_tokens=4)
+            coming = asyncio.create_task(waiting(next, told))
+            await asyncio.sleep(1.1)
+            await edges.answer_sample(work.request_id, half_done())
+            assert (await coming).request_id == work.request_id
+        await waiting(told.close)
+        session.leave()
+
+
+async def test_a_watch_whose_cursor_is_too_old_begins_with_what_is_kept(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_STREAM_S", 1.0)
+    with Client(edges.grpc_address, ALICE) as client:
+        session = await waiting(client.create_session)
+        sampler = await waiting(session.sampler, base_model=BASE)
+        works = [await waiting(sampler.sample, [1, number], max_tokens=4) for number in range(2)]
+        told = sampler.watch()
+        await edges.answer_sample(works[0].request_id, half_done())
+        assert (await waiting(next, told)).request_id == works[0].request_id
+
+        async def now() -> int:
+            return 2**60
+
+        monkeypatch.setattr(edges.samples, "kept_since", now)
+        coming = asyncio.create_task(waiting(next, told))
+        await asyncio.sleep(1.5)
+        await edges.answer_sample(works[1].request_id, half_done())
+        assert (await coming).request_id == works[1].request_id
+        await waiting(told.close)
         session.leave()
