@@ -271,7 +271,7 @@ def _tiny(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; the exit status (2 for wrong usage, 1 for what could not be done)."""
+    """Runs the command; its exit status: 2 = wrong usage, 1 = could not be done, 130 = Ctrl-C."""
     parser = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown and args.command != "up":
@@ -286,6 +286,9 @@ def main(argv: list[str] | None = None) -> int:
     except TinsmithError as error:
         print(f"tinsmith: {error.message}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("tinsmith: interrupted", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("services", "tinsmith"):
             raise

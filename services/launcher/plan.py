@@ -18,6 +18,7 @@ from services.common.state.known_models import Configured
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import check_location
 from services.common.tls.wires import Role
+from services.common.worlds import sharding
 from services.launcher.placement import Place, places
 
 _LOOPBACK = "127.0.0.1"
@@ -69,6 +70,9 @@ class Options:
     sampler_tp: int = 1
     sampler_memory: float | None = None
     zero_stage: int = 0
+    zero_replica_ranks: int = 1
+    zero_prefetch_elements: int | None = None
+    zero_quantized_base: str = "no"
     micro_batch_tokens: int | None = None
     offload_optimizer: str = "none"
     max_full_models: int = 1
@@ -79,6 +83,7 @@ class Options:
     max_batched_tokens: int | None = None
     kv_cache_dtype: str = "auto"
     head_dtype: str = "auto"
+    speculative_ngram_tokens: int = 0
     checkpoint_store: str = ""
     redis_appendfsync: str = "everysec"
     mtls: str = "on"
@@ -152,9 +157,10 @@ def parse_model(text: str, origin: str = "--model") -> Model:
     """
     name, separator, source = text.partition("=")
     if not (name and separator and source):
-        raise InvalidRequest(
-            f"{origin} {text!r} is not NAME=PATH_OR_HUB_ID, for example my/model=./model-dir"
-        )
+        # What looks like a hub id most likely is one, and its own name is a good one.
+        alone = not separator and name.count("/") == 1 and not name.startswith(("/", ".", "~"))
+        hint = f"did you mean {name}={name}?" if alone else "for example my/model=./model-dir"
+        raise InvalidRequest(f"{origin} {text!r} is not NAME=PATH_OR_HUB_ID; {hint}")
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -184,6 +190,10 @@ def mistakes(options: Options) -> list[str]:
         for flag, file in (("--tls-cert", options.tls_cert), ("--tls-key", options.tls_key))
         if file is not None and not Path(file).is_file()
     ]
+    shared = sharding.Sharding(
+        options.zero_replica_ranks, options.zero_prefetch_elements, options.zero_quantized_base == "yes"
+    )
+    found += sharding.mistakes(shared, options.zero_stage, options.trainer_ranks)
     if options.port == options.grpc_port:
         found.append("--port and --grpc-port must differ")
     taken = [listener.port for listener in listeners(options) if listener.flag == "--metrics-port"]
@@ -221,6 +231,11 @@ def aliases(options: Options) -> list[str]:
         for model in options.models
         if model.source != model.name
     ]
+
+
+def from_hub(options: Options) -> list[str]:
+    """Ids of the models that are loaded from the Hugging Face hub. A path of this machine is absolute."""
+    return [model.source for model in options.models if not Path(model.source).is_absolute()]
 
 
 def processes(options: Options, master_ports: list[int], launch_trainer: TrainerCommand) -> list[Process]:
@@ -284,6 +299,9 @@ def _trainer(
     arguments = [
         *("--id", name, "--first-process-index", str(first)),
         *("--zero-stage", str(options.zero_stage)),
+        *("--zero-replica-ranks", str(options.zero_replica_ranks)),
+        *_given("--zero-prefetch-elements", options.zero_prefetch_elements),
+        *("--zero-quantized-base", options.zero_quantized_base),
         *("--offload-optimizer", options.offload_optimizer),
         *("--max-full-models", str(options.max_full_models)),
         *("--full-snapshot-steps", str(options.full_snapshot_steps)),
@@ -309,6 +327,7 @@ def _sampler(options: Options, index: int, model: Model, place: Place) -> Proces
     argv += _given("--max-sequences", options.max_sequences)
     argv += _given("--max-batched-tokens", options.max_batched_tokens)
     argv += ["--kv-cache-dtype", options.kv_cache_dtype, "--head-dtype", options.head_dtype]
+    argv += ["--speculative-ngram-tokens", str(options.speculative_ngram_tokens)]
     computes = _on(place)
     if place.gpus:
         memory = place.gpu_memory if options.sampler_memory is None else options.sampler_memory

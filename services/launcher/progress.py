@@ -5,6 +5,7 @@ On a terminal one line says what is being waited for; elsewhere only changes are
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -13,6 +14,7 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from pathlib import Path
 _NOTEWORTHY = re.compile(r"\b(ERROR|CRITICAL|Traceback)\b|^\d\d:\d\d:\d\d WARNING|^[\w.]*Error\b")
 _CLEAR = "\r\033[K"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_GB = 1e9
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -97,12 +100,32 @@ class Endpoint:
         )
 
 
-class Progress:
-    """Prints to stdout. `verbose`: every line of every log."""
+def downloaded(source: str) -> int:
+    """Bytes that this machine has of a model of the Hugging Face hub, also while it is downloaded."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HOME") or home) / "hub"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or cache).expanduser()
+    blobs = (cache / f"models--{source.replace('/', '--')}" / "blobs").glob("*")
+    found = 0
+    for blob in blobs:
+        # One that was under way is renamed when it is whole.
+        with contextlib.suppress(FileNotFoundError):
+            found += blob.stat().st_blocks * 512
+    return found
 
-    def __init__(self, log_dir: Path, verbose: bool) -> None:
+
+class Progress:
+    """Prints to stdout.
+
+    Args:
+        verbose: every line of every log.
+        hub: models that come from the Hugging Face hub, by their ids.
+    """
+
+    def __init__(self, log_dir: Path, verbose: bool, hub: Sequence[str] = ()) -> None:
         self._log_dir = log_dir
         self._verbose = verbose
+        self._hub = hub
         self._offsets: dict[Path, int] = {}
         self._started = time.monotonic()
         self._tty = sys.stdout.isatty()
@@ -113,12 +136,21 @@ class Progress:
         """One line that stays."""
         self._write(f"{_CLEAR if self._tty else ''}{text}\n")
 
+    def downloads(self) -> None:
+        """Says which models are downloaded before they load."""
+        for source in self._hub:
+            if not downloaded(source) and not os.environ.get("HF_HUB_OFFLINE"):
+                self.note(f"{source} is not here yet: it is downloaded from the Hugging Face hub first")
+
     def waiting(self, names: list[str]) -> None:
         """Shows who is still loading."""
         self.follow()
         if self._tty and names:
             seconds = time.monotonic() - self._started
-            self._write(f"{_CLEAR}{next(self._spinner)} {seconds:3.0f} s  loading {', '.join(names)}")
+            here = "".join(
+                f"; {downloaded(source) / _GB:.1f} GB of {source} are here" for source in self._hub
+            )
+            self._write(f"{_CLEAR}{next(self._spinner)} {seconds:3.0f} s  loading {', '.join(names)}{here}")
 
     def ready(self, endpoint: Endpoint, api_key: str, model: str) -> None:
         """Says how to use the cluster."""

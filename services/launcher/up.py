@@ -35,6 +35,8 @@ from services.gateway.identity import keys_file
 from services.gateway.identity.key import PREFIX
 from services.launcher import default_model, machine, plan, redis_server
 from services.launcher.certificates import authority
+from services.launcher.doctor import command as doctor
+from services.launcher.doctor import facts
 from services.launcher.progress import Endpoint, Progress
 from services.launcher.supervisor import Supervisor
 from services.trainer.world.launch import launch_command
@@ -99,12 +101,13 @@ def make_directory(data: DataDir) -> None:
 
 
 def show(options: plan.Options) -> str:
-    """What a cluster is made of and where it computes, a line each."""
+    """What a cluster is made of, where it computes, and what may not fit there, a line each."""
     if not options.models:
         options = replace(options, models=(plan.Model(default_model.NAME, default_model.NAME),))
     ports = [0 for _ in options.models]
     planned = plan.processes(options, ports, launch_command)
     lines = [f"{process.name:<12}{process.computes or 'CPU'}" for process in planned]
+    lines += doctor.doubts(options, facts.gather(options.data_dir))
     return "\n".join([*(f"serves {model.name} from {model.source}" for model in options.models), *lines])
 
 
@@ -122,7 +125,7 @@ def _with_models(options: plan.Options) -> plan.Options:
 async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | None, verbose: bool) -> int:
     stop = asyncio.create_task(wait_for_signal(), name="signals")
     supervisor = Supervisor(data.logs, dict(os.environ) | {"PYTHONUNBUFFERED": "1"})
-    progress = Progress(data.logs, verbose)
+    progress = Progress(data.logs, verbose, plan.from_hub(options))
     renew = partial(asyncio.to_thread, authority.renew, data.tls)
     renewal = Periodic("renewal of certificates", _RENEWAL_S, renew, _RENEWAL_DEADLINE_S)
     try:
@@ -145,9 +148,10 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
         for running in supervisor.running.values():
             running.was_ready = True
         ports = [machine.free_port() for _ in options.models]
-        progress.note(show(options))
+        progress.note(await asyncio.to_thread(show, options))
         for note in plan.aliases(options):
             progress.note(note)
+        progress.downloads()
         for process in plan.processes(options, ports, launch_command):
             await supervisor.start(_knowing_redis(process, urls))
         ready = asyncio.create_task(_until_ready(client, supervisor, progress), name="ready")

@@ -42,7 +42,5 @@ def show(limited: Mapping[str, Mapping[str, int]], used: Mapping[str, Mapping[st
         counts = ", ".join(f"{has[name]} {name}" for name in ("sessions", "models", "checkpoints"))
         files, state = (has[name] / _GIB for name in ("checkpoint_bytes", "state_bytes"))
         waiting = f"{has['waiting_operations']} operations that wait"
-        lines.append(
-            f"  {owner}  {counts} ({files:.2f} GiB), {waiting}, {state:.2f} GiB of requests and results"
-        )
+        lines.append(f"  {owner}  {counts} ({files:.2f} GiB), {waiting}, {state:.2f} GiB in Redis")
     return lines

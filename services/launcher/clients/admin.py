@@ -81,13 +81,15 @@ def _typed(error: grpc.aio.AioRpcError, address: str) -> TinsmithError:
 
 
 async def _pages(
-    ask: Ask, method: str, request: Any, field: str, most: int
+    ask: Ask, heading: str, method: str, request: Any, field: str, most: int
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """(entry, answer that it came with) of a list, at most so many."""
+    """(entry, answer that it came with) of a list, at most so many, below the heading."""
     left = most
     while left > 0:
         request.page_size = min(left, _PAGE)
         answer = await ask(method, request)
+        if left == most:
+            print(heading)
         for entry in getattr(answer, field):
             yield entry, answer
         left -= request.page_size
@@ -98,9 +100,9 @@ async def _pages(
 
 
 async def _sessions(args: argparse.Namespace, ask: Ask) -> None:
-    print(f"{'SESSION':<40}{'OWNER':<20}{'MADE':<18}{'HEARD OF':<18}{'MODELS':>6}  STATE  NAME")
+    heading = f"{'SESSION':<40}{'OWNER':<20}{'MADE':<18}{'HEARD OF':<18}{'MODELS':>6}  STATE  NAME"
     request = admin_pb2.ListClusterSessionsRequest(owner=args.owner)
-    async for one, _ in _pages(ask, "ListClusterSessions", request, "sessions", args.most):
+    async for one, _ in _pages(ask, heading, "ListClusterSessions", request, "sessions", args.most):
         made, heard = _date(one.created_at), _date(one.last_heard_of_at)
         print(
             f"{one.session_id:<40}{one.owner:<20}{made:<18}{heard:<18}{one.models:>6}  "
@@ -114,9 +116,9 @@ async def _end_session(args: argparse.Namespace, ask: Ask) -> None:
 
 
 async def _services(args: argparse.Namespace, ask: Ask) -> None:
-    print(f"{'ID':<24}{'KIND':<9}{'STATE':<10}{'MODELS':>6}{'QUEUED':>8}  {'ADDRESS':<24}BASE MODEL")
+    heading = f"{'ID':<24}{'KIND':<9}{'STATE':<10}{'MODELS':>6}{'QUEUED':>8}  {'ADDRESS':<24}BASE MODEL"
     request = admin_pb2.ListServicesRequest()
-    async for one, _ in _pages(ask, "ListServices", request, "services", args.most):
+    async for one, _ in _pages(ask, heading, "ListServices", request, "services", args.most):
         print(
             f"{one.id:<24}{_KINDS.get(one.kind, '?'):<9}{_state(one):<10}{one.models:>6}{one.queued:>8}  "
             f"{one.address:<24}{one.base_model}"
@@ -145,9 +147,9 @@ async def _retire(args: argparse.Namespace, ask: Ask) -> None:
 
 
 async def _unreadable(args: argparse.Namespace, ask: Ask) -> None:
-    print(f"{'MET':>8}  {'LAST':<18}NAME: REASON")
+    heading = f"{'MET':>8}  {'LAST':<18}NAME: REASON"
     request = admin_pb2.ListUnreadableRequest()
-    async for one, _ in _pages(ask, "ListUnreadable", request, "unreadable", args.most):
+    async for one, _ in _pages(ask, heading, "ListUnreadable", request, "unreadable", args.most):
         print(f"{one.count:>8}  {_date(one.last_met_at):<18}{one.name}: {one.reason}")
 
 
@@ -160,9 +162,11 @@ async def _drop(args: argparse.Namespace, ask: Ask) -> None:
 
 async def _owners(args: argparse.Namespace, ask: Ask) -> None:
     head = ("SESSIONS", "MODELS", "CHECKPOINTS", "CHECKPOINT MiB", "SNAPSHOT MiB", "WAITING", "STATE MiB")
-    print(f"{'OWNER':<20}" + "".join(f"{name:>15}" for name in head))
+    heading = f"{'OWNER':<20}" + "".join(f"{name:>15}" for name in head)
     limits: admin_pb2.OwnerLimits | None = None
-    async for one, answer in _pages(ask, "ListOwners", admin_pb2.ListOwnersRequest(), "owners", args.most):
+    async for one, answer in _pages(
+        ask, heading, "ListOwners", admin_pb2.ListOwnersRequest(), "owners", args.most
+    ):
         limits = answer.limits
         figures = (
             one.sessions,

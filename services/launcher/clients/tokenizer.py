@@ -59,6 +59,8 @@ def fetch(base_url: str, api_key: str, name: str) -> dict[str, str]:
             data = reply.read(_MOST_BYTES + 1)
     except urllib.error.HTTPError as error:
         raise InvalidRequest(f"{url}: {_detail(error)}") from error
+    except urllib.error.URLError as error:
+        raise Unavailable(f"{base_url} does not answer: {error.reason}; is TINKER_BASE_URL right?") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise Unavailable(f"{url} cannot be read: {error}") from error
     if len(data) > _MOST_BYTES:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from services.common.contract.errors import InvalidRequest
+from services.launcher import plan
 from services.launcher.doctor import facts, report, sizing
-from services.launcher.doctor.sizing import PUBLISHED, Shape
+from services.launcher.doctor.facts import Facts
+from services.launcher.doctor.sizing import PUBLISHED, Load, Shape
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([MB])", re.IGNORECASE)
 
@@ -23,6 +27,49 @@ def doctor(data_dir: Path, model: str | None) -> int:
     here = facts.gather(data_dir)
     print(report.show(here, shape_of(model) if model else None))
     return 1 if any(one.state == "bad" for one in report.findings(here)) else 0
+
+
+def doubts(options: plan.Options, here: Facts) -> list[str]:
+    """What is to be said of models that, by estimate, do not come up on this machine, each by itself.
+
+    Nothing is said of one whose shape is not known without a download, nor where an option decides what takes
+    how much or parts a model among devices: the estimate knows nothing of that.
+    """
+    parted = options.zero_stage == 3 or options.sampler_tp > 1 or options.samplers == 0
+    if parted or options.kv_cache_gib is not None or options.sampler_memory is not None:
+        return []
+    cuda = options.device == "cuda"
+    usual = report.usual(cuda)
+    load = replace(
+        usual,
+        item={"float32": 4, "bfloat16": 2}.get(options.dtype, usual.item),
+        micro_batch_tokens=options.micro_batch_tokens or usual.micro_batch_tokens,
+        max_rank=options.max_lora_rank,
+        max_loras=options.max_loras,
+        context=min(usual.context, options.max_context or usual.context),
+    )
+    found = [_doubt(model.source, here, cuda, load) for model in options.models]
+    return [doubt for doubt in found if doubt]
+
+
+def _doubt(source: str, here: Facts, cuda: bool, load: Load) -> str:
+    try:
+        ((name, shape),) = shape_of(source).items()
+    except InvalidRequest:
+        return ""
+    found = report.fit(shape, here, cuda, load)
+    if found.advice == "":
+        return ""
+    ask = f"tinsmith doctor {shlex.quote(name)} says what takes how much"
+    if found.advice:
+        return f"{source} may not come up as it is; by estimate it fits with {found.advice} ({ask})"
+    trainer, sampler = (sum(part.values()) / sizing.GIB for part in (found.trainer, found.sampler))
+    among = "for each" if not found.shared else "for both" if cuda else "for both, Redis and the system"
+    room = f"{found.room / sizing.GIB:.0f} GiB are here {among}"
+    return (
+        f"{source} may not come up: by estimate it takes {trainer:.0f} GiB to train and {sampler:.0f} to "
+        f"sample, and {room} ({ask})"
+    )
 
 
 def shape_of(model: str) -> dict[str, Shape]:

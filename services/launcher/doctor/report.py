@@ -119,13 +119,21 @@ class Fit:
     advice: str | None
 
 
-def fit(shape: Shape, facts: Facts, cuda: bool) -> Fit:
+def usual(cuda: bool) -> Load:
+    """What `tinsmith up` holds unless it is told otherwise."""
+    return Load(item=2, micro_batch_tokens=_CUDA_TOKENS) if cuda else Load(4, _CPU_TOKENS)
+
+
+def fit(shape: Shape, facts: Facts, cuda: bool, load: Load | None = None) -> Fit:
     """Whether LoRA training and sampling of a model fit here, and with which flags.
 
     On one GPU, and on the CPU, trainer and sampler share the memory; with more each has its own.
+
+    Args:
+        load: what is to be held; default: `usual`.
     """
-    item, tokens = (2, _CUDA_TOKENS) if cuda else (4, _CPU_TOKENS)
-    load = Load(item=item, micro_batch_tokens=tokens)
+    load = load or usual(cuda)
+    tokens = load.micro_batch_tokens
     shared = not cuda or len(facts.gpus) == 1
     room = facts.gpus[0].memory if cuda else facts.memory
     sampler = sizing.sampler_bytes(shape, load)

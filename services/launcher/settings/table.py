@@ -194,6 +194,27 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " that train all weights, whose optimizer state is always sharded (default: 0)",
         ),
         Setting(
+            "zero-replica-ranks",
+            _whole(1, 64),
+            1,
+            "with ZeRO stage 3, ranks in a row that hold all weights once more among themselves and gather "
+            "them from each other, DeepSpeed's hpZ: a divisor of --trainer-ranks (default: 1, none do)",
+        ),
+        Setting(
+            "zero-prefetch-elements",
+            _whole(0, 100_000_000_000, auto=True),
+            None,
+            "with ZeRO stage 3, elements of weights that a rank gathers before it needs them; 0 = none "
+            "(default: auto, DeepSpeed's 50 million)",
+        ),
+        Setting(
+            "zero-quantized-base",
+            _one_of("yes", "no"),
+            "no",
+            "yes: with ZeRO stage 3, ranks hold and gather the frozen base as int8: half of bfloat16's "
+            "bytes, other log-probabilities than the sampler's (default: no)",
+        ),
+        Setting(
             "micro-batch-tokens",
             _whole(1, 10_000_000, auto=True),
             None,
@@ -271,6 +292,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "auto",
             "in which samplers compute logits; float32 brings log-probabilities of a bfloat16 model nearer "
             "to the trainer's (default: auto, the model's)",
+        ),
+        Setting(
+            "speculative-ngram-tokens",
+            _whole(0, 128),
+            0,
+            "tokens that samplers draft for each sequence and step, from what followed its last five tokens "
+            "when they came before; tokens and log-probabilities stay what they are (default: 0, none)",
         ),
     ),
     "logs": (

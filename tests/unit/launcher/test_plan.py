@@ -85,6 +85,21 @@ def test_trainers_are_told_how_to_hold_models_that_train_all_weights(tmp_path: P
     assert [given[name] for name in names] == ["cpu", "3", "7"]
 
 
+def test_trainers_are_told_how_to_share_weights_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    shared = {"zero_replica_ranks": 2, "zero_prefetch_elements": 0, "zero_quantized_base": "yes"}
+    settings = options(tmp_path, zero_stage=3, trainer_ranks=4, **shared)
+    assert plan.mistakes(settings) == []
+    given = dict(itertools.pairwise(plan.processes(settings, [1, 2], launch)[1].argv))
+    names = ("--zero-replica-ranks", "--zero-prefetch-elements", "--zero-quantized-base")
+    assert [given[name] for name in names] == ["2", "0", "yes"]
+    assert "--zero-prefetch-elements" not in plan.processes(options(tmp_path), [1, 2], launch)[1].argv
+
+    flags = {sentence.split()[0] for sentence in plan.mistakes(options(tmp_path, trainer_ranks=4, **shared))}
+    assert flags == set(names)
+    (sentence,) = plan.mistakes(options(tmp_path, zero_stage=3, trainer_ranks=2, zero_replica_ranks=2))
+    assert sentence.startswith("--zero-replica-ranks 2: a trainer of 2 ranks")
+
+
 def test_cores_are_shared_out_between_what_computes(tmp_path: Path) -> None:
     planned = plan.processes(options(tmp_path, samplers=1, trainer_ranks=1), [1, 2], launch)
     threads = {process.name: process.env.get("OMP_NUM_THREADS") for process in planned}
@@ -137,7 +152,8 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
     _, trainer, sampler, *_ = plan.processes(options(tmp_path), [1, 2], launch)
     for flag in ("--max-context", "--micro-batch-tokens", "--kv-cache-gib", "--max-sequences"):
         assert flag not in (*trainer.argv, *sampler.argv)
-    assert dict(itertools.pairwise(sampler.argv))["--head-dtype"] == "auto"
+    said = dict(itertools.pairwise(sampler.argv))
+    assert (said["--head-dtype"], said["--speculative-ngram-tokens"]) == ("auto", "0")
     given = options(
         tmp_path,
         max_context=4096,
@@ -145,12 +161,13 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
         kv_cache_gib=2.0,
         max_sequences=9,
         head_dtype="float32",
+        speculative_ngram_tokens=4,
     )
     _, trainer, sampler, *_ = plan.processes(given, [1, 2], launch)
     said = dict(itertools.pairwise(trainer.argv)) | dict(itertools.pairwise(sampler.argv))
     assert (said["--max-context"], said["--micro-batch-tokens"]) == ("4096", "512")
     assert (said["--kv-cache-gib"], said["--max-sequences"]) == ("2.0", "9")
-    assert said["--head-dtype"] == "float32"
+    assert (said["--head-dtype"], said["--speculative-ngram-tokens"]) == ("float32", "4")
     assert (said["--max-lora-rank"], said["--max-loras"]) == ("128", "8")
 
 
@@ -158,6 +175,16 @@ def test_a_name_that_is_not_its_weights_own_is_told(tmp_path: Path) -> None:
     models = (plan.Model("org/one", "org/one"), plan.Model("org/two", "/models/two"))
     (told,) = plan.aliases(options(tmp_path, models=models))
     assert told.startswith("org/two is /models/two.") and "tinsmith tokenizer org/two" in told
+
+
+def test_models_of_the_hub_are_those_that_are_no_directory(tmp_path: Path) -> None:
+    models = (plan.Model("a/one", "org/one"), plan.parse_model(f"a/two={made(tmp_path)}"))
+    assert plan.from_hub(options(tmp_path, models=models)) == ["org/one"]
+
+
+def made(directory: Path) -> Path:
+    (directory / "config.json").write_text("{}")
+    return directory
 
 
 def test_only_gateways_listen_on_the_address_that_is_asked_for(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from services.launcher.supervisor import Supervisor, restart_delay
 SLEEPER = (sys.executable, "-c", "import time; print('started', flush=True); time.sleep(60)")
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -91,7 +91,7 @@ async def test_what_a_process_had_started_ends_with_it(tmp_path: Path) -> None:
     await until(lambda: supervisor.log_path("parent").read_text().strip().isdigit())
     grandchild = psutil.Process(int(supervisor.log_path("parent").read_text()))
     await supervisor.stop()
-    _, alive = psutil.wait_procs([grandchild], timeout=5)
+    _, alive = psutil.wait_procs([grandchild], timeout=60)
     assert alive == []
 
 

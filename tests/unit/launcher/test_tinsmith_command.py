@@ -33,6 +33,18 @@ def test_up_without_a_model_would_serve_the_one_that_comes_from_a_package(
     assert all(name in said for name in ("gateway-0", "trainer-0", "sampler-0"))
 
 
+def test_ctrl_c_while_something_is_prepared_ends_it_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(cache: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(default_model, "prepare", interrupted)
+    ports = ["--port", str(machine.free_port()), "--grpc-port", str(machine.free_port())]
+    assert cli.main(["up", "--data-dir", str(tmp_path), *ports]) == 130
+    assert capsys.readouterr().err.endswith("tinsmith: interrupted\n")
+
+
 def test_a_dry_run_tells_ports_that_are_in_use_beside_other_mistakes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -67,7 +79,9 @@ def test_a_dry_run_tells_an_address_of_another_machine(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--model", "nonsense"], "NAME=PATH_OR_HUB_ID"),
+        (["--model", "nonsense"], "is not NAME=PATH_OR_HUB_ID; for example my/model=./model-dir"),
+        (["--model", "org/model"], "is not NAME=PATH_OR_HUB_ID; did you mean org/model=org/model?"),
+        (["--model", "./model"], "is not NAME=PATH_OR_HUB_ID; for example my/model=./model-dir"),
         (["--model", "a/b=/no/such/place"], "no directory"),
         (["--model", "a/b=/"], "no config.json"),
         (["--model", "a/b=org/model", "--samplers", "-1"], "--samplers"),
@@ -285,6 +299,37 @@ def test_a_terminal_that_was_closed_does_not_keep_the_cluster_from_stopping(
     progress = Progress(tmp_path, verbose=False)
     progress.note("stopping")
     progress.note("stopped")
+
+
+def test_what_is_downloaded_is_told_and_how_much_of_it_is_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    progress = Progress(tmp_path / "logs", False, ["org/model"])
+    progress.downloads()
+    said = capsys.readouterr().out
+    assert "org/model is not here yet: it is downloaded from the Hugging Face hub first" in said
+    blobs = tmp_path / "models--org--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "abc").write_bytes(bytes(range(256)) * 600_000)
+    (blobs / "def.incomplete").write_bytes(bytes(range(256)) * 600_000)
+    progress.downloads()
+    assert capsys.readouterr().out == ""
+    progress.waiting(["trainer-0"])
+    assert "loading trainer-0; 0.3 GB of org/model are here" in capsys.readouterr().out
+
+
+def test_a_cluster_that_does_not_answer_an_operator_is_told_of_and_nothing_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-k")
+    for verb in ("sessions", "services", "unreadable", "owners"):
+        assert cli.main(["admin", verb, "--address", "127.0.0.1:9"]) == 1
+        said = capsys.readouterr()
+        assert said.out == "", verb
+        assert "127.0.0.1:9 does not answer" in said.err
 
 
 def test_a_missing_package_is_named_with_what_installs_it(

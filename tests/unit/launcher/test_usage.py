@@ -37,8 +37,7 @@ async def test_status_tells_the_limits_of_gateways_and_what_each_owner_has(
     shown = status.show(report)
     assert "limits of gateway-0, gateway-1: --max-models 7" in shown
     assert (
-        "ann  2 sessions, 1 models, 1 checkpoints (0.50 GiB), 5 operations that wait, "
-        "1.00 GiB of requests and results"
+        "ann  2 sessions, 1 models, 1 checkpoints (0.50 GiB), 5 operations that wait, 1.00 GiB in Redis"
     ) in shown
     assert shown.count("its event loop stood still 3 times, for 80 ms at most") == 2
 
