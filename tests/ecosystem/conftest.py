@@ -33,7 +33,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
     data.write_all(directory)
     # Recipes ask for stable_reinforce unless they are told otherwise.
     running = start_cluster(
-        tmp_path_factory.mktemp("cookbook"), model, "--stable-reinforce-as", "ppo", name=POLICY, timeout=420
+        tmp_path_factory.mktemp("cookbook"), model, "--stable-reinforce-as", "ppo", name=POLICY, timeout=600
     )
     yield Kitchen(directory, running)
     left = stop_cluster(running)
@@ -49,7 +49,7 @@ class Table:
 
     def add(self, recipe: str, run: Run, steps: int, moved: str) -> None:
         command = re.sub(r"tinker://\S+", "CHECKPOINT", run.command.replace(POLICY, "POLICY"))
-        self.rows.append(Row(recipe, command, steps, moved, run.seconds))
+        self.rows.append(Row(recipe, command, steps, moved, run.seconds, _machine()))
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,6 @@ def table() -> Iterator[Table]:
             ROOT / target,
             collected.rows,
             cookbook=importlib.metadata.version("tinker-cookbook"),
-            machine=_machine(),
             policy=POLICY,
             teacher=TEACHER,
         )

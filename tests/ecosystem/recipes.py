@@ -25,7 +25,10 @@ POLICY = "Qwen/Qwen3.5-9B"
 TEACHER = "Qwen/Qwen3.6-35B-A3B"
 """The name that prompt_distillation.create_data asks for."""
 RENDERER = "renderer_name=qwen3_5_disable_thinking"
-SECONDS = 240
+SECONDS = 480
+SAME_POLICY = 5e-9
+"""What `optim/kl_sample_train_v2` (half the mean squared difference between a sampled token's log-probability
+at the sampler and at the trainer, nats squared) stays below when both have the same weights: 1e-4 nats."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,20 @@ class Kitchen:
             "HF_HOME": str(self.directory / "hub"),
             "OMP_NUM_THREADS": "1",
         }
+
+
+def trained(run: Run, *, on_policy: bool = True) -> str:
+    """What the table says of a run in which rewards differed within groups, and the model was moved by it."""
+    rewards, mixed = run.series("env/all/reward/total"), run.series("env/all/by_group/frac_mixed")
+    norms = run.series("grad_norm")
+    assert max(mixed) > 0, rewards
+    assert max(norms) > 0
+    said = f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}; gradients' norms up to {max(norms):.2g}"
+    if not on_policy:
+        return said
+    apart = max(run.series("optim/kl_sample_train_v2"))
+    assert apart < SAME_POLICY
+    return f"{said}; sampler and trainer apart by {apart:.0e}"
 
 
 def lay_out_tokenizer(target: Path, model: Path) -> None:

@@ -17,15 +17,15 @@ _HEAD = """\
 
 Written by `make test-ecosystem`. Each row is a recipe of `tinker-cookbook` {cookbook} as it is in its wheel,
 started with `python -m tinker_cookbook.recipes.` and the command below, against one cluster of `tinsmith up`,
-without a hub, on {machine}. POLICY is a Qwen3 of two layers that has learned to
-guess, served as `{policy}`; create_data, whose prompts are long, has a second cluster with another such
-model, served as `{teacher}` too, the name that it asks for. Data sets are small files under the hub's
+without a hub. POLICY is a Qwen3 of two layers that has learned to guess, served as `{policy}`;
+create_data and twenty_questions, whose prompts are long, have a second cluster with another such model,
+served as `{teacher}` too, the name that create_data asks for. Data sets are small files under the hub's
 names in the working directory. The clusters have `--stable-reinforce-as ppo`,
 for the recipes that use stable_reinforce unless `loss_fn` says otherwise. The tests in `tests/ecosystem`
 assert what each row says.
 
-| Recipe | Command | Steps | What moved | Seconds |
-|---|---|---:|---|---:|
+| Recipe | Command | Steps | What moved | Seconds | On |
+|---|---|---:|---|---:|---|
 """
 
 _TAIL = """
@@ -40,9 +40,6 @@ problems have as their answer, which nothing but the reward tells.
 
 | Recipe | Why |
 |---|---|
-| rl_basic | rl_loop by another way; smaller batches need its `dataset_builder` named anew |
-| multiplayer_rl.guess_number | its test has not run since the table is kept |
-| multiplayer_rl.twenty_questions | it plays its turns, but so small a model never wins |
 | math_rl on other problems, preference.rlhf, true_thinking_score | calls of rows above, other data |
 | distillation.on_policy_multi_teacher | as on_policy_distillation, with two teachers |
 | code_rl, harbor_rl, search_tool | need sandboxes or other services |
@@ -56,6 +53,7 @@ problems have as their answer, which nothing but the reward tells.
 class Row:
     """Attributes:
     moved: what the test asserts, with the numbers of this run.
+    machine: where it ran; the other rows may be from elsewhere.
     """
 
     recipe: str
@@ -63,9 +61,11 @@ class Row:
     steps: int
     moved: str
     seconds: float
+    machine: str
 
     def line(self) -> str:
-        cells = (self.recipe, f"`{self.command}`", str(self.steps), self.moved, f"{self.seconds:.0f}")
+        numbers = (str(self.steps), self.moved, f"{self.seconds:.0f}")
+        cells = (self.recipe, f"`{self.command}`", *numbers, self.machine)
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -95,8 +95,8 @@ def merged(text: str, rows: Mapping[str, str], head: str) -> str:
     return head + "\n".join([*(lines[recipe] for recipe in sorted(lines)), *tail, ""])
 
 
-def write(path: Path, rows: list[Row], *, cookbook: str, machine: str, policy: str, teacher: str) -> None:
+def write(path: Path, rows: list[Row], *, cookbook: str, policy: str, teacher: str) -> None:
     """Brings the document at `path` up to date."""
-    head = _HEAD.format(cookbook=cookbook, machine=machine, policy=policy, teacher=teacher)
+    head = _HEAD.format(cookbook=cookbook, policy=policy, teacher=teacher)
     text = path.read_text() if path.exists() else ""
     path.write_text(merged(text, {row.recipe: row.line() for row in rows}, head))

@@ -1,15 +1,18 @@
-"""Prints log-probabilities of a prompt's tokens after the first, by stock vLLM with an adapter.
+"""Writes log-probabilities of a prompt's tokens after the first, by stock vLLM with an adapter, as JSON.
 
-python -m tests.ecosystem.stock_vllm MODEL_DIR ADAPTER_DIR '[token ids]'
+python -m tests.ecosystem.stock_vllm MODEL_DIR ADAPTER_DIR '[token ids]' FILE
+
+To a file, because vLLM's engine logs to standard output until its end.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 
-def main(model: str, adapter: str, prompt: list[int]) -> None:
+def main(model: str, adapter: str, prompt: list[int], to: Path) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -30,8 +33,8 @@ def main(model: str, adapter: str, prompt: list[int]) -> None:
         use_tqdm=False,
     )
     scores = zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
-    print(json.dumps([found[token].logprob for token, found in scores]))
+    to.write_text(json.dumps([found[token].logprob for token, found in scores]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]))

@@ -50,12 +50,12 @@ def test_stock_vllm_computes_with_a_downloaded_adapter_what_samplers_do(
     path = training.save_state("given").result().path
     monkeypatch.setenv("TINKER_API_KEY", cluster.api_key)
     weights.download(tinker_path=path, output_dir=str(tmp_path / "adapter"), base_url=cluster.base_url)
-    found = by_vllm(cluster.model_dir, tmp_path / "adapter", tokens)
+    found = by_vllm(cluster.model_dir, tmp_path / "adapter", tokens, tmp_path / "found.json")
     assert found == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-def by_vllm(model: Path, adapter: Path, prompt: list[int]) -> list[float]:
-    """What tests.ecosystem.stock_vllm prints, in a process of its own."""
+def by_vllm(model: Path, adapter: Path, prompt: list[int], to: Path) -> list[float]:
+    """What tests.ecosystem.stock_vllm finds, in a process of its own."""
     environment = {
         **os.environ,
         "TORCH_COMPILE_DISABLE": "1",
@@ -64,9 +64,9 @@ def by_vllm(model: Path, adapter: Path, prompt: list[int]) -> list[float]:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "tests.ecosystem.stock_vllm"]
-    command += [str(model), str(adapter), json.dumps(prompt)]
+    command += [str(model), str(adapter), json.dumps(prompt), str(to)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    return list(json.loads(to.read_text()))

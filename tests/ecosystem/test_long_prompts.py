@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.conftest import start_cluster, stop_cluster
 from tests.ecosystem.conftest import Table
 from tests.ecosystem.guesser import LONG_LESSONS, SENTENCES, make_guesser
-from tests.ecosystem.recipes import POLICY, TEACHER, Kitchen, lay_out_tokenizer
+from tests.ecosystem.recipes import POLICY, RENDERER, TEACHER, Kitchen, lay_out_tokenizer, trained
 
 # The first waits for the model's schooling and for the cluster.
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
@@ -47,3 +47,22 @@ def test_a_prompt_is_distilled_from_what_a_teacher_answers(study: Kitchen, table
     table.add(
         "prompt_distillation.create_data", run, 1, f"{len(talks)} of {len(SENTENCES)} sentences got an answer"
     )
+
+
+def test_twenty_questions_are_asked_and_some_games_are_won(study: Kitchen, table: Table) -> None:
+    # Who answers is the base model of this name, whoever asks.
+    run = study.cook(
+        "multiplayer_rl.twenty_questions.train",
+        f"model_name={POLICY}",
+        RENDERER,
+        "batch_size=2",
+        "group_size=8",
+        "learning_rate=2e-3",
+        "max_steps=2",
+        "eval_every=0",
+        seconds=600,
+    )
+    turns = run.series("env/all/turns_per_episode")
+    assert 1 < max(turns) <= 20, turns
+    moved = f"{trained(run)}; {turns[0]:.1f} to {turns[-1]:.1f} turns a game"
+    table.add("multiplayer_rl.twenty_questions", run, 2, moved)

@@ -13,28 +13,10 @@ import pytest
 
 from tests.ecosystem import data
 from tests.ecosystem.conftest import Table
-from tests.ecosystem.recipes import POLICY, RENDERER, Kitchen, Run, lay_out_tokenizer
+from tests.ecosystem.recipes import POLICY, RENDERER, Kitchen, lay_out_tokenizer, trained
 
 # The first test of a session waits for the cluster.
-pytestmark = pytest.mark.timeout(1200)
-
-SAME_POLICY = 5e-9
-"""What `optim/kl_sample_train_v2` (half the mean squared difference between a sampled token's log-probability
-at the sampler and at the trainer, nats squared) stays below when both have the same weights: 1e-4 nats."""
-
-
-def trained(run: Run, *, on_policy: bool = True) -> str:
-    """What the table says of a run in which rewards differed within groups, and the model was moved by it."""
-    rewards, mixed = run.series("env/all/reward/total"), run.series("env/all/by_group/frac_mixed")
-    norms = run.series("grad_norm")
-    assert max(mixed) > 0, rewards
-    assert max(norms) > 0
-    said = f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}; gradients' norms up to {max(norms):.2g}"
-    if not on_policy:
-        return said
-    apart = max(run.series("optim/kl_sample_train_v2"))
-    assert apart < SAME_POLICY
-    return f"{said}; sampler and trainer apart by {apart:.0e}"
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_rl_loop_earns_more(kitchen: Kitchen, table: Table) -> None:
@@ -74,6 +56,27 @@ def test_rl_loop_goes_on_earning_more(kitchen: Kitchen, table: Table, tmp_path: 
     assert len(table.long_run) == 60
     assert last > first + 0.3, table.long_run
     table.add("rl_loop, long", run, 60, f"reward/total of ten steps {first:.2f} to {last:.2f}")
+
+
+@pytest.mark.long
+def test_rl_basic_earns_more(kitchen: Kitchen, table: Table) -> None:
+    # Its batches are of 128 groups; the builder of its data is named anew for smaller ones.
+    run = kitchen.cook(
+        "rl_basic",
+        f"model_name={POLICY}",
+        "dataset_builder=Gsm8kDatasetBuilder",
+        f"dataset_builder.model_name_for_tokenizer={POLICY}",
+        "dataset_builder.renderer_name=qwen3_5",
+        "dataset_builder.batch_size=4",
+        "dataset_builder.group_size=16",
+        "learning_rate=5e-3",
+        "max_tokens=24",
+        "max_steps=4",
+    )
+    moved = trained(run)
+    rewards = run.series("env/all/reward/total")
+    assert max(rewards[1:]) > rewards[0], rewards
+    table.add("rl_basic", run, 4, moved)
 
 
 MATH = (
@@ -159,7 +162,8 @@ def test_a_teacher_is_imitated(kitchen: Kitchen, table: Table) -> None:
         "dataset=answers.jsonl",
         "batch_size=16",
         "learning_rate=5e-3",
-        "max_steps=3",
+        # One batch an epoch. A teacher of fewer is so near that what 32 answers say of it is chance.
+        "num_epochs=4",
         "eval_every=0",
     )
     teacher = taught.checkpoints()[-1]["sampler_path"]

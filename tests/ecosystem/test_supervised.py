@@ -10,7 +10,7 @@ from tests.ecosystem.conftest import Table
 from tests.ecosystem.recipes import POLICY, RENDERER, Kitchen, Run
 
 # The first test of a session waits for the cluster.
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def falls(run: Run, name: str = "train_mean_nll") -> str:
