@@ -1,11 +1,12 @@
 """The Go example, compiled with what protoc makes of proto/ and the packages of Debian (golang-go,
 golang-google-grpc-dev, golang-google-protobuf-dev, protobuf-compiler, libprotobuf-dev): no module proxy is
-asked. The package is generated as docs/grpc.md says."""
+asked. Package and source are made as docs/grpc.md says."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -42,12 +43,15 @@ def can_be_built() -> bool:
     return all(shutil.which(program) for program in ("go", "protoc")) and all(packages)
 
 
-def generating() -> str:
-    """The commands of docs/grpc.md that make the package, without those that ask a module proxy."""
+def printed() -> str:
+    """The commands of docs/grpc.md that make the package and the program's source, for this tree, without
+    those that ask a module proxy."""
     (block,) = re.findall(
         r"^```bash\n(.*?)^```$", (ROOT / "docs" / "grpc.md").read_text(), re.MULTILINE | re.DOTALL
     )
-    return "".join(line for line in block.splitlines(keepends=True) if not line.startswith("go "))
+    here, found = re.subn(r"^clone=.*$", f"clone={shlex.quote(str(ROOT))}", block, flags=re.MULTILINE)
+    assert found == 1
+    return "".join(line for line in here.splitlines(keepends=True) if not line.startswith("go "))
 
 
 def go_example(directory: Path) -> Path:
@@ -70,11 +74,7 @@ def go_example(directory: Path) -> Path:
 
     for package in _GENERATORS:
         execute("go", "build", "-o", str(tools / package.rpartition("/")[2]), package)
-    (source / "proto").symlink_to(ROOT / "proto")
-    execute("bash", "-euc", generating())
-    program = (ROOT / "examples" / "go" / "main.go").read_text()
-    assert program.count(PACKAGE) == 1
-    (source / "main.go").write_text(program.replace(PACKAGE, "example.com/mine/tinsmithv1"))
+    execute("bash", "-euc", printed())
     (source / "codec.go").write_text(_CODEC)
     execute("go", "build", "-o", str(directory / "train"), "example.com/mine")
     return directory / "train"

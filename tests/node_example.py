@@ -15,5 +15,5 @@ def node_example(directory: Path) -> Path:
     shutil.copytree(ROOT / "examples" / "node", example, ignore=shutil.ignore_patterns("node_modules"))
     (directory / "proto").symlink_to(ROOT / "proto")
     command = ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--loglevel=error"]
-    subprocess.run(command, cwd=example, check=True, timeout=180)
+    subprocess.run(command, cwd=example, check=True, timeout=400)
     return example / "train.mjs"

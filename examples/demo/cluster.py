@@ -52,6 +52,11 @@ class Cluster:
         self._process = process
         self.endpoint = endpoint
 
+    @property
+    def pid(self) -> int:
+        """Of `tinsmith up`, whose children its services are."""
+        return self._process.pid
+
     def __enter__(self) -> Cluster:
         return self
 
@@ -72,7 +77,7 @@ def start(name: str, model: str, data_dir: Path, tell: Callable[[str], None], *o
     Raises:
         ClusterFailed: it ended, or was not ready within START_SECONDS.
     """
-    data_dir.mkdir(parents=True, exist_ok=True)
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = data_dir / "up.log"
     # It will hold the API key.
     log.touch(mode=0o600)

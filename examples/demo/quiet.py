@@ -17,7 +17,9 @@ def quiet(log: Path) -> Iterator[None]:
 
     What ends it as an error is shown on the terminal, as it would be without.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
+    # Clusters keep keys in there, and warn of a directory that others come to: also a later one in `data`.
+    for directory in reversed((log.parent, *log.parent.parents)):
+        directory.mkdir(mode=0o700, exist_ok=True)
     terminal = os.dup(sys.stderr.fileno())
     logging.captureWarnings(True)
     with log.open("w") as file:

@@ -26,6 +26,10 @@ TITLES = {
     "rl": f"Reinforcement learning: {rl.PROBLEMS} sums x {rl.GROUP} samples a step, importance_sampling",
 }
 
+NEXT = (
+    "Next: `.venv/bin/tinsmith up` serves a model to loops of your own; README.md has one of fifteen lines."
+)
+
 
 class Parts:
     """Announces parts and says how much time is left."""
@@ -74,6 +78,8 @@ def tell(model: str | None, data_dir: Path, cache: Path) -> int:
     for problem in problems:
         display.line(f"FAILED: {problem}")
     display.line(f"\n{'Done' if not problems else 'Failed'} after {time.monotonic() - started:.0f} s.")
+    if not problems:
+        display.line(NEXT)
     return 1 if problems else 0
 
 

@@ -1,7 +1,7 @@
 // Fine-tunes a model to say one sequence by heart, from Go, over gRPC: only proto/ and a key.
 //
-// TINSMITH_STATE names a file in which a run leaves its session and model. Started again with it, a run that was
-// killed goes on after its last request.
+// TINSMITH_STATE names a file in which a run leaves its session and model until it is done. Started again with
+// it, a run that was killed goes on after its last request.
 package main
 
 import (
@@ -283,6 +283,9 @@ func main() {
 	check(err)
 	s.say(snapshot.SamplingSessionId, sequence)
 
+	if file := os.Getenv("TINSMITH_STATE"); file != "" {
+		check(os.Remove(file))
+	}
 	check(s.again(func(ctx context.Context) error {
 		_, err := s.FinishSession(ctx, &pb.FinishSessionRequest{
 			SessionId: kept.Session, Reason: pb.FinishReason_FINISH_REASON_SUCCESS})

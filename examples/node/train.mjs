@@ -2,10 +2,10 @@
 //
 //   npm install && TINSMITH_GRPC=127.0.0.1:8001 TINKER_API_KEY=tml-... npm start
 //
-// TINSMITH_STATE names a file in which a run leaves its session and model. Started again with it, a run that was
-// killed goes on after its last request.
+// TINSMITH_STATE names a file in which a run leaves its session and model until it is done. Started again with
+// it, a run that was killed goes on after its last request.
 import {randomUUID} from "node:crypto";
-import {existsSync, readFileSync, writeFileSync} from "node:fs";
+import {existsSync, readFileSync, rmSync, writeFileSync} from "node:fs";
 import {fileURLToPath} from "node:url";
 import grpc from "@grpc/grpc-js";
 import loader from "@grpc/proto-loader";
@@ -152,5 +152,6 @@ const right = said.filter((token, i) => token === sequence[4 + i]).length;
 console.log(`said ${right} of ${sequence.length - 4} tokens by heart`);
 
 clearInterval(heartbeat);
+if (kept) rmSync(kept);
 await call("FinishSession", {session_id, reason: "FINISH_REASON_SUCCESS"});
 client.close();

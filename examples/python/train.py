@@ -2,8 +2,8 @@
 
     TINSMITH_GRPC=127.0.0.1:8001 TINKER_API_KEY=tml-... python examples/python/train.py
 
-TINSMITH_STATE names a file in which a run leaves its session and model. Started again with it, a run that was
-killed goes on after its last request.
+TINSMITH_STATE names a file in which a run leaves its session and model until it is done. Started again with
+it, a run that was killed goes on after its last request.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def main() -> None:
                 print(f"said {list(part.tokens)}", flush=True)
         right = sum(token == wanted for token, wanted in zip(said, SEQUENCE[4:], strict=False))
         print(f"said {right} of {len(SEQUENCE) - 4} tokens by heart")
+        if state is not None:
+            state.unlink()
         session.finish()
 
 

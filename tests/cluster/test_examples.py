@@ -29,7 +29,7 @@ def told(cluster: Cluster) -> dict[str, str]:
     }
 
 
-def run(cluster: Cluster, *command: str, seconds: float = 120, **variables: str) -> str:
+def run(cluster: Cluster, *command: str, seconds: float = 300, **variables: str) -> str:
     """The output of a command that was told where the cluster is."""
     environment = {**told(cluster), **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
@@ -48,7 +48,8 @@ def test_what_up_says_to_paste_trains_and_speaks(cluster: Cluster) -> None:
     seen = losses(output)
     assert len(seen) == 8
     assert seen[-1] < seen[0]
-    assert output.splitlines()[-1].startswith("A tin")
+    # What is sampled may have any character in it, also one that ends a line.
+    assert re.search(r"^step 7 loss .*\nA tin", output, re.MULTILINE), output
 
 
 def test_the_quickstart_teaches_a_sentence(cluster: Cluster) -> None:
@@ -58,7 +59,7 @@ def test_the_quickstart_teaches_a_sentence(cluster: Cluster) -> None:
     assert seen[-1] < seen[0]
 
 
-def killed_and_started_again(cluster: Cluster, kept: Path, *command: str, seconds: float = 240) -> str:
+def killed_and_started_again(cluster: Cluster, kept: Path, *command: str, seconds: float = 400) -> str:
     """The output of a program that is killed after its first step, and of the run that goes on from there."""
     environment = {**told(cluster), "TINSMITH_STATE": str(kept)}
     first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -71,7 +72,9 @@ def killed_and_started_again(cluster: Cluster, kept: Path, *command: str, second
     first.kill()
     first.wait(timeout=30)
     assert re.search(r"^step \d+ loss", begun, re.MULTILINE), begun
-    return begun + run(cluster, *command, seconds=seconds, TINSMITH_STATE=str(kept))
+    rest = run(cluster, *command, seconds=seconds, TINSMITH_STATE=str(kept))
+    assert not kept.exists(), "a run that is done would be gone on with"
+    return begun + rest
 
 
 def check_journey(output: str) -> None:

@@ -41,7 +41,7 @@ def test_the_node_example_says_what_it_waits_for(
             assert running.poll() is None
         finally:
             running.kill()
-            running.communicate(timeout=10)
+            running.communicate(timeout=60)
     finally:
         gateway.process.kill()
-        gateway.process.communicate(timeout=10)
+        gateway.process.communicate(timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from examples.demo import cluster
 from examples.demo import story as demo
 from services.launcher import default_model
+from tests.unit.docs.test_commands import wrong
 
 FALLING = [6.0, 2.0, 0.5, 0.4]
 SAME = [(0.5, 0.5), (0.25, 0.25)]
@@ -19,6 +21,13 @@ RISING = [0.4, 0.6, 0.8, 0.9]
 
 def test_a_fallen_loss_an_exact_resume_and_a_risen_reward_are_success() -> None:
     assert demo.judge(FALLING, SAME, RISING) == []
+
+
+def test_what_it_says_to_do_next_is_there() -> None:
+    (command,) = re.findall(r"`\.venv/bin/tinsmith ([^`]+)`", demo.NEXT)
+    assert wrong(command, whole=True) == ""
+    readme = Path(demo.__file__).parents[2] / "README.md"
+    assert "\n## Fifteen lines\n" in readme.read_text()
 
 
 def test_a_loss_that_did_not_fall_is_a_failure() -> None:

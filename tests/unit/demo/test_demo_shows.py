@@ -29,7 +29,7 @@ print("afterwards", file=sys.stderr)
 
 def spoken(tmp_path: Path, *arguments: str) -> tuple[int, str, str, str]:
     """Exit status, stdout, stderr and log."""
-    log = tmp_path / "deep" / "demo.log"
+    log = tmp_path / "data" / "demo" / "demo.log"
     command = [sys.executable, "-c", SPEAKS, str(log), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     return done.returncode, done.stdout, done.stderr, log.read_text()
@@ -40,6 +40,14 @@ def test_what_libraries_say_goes_to_the_log(tmp_path: Path) -> None:
     assert (status, shown, errors) == (0, "the demo's own line\n", "afterwards\n")
     for said in ("a library's warning", "a library's line", "compiled code", "a child"):
         assert said in log
+
+
+def test_what_it_makes_directories_for_is_its_users_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    spoken(tmp_path)
+    for made in ("data", "data/demo"):
+        assert (tmp_path / made).stat().st_mode & 0o077 == 0, made
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 
 def test_an_error_is_shown_on_the_terminal(tmp_path: Path) -> None:
