@@ -52,7 +52,7 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert folders == set(FOLDERS)
 
 
-def test_the_whole_suite_has_every_folder_of_tests_but_those_of_hours_or_of_kubernetes() -> None:
+def test_the_whole_suite_has_every_folder_of_tests_but_those_of_hours_kubernetes_or_a_gpu() -> None:
     script = (ROOT / "scripts" / "test.sh").read_text()
     parts = re.search(r"^parts=\((.*)\)$", script, re.MULTILINE)
     assert parts is not None
@@ -61,4 +61,4 @@ def test_the_whole_suite_has_every_folder_of_tests_but_those_of_hours_or_of_kube
         for folder in (ROOT / "tests").iterdir()
         if folder.is_dir() and any(folder.rglob("test_*.py"))
     }
-    assert set(parts[1].split()) == folders - {"soak", "sdks", "k8s"}
+    assert set(parts[1].split()) == folders - {"soak", "monitoring", "sdks", "k8s", "gpu"}

@@ -26,6 +26,7 @@ OF_OTHERS = {
     "protocol",
     "http2-prior-knowledge",
     "reflect-header",
+    "rm",
 }
 """Flags of docker, kubectl, buf and protoc."""
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")

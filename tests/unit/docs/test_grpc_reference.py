@@ -34,15 +34,15 @@ def test_a_page_that_is_out_of_date_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert grpc_docs.PAGE.read_text(encoding="utf-8") != grpc_docs.page()
 
 
-def test_the_commands_for_go_make_one_package_of_all_files() -> None:
-    commands = go_example.generating()
+def test_the_commands_for_go_make_one_package_of_all_files(tmp_path: Path) -> None:
+    commands = go_example.printed()
     assert "protoc -Iproto" in commands
     # They take the place of what the files say themselves, which has to be one package, too.
     names = {path: re.findall(r'^option go_package = "(.*)";$', path.read_text(), re.M) for path in PUBLIC}
     assert set(map(tuple, names.values())) == {(f"{go_example.PACKAGE};tinsmithv1",)}
     printed = subprocess.run(
         ["bash", "-euc", commands.replace("protoc ", "printf '%s\\n' ")],
-        cwd=ROOT,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
@@ -55,3 +55,6 @@ def test_the_commands_for_go_make_one_package_of_all_files() -> None:
         **{f"M{file}": "example.com/mine/tinsmithv1" for file in files},
     }
     assert files <= set(printed)
+    program = (tmp_path / "main.go").read_text()
+    assert '\tpb "example.com/mine/tinsmithv1"\n' in program
+    assert go_example.PACKAGE not in program
