@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 
-.PHONY: help setup proto proto-docs chart-docs demo up test test-unit test-long test-component test-cluster models compatibility test-sdks test-ecosystem test-robustness test-security test-abuse test-soak test-helm test-k8s lint format bench baseline clean
+.PHONY: help setup proto proto-docs chart-docs demo up test test-unit test-long test-component test-cluster models compatibility test-sdks test-ecosystem test-robustness test-security test-abuse test-soak test-monitoring test-helm test-k8s test-gpu lint format bench baseline clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ demo: setup ## fine-tune a real small model with the tinker SDK and show the res
 up: setup ## start a cluster: make up MODEL=NAME=PATH_OR_HUB_ID
 	@.venv/bin/tinsmith up $(if $(MODEL),--model $(MODEL))
 
-test: setup ## the suite, which is all but long tests, the soak, Kubernetes and the matrix of SDK versions
+test: setup ## the suite, which is all but long tests, the soak, Prometheus, Kubernetes, GPUs and the matrix of SDK versions
 	@./scripts/test.sh
 
 test-unit: setup ## pure logic and small parts; seconds
@@ -67,11 +67,22 @@ test-ecosystem: setup ## the cookbook's recipes and their table (docs/cookbook.m
 test-soak: setup ## sessions that come and go, and what is left of them (MINUTES=n, default 60)
 	@MINUTES=$(or $(MINUTES),60) $(PY) -m pytest tests/soak -s
 
+test-monitoring: setup ## dashboards and alerts on a real Prometheus (MINUTES=n, default 8; PICTURES=docs: draw the dashboards there)
+	@MINUTES=$(or $(MINUTES),8) $(PY) -m pytest tests/monitoring -s
+
 test-helm: setup ## the Helm chart and Dockerfiles
 	@./scripts/test.sh helm
 
 test-k8s: setup ## a release on the Kubernetes of the current context, from images to uninstall (tests/k8s/cluster.py: its settings)
 	@$(PY) -m pytest tests/k8s -s
+
+# A machine with a GPU may have no network, which `setup` needs: without .venv its own Python is taken.
+GPU_PY := $(if $(wildcard $(PY)),$(PY),python3)
+NO_GPU := make test-gpu needs a CUDA device that torch finds, and there is none here
+
+test-gpu: ## the trainer's compute on one CUDA GPU; installs nothing
+	@$(GPU_PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("$(NO_GPU)")'
+	@$(GPU_PY) -m pytest tests/gpu --confcutdir=tests/gpu
 
 lint: setup ## ruff, mypy, what may import what, buf lint and buf breaking
 	@.venv/bin/ruff format --check .

@@ -48,11 +48,11 @@ def redis_server(executable: str, directory: Path, options: Sequence[str] = ()) 
         yield url
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     with redis.Redis.from_url(url) as client:
         while True:
             try:

@@ -43,7 +43,7 @@ class Attempt:
 
     kind: str
     send: Callable[[], Awaitable[Outcome]]
-    seconds: float = 20.0
+    seconds: float = 90.0
 
 
 @dataclass

@@ -16,7 +16,7 @@ import time
 from urllib.parse import urlsplit
 
 _PAUSE_S = 0.05
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120.0
 
 
 def main(base_url: str, key: str, session_id: str) -> None:

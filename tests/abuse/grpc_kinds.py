@@ -17,7 +17,7 @@ from tinsmith.v1 import service_pb2
 MIB = 1024 * 1024
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["TinsmithService"]
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
-_DEADLINE_S = 70.0
+_DEADLINE_S = 75.0
 """GetResult waits for up to 60 s."""
 
 
@@ -103,7 +103,7 @@ class Rpc:
         streams: bool = False,
     ) -> Attempt:
         sent = (("x-api-key", self._target.key),) if metadata is None else metadata
-        return Attempt(f"gRPC {kind}", partial(self._call, path, raw, sent, streams), _DEADLINE_S + 10)
+        return Attempt(f"gRPC {kind}", partial(self._call, path, raw, sent, streams), _DEADLINE_S + 60)
 
     async def _call(
         self, path: str, raw: bytes, metadata: tuple[tuple[str, str | bytes], ...], streams: bool

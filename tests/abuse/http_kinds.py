@@ -15,7 +15,7 @@ from tests.abuse.target import Target
 from tests.cluster.conftest import BASE_MODEL
 
 MIB = 1024 * 1024
-_POLL_S = 70.0
+_POLL_S = 150.0
 """A poll for a result that is not there yet is held for 40 s."""
 
 
@@ -82,7 +82,7 @@ class Http:
         yield from self._batches(each)
         yield from self._strangers(each)
 
-    def _attempt(self, kind: str, method: str, path: str, seconds: float = 20.0, **how: Any) -> Attempt:
+    def _attempt(self, kind: str, method: str, path: str, seconds: float = 90.0, **how: Any) -> Attempt:
         return Attempt(f"HTTP {kind}", partial(self._send, method, path, **how), seconds)
 
     async def _send(self, method: str, path: str, **how: Any) -> Outcome:

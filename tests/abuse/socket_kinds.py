@@ -13,7 +13,7 @@ from tests.abuse.attack import Attempt, End, Outcome
 from tests.abuse.target import Target
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_SECONDS = 240.0
+_SECONDS = 360.0
 """A connection without calls is kept for two minutes, and then asked in order to end."""
 
 Parts = Callable[[], AsyncIterator[bytes]]

@@ -77,13 +77,13 @@ class Cluster:
         newest = max(int(path.name) for path in root.iterdir() if path.name.isdigit())
         return root / str(version if version is not None else newest)
 
-    def kill_and_wait(self, name: str, timeout: float = 180) -> None:
+    def kill_and_wait(self, name: str, timeout: float = 300) -> None:
         """SIGKILLs a process and waits until the supervisor has it running and ready again."""
         before = self.pid(name)
         os.kill(before, signal.SIGKILL)
         self.wait_until_back(name, before, timeout)
 
-    def wait_until_back(self, name: str, before: int, timeout: float = 120) -> None:
+    def wait_until_back(self, name: str, before: int, timeout: float = 300) -> None:
         """Waits until a process that had the pid `before` serves again."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -106,7 +106,7 @@ class Cluster:
         """What `tinsmith status` reports."""
         command = [sys.executable, "-m", "services.launcher.cli", "status", "--json"]
         command += ["--data-dir", str(self.data_dir)]
-        output = subprocess.run(command, capture_output=True, timeout=60).stdout
+        output = subprocess.run(command, capture_output=True, timeout=120).stdout
         return json.loads(output or b"{}")
 
     def sampler_record(self, name: str) -> ServiceRecord | None:
@@ -126,7 +126,7 @@ class Cluster:
         named = [("grpc.ssl_target_name_override", name_of("sampler"))]
         with grpc.secure_channel(found.address, operator, named) as channel:
             stub = sampler_pb2_grpc.SamplerServiceStub(channel)
-            return stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=30)
+            return stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=60)
 
     def tail(self, lines: int = 60) -> str:
         logs = [self.log, *sorted((self.data_dir / "logs").glob("*.log"))]
@@ -138,7 +138,7 @@ class Cluster:
 
 
 def start_cluster(
-    directory: Path, model_dir: Path, *options: str, name: str = BASE_MODEL, timeout: float = 300
+    directory: Path, model_dir: Path, *options: str, name: str = BASE_MODEL, timeout: float = 420
 ) -> Cluster:
     """Starts `tinsmith up` with a model of this name and returns when it serves.
 
@@ -211,8 +211,8 @@ def stop_cluster(cluster: Cluster, signal_number: int = signal.SIGINT) -> list[p
     """Stops `tinsmith up` with a signal; returns processes of the cluster that are still alive."""
     family = psutil.Process(cluster.process.pid).children(recursive=True)
     cluster.process.send_signal(signal_number)
-    cluster.process.wait(timeout=90)
-    _, alive = psutil.wait_procs(family, timeout=30)
+    cluster.process.wait(timeout=180)
+    _, alive = psutil.wait_procs(family, timeout=60)
     return alive
 
 

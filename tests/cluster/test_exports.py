@@ -33,7 +33,7 @@ def fetch(rest: tinker.RestClient, path: str, directory: Path) -> dict[str, str]
     """Downloads an export as anybody can who has its URLs; the URLs."""
     urls = rest.get_external_weights_urls(path).result().urls
     for name, url in urls.items():
-        with urllib.request.urlopen(url, timeout=60) as response:
+        with urllib.request.urlopen(url, timeout=120) as response:
             (directory / name).write_bytes(response.read())
     return urls
 
@@ -122,5 +122,5 @@ def test_a_deleted_export_is_not_served_any_more(
     urls = fetch(rest, path, tmp_path)
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(urls[FILES[0]], timeout=60)
+        urllib.request.urlopen(urls[FILES[0]], timeout=120)
     assert training.save_weights_external("short").result().path == path

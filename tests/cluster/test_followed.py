@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,9 +31,20 @@ class Followed:
     metrics: dict[str, str]
 
     def lines(self, process: str) -> list[dict[str, Any]]:
-        """Of its log, without what its libraries print before they are loaded."""
+        """Of its log, without what its libraries print before they are loaded, and a line half written."""
         text = (self.cluster.data_dir / "logs" / f"{process}.log").read_text()
-        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{")]
+
+    def line(self, process: str, **fields: str) -> dict[str, Any]:
+        """The one with these fields, once it is there: a process logs a call when it has answered."""
+        deadline = time.monotonic() + 120
+        while True:
+            found = [line for line in self.lines(process) if fields.items() <= line.items()]
+            if found:
+                (only,) = found
+                return only
+            assert time.monotonic() < deadline, f"{process} logged nothing with {fields}"
+            time.sleep(0.1)
 
     def trace_of(self, name: str, others: set[str]) -> list[Span]:
         """The trace that has a span of this name, and spans of these."""
@@ -103,15 +115,9 @@ def test_a_sample_is_one_trace_from_the_request_to_the_engine(followed: Followed
 
 def test_the_logs_of_all_processes_tell_of_a_request_under_the_id_of_its_trace(followed: Followed) -> None:
     for route, process in (("forward_backward", "trainer-0"), ("asample", "sampler-0")):
-        (accepted,) = [
-            line for line in followed.lines("gateway-0") if line.get("route") == f"/api/v1/{route}"
-        ]
+        accepted = followed.line("gateway-0", route=f"/api/v1/{route}")
         assert accepted["owner"] and accepted["request_id"]
-        (done,) = [
-            line
-            for line in followed.lines(process)
-            if line.get("trace_id") == accepted["trace_id"] and line["logger"] == "tinsmith.access"
-        ]
+        done = followed.line(process, trace_id=accepted["trace_id"], logger="tinsmith.access")
         assert (done["owner"], done["request_id"]) == (accepted["owner"], accepted["request_id"])
         assert done["outcome"] == "OK"
         assert followed.traces.wait_for(accepted["trace_id"], {f"POST /api/v1/{route}"})

@@ -62,7 +62,7 @@ def finish(
         reply = stub.GetResult(
             results_pb2.GetResultRequest(request_id=request_id, timeout_seconds=20),
             metadata=metadata,
-            timeout=40,
+            timeout=60,
         )
         if reply.HasField("result"):
             assert reply.result.WhichOneof("kind") != "error", reply.result.error
@@ -73,16 +73,16 @@ def finish(
 def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
     cluster: Cluster, stub: service_pb2_grpc.TinsmithServiceStub, metadata: tuple[tuple[str, str], ...]
 ) -> None:
-    models = stub.ListModels(models_pb2.ListModelsRequest(), metadata=metadata, timeout=10).models
+    models = stub.ListModels(models_pb2.ListModelsRequest(), metadata=metadata, timeout=60).models
     assert [(m.name, m.trainable, m.sampleable) for m in models] == [(BASE_MODEL, True, True)]
     session = stub.CreateSession(
-        sessions_pb2.CreateSessionRequest(), metadata=metadata, timeout=10
+        sessions_pb2.CreateSessionRequest(), metadata=metadata, timeout=60
     ).session_id
     lora = models_pb2.LoraConfig(rank=4, seed=3, train_attn=True, train_mlp=True, train_unembed=False)
     created = stub.CreateModel(
         models_pb2.CreateModelRequest(session_id=session, model_seq_id=0, base_model=BASE_MODEL, lora=lora),
         metadata=metadata,
-        timeout=10,
+        timeout=60,
     )
     assert finish(stub, created.request_id, metadata).create_model.lora.rank == 4
 
@@ -94,7 +94,7 @@ def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
                 model_id=created.model_id, seq_id=2 * step + 1, forward_backward=work
             ),
             metadata=metadata,
-            timeout=10,
+            timeout=60,
         )
         stepped = stub.OptimStep(
             training_pb2.OptimStepRequest(
@@ -103,7 +103,7 @@ def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
                 adam=training_pb2.AdamParams(learning_rate=0.02, beta1=0.9, beta2=0.95, eps=1e-8),
             ),
             metadata=metadata,
-            timeout=10,
+            timeout=60,
         )
         result = finish(stub, sent.request_id, metadata).forward_backward
         losses.append(result.metrics["loss:sum"])
@@ -114,7 +114,7 @@ def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
     saved = stub.SaveForSampler(
         checkpoints_pb2.SaveForSamplerRequest(model_id=created.model_id, seq_id=7, sampling_session_seq_id=0),
         metadata=metadata,
-        timeout=10,
+        timeout=60,
     )
     assert finish(stub, saved.request_id, metadata).save_for_sampler.version == 7
     request = sampling_pb2.SampleRequest(
@@ -130,7 +130,7 @@ def test_a_model_is_created_trained_saved_and_sampled_over_grpc(
             stop=sampling_pb2.StopCondition(never=sampling_pb2.StopCondition.Never()),
         ),
     )
-    sampled = stub.Sample(request, metadata=metadata, timeout=10)
+    sampled = stub.Sample(request, metadata=metadata, timeout=60)
     result = finish(stub, sampled.request_id, metadata).sample
     tokens = np.frombuffer(result.sequences[0].tokens.data, np.int32).tolist()
     reference = Reference(cluster.model_dir, cluster.snapshot(created.model_id))
@@ -148,7 +148,7 @@ class Session:
         self.id = self.call("CreateSession", sessions_pb2.CreateSessionRequest()).session_id
 
     def call(self, method: str, request: Any) -> Any:
-        return getattr(self._stub, method)(request, metadata=self._metadata, timeout=10)
+        return getattr(self._stub, method)(request, metadata=self._metadata, timeout=60)
 
     def run(self, method: str, request: Any) -> results_pb2.OperationResult:
         """The result of a call that starts work."""
@@ -218,7 +218,7 @@ def resident(cluster: Cluster) -> set[str]:
     return {model["model_id"] for one in services for model in one.get("status", {}).get("models", [])}
 
 
-def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60) -> None:
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"after {seconds:.0f} s it is not so that {what}"
@@ -230,10 +230,10 @@ def sampling_session(
 ) -> str:
     """A sampling session on the base model."""
     session = stub.CreateSession(
-        sessions_pb2.CreateSessionRequest(), metadata=metadata, timeout=10
+        sessions_pb2.CreateSessionRequest(), metadata=metadata, timeout=60
     ).session_id
     opening = sampling_pb2.CreateSamplingSessionRequest(session_id=session, base_model=BASE_MODEL)
-    return stub.CreateSamplingSession(opening, metadata=metadata, timeout=10).sampling_session_id
+    return stub.CreateSamplingSession(opening, metadata=metadata, timeout=60).sampling_session_id
 
 
 def everything(session: str, prompt: list[int]) -> sampling_pb2.SampleRequest:
@@ -274,7 +274,7 @@ def test_every_score_can_be_asked_for_over_grpc(
 ) -> None:
     prompt = batches.tokens(12, 9)
     request = everything(sampling_session(stub, metadata), prompt)
-    sampled = stub.Sample(request, metadata=metadata, timeout=10)
+    sampled = stub.Sample(request, metadata=metadata, timeout=60)
     result = finish(stub, sampled.request_id, metadata).sample
     reference = Reference(cluster.model_dir)
     rows = reference.distribution(prompt)[:-1].detach().numpy()
@@ -314,13 +314,13 @@ def test_what_http_refuses_grpc_refuses_with_the_same_words(
             request.ClearField(name)
         request.MergeFrom(sampling_pb2.SampleRequest(**change))
         with pytest.raises(grpc.RpcError, match=says) as caught:
-            stub.Sample(request, metadata=metadata, timeout=10)
+            stub.Sample(request, metadata=metadata, timeout=60)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
 
 
 def test_a_call_without_a_key_is_unauthenticated(stub: service_pb2_grpc.TinsmithServiceStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.ListModels(models_pb2.ListModelsRequest(), timeout=10)
+        stub.ListModels(models_pb2.ListModelsRequest(), timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
 
 
@@ -329,6 +329,6 @@ def test_an_unknown_model_is_not_found(
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.OptimStep(
-            training_pb2.OptimStepRequest(model_id="nobody:train:0", seq_id=1), metadata=metadata, timeout=10
+            training_pb2.OptimStepRequest(model_id="nobody:train:0", seq_id=1), metadata=metadata, timeout=60
         )
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]

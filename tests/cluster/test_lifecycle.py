@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tinker import types
 from tests.cluster import batches
 from tests.cluster.conftest import (
     BASE_MODEL,
+    Cluster,
     free_port,
     launch_cluster,
     serves,
@@ -51,7 +53,7 @@ def own_redis(tmp_path: Path) -> Iterator[str]:
     )
     yield f"redis://:s3cret@127.0.0.1:{port}/0"
     server.terminate()
-    server.wait(10)
+    server.wait(60)
 
 
 def test_two_ranks_zero_3_two_samplers_and_a_redis_of_ones_own(
@@ -85,20 +87,36 @@ def test_two_ranks_zero_3_two_samplers_and_a_redis_of_ones_own(
     assert list((cluster.data_dir / "run").glob("*.pid")) == []
 
 
+@contextmanager
+def halted_in_the_beginning(cluster: Cluster, *names: str) -> Iterator[None]:
+    """Processes that have begun to load, and get no further until the end."""
+    pid_files = [cluster.data_dir / "run" / f"{name}.pid" for name in names]
+    until(cluster, lambda: all(file.exists() and file.read_text().strip() for file in pid_files), 300)
+    halted = [psutil.Process(cluster.pid(name)) for name in names]
+    for process in halted:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in halted:
+            process.resume()
+
+
 def test_clients_that_start_while_everything_still_loads_for_the_first_time_work_in_the_end(
     tmp_path: Path, model_dir: Path
 ) -> None:
     cluster = launch_cluster(tmp_path, model_dir)
     try:
-        until(cluster, lambda: serves(cluster), 120)
-        assert cluster.ready() <= {"gateway-0"}, "nothing but the gateway is there"
-        (model,) = cluster.rest_client().get_server_capabilities().result().supported_models
-        assert (model.model_name, model.trainable, model.sampleable) == (BASE_MODEL, True, True)
-        training = cluster.service_client().create_lora_training_client(BASE_MODEL, rank=4, seed=2)
-        sampling = cluster.service_client().create_sampling_client(base_model=BASE_MODEL).result()
-        prompt = types.ModelInput.from_ints(batches.tokens(0, 10))
-        sample = sampling.sample(prompt, 1, types.SamplingParams(max_tokens=4, temperature=0.0, stop=[]))
-        assert not training.future().done() and not sample.future().done()
+        with halted_in_the_beginning(cluster, "trainer-0", "sampler-0"):
+            until(cluster, lambda: serves(cluster), 300)
+            assert cluster.ready() <= {"gateway-0"}, "nothing but the gateway is there"
+            (model,) = cluster.rest_client().get_server_capabilities().result().supported_models
+            assert (model.model_name, model.trainable, model.sampleable) == (BASE_MODEL, True, True)
+            training = cluster.service_client().create_lora_training_client(BASE_MODEL, rank=4, seed=2)
+            sampling = cluster.service_client().create_sampling_client(base_model=BASE_MODEL).result()
+            prompt = types.ModelInput.from_ints(batches.tokens(0, 10))
+            sample = sampling.sample(prompt, 1, types.SamplingParams(max_tokens=4, temperature=0.0, stop=[]))
+            assert not training.future().done() and not sample.future().done()
         client = training.result()
         assert client.get_info().model_data.model_name == BASE_MODEL
         client.forward_backward([batches.cross_entropy(0, 20)], "cross_entropy").result()
@@ -124,8 +142,8 @@ def test_no_process_is_left_when_up_is_gone(
     family = psutil.Process(cluster.process.pid).children(recursive=True)
     assert len(family) >= 4
     os.kill(cluster.process.pid, signal_number)
-    cluster.process.wait(90)
-    _, alive = psutil.wait_procs(family, timeout=45)
+    cluster.process.wait(180)
+    _, alive = psutil.wait_procs(family, timeout=120)
     assert alive == []
 
 

@@ -61,13 +61,13 @@ class Rollouts:
 
     def stream(self, request: sampling_pb2.SampleRequest) -> Iterator[sampling_pb2.StreamSampleResponse]:
         asked = sampling_pb2.StreamSampleRequest(sample=request)
-        return self._stub.StreamSample(asked, metadata=self._metadata, timeout=60)  # type: ignore[no-any-return]
+        return self._stub.StreamSample(asked, metadata=self._metadata, timeout=240)  # type: ignore[no-any-return]
 
     def keep(self, request_id: str) -> sampling_pb2.SampleResult:
         asked = sampling_pb2.CancelSampleRequest(request_id=request_id, keep=True)
-        self._stub.CancelSample(asked, metadata=self._metadata, timeout=40)
+        self._stub.CancelSample(asked, metadata=self._metadata, timeout=120)
         wanted = results_pb2.GetResultRequest(request_id=request_id, timeout_seconds=0)
-        return self._stub.GetResult(wanted, metadata=self._metadata, timeout=10).result.sample  # type: ignore[no-any-return]
+        return self._stub.GetResult(wanted, metadata=self._metadata, timeout=60).result.sample  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ LONG = types.SamplingParams(max_tokens=CONTEXT - 20, temperature=0.0, stop=[])
 NEW = "sampler-new"
 TURN = 128
 """Tokens that a turn of a conversation adds: whole blocks of the engine, which alone are cached."""
+MANY, GROUP = 64, 16
+"""Samples, and sequences of each, of which an engine takes a minute and more."""
 PROMPTS = range(16)
 """Enough that both of two replicas are somebody's favourite."""
 
@@ -30,7 +32,7 @@ def prompt(seed: int) -> types.ModelInput:
     return types.ModelInput.from_ints(batches.tokens(seed, 10))
 
 
-def until(holds: Callable[[], bool], what: str, seconds: float = 120) -> None:
+def until(holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, what
@@ -46,6 +48,14 @@ def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
         *("--dtype", "float32", "--snapshot-cache-gib", "0.0000001"),
         *("--identity", str(DataDir(cluster.data_dir).tls / "sampler")),
     ]
+    # The record of the one before outlives it by some seconds.
+    former = cluster.sampler_record(NEW)
+    known = former.incarnation if former else ""
+
+    def came() -> bool:
+        record = cluster.sampler_record(NEW)
+        return record is not None and record.incarnation != known
+
     url = (cluster.data_dir / "run" / "redis_url").read_text().strip()
     path = cluster.data_dir / "logs" / f"{NEW}.log"
     path.touch(mode=0o600)
@@ -57,9 +67,8 @@ def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
             stderr=subprocess.STDOUT,
         )
     try:
-        until(
-            lambda: cluster.sampler_record(NEW) is not None or process.poll() is not None, cluster.tail(), 180
-        )
+        until(lambda: came() or process.poll() is not None, "the new replica did not come", 420)
+        assert process.poll() is None, cluster.tail()
         yield process
     finally:
         process.kill()
@@ -74,25 +83,30 @@ def known_to_be_accepted(client: tinker.SamplingClient) -> int:
 
 def test_given_up_samples_free_the_engine(cluster: Cluster, service: tinker.ServiceClient) -> None:
     def begin(client: tinker.SamplingClient) -> list[APIFuture[tinker.SampleResponse]]:
-        # A minute of work and more, were it not given up.
-        samples = [client.sample(prompt(seed), 16, LONG) for seed in range(64)]
+        samples = [client.sample(prompt(seed), GROUP, LONG) for seed in range(MANY)]
         # As many run as the engine takes at once; the others wait in the gateways.
         until(lambda: cluster.sampler_status("sampler-0").running >= 8, "the samples did not start")
-        until(lambda: known_to_be_accepted(client) == 64, "the SDK does not know that they did")
+        until(lambda: known_to_be_accepted(client) == MANY, "the SDK does not know that they did")
         return samples
 
+    def check_freed(before: int, what: str) -> None:
+        """The engine comes to rest, and has not done what was given up."""
+        until(lambda: cluster.sampler_status("sampler-0").running == 0, f"{what} still run")
+        assert generated() - before < MANY * GROUP * CONTEXT / 2, f"{what} ran on"
+
+    def generated() -> int:
+        return cluster.sampler_status("sampler-0").generated_tokens
+
+    before = generated()
     for future in begin(service.create_sampling_client(base_model=BASE_MODEL).result()):
         future.future().cancel()
-    until(lambda: cluster.sampler_status("sampler-0").running == 0, "cancelled samples still run", 25)
+    check_freed(before, "cancelled samples")
+    before = generated()
     gone = cluster.service_client()
     begin(gone.create_sampling_client(base_model=BASE_MODEL).result())
     cluster.clients.remove(gone)
     gone.close("interrupted").result()
-    until(
-        lambda: cluster.sampler_status("sampler-0").running == 0,
-        "samples of a finished session still run",
-        25,
-    )
+    check_freed(before, "samples of a finished session")
 
 
 def test_conversations_return_to_the_replica_that_has_their_beginning(
@@ -137,7 +151,7 @@ def test_replicas_come_drain_and_die_and_no_sample_is_lost(
 
     # The old one is started again, and what runs on the new one when it dies is run anew.
     until(
-        lambda: cluster.sampler_record("sampler-0") is not None, "the drained replica did not come back", 180
+        lambda: cluster.sampler_record("sampler-0") is not None, "the drained replica did not come back", 300
     )
     running = [clients[0].sample(prompt(seed), 1, LONG) for seed in PROMPTS]
     until(lambda: cluster.sampler_status(NEW).running > 0, "nothing runs on the new replica")

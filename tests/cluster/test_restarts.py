@@ -59,8 +59,8 @@ def test_two_hundred_waiting_futures_resolve_through_the_other_gateway(
     try:
         os.kill(killed, signal.SIGKILL)
         assert sum(not future.future().done() for future in [*forwards, *samples]) > 100
-        assert {future.result(120).metrics["loss:sum"] for future in forwards} == {loss}
-        answers = [future.result(120).sequences[0].tokens for future in samples]
+        assert {future.result(240).metrics["loss:sum"] for future in forwards} == {loss}
+        answers = [future.result(240).sequences[0].tokens for future in samples]
         assert answers == [expected] * 100
         assert cluster.pid(leader) == killed
     finally:
@@ -123,8 +123,8 @@ def test_a_rolling_restart_of_gateways_generates_nothing_twice(
         os.kill(running, signal.SIGTERM)
         if name == "gateway-0":
             assert sum(not sample.future().done() for sample in samples) > 8, "there is little to hand over"
-        cluster.wait_until_back(name, running, 180)
-    answers = [sequence.tokens for sample in samples for sequence in sample.result(180).sequences]
+        cluster.wait_until_back(name, running)
+    answers = [sequence.tokens for sample in samples for sequence in sample.result(300).sequences]
     assert len(answers) == 24 * 8
     assert generated(cluster) - before == sum(map(len, answers))
 
@@ -159,7 +159,7 @@ def away(cluster: Cluster, kind: str, name: str) -> Iterator[None]:
         yield
     finally:
         cluster.process.send_signal(signal.SIGCONT)
-        cluster.wait_until_back(name, killed, 180)
+        cluster.wait_until_back(name, killed)
 
 
 def served(cluster: Cluster) -> list[tuple[str | None, bool | None, bool | None]]:
@@ -178,8 +178,8 @@ def test_sampling_clients_start_at_once_after_the_only_sampler_was_killed_and_wh
     assert at_once.sample(PROMPT, 1, GREEDY).result().sequences[0].tokens == tokens
     with away(cluster, "sampler", "sampler-0"):
         starts = [
-            cluster.service_client().create_sampling_client(base_model=BASE_MODEL).result(20),
-            cluster.service_client().create_sampling_client(model_path=path).result(20),
+            cluster.service_client().create_sampling_client(base_model=BASE_MODEL).result(120),
+            cluster.service_client().create_sampling_client(model_path=path).result(120),
         ]
         samples = [client.sample(PROMPT, 1, GREEDY) for client in starts]
         assert served(cluster) == [(BASE_MODEL, True, True)]

@@ -34,9 +34,9 @@ class Samples:
     def __init__(self, stub: service_pb2_grpc.TinsmithServiceStub, key: str) -> None:
         self._stub, self._metadata = stub, (("x-api-key", key),)
         created = sessions_pb2.CreateSessionRequest()
-        session = stub.CreateSession(created, metadata=self._metadata, timeout=10).session_id
+        session = stub.CreateSession(created, metadata=self._metadata, timeout=60).session_id
         opening = sampling_pb2.CreateSamplingSessionRequest(session_id=session, base_model=BASE_MODEL)
-        opened = stub.CreateSamplingSession(opening, metadata=self._metadata, timeout=10)
+        opened = stub.CreateSamplingSession(opening, metadata=self._metadata, timeout=60)
         self._session, self._number = opened.sampling_session_id, 0
 
     def of(self, num_samples: int = 1, **params: object) -> list[sampling_pb2.SampledSequence]:
@@ -54,7 +54,7 @@ class Samples:
             params=sampling_pb2.SamplingParams(**{"stop": never} | settings),
         )
         self._number += 1
-        sent = self._stub.Sample(asked, metadata=self._metadata, timeout=10)
+        sent = self._stub.Sample(asked, metadata=self._metadata, timeout=60)
         wanted = results_pb2.GetResultRequest(request_id=sent.request_id, timeout_seconds=30)
         while True:
             reply = self._stub.GetResult(wanted, metadata=self._metadata, timeout=60)

@@ -143,5 +143,5 @@ def test_a_local_user_without_the_clusters_certificate_is_not_answered_by_a_trai
     with grpc.insecure_channel(address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.GetTrainerStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=10)
+            stub.GetTrainerStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -27,11 +27,11 @@ def redis_server(directory: Path) -> Iterator[str]:
         yield url
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(60)
 
 
 def _wait_until_up(url: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     with redis.Redis.from_url(url, socket_timeout=5) as client:
         while True:
             try:

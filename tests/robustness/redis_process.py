@@ -38,7 +38,7 @@ class RedisProcess:
             self._child = subprocess.Popen(
                 self._process.argv, stdout=self._log, stderr=self._log, preexec_fn=die_with_parent
             )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while True:
             try:
                 self.client.ping()
@@ -82,5 +82,5 @@ class RedisProcess:
         self.client.close()
         if self._child is not None:
             self._child.terminate()
-            self._child.wait(20)
+            self._child.wait(60)
         self._log.close()

@@ -20,7 +20,7 @@ from tests.robustness.report import Report
 from tests.robustness.workload import Client, Connect, Newcomer, Reader, Trainee
 from tests.robustness.world import World
 
-RECOVERY_TIMEOUT_S = 180.0
+RECOVERY_TIMEOUT_S = 420.0
 _POLL_S = 0.02
 _BETWEEN_S = 0.3
 _FIRST_NEWCOMER = 10
@@ -59,7 +59,7 @@ def run_round(
         for client in clients:
             client.end()
         for client in clients:
-            client.join(300)
+            client.join(600)
         verdict = _judge(world, [*clients, *newcomers.all], directory)
     finally:
         left = world.close()

@@ -43,7 +43,7 @@ def client(wire: Wire) -> Iterator[socket.socket]:
     with socket.create_connection(
         ("127.0.0.1", wire.route(("127.0.0.1", 0), listener.getsockname()))
     ) as made:
-        made.settimeout(5)
+        made.settimeout(60)
         made.sendall(b"first")
         assert made.recv(100) == b"first"
         yield made
@@ -68,7 +68,7 @@ def test_what_a_closed_direction_holds_back_arrives_when_it_opens(
     with pytest.raises(TimeoutError):
         client.recv(100)
     wire.mend()
-    client.settimeout(5)
+    client.settimeout(60)
     assert client.recv(100) == b"held"
 
 

@@ -17,7 +17,7 @@ from tests.cluster.conftest import BASE_MODEL
 from tests.robustness.history import Entry, History
 
 Connect = Callable[[], tinker.ServiceClient]
-RESULT_TIMEOUT_S = 240.0
+RESULT_TIMEOUT_S = 600.0
 LENGTHS = (40, 60)
 """Tokens of a datum. The clusters of this suite have micro-batches of 64: every datum is a micro-batch
 of its own, so what a model computes does not depend on the other models, to the last bit."""

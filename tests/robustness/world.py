@@ -71,7 +71,7 @@ class World:
             wire.mend()
         left = stop_cluster(self.cluster)
         self._closing.set()
-        self._router.join(5)
+        self._router.join(30)
         for wire in (self.sdk, self.state, self.services):
             wire.close()
         self.redis.close()
@@ -95,7 +95,7 @@ class World:
             return []
         return found
 
-    def wait_ready(self, name: str, timeout: float = 180) -> psutil.Process:
+    def wait_ready(self, name: str, timeout: float = 420) -> psutil.Process:
         """The process of that name, once it runs and its service is announced."""
         announced = "trainer-0" if name.startswith("trainer") else name
         deadline = time.monotonic() + timeout
@@ -130,12 +130,12 @@ class World:
         self.injected_at = time.monotonic()
         max(children, key=lambda child: child.memory_info().rss).kill()
 
-    def fail_at(self, point: str, action: str, timeout: float = 90) -> None:
+    def fail_at(self, point: str, action: str, timeout: float = 300) -> None:
         """Arms a failpoint and returns when it has fired."""
         armed.arm(self.failpoints, point, action)
         self.wait_fired(point, timeout)
 
-    def wait_fired(self, point: str, timeout: float = 90) -> None:
+    def wait_fired(self, point: str, timeout: float = 300) -> None:
         """Returns when an armed failpoint has fired."""
         deadline = time.monotonic() + timeout
         while point in armed.armed(self.failpoints):
@@ -147,7 +147,7 @@ class World:
 
     def any_of(self, kind: str) -> str:
         """The name of a gateway or sampler that is ready, of several the one that is longest."""
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 420
         while True:
             ready = sorted(record.id for record in self.records() if record.kind == kind)
             alive = [name for name in ready if self._started(name) > 0]

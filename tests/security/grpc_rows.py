@@ -204,6 +204,12 @@ ROWS = [
         lambda w: results_pb2.ReadResultsRequest(request_ids=[f"{w.model}:0"], timeout_seconds=0),
     ),
     Row(
+        "WatchSamples",
+        "owned",
+        lambda w: results_pb2.WatchSamplesRequest(sampling_session_id=w.sampling),
+        lasts=True,
+    ),
+    Row(
         "AcknowledgeResults",
         "owned",
         lambda w: results_pb2.AcknowledgeResultsRequest(request_ids=[f"{w.model}:0"]),

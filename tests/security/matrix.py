@@ -79,6 +79,7 @@ class Row:
         through: what it comes to when the caller may: 200, or why it cannot be done in this world.
         fresh: it ends what it is asked about.
         in_own_session: the session in the request is the caller's own, and what is asked for another's.
+        lasts: it ends in order when its call's time is nearly over.
         before: where it is served, below the server.
     """
 
@@ -89,6 +90,7 @@ class Row:
     through: str = "200"
     fresh: bool = False
     in_own_session: bool = False
+    lasts: bool = False
     before: str = "/api/v1/"
 
     def expected(self, caller: str) -> str:

@@ -125,8 +125,8 @@ async def over_grpc(channel: grpc.aio.Channel, row: Row, asked: World, key: str,
     stubs = (service_pb2_grpc.TinsmithServiceStub(channel), admin_pb2_grpc.AdminServiceStub(channel))
     method = next(getattr(stub, row.method) for stub in stubs if hasattr(stub, row.method))
     metadata = (("x-api-key", key),) if key else ()
-    slow = waits and row.through == "DEADLINE_EXCEEDED"
-    call = method(row.ask(asked), timeout=1 if slow else 20, metadata=metadata)
+    slow = waits and (row.lasts or row.through == "DEADLINE_EXCEEDED")
+    call = method(row.ask(asked), timeout=4 if slow else 120, metadata=metadata)
     known = {"UNAUTHENTICATED": "401", "PERMISSION_DENIED": "403", "NOT_FOUND": "404"}
     try:
         if not isinstance(call, grpc.aio.UnaryStreamCall):

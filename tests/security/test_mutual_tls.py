@@ -13,16 +13,18 @@ import grpc
 import grpc.aio
 import pytest
 import trustme
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, PermissionDenied
 from services.common.process import rpc
+from services.common.process.carrier.answering import Carrier
+from services.common.process.carrier.asking import Link
 from services.common.tls.files import KeyFiles
 from services.common.tls.wires import Identity, Role, identity, mutual
 from services.launcher.certificates import authority
 from tests.security.certificates import write_identity, write_role
 
-_CALL_S = 10.0
+_CALL_S = 60.0
 
 
 @pytest.fixture
@@ -53,6 +55,29 @@ async def call(address: str, who: Identity | None, peer: Role = "trainer") -> gr
 
 async def test_a_gateway_of_the_cluster_is_answered(trainer: str, tmp_path: Path, ca: trustme.CA) -> None:
     assert await call(trainer, Identity(write_role(tmp_path, ca, "gateway"))) is grpc.StatusCode.OK
+
+
+async def test_calls_that_a_stream_carries_are_answered_for_those_who_may_call(
+    tmp_path: Path, ca: trustme.CA
+) -> None:
+    carrier = Carrier(health_pb2_grpc.add_HealthServicer_to_server, health.aio.HealthServicer())
+    tls = mutual(Identity(write_role(tmp_path, ca, "trainer")), "gateway", "operator")
+    server = await rpc.serve([carrier.service], "127.0.0.1:0", tls=tls)
+
+    async def ask(role: Role) -> health_pb2.HealthCheckResponse:
+        who = Identity(write_role(tmp_path, ca, role))
+        async with rpc.channel(f"127.0.0.1:{server.port}", who, "trainer") as channel:
+            link, request = Link(channel), health_pb2.HealthCheckRequest()
+            try:
+                method = "/grpc.health.v1.Health/Check"
+                return await link.ask(method, request, health_pb2.HealthCheckResponse, _CALL_S)
+            finally:
+                await link.close()
+
+    assert (await ask("gateway")).status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(PermissionDenied):
+        await ask("sampler")
+    await server.drain(0)
 
 
 async def test_who_shows_no_certificate_is_not_answered(trainer: str, ca: trustme.CA) -> None:

@@ -31,7 +31,7 @@ from tests.unit.gateway.edges import ALICE, BASE, Edges, new_model, running
 from tests.unit.gateway.saved import export
 from tinsmith.v1 import server_pb2, service_pb2_grpc
 
-_S = 10.0
+_S = 60.0
 
 # Its successor chooses the loop of every test that is run together with these.
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")

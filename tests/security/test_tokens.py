@@ -39,7 +39,7 @@ async def test_the_sdk_knows_who_it_is_with_a_key_from_a_command(edges: Edges) -
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     who, model = done.stdout.splitlines()

@@ -34,8 +34,14 @@ SHORT = {
     "TINSMITH_FORGET_AFTER": "5",
     "TINSMITH_RESULT_LIFE": "30",
     "TINSMITH_FETCHED_RESULT_LIFE": "5",
+    # Adapters that a sampler keeps in memory until it needs the room: soon full here.
+    "TINSMITH_SNAPSHOT_CACHE_GIB": "0.02",
 }
 SETTLE_S = 240.0
+ONCE = {name for name in vars(keys).values() if isinstance(name, str)} | {
+    name(kind) for name in (keys.services, keys.services_seen) for kind in ("gateway", "trainer", "sampler")
+}
+"""Keys of the cluster, of which some are not there while they are empty: none is of a session."""
 MOST_GROWN_MIB = 64
 """Of one process, whatever the number of sessions."""
 
@@ -45,17 +51,21 @@ class Kept:
     """What a cluster holds.
 
     Attributes:
-        keys: of Redis, that do not go by themselves.
+        keys: of Redis, by name, that do not go by themselves.
+        redis_mib: memory of Redis, without that of keys that do: what was done is written down for a month.
         files: without those of deleted checkpoints, which stay an hour for whoever reads them.
     """
 
-    keys: int
+    keys: frozenset[str]
     redis_mib: float
     files: int
     memory_mib: dict[str, float]
 
     def table(self, after: Kept) -> str:
-        rows = [("Redis keys", self.keys, after.keys), ("files", self.files, after.files)]
+        rows: list[tuple[str, float, float]] = [
+            ("Redis keys", len(self.keys), len(after.keys)),
+            ("files", self.files, after.files),
+        ]
         rows.append(("Redis, MiB", round(self.redis_mib, 1), round(after.redis_mib, 1)))
         rows += [
             (f"{name}, MiB", round(size), round(after.memory_mib.get(name, 0)))
@@ -75,6 +85,8 @@ def soaked(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterato
 def kept(cluster: Cluster) -> Kept:
     """What the cluster holds now."""
     url = DataDir(cluster.data_dir).redis_url.read_text().strip()
+    with redis.Redis.from_url(url) as client:
+        due = set(client.zrange(keys.CHECKPOINTS_DUE, 0, -1))
     files, deleted = 0, set[str]()
     for name in ("snapshots", "state", "checkpoints", "staging"):
         # Unlike Path.rglob, walking passes over what goes away meanwhile.
@@ -88,15 +100,22 @@ def kept(cluster: Cluster) -> Kept:
         pipeline = client.pipeline()
         for key in found:
             pipeline.pttl(key)
-        count = sum(left == -1 for left in pipeline.execute())
-        used = client.info("memory")["used_memory"]
-        assert len(deleted) <= client.zcard(keys.CHECKPOINTS_DUE), "what was deleted is due"
+            pipeline.memory_usage(key, samples=0)
+        told = pipeline.execute()
+        lives = list(zip(told[::2], told[1::2], strict=True))
+        kept_keys = frozenset(
+            name.decode() for name, (left, _) in zip(found, lives, strict=True) if left == -1
+        )
+        used = client.info("memory")["used_memory"] - sum(size or 0 for left, size in lives if left > 0)
+        # Some came, and some went, while files were counted.
+        due.update(client.zrange(keys.CHECKPOINTS_DUE, 0, -1))
+    assert len(deleted) <= len(due), "what was deleted is due"
     memory = {}
     for service in cluster.status()["services"]:
         process = psutil.Process(cluster.pid(service["id"]))
         whole = [process, *process.children(recursive=True)]
         memory[service["id"]] = sum(one.memory_info().rss for one in whole) / 2**20
-    return Kept(count, used / 2**20, files, memory)
+    return Kept(kept_keys, used / 2**20, files, memory)
 
 
 def live(cluster: Cluster, number: int) -> None:
@@ -132,7 +151,7 @@ def test_sessions_that_come_and_go_leave_nothing_behind(soaked: Cluster) -> None
     after = settled(soaked)
     print(f"\n{number} sessions\n| | before | after |\n|---|---:|---:|\n{before.table(after)}")
     assert number > 0
-    assert after.keys <= before.keys
+    assert after.keys - before.keys <= ONCE
     assert after.files <= before.files
     assert after.redis_mib <= before.redis_mib + 2
     for name, size in after.memory_mib.items():

@@ -28,7 +28,7 @@ from tests.cluster.compatibility import sdk
 from tests.cluster.conftest import BASE_MODEL, Cluster
 
 WORKS, REFUSED, CLIENT_ONLY, WRONG = "works", "refused", "client only", "WRONG"
-SECONDS = 120
+SECONDS = 300
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(:(train|sample):\d+)?")
 _DETAIL = re.compile(r"""'detail': (['"])(.*?)\1, 'code'""")
 
