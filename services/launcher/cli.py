@@ -179,8 +179,9 @@ def _up(args: argparse.Namespace) -> int:
     from services.launcher import machine
     from services.launcher.settings import options
     from services.launcher.up import show, up
+    from services.trainer.world.launch import addresses
 
-    here = options.Machine(machine.cores(), machine.gpus(), options.cuda_build())
+    here = options.Machine(machine.cores(), machine.gpus(), options.cuda_build(), addresses())
     looked_at = machine.in_use if args.dry_run else None
     chosen, redis_url = options.options(args, here, in_use=looked_at)
     if args.dry_run:

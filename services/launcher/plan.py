@@ -6,6 +6,7 @@ log files; no secret is in any argv.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,8 @@ import msgspec
 from services.common.contract.errors import InvalidRequest
 from services.common.state.known_models import Configured
 from services.common.storage.data_dir import DataDir
-from services.common.storage.location import check_location
 from services.common.tls.wires import Role
-from services.common.worlds import sharding
+from services.common.worlds.nodes import Nodes
 from services.launcher.placement import Place, places
 
 _LOOPBACK = "127.0.0.1"
@@ -43,7 +43,7 @@ class Options:
         data_dir: absolute.
         checkpoint_store: empty = in data_dir.
         device: "cpu" or "cuda".
-        trainer_ranks, samplers: of each base model, as placement.counts decides.
+        trainer_ranks, samplers: of each base model on this machine, as placement.counts decides.
         cores: CPUs to share out.
         gpus: GPUs to share out on "cuda".
 
@@ -66,6 +66,9 @@ class Options:
     device: str = "cpu"
     gateways: int = 1
     trainer_ranks: int = 1
+    trainer_nodes: int = 1
+    trainer_rendezvous: tuple[str, int] | None = None
+    trainer_interface: str | None = None
     samplers: int = 1
     sampler_tp: int = 1
     sampler_memory: float | None = None
@@ -171,56 +174,27 @@ def parse_model(text: str, origin: str = "--model") -> Model:
     return Model(name, source)
 
 
-def mistakes(options: Options) -> list[str]:
-    """What is wrong although each setting is right: sentences that say what to change."""
-    found = []
-    names = [model.name for model in options.models]
-    found += [
-        f"--model {name} is given twice; every base model needs a name of its own"
-        for name in sorted({name for name in names if names.count(name) > 1})
+def nodes(options: Options) -> Nodes | None:
+    """The machines of the trainer, of which this one is the head; None = this one alone."""
+    if options.trainer_rendezvous is None or options.trainer_interface is None:
+        return None
+    host, port = options.trainer_rendezvous
+    return Nodes(options.trainer_nodes, 0, host, port, options.trainer_interface)
+
+
+def followers(options: Options, planned: Sequence[Process]) -> list[str]:
+    """What is to be started on the trainer's other machines."""
+    if nodes(options) is None:
+        return []
+    last = options.trainer_nodes - 1
+    (trainer,) = (process for process in planned if process.announces and process.announces[0] == "trainer")
+    argv = list(trainer.argv)
+    argv[argv.index("--node-rank") + 1] = "1"
+    which = "the other machine" if last == 1 else f"the others, with --node-rank 1 to {last}"
+    return [
+        f"the trainer waits for {last} more of its {options.trainer_nodes} nodes. On {which}:",
+        shlex.join(argv),
     ]
-    try:
-        check_location(options.checkpoint_store)
-    except InvalidRequest as error:
-        found.append(error.message)
-    if (options.tls_cert is None) != (options.tls_key is None):
-        found.append("--tls-cert and --tls-key go together")
-    found += [
-        f"{flag} {file}: there is no such file"
-        for flag, file in (("--tls-cert", options.tls_cert), ("--tls-key", options.tls_key))
-        if file is not None and not Path(file).is_file()
-    ]
-    shared = sharding.Sharding(
-        options.zero_replica_ranks, options.zero_prefetch_elements, options.zero_quantized_base == "yes"
-    )
-    found += sharding.mistakes(shared, options.zero_stage, options.trainer_ranks)
-    if options.port == options.grpc_port:
-        found.append("--port and --grpc-port must differ")
-    taken = [listener.port for listener in listeners(options) if listener.flag == "--metrics-port"]
-    if taken and (taken[-1] > 65535 or options.port in taken or options.grpc_port in taken):
-        found.append(
-            f"--metrics-port {options.metrics_port} and the ports after it, one for each of {len(taken)} "
-            "processes, must be free of --port and --grpc-port and at most 65535"
-        )
-    step, sequences = options.max_batched_tokens, options.max_sequences
-    if step is not None and sequences is not None and step < sequences:
-        found.append(
-            f"--max-batched-tokens is {step} and --max-sequences {sequences}: a step computes a token of "
-            "each sequence, so give the first at least the second"
-        )
-    if options.device == "cpu":
-        given = {
-            "--sampler-memory": options.sampler_memory is not None,
-            "--sampler-tp": options.sampler_tp > 1,
-            "--kv-cache-dtype fp8": options.kv_cache_dtype == "fp8",
-        }
-        found += [f"{flag} is for GPUs, and the models compute on the CPU" for flag in given if given[flag]]
-    else:
-        here = len(options.gpus)
-        for flag, value in (("--trainer-ranks", options.trainer_ranks), ("--sampler-tp", options.sampler_tp)):
-            if value > here:
-                found.append(f"{flag} {value} needs as many GPUs, and here are {here}")
-    return found
 
 
 def aliases(options: Options) -> list[str]:
@@ -243,7 +217,7 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
 
     Args:
         master_ports: a free port per model, for the rendezvous of its trainer's ranks.
-        launch_trainer: services.trainer.world.launch.launch_command.
+        launch_trainer: services.trainer.world.launch.launch_command, or node_command of `nodes`.
     """
     gpus = options.gpus if options.device == "cuda" else ()
     count = len(options.models)

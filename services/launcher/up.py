@@ -39,7 +39,7 @@ from services.launcher.doctor import command as doctor
 from services.launcher.doctor import facts
 from services.launcher.progress import Endpoint, Progress
 from services.launcher.supervisor import Supervisor
-from services.trainer.world.launch import launch_command
+from services.trainer.world.launch import launch_command, node_command
 
 FIRST_OWNER = "operator"
 """Owner of what is made with the first API key."""
@@ -105,10 +105,18 @@ def show(options: plan.Options) -> str:
     if not options.models:
         options = replace(options, models=(plan.Model(default_model.NAME, default_model.NAME),))
     ports = [0 for _ in options.models]
-    planned = plan.processes(options, ports, launch_command)
+    planned = plan.processes(options, ports, _trainer_command(options))
     lines = [f"{process.name:<12}{process.computes or 'CPU'}" for process in planned]
     lines += doctor.doubts(options, facts.gather(options.data_dir))
+    lines += plan.followers(options, planned)
     return "\n".join([*(f"serves {model.name} from {model.source}" for model in options.models), *lines])
+
+
+def _trainer_command(options: plan.Options) -> plan.TrainerCommand:
+    head = plan.nodes(options)
+    if head is None:
+        return launch_command
+    return lambda ranks, _port, arguments, _gpus: node_command(head, ranks, arguments)
 
 
 def _with_models(options: plan.Options) -> plan.Options:
@@ -152,7 +160,7 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
         for note in plan.aliases(options):
             progress.note(note)
         progress.downloads()
-        for process in plan.processes(options, ports, launch_command):
+        for process in plan.processes(options, ports, _trainer_command(options)):
             await supervisor.start(_knowing_redis(process, urls))
         ready = asyncio.create_task(_until_ready(client, supervisor, progress), name="ready")
         await asyncio.wait({ready, stop}, return_when=asyncio.FIRST_COMPLETED)

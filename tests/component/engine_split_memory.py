@@ -57,7 +57,7 @@ def played(engine: Engine, kind: str) -> Played:
 def scenario(engine: Engine) -> Report:
     report, free_memory = Report(), room.free_memory
     if dist.get_rank() == dist.get_world_size() - 1:
-        room.free_memory = lambda device, ranks: 0
+        room.free_memory = lambda device: 0
     report.without = {kind: played(engine, kind) for kind in ("adapter", "full")}
     room.free_memory = free_memory
     report.enough = {kind: played(engine, kind) for kind in ("adapter", "full")}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Follower:
     """Node 1 of two, with one rank. It is never told of Redis."""
 
-    def __init__(self, port: int, model_dir: Path, data_dir: Path, stage: int, *flags: str) -> None:
-        nodes = Nodes(2, 1, LOOPBACK, port, wait_s=WAIT_S)
+    def __init__(
+        self,
+        nodes: Nodes,
+        model_dir: Path,
+        data_dir: Path,
+        stage: int,
+        *flags: str,
+        begin: Sequence[str] = (),
+    ) -> None:
         args = ["--model", f"tinsmith/tiny={model_dir}", "--device", "cpu", "--data-dir", str(data_dir)]
         args += ["--zero-stage", str(stage), *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment.pop("TINSMITH_REDIS_URL", None)
-        self.process = subprocess.Popen(node_command(nodes, 1, args), env=environment)
+        self.process = subprocess.Popen([*begin, *node_command(nodes, 1, args)], env=environment)
 
     def processes(self) -> list[psutil.Process]:
         agent = psutil.Process(self.process.pid)
@@ -70,12 +78,17 @@ class Follower:
 class HeadWorld(TrainerWorld):
     """Node 0 of two, with one rank; the other node is started before or after."""
 
-    def __init__(self, port: int, *arguments: Any) -> None:
-        self.nodes = Nodes(2, 0, LOOPBACK, port, wait_s=WAIT_S)
+    def __init__(self, nodes: Nodes, *arguments: Any) -> None:
+        self.nodes = nodes
         super().__init__(*arguments)
 
     def _start(self, args: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(node_command(self.nodes, 1, args), env=environment)
+
+
+def on_loopback(port: int) -> Nodes:
+    """The head of two."""
+    return Nodes(2, 0, LOOPBACK, port, wait_s=WAIT_S)
 
 
 def played(model: TrainedModel) -> list[Any]:
@@ -108,11 +121,11 @@ def test_two_nodes_train_as_one_machine_does_and_come_back_when_a_follower_dies(
     finally:
         alone.kill()
 
-    port, data, more = free_port(), batch(14), batch(15, rows=3)
-    follower = Follower(port, model_dir, tmp_path / "nodes", stage, *FLAGS)
+    nodes, data, more = on_loopback(free_port()), batch(14), batch(15, rows=3)
+    follower = Follower(replace(nodes, rank=1), model_dir, tmp_path / "nodes", stage, *FLAGS)
     head: HeadWorld | None = None
     try:
-        head = HeadWorld(port, redis_url, model_dir, tmp_path / "nodes", 2, stage, *FLAGS)
+        head = HeadWorld(nodes, redis_url, model_dir, tmp_path / "nodes", 2, stage, *FLAGS)
         assert head.record.world_size == 2
         assert_equal(played(TrainedModel(head)), expected)
         assert_on_loopback([*head.processes(), *follower.processes()])
@@ -130,7 +143,7 @@ def test_two_nodes_train_as_one_machine_does_and_come_back_when_a_follower_dies(
         assert follower.process.poll() is None
 
         # Its supervisor starts the head again; the follower comes by itself.
-        head = HeadWorld(port, redis_url, model_dir, tmp_path / "nodes", 2, stage, *FLAGS)
+        head = HeadWorld(nodes, redis_url, model_dir, tmp_path / "nodes", 2, stage, *FLAGS)
         assert head.restore(model.model_id) == 2
         assert head.send(model.sent[3]).result() == results[2]
         model.world = head
@@ -151,6 +164,24 @@ def test_two_nodes_train_as_one_machine_does_and_come_back_when_a_follower_dies(
         if head is not None:
             head.kill()
         follower.kill()
+
+
+def test_two_machines_with_a_network_of_their_own_train_and_publish_as_one_does(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.component.two_machines", str(tmp_path)]
+    apart = ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*apart, "ip", "link"], capture_output=True, check=False).returncode:
+        pytest.skip("here nobody may make network namespaces, as `unshare --user --net ip link` does")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
+    done = subprocess.run(
+        [*apart, *program],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
 
 
 def assert_on_loopback(processes: list[psutil.Process]) -> None:
@@ -206,7 +237,7 @@ def test_nodes_that_cannot_be_are_refused() -> None:
 
 def test_a_follower_with_other_flags_is_found_out(redis_url: str, model_dir: Path, tmp_path: Path) -> None:
     port = free_port()
-    follower = Follower(port, model_dir, tmp_path, 3, *FLAGS)
+    follower = Follower(replace(on_loopback(port), rank=1), model_dir, tmp_path, 3, *FLAGS)
     try:
         args = ["--model", f"tinsmith/tiny={model_dir}", "--device", "cpu", "--data-dir", str(tmp_path)]
         status, said = ended(

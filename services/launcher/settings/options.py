@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 from services.common.contract.errors import InvalidRequest, Unavailable
 from services.common.state import redis_client
 from services.launcher import placement, plan
-from services.launcher.settings import read
+from services.launcher.settings import mistakes, read
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,13 @@ class Machine:
         cores: CPUs that may be used.
         gpus: visible GPUs, as CUDA_VISIBLE_DEVICES names them.
         cuda_build: the installed PyTorch can use them.
+        addresses: by network interface.
     """
 
     cores: tuple[int, ...]
     gpus: tuple[str, ...]
     cuda_build: bool
+    addresses: Mapping[str, list[str]]
 
 
 def cuda_build() -> bool:
@@ -96,7 +98,7 @@ def options(
         gpus=gpus,
         **{name.replace("-", "_"): value for name, value in values.items()},
     )
-    found += plan.mistakes(chosen)
+    found += mistakes.mistakes(chosen, machine.addresses)
     if in_use is not None and "host" not in given.wrong:
         found += _taken(chosen, given.wrong, in_use)
     if found:

@@ -13,6 +13,7 @@ from typing import Any
 from services.common.contract.stand_ins import STAND_INS
 from services.common.process.flags import HTTP_URL, PROXIES
 from services.common.telemetry import logs
+from services.common.worlds.nodes import endpoint
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
 """What vLLM compiles its kernels for."""
@@ -103,6 +104,12 @@ def _host(text: str) -> str:
     return text
 
 
+def _word(text: str) -> str:
+    if not text or not text.isprintable() or " " in text:
+        raise ValueError
+    return text
+
+
 _PORT = Kind("a port number from 1 to 65535", "PORT", _whole(1, 65535).parse)
 
 TABLE: dict[str, tuple[Setting, ...]] = {
@@ -167,8 +174,28 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "trainer-ranks",
             _whole(1, 64, auto=True),
             None,
-            "data-parallel ranks of each model's trainer, one GPU each (default: auto, the GPUs that "
-            "samplers leave, else 1)",
+            "data-parallel ranks of each model's trainer on this machine, one GPU each (default: auto, the "
+            "GPUs that samplers leave, else 1)",
+        ),
+        Setting(
+            "trainer-nodes",
+            _whole(1, 99),
+            1,
+            "machines with --trainer-ranks ranks each that train the model together. This one is the head; "
+            "what to start on the others is printed (default: 1)",
+        ),
+        Setting(
+            "trainer-rendezvous",
+            Kind("ADDRESS:PORT", "ADDRESS:PORT", endpoint),
+            None,
+            "with --trainer-nodes, where they meet: an address of this machine (default: none)",
+        ),
+        Setting(
+            "trainer-interface",
+            Kind("the name of a network interface", "NAME", _word),
+            None,
+            "with --trainer-nodes, network interface on which ranks speak with the others', neither "
+            "encrypted nor asked who they are (default: none)",
         ),
         Setting(
             "samplers",
@@ -198,7 +225,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             _whole(1, 64),
             1,
             "with ZeRO stage 3, ranks in a row that hold all weights once more among themselves and gather "
-            "them from each other, DeepSpeed's hpZ: a divisor of --trainer-ranks (default: 1, none do)",
+            "them from each other, DeepSpeed's hpZ: a divisor of all ranks (default: 1, none do)",
         ),
         Setting(
             "zero-prefetch-elements",

@@ -46,7 +46,8 @@ class _Agent(LocalElasticAgent):
 def main(argv: list[str]) -> int:
     """Runs a node; the exit status."""
     nodes, ranks, args = _parse(argv)
-    logs.configure(f"node-{nodes.rank}", "text")
+    # As its ranks do.
+    logs.configure(f"node-{nodes.rank}", os.environ.get("TINSMITH_LOG_FORMAT", "text"))
     if os.getppid() != 0 and os.getpid() != 1:
         die_with_parent(signal.SIGTERM)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -99,8 +100,8 @@ def _parse(argv: list[str]) -> tuple[Nodes, int, list[str]]:
         "--rendezvous",
         type=endpoint,
         required=True,
-        metavar="ADDRESS:PORT",
-        help="of the head, where all nodes meet",
+        metavar="HOST:PORT",
+        help="of the head, where all nodes meet: its address, or for the others also its name",
     )
     parser.add_argument(
         "--interface",

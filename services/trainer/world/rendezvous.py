@@ -11,6 +11,7 @@ for the others does it for as long as was said, and then says who is not there.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from datetime import timedelta
 
@@ -28,6 +29,7 @@ from services.common.worlds.nodes import Nodes
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
+_CONNECT_S = 5.0
 
 
 class Rendezvous(RendezvousHandler):
@@ -69,10 +71,11 @@ class Rendezvous(RendezvousHandler):
         while True:
             left = deadline - time.monotonic()
             try:
-                store = meeting_store(nodes.host, nodes.port, head, timedelta(seconds=max(1.0, left)))
-                if store.add(_came(nodes.rank), 1) == 1:
-                    return store
-                seen = True
+                if address := nodes.host if head else _answering(nodes.host, nodes.port):
+                    store = meeting_store(address, nodes.port, head, timedelta(seconds=max(1.0, left)))
+                    if store.add(_came(nodes.rank), 1) == 1:
+                        return store
+                    seen = True
             except dist.DistError:
                 if head:
                     raise
@@ -103,6 +106,16 @@ class Rendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def _answering(host: str, port: int) -> str | None:
+    """The address of the host that takes connections there now. The store would ask for a name once, and wait
+    for as long as it may for a machine that is no more."""
+    try:
+        with socket.create_connection((host, port), _CONNECT_S) as connection:
+            return str(connection.getpeername()[0])
+    except OSError:
+        return None
 
 
 def _came(rank: int) -> str:

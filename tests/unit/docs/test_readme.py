@@ -17,7 +17,7 @@ from services.launcher.settings import options
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 RESULTS = json.loads((ROOT / "bench" / "results" / "cpu-2-cores.json").read_text())
-MACHINE = options.Machine(cores=tuple(range(64)), gpus=tuple("01234567"), cuda_build=True)
+MACHINE = options.Machine(cores=tuple(range(64)), gpus=tuple("01234567"), cuda_build=True, addresses={})
 
 
 def blocks(language: str) -> list[str]:

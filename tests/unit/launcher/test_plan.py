@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import pytest
 
 from services.common.contract.errors import InvalidRequest
 from services.common.state.known_models import Configured, parse_configured
+from services.common.worlds.nodes import Nodes
 from services.launcher import plan
+from services.launcher.settings.mistakes import mistakes as found_mistakes
+from services.trainer.world.launch import node_command
+
+
+def mistakes(settings: plan.Options) -> list[str]:
+    return found_mistakes(settings, {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7"]})
 
 
 def launch(ranks: int, port: int, args: list[str], gpus: Sequence[str]) -> list[str]:
@@ -48,7 +56,7 @@ def test_every_process_has_a_port_of_its_own_for_its_metrics_or_none(tmp_path: P
     ("first", "wrong"), [(7996, True), (7995, False), (8001, True), (65532, True), (9100, False)]
 )
 def test_ports_for_metrics_are_free_of_the_others(tmp_path: Path, first: int, wrong: bool) -> None:
-    found = plan.mistakes(options(tmp_path, metrics_port=first))
+    found = mistakes(options(tmp_path, metrics_port=first))
     assert any("--metrics-port" in sentence for sentence in found) == wrong
 
 
@@ -88,15 +96,15 @@ def test_trainers_are_told_how_to_hold_models_that_train_all_weights(tmp_path: P
 def test_trainers_are_told_how_to_share_weights_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
     shared = {"zero_replica_ranks": 2, "zero_prefetch_elements": 0, "zero_quantized_base": "yes"}
     settings = options(tmp_path, zero_stage=3, trainer_ranks=4, **shared)
-    assert plan.mistakes(settings) == []
+    assert mistakes(settings) == []
     given = dict(itertools.pairwise(plan.processes(settings, [1, 2], launch)[1].argv))
     names = ("--zero-replica-ranks", "--zero-prefetch-elements", "--zero-quantized-base")
     assert [given[name] for name in names] == ["2", "0", "yes"]
     assert "--zero-prefetch-elements" not in plan.processes(options(tmp_path), [1, 2], launch)[1].argv
 
-    flags = {sentence.split()[0] for sentence in plan.mistakes(options(tmp_path, trainer_ranks=4, **shared))}
+    flags = {sentence.split()[0] for sentence in mistakes(options(tmp_path, trainer_ranks=4, **shared))}
     assert flags == set(names)
-    (sentence,) = plan.mistakes(options(tmp_path, zero_stage=3, trainer_ranks=2, zero_replica_ranks=2))
+    (sentence,) = mistakes(options(tmp_path, zero_stage=3, trainer_ranks=2, zero_replica_ranks=2))
     assert sentence.startswith("--zero-replica-ranks 2: a trainer of 2 ranks")
 
 
@@ -134,18 +142,18 @@ def test_a_model_of_another_form_is_refused(text: str) -> None:
 def test_options_that_no_cluster_can_have_are_told_all_at_once(tmp_path: Path) -> None:
     same = (plan.Model("a/b", "x"), plan.Model("a/b", "y"))
     wrong = options(tmp_path, models=same, port=9, grpc_port=9, sampler_tp=2, checkpoint_store="s3://k:s@b")
-    told = "\n".join(plan.mistakes(wrong))
+    told = "\n".join(mistakes(wrong))
     for part in ("a/b is given twice", "--grpc-port must differ", "--sampler-tp is for GPUs", "credentials"):
         assert part in told
-    assert plan.mistakes(options(tmp_path)) == []
+    assert mistakes(options(tmp_path)) == []
 
 
 def test_samplers_that_could_not_start_are_told_before_they_do(tmp_path: Path) -> None:
     wrong = options(tmp_path, kv_cache_dtype="fp8", max_batched_tokens=100, max_sequences=101)
-    told = "\n".join(plan.mistakes(wrong))
+    told = "\n".join(mistakes(wrong))
     assert "--kv-cache-dtype fp8 is for GPUs" in told
     assert "--max-batched-tokens is 100 and --max-sequences 101" in told
-    assert plan.mistakes(options(tmp_path, max_batched_tokens=100, max_sequences=100)) == []
+    assert mistakes(options(tmp_path, max_batched_tokens=100, max_sequences=100)) == []
 
 
 def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
@@ -233,7 +241,7 @@ def test_trainers_and_samplers_get_the_gpus_in_turn(tmp_path: Path) -> None:
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     wrong = options(tmp_path, device="cuda", gpus=("0",), trainer_ranks=2, sampler_tp=4)
-    ranks, parallel = plan.mistakes(wrong)
+    ranks, parallel = mistakes(wrong)
     assert ranks.startswith("--trainer-ranks 2 needs as many GPUs")
     assert parallel.startswith("--sampler-tp 4 needs as many GPUs")
 
@@ -256,3 +264,59 @@ def test_gateways_are_told_which_loss_runs_in_place_of_stable_reinforce(tmp_path
     gateway, *others = plan.processes(options(tmp_path, stable_reinforce_as="ppo"), [1, 2], launch)
     assert dict(itertools.pairwise(gateway.argv))["--stable-reinforce-as"] == "ppo"
     assert not any("--stable-reinforce-as" in process.argv for process in others)
+
+
+NODES: dict[str, object] = {
+    "models": (plan.Model("org/one", "/models/one"),),
+    "trainer_nodes": 3,
+    "trainer_ranks": 2,
+    "trainer_rendezvous": ("10.0.0.7", 29400),
+    "trainer_interface": "eth0",
+}
+
+
+def test_a_trainer_on_several_machines_is_started_as_their_head_and_the_others_command_is_printed(
+    tmp_path: Path,
+) -> None:
+    settings = options(tmp_path, **NODES, zero_stage=3, zero_replica_ranks=3)
+    assert mistakes(settings) == []
+    head = plan.nodes(settings)
+    assert head == Nodes(3, 0, "10.0.0.7", 29400, "eth0")
+    planned = plan.processes(settings, [1], lambda ranks, port, args, gpus: node_command(head, ranks, args))
+    said, command = plan.followers(settings, planned)
+    assert said.endswith("On the others, with --node-rank 1 to 2:")
+    words = shlex.split(command)
+    mine = list(planned[1].argv)
+    assert [(a, b) for a, b in zip(mine, words, strict=True) if a != b] == [("0", "1")]
+    assert words[words.index("--node-rank") + 1] == "1"
+
+
+def test_one_machine_has_nobody_to_wait_for(tmp_path: Path) -> None:
+    settings = options(tmp_path)
+    assert plan.nodes(settings) is None
+    assert plan.followers(settings, plan.processes(settings, [1, 2], launch)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"trainer_nodes": 1},
+            "--trainer-rendezvous is for a trainer on several machines: give --trainer-nodes",
+        ),
+        ({"trainer_rendezvous": None}, "--trainer-nodes 3 needs --trainer-rendezvous"),
+        ({"trainer_interface": None}, "--trainer-nodes 3 needs --trainer-interface"),
+        (
+            {"models": (plan.Model("a", "/a"), plan.Model("b", "/b"))},
+            "--trainer-nodes 3 is for one base model",
+        ),
+        ({"trainer_interface": "eth1"}, "--trainer-interface eth1: here are eth0, lo"),
+        ({"trainer_rendezvous": ("head", 1)}, "--trainer-rendezvous head:1 is a name"),
+        ({"trainer_rendezvous": ("10.0.0.9", 1)}, "--trainer-rendezvous 10.0.0.9:1: the head listens there"),
+        ({"zero_stage": 3, "zero_replica_ranks": 4}, "--zero-replica-ranks 4: a trainer of 6 ranks"),
+    ],
+)
+def test_machines_that_cannot_be_one_trainer_are_refused(
+    tmp_path: Path, changes: dict[str, object], sentence: str
+) -> None:
+    assert mistakes(options(tmp_path, **{**NODES, **changes}))[0].startswith(sentence)

@@ -15,8 +15,8 @@ from services.launcher.settings import options
 from services.launcher.settings.table import ROWS, TABLE
 from services.sampler.config import LORA_RANKS
 
-CPU = options.Machine(cores=(0, 1), gpus=(), cuda_build=False)
-EIGHT = options.Machine(cores=tuple(range(64)), gpus=tuple("01234567"), cuda_build=True)
+CPU = options.Machine(cores=(0, 1), gpus=(), cuda_build=False, addresses={})
+EIGHT = options.Machine(cores=tuple(range(64)), gpus=tuple("01234567"), cuda_build=True, addresses={})
 
 
 def asked(*words: str, machine: options.Machine = CPU, **environment: str) -> plan.Options:
@@ -156,7 +156,7 @@ def test_eight_gpus_train_and_sample_in_halves() -> None:
 
 
 def test_a_cpu_build_is_not_used_for_gpus() -> None:
-    cpu_build = options.Machine(cores=(0,), gpus=("0",), cuda_build=False)
+    cpu_build = options.Machine(cores=(0,), gpus=("0",), cuda_build=False, addresses={})
     assert asked(machine=cpu_build).device == "cpu"
     assert "make setup DEVICE=cuda" in refused("--device", "cuda", machine=cpu_build)[0]
 

@@ -62,13 +62,17 @@
 - {{ printf "--base-models=%s" ($known | toJson) | quote }}
 {{- end -}}
 
-{{/* Labels that select the pods of one component. Takes root, component and, for trainers and samplers, model. */}}
+{{/* Labels that select the pods of one component. Takes root, component and, for trainers and samplers, model; for
+     trainers node, which is 0 in the pod that has rank 0. */}}
 {{- define "tinsmith.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/component: {{ .component }}{{ if .node }}-node{{ end }}
 {{- with .model }}
 tinsmith/model: {{ .id }}
+{{- end }}
+{{- with .node }}
+tinsmith/node: {{ . | quote }}
 {{- end }}
 {{- end -}}
 

@@ -57,6 +57,25 @@
 {{- toYaml $resources -}}
 {{- end -}}
 
+{{/* Name of what belongs to one node of a trainer. Takes the trainer's name and the node. */}}
+{{- define "tinsmith.nodeName" -}}
+{{- $node := last . -}}
+{{- first . -}}{{- if kindIs "string" $node -}}-{{ $node }}{{- else if $node -}}-node-{{ $node }}{{- end -}}
+{{- end -}}
+
+{{/* Fails when a trainer could not start. Takes model and settings. */}}
+{{- define "tinsmith.checkTrainer" -}}
+{{- $own := .settings -}}
+{{- $ranks := mul $own.ranks $own.nodes | int64 -}}
+{{- $group := $own.zeroReplicaRanks | int64 -}}
+{{- if and (ne ($own.zeroStage | int64) 3) (or (ne $group 1) $own.zeroQuantizedBase (not (kindIs "string" $own.zeroPrefetchElements))) -}}
+{{- fail (printf "model %q: trainer.zeroReplicaRanks, zeroPrefetchElements and zeroQuantizedBase say how ZeRO-3 shares weights: set trainer.zeroStage to 3" .model.name) -}}
+{{- end -}}
+{{- if and (ne $group 1) (or (ge $group $ranks) (ne (mod $ranks $group) 0)) -}}
+{{- fail (printf "model %q: trainer.zeroReplicaRanks %d cannot cut a trainer of %d ranks into several groups of so many: set a divisor of the ranks" .model.name $group $ranks) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Fails when a sampler could not start, or its caches alone are more than its pod may have. Takes root, model, settings and count. */}}
 {{- define "tinsmith.checkSampler" -}}
 {{- if and (eq .settings.kvCacheDtype "fp8") (ne .root.Values.device "cuda") -}}

@@ -21,11 +21,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from services.common.process.process import machine_memory
@@ -216,10 +218,15 @@ def at_least(found: Capacity, sequence_tokens: int, one_adapter: int) -> Capacit
     return least
 
 
-def own_memory(device: str, ranks: int) -> int:
+def ranks_here() -> int:
+    """Ranks that share this machine's memory. Of a world on several, its agent says how many it has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def own_memory(device: str) -> int:
     """What this rank may take when nobody says: of its GPU what others leave, or its share of the machine."""
     if device == "cpu":
-        return int(machine_memory() * OF_THE_MACHINE) // ranks
+        return int(machine_memory() * OF_THE_MACHINE) // ranks_here()
     free, _ = torch.cuda.mem_get_info()
     return free + torch.cuda.memory_reserved()
 

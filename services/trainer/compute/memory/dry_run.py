@@ -64,7 +64,7 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
     if engine.device != "cpu" and not engine.collective:
         token = token_bytes(engine, peak_of_cuda)
         found = found if token is None else replace(found, token=token)
-    given = memory or own_memory(engine.device, engine.world_size)
+    given = memory or own_memory(engine.device)
     together = engine.world_size if engine.splits else 1
     mine = capacity(given, found, engine.context_length, engine.vocab_size, micro_batch_tokens, together)
     if not memory and engine.device == "cpu":

@@ -18,16 +18,16 @@ from services.common.contract.errors import Internal
 from services.common.process.process import free_machine_memory
 from services.trainer.compute.data import Failure, Pass
 from services.trainer.compute.exchange import least
-from services.trainer.compute.memory.capacity import GIB, Footprint, needed
+from services.trainer.compute.memory.capacity import GIB, Footprint, needed, ranks_here
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY, failure, free_cache
 
 log = logging.getLogger(__name__)
 
 
-def free_memory(device: str, ranks: int) -> int:
+def free_memory(device: str) -> int:
     """Bytes that this rank could have now: of its GPU, or its share of what is free of the machine."""
     if device == "cpu":
-        return free_machine_memory() // ranks
+        return free_machine_memory() // ranks_here()
     # What is kept for later is in pieces, of which none may be large enough.
     free_cache()
     free, _ = torch.cuda.mem_get_info()
@@ -57,7 +57,7 @@ def without_room(
         return {}
     ranks = dist.get_world_size()
     needs = [needed(footprint, tokens, vocab_size, ranks) for tokens in longest.values()]
-    free, *negated = least([free_memory(device, ranks), *(-need for need in needs)], device)
+    free, *negated = least([free_memory(device), *(-need for need in needs)], device)
     found = {}
     for (op, tokens), need in zip(longest.items(), negated, strict=True):
         if -need > free:

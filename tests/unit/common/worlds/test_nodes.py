@@ -9,14 +9,27 @@ from services.common.worlds.nodes import Nodes, endpoint, mistakes
 HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.7", "fe80::1%eth0"], "down0": []}
 
 
-def test_an_endpoint_is_an_address_and_a_port() -> None:
+def test_an_endpoint_is_an_address_or_a_name_and_a_port() -> None:
     assert endpoint("10.0.0.7:29400") == ("10.0.0.7", 29400)
+    assert endpoint("[10.0.0.7]:29400") == ("10.0.0.7", 29400)
     assert endpoint("[::1]:29400") == ("::1", 29400)
+    assert endpoint("head-0.nodes.svc:1") == ("head-0.nodes.svc", 1)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["10.0.0.7", "host:1", "10.0.0.7:0", "10.0.0.7:65536", ":1", "::1:29400", "[10.0.0.7]:1", "1.2.3.4:x"],
+    [
+        "10.0.0.7",
+        "a b:1",
+        "-a:1",
+        "10.0.0.7:0",
+        "10.0.0.7:65536",
+        ":1",
+        "::1:29400",
+        "[head]:1",
+        "[]:1",
+        "1.2.3.4:x",
+    ],
 )
 def test_other_forms_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
@@ -31,6 +44,7 @@ def test_other_forms_are_refused(text: str) -> None:
         Nodes(1, 0, "::1", 1),
         Nodes(2, 0, "10.0.0.7", 1, "eth0"),
         Nodes(2, 1, "10.0.0.9", 1, "eth0"),
+        Nodes(2, 1, "head", 1, "eth0"),
     ],
 )
 def test_what_can_be_is_taken(nodes: Nodes) -> None:
@@ -50,6 +64,8 @@ def test_what_can_be_is_taken(nodes: Nodes) -> None:
             Nodes(2, 1, "127.0.0.1", 1, "eth0"),
             "--rendezvous 127.0.0.1:1 is this machine's own, and --interface",
         ),
+        (Nodes(2, 0, "head", 1, "eth0"), "--rendezvous head:1 is a name: the head listens on an address"),
+        (Nodes(2, 1, "head", 1), "--rendezvous head:1 is not of this machine alone, and --interface lo"),
         (
             Nodes(2, 0, "10.0.0.9", 1, "eth0"),
             "--rendezvous 10.0.0.9:1: the head listens there, and its eth0 has",

@@ -8,6 +8,7 @@ import pytest
 from services.trainer.compute import exchange
 from services.trainer.compute.data import Failure, MicroBatch, Pass, PassOp, Row
 from services.trainer.compute.logprobs import CHUNK_ELEMENTS
+from services.trainer.compute.memory import capacity as capacities
 from services.trainer.compute.memory import room
 from services.trainer.compute.memory.capacity import GIB, Footprint, capacity, head_bytes, needed
 from services.trainer.compute.memory.room import longest_split, without_room
@@ -29,7 +30,7 @@ def plan(*rows: tuple[int, int, bool]) -> Pass:
 def told(monkeypatch: pytest.MonkeyPatch, free: int, ranks: int, others: list[int] | None = None) -> None:
     """This rank has so much free; another one says these numbers."""
     monkeypatch.setattr(room.dist, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(room, "free_memory", lambda device, ranks: free)
+    monkeypatch.setattr(room, "free_memory", lambda device: free)
     monkeypatch.setattr(
         room, "least", lambda mine, device: [min(pair) for pair in zip(mine, others or mine, strict=True)]
     )
@@ -87,10 +88,22 @@ def test_all_fail_it_when_one_lacks_memory_or_a_token_takes_more_there(
 
 
 def test_a_pass_without_such_sequences_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free_memory", lambda device, ranks: pytest.fail("nobody is asked"))
+    monkeypatch.setattr(room, "free_memory", lambda device: pytest.fail("nobody is asked"))
     assert without_room(plan((0, 5000, False)), {}, TAKEN, VOCAB, "cpu") == {}
 
 
 def test_one_rank_is_told_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange.dist, "get_world_size", lambda: 1)
     assert exchange.least([3, -4], "cpu") == [3, -4]
+
+
+def test_ranks_share_the_memory_of_their_own_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_machine_memory", lambda: 24 * GIB)
+    monkeypatch.setattr(capacities.dist, "get_world_size", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert room.free_memory("cpu") == 3 * GIB
+    # Four machines of two ranks each.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert room.free_memory("cpu") == 12 * GIB
+    monkeypatch.setattr(capacities, "machine_memory", lambda: 32 * GIB)
+    assert capacities.own_memory("cpu") == 12 * GIB

@@ -71,3 +71,20 @@ def test_to_each_start_of_the_head_a_node_comes_once() -> None:
         del head, first
         next_head = pool.submit(Rendezvous(node(0, port)).next_rendezvous)
         assert (next_head.result(60).rank, again.result(60).rank) == (0, 1)
+
+
+def test_a_node_finds_the_head_by_a_name() -> None:
+    port = free_port()
+    head = Nodes(2, 0, "127.0.0.1", port, wait_s=60)
+    follower = Nodes(2, 1, "localhost", port, wait_s=60)
+    met = meet(follower, head)
+    assert [each.rank for each in met] == [1, 0]
+    # Ranks meet where the head said, whatever its name is.
+    assert {each.bootstrap_store_info.master_addr for each in met if each.bootstrap_store_info} == {
+        "127.0.0.1"
+    }
+
+
+def test_a_name_that_nobody_has_yet_is_asked_for_again() -> None:
+    with pytest.raises(Unavailable, match=r"did not meet the head at nobody\.invalid:29400 .*was no head"):
+        Rendezvous(Nodes(2, 1, "nobody.invalid", 29400, wait_s=1.5)).next_rendezvous()

@@ -1,0 +1,94 @@
+"""What is wrong with a cluster although each of its settings is right.
+
+Pure, but for whether files are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.common.contract.errors import InvalidRequest
+from services.common.storage.location import check_location
+from services.common.worlds import nodes, sharding
+from services.launcher import plan
+
+
+def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[str]:
+    """What is wrong although each setting is right: sentences that say what to change.
+
+    Args:
+        addresses: of this machine, by interface.
+    """
+    found = []
+    names = [model.name for model in options.models]
+    found += [
+        f"--model {name} is given twice; every base model needs a name of its own"
+        for name in sorted({name for name in names if names.count(name) > 1})
+    ]
+    try:
+        check_location(options.checkpoint_store)
+    except InvalidRequest as error:
+        found.append(error.message)
+    if (options.tls_cert is None) != (options.tls_key is None):
+        found.append("--tls-cert and --tls-key go together")
+    found += [
+        f"{flag} {file}: there is no such file"
+        for flag, file in (("--tls-cert", options.tls_cert), ("--tls-key", options.tls_key))
+        if file is not None and not Path(file).is_file()
+    ]
+    shared = sharding.Sharding(
+        options.zero_replica_ranks, options.zero_prefetch_elements, options.zero_quantized_base == "yes"
+    )
+    found += sharding.mistakes(shared, options.zero_stage, options.trainer_ranks * options.trainer_nodes)
+    found += _of_nodes(options, addresses)
+    if options.port == options.grpc_port:
+        found.append("--port and --grpc-port must differ")
+    taken = [listener.port for listener in plan.listeners(options) if listener.flag == "--metrics-port"]
+    if taken and (taken[-1] > 65535 or options.port in taken or options.grpc_port in taken):
+        found.append(
+            f"--metrics-port {options.metrics_port} and the ports after it, one for each of {len(taken)} "
+            "processes, must be free of --port and --grpc-port and at most 65535"
+        )
+    step, sequences = options.max_batched_tokens, options.max_sequences
+    if step is not None and sequences is not None and step < sequences:
+        found.append(
+            f"--max-batched-tokens is {step} and --max-sequences {sequences}: a step computes a token of "
+            "each sequence, so give the first at least the second"
+        )
+    if options.device == "cpu":
+        given = {
+            "--sampler-memory": options.sampler_memory is not None,
+            "--sampler-tp": options.sampler_tp > 1,
+            "--kv-cache-dtype fp8": options.kv_cache_dtype == "fp8",
+        }
+        found += [f"{flag} is for GPUs, and the models compute on the CPU" for flag in given if given[flag]]
+    else:
+        here = len(options.gpus)
+        for flag, value in (("--trainer-ranks", options.trainer_ranks), ("--sampler-tp", options.sampler_tp)):
+            if value > here:
+                found.append(f"{flag} {value} needs as many GPUs, and here are {here}")
+    return found
+
+
+def _of_nodes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[str]:
+    given = {
+        "--trainer-rendezvous": options.trainer_rendezvous is not None,
+        "--trainer-interface": options.trainer_interface is not None,
+    }
+    if options.trainer_nodes == 1:
+        return [
+            f"{flag} is for a trainer on several machines: give --trainer-nodes"
+            for flag in given
+            if given[flag]
+        ]
+    missing = [flag for flag in given if not given[flag]]
+    if missing:
+        return [f"--trainer-nodes {options.trainer_nodes} needs {' and '.join(missing)}"]
+    if len(options.models) > 1:
+        return [
+            f"--trainer-nodes {options.trainer_nodes} is for one base model, and here are "
+            f"{len(options.models)}"
+        ]
+    head = plan.nodes(options)
+    return [] if head is None else nodes.mistakes(head, addresses, prefix="--trainer-")
