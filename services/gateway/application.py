@@ -141,6 +141,8 @@ class Application:
         """
         subject.note(request_id=request_id)
         await self._check_asker(owner, request_id)
+        if self.futures.expected(request_id):
+            return None
         view = await self.futures.wait(request_id, 0)
         takes = self.answers.of_result(len(view.result or b""))
         if view.state != "done" or not held.enter_context(self.answers.account(owner)).take_now(takes):

@@ -2,8 +2,9 @@
 
 Invariant: a waiter first is listed and then looks, so a result published in between wakes it; when
 the subscription was interrupted every waiter looks again. Nothing polls. A result that this process
-resolves a future with goes to its waiters here without another look, once it is resolved with that. What
-one waiter costs does not depend on how many there are.
+resolves a future with goes to its waiters here without another look, once it is resolved with that. While
+this process is about to resolve one, nobody looks; when it no longer is, all who wait do. What one waiter
+costs does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from services.common.state.journal_records import Published
 from services.gateway.results.subscription import Subscription
 
 _BATCH = 128
-_FIELDS = ["state", "result", "owner", "reason"]
+_FIELDS = ["state", "result", "reason"]
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,12 @@ class FutureView:
         result: serialized OperationResult, when done.
         queue_state: "paused_capacity" when nothing can run it at the moment.
         queue_state_reason: a sentence, when paused.
-        owner: who made the request; empty when not recorded.
     """
 
     state: Literal["pending", "done", "unknown"]
     result: bytes | None = None
     queue_state: Literal["active", "paused_capacity"] = "active"
     queue_state_reason: str | None = None
-    owner: str = ""
 
 
 @dataclass(eq=False)
@@ -57,6 +56,7 @@ class Futures:
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
         self._waiters: defaultdict[str, set[_Waiter]] = defaultdict(set)
+        self._coming: set[str] = set()
         self._resolving: set[str] = set()
         self._wanted: dict[str, asyncio.Future[FutureView]] = {}
         self._loads: set[asyncio.Task[None]] = set()
@@ -92,6 +92,21 @@ class Futures:
         self._draining = True
         self._wake_all()
 
+    def expect(self, request_id: str) -> None:
+        """This process is about to resolve a future, which is pending. Until `expect_no_longer`, who waits
+        for it here does not look first."""
+        self._coming.add(request_id)
+
+    def expect_no_longer(self, request_id: str) -> None:
+        """This process has resolved a future, or will not."""
+        self._coming.discard(request_id)
+        for waiter in self._waiters.get(request_id, ()):
+            waiter.changed.set()
+
+    def expected(self, request_id: str) -> bool:
+        """Whether this process is about to resolve a future."""
+        return request_id in self._coming
+
     async def wait(self, request_id: str, timeout: float) -> FutureView:  # noqa: ASYNC109
         """The future when it is resolved, else as it is after `timeout` seconds (0 = now) or at `drain`.
 
@@ -103,20 +118,23 @@ class Futures:
         deadline = loop.time() + timeout
         waiter = _Waiter()
         self._waiters[request_id].add(waiter)
+        looks = timeout <= 0 or self._draining or not self.expected(request_id)
+        view = FutureView("pending")
         try:
             while True:
-                waiter.changed.clear()
-                view = await self._look(request_id)
-                left = deadline - loop.time()
-                if view.state != "pending" or left <= 0 or self._draining:
-                    return view
+                if looks:
+                    waiter.changed.clear()
+                    view = await self._look(request_id)
+                    if view.state != "pending" or self._draining or deadline <= loop.time():
+                        return view
+                looks = True
                 try:
-                    async with asyncio.timeout(left):
+                    async with asyncio.timeout_at(deadline):
                         await waiter.changed.wait()
                 except TimeoutError:
                     return await self._look(request_id)
                 if waiter.result is not None:
-                    return FutureView("done", waiter.result, owner=view.owner)
+                    return FutureView("done", waiter.result)
                 if self._draining:
                     return view
         finally:
@@ -202,13 +220,12 @@ class Futures:
 
 
 def _view(fields: list[Any], queue_state: bytes | None) -> FutureView:
-    state, result, owner, reason = fields
+    state, result, reason = fields
     if state is None:
         return FutureView("unknown")
-    name = owner.decode() if owner else ""
     if state == b"done":
-        return FutureView("done", result, owner=name)
+        return FutureView("done", result)
     why = reason or queue_state
     if why:
-        return FutureView("pending", None, "paused_capacity", why.decode(), name)
-    return FutureView("pending", owner=name)
+        return FutureView("pending", None, "paused_capacity", why.decode())
+    return FutureView("pending")

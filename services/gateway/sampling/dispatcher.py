@@ -171,6 +171,7 @@ class SampleDispatcher:
             return
         task = asyncio.create_task(self._run(request_id, request, taken_over), name=f"sample {request_id}")
         self._running[request_id] = task
+        self._futures.expect(request_id)
         task.add_done_callback(lambda done: self._ended(request_id, done))
 
     def _on_claimed(self, request_id: str, request: sampler_pb2.SampleRequest) -> None:
@@ -188,6 +189,7 @@ class SampleDispatcher:
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._running[request_id]
+        self._futures.expect_no_longer(request_id)
         self._claimed.discard(request_id)
         self._admission.release(request_id)
         if task.cancelled() or (error := task.exception()) is None:

@@ -13,7 +13,7 @@ from services.common.contract.errors import InvalidRequest
 from services.common.state import keys
 from services.common.state.journal_records import Published
 from services.gateway.records.sample_journal import SampleJournal
-from services.gateway.results.futures import Futures
+from services.gateway.results.futures import Futures, FutureView
 from tinsmith.v1 import results_pb2
 
 SESSION = ids.sampling_session_id("s", 0)
@@ -51,7 +51,7 @@ async def test_a_waiter_is_woken_by_the_result_and_can_fetch_it_again(
     await SampleJournal(redis_client).publish(request_id, RESULT)
     async with asyncio.timeout(8):
         view = await waiting
-    assert (view.state, view.result, view.owner) == ("done", RESULT.SerializeToString(), "ann")
+    assert (view.state, view.result) == ("done", RESULT.SerializeToString())
     assert await futures.wait(request_id, 10) == view
 
 
@@ -68,7 +68,58 @@ async def test_what_this_process_resolves_a_future_with_needs_no_second_look(
     assert await futures.resolve(request_id, b"a result", publish) is Published.PUBLISHED
     async with asyncio.timeout(8):
         view = await waiting
-    assert (view.state, view.result, view.owner) == ("done", b"a result", "ann")
+    assert (view.state, view.result) == ("done", b"a result")
+
+
+class Looks:
+    """Counts how often futures are looked at."""
+
+    def __init__(self, futures: Futures, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        look = futures._look
+
+        async def counted(request_id: str) -> FutureView:
+            self.number += 1
+            return await look(request_id)
+
+        monkeypatch.setattr(futures, "_look", counted)
+
+
+async def test_nobody_looks_at_what_this_process_is_about_to_resolve(
+    redis_client: redis.asyncio.Redis, futures: Futures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, request_id = Looks(futures, monkeypatch), await sample(redis_client, 1)
+    futures.expect(request_id)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+
+    async def publish() -> Published:
+        return Published.PUBLISHED
+
+    await futures.resolve(request_id, b"a result", publish)
+    async with asyncio.timeout(8):
+        assert (await waiting).result == b"a result"
+    assert looks.number == 0
+    # How it is now is looked at, and so is what becomes of it once the wait is over.
+    assert (await futures.wait(request_id, 0)).state == "pending"
+    assert (await futures.wait(request_id, 0.05)).state == "pending"
+    assert looks.number == 2
+
+
+async def test_who_waits_looks_when_this_process_will_not_resolve_it(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+    futures.expect(request_id)
+    # Another process resolves it, and the word is heard before anybody waits.
+    await SampleJournal(redis_client).publish(request_id, RESULT)
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    futures.expect_no_longer(request_id)
+    async with asyncio.timeout(8):
+        assert (await waiting).result == RESULT.SerializeToString()
 
 
 async def test_a_result_that_came_too_late_is_not_handed_out(
