@@ -119,6 +119,23 @@ def test_a_rollback_fails_no_request(report: Report, client: Client) -> None:
     assert untouched(pods("redis")) == redis, "Redis is not ours to restart"
 
 
+def test_two_pods_are_one_trainer(report: Report, client: Client, directory: Path) -> None:
+    with disturbed(report, client, "helm upgrade from one trainer.nodes to two"):
+        upgrade(directory, sampler__replicas=2, trainer__nodes=2)
+    # An upgrade has come back when the first is ready, which it is with the other alone.
+    wait_ready("trainer-node", 1)
+    for component, what in (("trainer-node", "second"), ("trainer", "first")):
+        found = pods(component)
+        with disturbed(report, client, f"the {what} of two nodes deleted, until both train again"):
+            kubectl("delete", "pod", found[0].name, "--wait=false")
+            wait_ready(component, 1, but=found)
+            wait_until(lambda: any(one.ready for one in pods("trainer")), "the first node")
+    with disturbed(report, client, "helm upgrade back to one node"):
+        upgrade(directory, sampler__replicas=2)
+        wait_until(lambda: not pods("trainer-node"), "the second node to go")
+        wait_ready("trainer", 1)
+
+
 def test_a_backup_is_restored_into_another_release(
     report: Report, client: Client, tiny_model: Path, directory: Path
 ) -> None:
