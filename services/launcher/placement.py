@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 _ALONE = 0.9
 _SHARED = 0.8
+_BESIDE = 0.1
+"""Of a GPU that several processes share: what CUDA takes for each of them, beside what they ask it for."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,26 @@ def places(ranks: Sequence[int], cores: Sequence[int], gpus: Sequence[str]) -> l
     return [
         Place(threads, gpus=group, gpu_memory=_fraction(crowd), shared=crowd > 1)
         for group, crowd in zip(chosen, crowds, strict=True)
+    ]
+
+
+def left_to_trainers(
+    trainers: Sequence[Place], samplers: Sequence[tuple[Place, float]]
+) -> list[float | None]:
+    """Fraction of its GPUs' memory for each trainer, which is what samplers leave; None = it shares none.
+
+    Args:
+        samplers: with the fraction of its GPUs' memory that each has.
+    """
+    taken: Counter[str] = Counter()
+    for place, memory in samplers:
+        taken.update(dict.fromkeys(place.gpus, memory))  # type: ignore[arg-type]
+    crowds = Counter(gpu for place in trainers for gpu in place.gpus)
+    return [
+        round(max(0.0, min((1 - _BESIDE - taken[gpu]) / crowds[gpu] for gpu in place.gpus)), 3)
+        if place.shared
+        else None
+        for place in trainers
     ]
 
 

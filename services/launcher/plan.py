@@ -19,7 +19,7 @@ from services.common.state.known_models import Configured
 from services.common.storage.data_dir import DataDir
 from services.common.tls.wires import Role
 from services.common.worlds.nodes import Nodes
-from services.launcher.placement import Place, places
+from services.launcher.placement import Place, left_to_trainers, places
 
 _LOOPBACK = "127.0.0.1"
 
@@ -110,6 +110,8 @@ class Process:
         announces: (kind, id) under which it appears in the registry when it is ready.
         cores: CPUs it is bound to; empty = any.
         computes: on what, in words; empty = on nothing to speak of.
+        alone: it is started when all others are ready, and no other with it: it measures the memory of a GPU
+            that it shares, which nobody else may take or free meanwhile.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Process:
     announces: tuple[str, str] | None = None
     cores: tuple[int, ...] = ()
     computes: str = ""
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,18 +222,42 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
         master_ports: a free port per model, for the rendezvous of its trainer's ranks.
         launch_trainer: services.trainer.world.launch.launch_command, or node_command of `nodes`.
     """
-    gpus = options.gpus if options.device == "cuda" else ()
-    count = len(options.models)
-    ranks = [options.trainer_ranks] * count + [options.sampler_tp] * (count * options.samplers)
-    placed = places(ranks, options.cores, gpus)
+    trainers, samplers = _places(options)
+    shares = trainer_shares(options)
     planned = [_gateway(options, index) for index in range(options.gateways)]
     for number, model in enumerate(options.models):
         port = master_ports[number]
-        planned.append(_trainer(options, number, model, port, placed[number], launch_trainer))
+        trainer = _trainer(options, number, model, port, trainers[number], shares[number], launch_trainer)
+        planned.append(trainer)
         for replica in range(options.samplers):
             index = number * options.samplers + replica
-            planned.append(_sampler(options, index, model, placed[count + index]))
+            planned.append(_sampler(options, index, model, samplers[index]))
     return [_measured(options, index, process) for index, process in enumerate(planned)]
+
+
+def stages(planned: Sequence[Process]) -> list[list[Process]]:
+    """What is started at once, one after the other: each when all before it are ready."""
+    together = [process for process in planned if not process.alone]
+    return [together, *([process] for process in planned if process.alone)]
+
+
+def trainer_shares(options: Options) -> list[float | None]:
+    """Fraction of its GPUs' memory for each model's trainer; None = it shares none."""
+    trainers, samplers = _places(options)
+    return left_to_trainers(trainers, [(place, _sampler_memory(options, place)) for place in samplers])
+
+
+def _places(options: Options) -> tuple[list[Place], list[Place]]:
+    """Of the trainers, and of the samplers."""
+    gpus = options.gpus if options.device == "cuda" else ()
+    count = max(1, len(options.models))  # Where none is named, the default one is served.
+    ranks = [options.trainer_ranks] * count + [options.sampler_tp] * (count * options.samplers)
+    placed = places(ranks, options.cores, gpus)
+    return placed[:count], placed[count:]
+
+
+def _sampler_memory(options: Options, place: Place) -> float:
+    return place.gpu_memory if options.sampler_memory is None else options.sampler_memory
 
 
 def _measured(options: Options, index: int, process: Process) -> Process:
@@ -266,7 +293,13 @@ def _base_models(options: Options) -> str:
 
 
 def _trainer(
-    options: Options, number: int, model: Model, master_port: int, place: Place, launch: TrainerCommand
+    options: Options,
+    number: int,
+    model: Model,
+    master_port: int,
+    place: Place,
+    share: float | None,
+    launch: TrainerCommand,
 ) -> Process:
     first = number * options.trainer_ranks
     name = f"trainer-{first}"
@@ -280,6 +313,7 @@ def _trainer(
         *("--max-full-models", str(options.max_full_models)),
         *("--full-snapshot-steps", str(options.full_snapshot_steps)),
         *_given("--micro-batch-tokens", options.micro_batch_tokens),
+        *_given("--gpu-memory-share", share),
         *_common(options, model),
         *_identity(options, "trainer"),
         *_store(options),
@@ -288,7 +322,7 @@ def _trainer(
     # The launcher stops its ranks one after the other.
     grace = 60.0 + 30.0 * options.trainer_ranks
     announced = ("trainer", name)
-    computes = _on(place) + ", what samplers leave of its memory" * place.shared
+    computes = _on(place) if share is None else f"{_on(place)}, {share:.0%} of its memory"
     return Process(name, tuple(argv), _environment(place), 1, grace, announced, place.cores, computes)
 
 
@@ -304,11 +338,14 @@ def _sampler(options: Options, index: int, model: Model, place: Place) -> Proces
     argv += ["--speculative-ngram-tokens", str(options.speculative_ngram_tokens)]
     computes = _on(place)
     if place.gpus:
-        memory = place.gpu_memory if options.sampler_memory is None else options.sampler_memory
+        memory = _sampler_memory(options, place)
         argv += ["--gpu-memory-utilization", str(memory), "--tensor-parallel-size", str(options.sampler_tp)]
         computes += f", {memory:.0%} of its memory"
     announced = ("sampler", name)
-    return Process(name, tuple(argv), _environment(place), 1, 75.0, announced, place.cores, computes)
+    environment = _environment(place)
+    return Process(
+        name, tuple(argv), environment, 1, 75.0, announced, place.cores, computes, alone=place.shared
+    )
 
 
 def _on(place: Place) -> str:

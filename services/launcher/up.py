@@ -135,6 +135,8 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
     supervisor = Supervisor(data.logs, dict(os.environ) | {"PYTHONUNBUFFERED": "1"})
     progress = Progress(data.logs, verbose, plan.from_hub(options))
     renew = partial(asyncio.to_thread, authority.renew, data.tls)
+    client: redis.asyncio.Redis | None = None
+    ready: asyncio.Task[None] | None = None
     renewal = Periodic("renewal of certificates", _RENEWAL_S, renew, _RENEWAL_DEADLINE_S)
     try:
         if options.mtls == "on":
@@ -160,9 +162,9 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
         for note in plan.aliases(options):
             progress.note(note)
         progress.downloads()
-        for process in plan.processes(options, ports, _trainer_command(options)):
-            await supervisor.start(_knowing_redis(process, urls))
-        ready = asyncio.create_task(_until_ready(client, supervisor, progress), name="ready")
+        planned = plan.processes(options, ports, _trainer_command(options))
+        stages = [[_knowing_redis(process, urls) for process in stage] for stage in plan.stages(planned)]
+        ready = asyncio.create_task(_start(stages, client, supervisor, progress), name="ready")
         await asyncio.wait({ready, stop}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
@@ -171,11 +173,13 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
             )
             progress.ready(endpoint, key, options.models[0].name)
             await _watch(supervisor, progress, stop)
-        await cancel_all([ready])
-        await client.aclose()
         return 0
     finally:
         progress.note("stopping: finishing what was accepted (Ctrl-C again to stop at once)")
+        # It starts processes.
+        await cancel_all([ready] if ready else [])
+        if client is not None:
+            await client.aclose()
         await _stop(supervisor)
         await renewal.stop()
         data.redis_url.unlink(missing_ok=True)
@@ -221,12 +225,25 @@ async def _wait_for_redis(client: redis.asyncio.Redis, supervisor: Supervisor) -
             await asyncio.sleep(0.1)
 
 
+async def _start(
+    stages: list[list[plan.Process]],
+    client: redis.asyncio.Redis,
+    supervisor: Supervisor,
+    progress: Progress,
+) -> None:
+    """Starts processes, those of a stage when all before it are ready; returns when all are."""
+    for stage in stages:
+        for process in stage:
+            await supervisor.start(process)
+        await _until_ready(client, supervisor, progress)
+
+
 async def _until_ready(client: redis.asyncio.Redis, supervisor: Supervisor, progress: Progress) -> None:
     """Returns when every process has announced itself since this start."""
     waiting = {
         running.process.announces: name
         for name, running in supervisor.running.items()
-        if running.process.announces is not None
+        if running.process.announces is not None and not running.was_ready
     }
     started = time.time()
     known = {record.incarnation for kind in registry.KINDS for record in await registry.live(client, kind)}

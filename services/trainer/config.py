@@ -45,6 +45,7 @@ class TrainerConfig:
         max_context: most tokens of an example; 0 = as many as the base model takes.
         memory_bytes: that each rank may take of its device; 0 = what its GPU has free at the start, or its
             share of three quarters of the machine's.
+        gpu_memory_share: fraction of its GPU's memory that each rank keeps to; 0 = it takes what is free.
         redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password. Only rank 0 needs one.
     """
 
@@ -71,6 +72,7 @@ class TrainerConfig:
     activation_checkpointing: bool
     max_context: int
     memory_bytes: int
+    gpu_memory_share: float
     redis_url: str
     identity: Path = Path()
 
@@ -183,6 +185,13 @@ def parse(argv: list[str]) -> TrainerConfig:
         type=float,
     )
     flag(
+        "gpu-memory-share",
+        "0",
+        "fraction of its GPU's memory that each rank keeps to, where others are on that GPU; 0 = it takes "
+        "what is free",
+        type=float,
+    )
+    flag(
         "activation-checkpointing",
         "auto",
         "on: of each block only the input is kept for the backward pass, and the rest computed again there: "
@@ -219,10 +228,14 @@ def parse(argv: list[str]) -> TrainerConfig:
         parser.error(f"--max-context must be 0 or a number of tokens, not {args.max_context}")
     if not 0 <= args.memory_gib <= 1e6:
         parser.error(f"--memory-gib must be 0 or a number of GiB, not {args.memory_gib}")
+    if not 0 <= args.gpu_memory_share <= 1:
+        parser.error(f"--gpu-memory-share must be a fraction, or 0, not {args.gpu_memory_share}")
     redis_url = os.environ.get("TINSMITH_REDIS_URL", "")
     if not redis_url and os.environ.get("RANK", "0") == "0":
         parser.error("TINSMITH_REDIS_URL is not set")
     device = _resolve_device(args.device)
+    if args.gpu_memory_share and device == "cpu":
+        parser.error("--gpu-memory-share is for GPUs, and this trainer computes on the CPU")
     return TrainerConfig(
         id=args.id,
         first_process_index=args.first_process_index,
@@ -248,6 +261,7 @@ def parse(argv: list[str]) -> TrainerConfig:
         or (args.activation_checkpointing == "auto" and device == "cuda"),
         max_context=args.max_context,
         memory_bytes=int(args.memory_gib * 2**30),
+        gpu_memory_share=args.gpu_memory_share,
         redis_url=redis_url,
         identity=Path(args.identity),
     )

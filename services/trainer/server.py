@@ -30,7 +30,7 @@ from services.trainer.compute.base_model import init_distributed
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
 from services.trainer.compute.lora.adapter import MAX_RANK
-from services.trainer.compute.memory.capacity import GIB, Capacity
+from services.trainer.compute.memory.capacity import GIB, Capacity, keep_to_share
 from services.trainer.compute.memory.dry_run import find_capacity
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.wiring import Trainer
@@ -106,6 +106,8 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
         place.world_size,
     )
     init_distributed(config.device)
+    if config.gpu_memory_share:
+        keep_to_share(config.gpu_memory_share)
     check_same(config)
     engine = Engine(
         model_path=config.model_path,

@@ -135,6 +135,7 @@ def test_the_longest_names_are_names_to_kubernetes() -> None:
         ({"zeroStage": 3, "zeroReplicaRanks": 3, "ranks": 4}, "cannot cut a trainer of 4 ranks"),
         ({"zeroStage": 3, "zeroReplicaRanks": 8, "ranks": 4, "nodes": 2}, "cannot cut a trainer of 8 ranks"),
         ({"nodes": 0}, "nodes"),
+        ({"gpuMemoryShare": 0.5}, "trainer.gpuMemoryShare is for device cuda"),
     ],
 )
 def test_a_trainer_that_could_not_start_is_refused(trainer: dict[str, Any], sentence: str) -> None:

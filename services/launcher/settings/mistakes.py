@@ -13,6 +13,9 @@ from services.common.storage.location import check_location
 from services.common.worlds import nodes, sharding
 from services.launcher import plan
 
+LEAST_SHARE = 0.1
+"""Of a GPU's memory, for a trainer."""
+
 
 def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[str]:
     """What is wrong although each setting is right: sentences that say what to change.
@@ -68,6 +71,13 @@ def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[
         for flag, value in (("--trainer-ranks", options.trainer_ranks), ("--sampler-tp", options.sampler_tp)):
             if value > here:
                 found.append(f"{flag} {value} needs as many GPUs, and here are {here}")
+        if not found and any(
+            share is not None and share < LEAST_SHARE for share in plan.trainer_shares(options)
+        ):
+            found.append(
+                f"samplers leave a trainer on the same GPU less than {LEAST_SHARE:.0%} of its memory: give a "
+                "lower --sampler-memory, or fewer --samplers"
+            )
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.launcher.placement import Counts, counts, places
+from services.launcher.placement import Counts, counts, left_to_trainers, places
 
 
 def test_processes_with_enough_cores_are_bound_to_cores_of_their_own() -> None:
@@ -37,6 +37,21 @@ def test_one_gpu_is_shared_and_the_sampler_leaves_room() -> None:
     assert sampler.gpu_memory == 0.4
     crowded = places([1, 1, 1, 1], (0, 1), ("0",))
     assert sum(place.gpu_memory for place in crowded[1:]) < 0.7
+
+
+def test_trainers_have_what_samplers_leave_of_a_gpu_and_share_it() -> None:
+    def left(*ranks: int, trainers: int, gpus: str, memory: float) -> list[float | None]:
+        placed = places(ranks, (0, 1), tuple(gpus))
+        return left_to_trainers(placed[:trainers], [(place, memory) for place in placed[trainers:]])
+
+    assert left(1, 1, trainers=1, gpus="0", memory=0.4) == [0.5]
+    assert left(1, 1, 1, 1, trainers=2, gpus="0", memory=0.2) == [0.25, 0.25]
+    assert left(1, 1, trainers=1, gpus="01", memory=0.9) == [None]
+    # Its first rank is where the sampler is; what a rank may take is the same on all.
+    assert left(2, 1, trainers=1, gpus="01", memory=0.4) == [0.5]
+    # Two trainers on one GPU, and nobody else.
+    assert left(1, 1, trainers=2, gpus="0", memory=0.0) == [0.45, 0.45]
+    assert left(1, 1, trainers=1, gpus="0", memory=0.95) == [0.0]
 
 
 def test_the_ranks_of_a_process_never_share_a_gpu() -> None:

@@ -206,10 +206,28 @@ def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
     one = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": ("0",)}
     gateway, trainer, sampler = plan.processes(options(tmp_path, **one), [1], launch)
     assert gateway.computes == ""
-    assert trainer.computes == "GPU 0 (shared), what samplers leave of its memory"
+    assert trainer.computes == "GPU 0 (shared), 50% of its memory"
     assert sampler.computes == "GPU 0 (shared), 40% of its memory"
-    asked = plan.processes(options(tmp_path, **one, sampler_memory=0.55), [1], launch)[2]
-    assert dict(itertools.pairwise(asked.argv))["--gpu-memory-utilization"] == "0.55"
+    _, trainer, sampler = plan.processes(options(tmp_path, **one, sampler_memory=0.55), [1], launch)
+    assert dict(itertools.pairwise(sampler.argv))["--gpu-memory-utilization"] == "0.55"
+    assert dict(itertools.pairwise(trainer.argv))["--gpu-memory-share"] == "0.35"
+    (sentence,) = mistakes(options(tmp_path, **one, sampler_memory=0.85))
+    assert sentence.startswith("samplers leave a trainer on the same GPU less than 10% of its memory")
+
+
+def test_a_sampler_of_a_shared_gpu_is_started_when_the_others_are_ready(tmp_path: Path) -> None:
+    def order(**more: object) -> list[list[str]]:
+        settings = options(tmp_path, device="cuda", trainer_ranks=1, **more)
+        planned = plan.processes(settings, [1, 2], launch)
+        return [[process.name for process in stage] for stage in plan.stages(planned)]
+
+    trainers = ["gateway-0", "trainer-0", "trainer-1"]
+    assert order(gpus=("0",)) == [trainers, ["sampler-0"], ["sampler-1"]]
+    # The third and the fourth GPU have a sampler each to themselves, and the first two a trainer each.
+    assert order(gpus=tuple("0123")) == [["gateway-0", "trainer-0", "sampler-0", "trainer-1", "sampler-1"]]
+    (all_at_once,) = plan.stages(plan.processes(options(tmp_path), [1, 2], launch))
+    assert len(all_at_once) == 5
+    assert not any("--gpu-memory-share" in process.argv for process in all_at_once)
 
 
 def test_a_sampler_of_several_gpus_has_them_to_itself(tmp_path: Path) -> None:

@@ -63,13 +63,16 @@
 {{- first . -}}{{- if kindIs "string" $node -}}-{{ $node }}{{- else if $node -}}-node-{{ $node }}{{- end -}}
 {{- end -}}
 
-{{/* Fails when a trainer could not start. Takes model and settings. */}}
+{{/* Fails when a trainer could not start. Takes root, model and settings. */}}
 {{- define "tinsmith.checkTrainer" -}}
 {{- $own := .settings -}}
 {{- $ranks := mul $own.ranks $own.nodes | int64 -}}
 {{- $group := $own.zeroReplicaRanks | int64 -}}
 {{- if and (ne ($own.zeroStage | int64) 3) (or (ne $group 1) $own.zeroQuantizedBase (not (kindIs "string" $own.zeroPrefetchElements))) -}}
 {{- fail (printf "model %q: trainer.zeroReplicaRanks, zeroPrefetchElements and zeroQuantizedBase say how ZeRO-3 shares weights: set trainer.zeroStage to 3" .model.name) -}}
+{{- end -}}
+{{- if and $own.gpuMemoryShare (ne .root.Values.device "cuda") -}}
+{{- fail (printf "model %q: trainer.gpuMemoryShare is for device cuda: leave it at 0" .model.name) -}}
 {{- end -}}
 {{- if and (ne $group 1) (or (ge $group $ranks) (ne (mod $ranks $group) 0)) -}}
 {{- fail (printf "model %q: trainer.zeroReplicaRanks %d cannot cut a trainer of %d ranks into several groups of so many: set a divisor of the ranks" .model.name $group $ranks) -}}

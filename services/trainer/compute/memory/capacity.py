@@ -227,8 +227,20 @@ def own_memory(device: str) -> int:
     """What this rank may take when nobody says: of its GPU what others leave, or its share of the machine."""
     if device == "cpu":
         return int(machine_memory() * OF_THE_MACHINE) // ranks_here()
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved()
+    return gpu_memory()
+
+
+def keep_to_share(share: float) -> None:
+    """Lets this process take no more than a fraction of its GPU's memory, but for CUDA's own: an allocation
+    beyond it is one that does not fit, whatever else is free."""
+    torch.cuda.set_per_process_memory_fraction(share)
+
+
+def gpu_memory() -> int:
+    """Bytes of its GPU that this process has, or could have: its share, as far as others leave it."""
+    free, total = torch.cuda.mem_get_info()
+    share = int(total * torch.cuda.get_per_process_memory_fraction())
+    return min(free + torch.cuda.memory_reserved(), share)
 
 
 def least_of_all(mine: Capacity, device: str) -> Capacity:

@@ -18,7 +18,7 @@ from services.common.contract.errors import Internal
 from services.common.process.process import free_machine_memory
 from services.trainer.compute.data import Failure, Pass
 from services.trainer.compute.exchange import least
-from services.trainer.compute.memory.capacity import GIB, Footprint, needed, ranks_here
+from services.trainer.compute.memory.capacity import GIB, Footprint, gpu_memory, needed, ranks_here
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY, failure, free_cache
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,7 @@ def free_memory(device: str) -> int:
         return free_machine_memory() // ranks_here()
     # What is kept for later is in pieces, of which none may be large enough.
     free_cache()
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return gpu_memory() - torch.cuda.memory_allocated()
 
 
 def longest_split(work: Pass, refused: Mapping[int, Failure]) -> dict[int, int]:

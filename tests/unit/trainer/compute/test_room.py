@@ -107,3 +107,20 @@ def test_ranks_share_the_memory_of_their_own_machine_alone(monkeypatch: pytest.M
     assert room.free_memory("cpu") == 12 * GIB
     monkeypatch.setattr(capacities, "machine_memory", lambda: 32 * GIB)
     assert capacities.own_memory("cpu") == 12 * GIB
+
+
+def test_a_rank_keeps_to_its_share_of_a_gpu_and_to_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = capacities.torch.cuda
+    monkeypatch.setattr(cuda, "memory_reserved", lambda: 10 * GIB)
+    monkeypatch.setattr(cuda, "memory_allocated", lambda: 8 * GIB)
+    monkeypatch.setattr(room, "free_cache", lambda: None)
+
+    def has(free: int, share: float) -> tuple[int, int]:
+        monkeypatch.setattr(cuda, "mem_get_info", lambda: (free * GIB, 80 * GIB))
+        monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda: share)
+        return capacities.own_memory("cuda:0") // GIB, room.free_memory("cuda:0") // GIB
+
+    # The other has not come yet; it has; nobody else is there.
+    assert has(70, 0.5) == (40, 32)
+    assert has(20, 0.5) == (30, 22)
+    assert has(70, 1.0) == (80, 72)
