@@ -7,7 +7,7 @@ process are on different GPUs.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,9 +104,10 @@ def left_to_trainers(
     Args:
         samplers: with the fraction of its GPUs' memory that each has.
     """
-    taken: Counter[str] = Counter()
+    taken: defaultdict[str, float] = defaultdict(float)
     for place, memory in samplers:
-        taken.update(dict.fromkeys(place.gpus, memory))  # type: ignore[arg-type]
+        for gpu in place.gpus:
+            taken[gpu] += memory
     crowds = Counter(gpu for place in trainers for gpu in place.gpus)
     return [
         round(max(0.0, min((1 - _BESIDE - taken[gpu]) / crowds[gpu] for gpu in place.gpus)), 3)
