@@ -14,7 +14,7 @@ import redis.asyncio
 from services.common.state import keys
 from services.common.state.poison import Poison
 from services.common.state.room import ACCOUNT
-from services.common.state.scripts import Script
+from services.common.state.scripts import Script, SharedScript
 from services.gateway.records.sample_news import Moved
 
 _AT_ONCE = 500
@@ -107,6 +107,8 @@ class InflightStore:
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
         self._raise = Script(client, "raise_version")
+        # Every sample of an inflight session asks.
+        self._read = SharedScript(client, "read_version")
 
     async def move(self, model_id: str, version: int) -> None:
         """Has the model's inflight sessions answer from this version, unless they do from a newer one, and
@@ -116,7 +118,7 @@ class InflightStore:
 
     async def current(self, model_id: str) -> int | None:
         """The version that the model's inflight sessions answer from now; None before the first."""
-        raw: Any = await self._redis.get(keys.inflight_version(model_id))
+        raw = await self._read([keys.inflight_version(model_id)])
         return None if raw is None else int(raw)
 
     async def version(self, record: SamplingSessionRecord) -> int:
