@@ -14,7 +14,7 @@ from dataclasses import dataclass
 _ALONE = 0.9
 _SHARED = 0.8
 _BESIDE = 0.1
-"""Of a GPU that several processes share: what CUDA takes for each of them, beside what they ask it for."""
+"""Of a GPU that several processes share: what CUDA takes for them, beside what they ask it for."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from services.common.contract.errors import InvalidRequest
 from services.common.state.known_models import Configured
 from services.common.storage.data_dir import DataDir
 from services.common.tls.wires import Role
@@ -110,8 +109,8 @@ class Process:
         announces: (kind, id) under which it appears in the registry when it is ready.
         cores: CPUs it is bound to; empty = any.
         computes: on what, in words; empty = on nothing to speak of.
-        alone: it is started when all others are ready, and no other with it: it measures the memory of a GPU
-            that it shares, which nobody else may take or free meanwhile.
+        alone: no other is started with it, and gateways after it: it measures the memory of a GPU that it
+            shares, which others should neither take nor free meanwhile.
     """
 
     name: str
@@ -152,31 +151,6 @@ def listeners(options: Options) -> list[Listener]:
     return found
 
 
-def parse_model(text: str, origin: str = "--model") -> Model:
-    """ "NAME=PATH_OR_HUB_ID"; a path is made absolute.
-
-    Args:
-        origin: where it was given, as what is said of it begins.
-
-    Raises:
-        InvalidRequest: another form, or a path without a model.
-    """
-    name, separator, source = text.partition("=")
-    if not (name and separator and source):
-        # What looks like a hub id most likely is one, and its own name is a good one.
-        alone = not separator and name.count("/") == 1 and not name.startswith(("/", ".", "~"))
-        hint = f"did you mean {name}={name}?" if alone else "for example my/model=./model-dir"
-        raise InvalidRequest(f"{origin} {text!r} is not NAME=PATH_OR_HUB_ID; {hint}")
-    path = Path(source).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InvalidRequest(f"{origin} {text!r}: {path} holds no model: it has no config.json")
-        return Model(name, str(path.resolve()))
-    if source.startswith(("/", ".", "~")) or source.count("/") > 1:
-        raise InvalidRequest(f"{origin} {text!r}: there is no directory {path}")
-    return Model(name, source)
-
-
 def nodes(options: Options) -> Nodes | None:
     """The machines of the trainer, of which this one is the head; None = this one alone."""
     if options.trainer_rendezvous is None or options.trainer_interface is None:
@@ -193,9 +167,14 @@ def followers(options: Options, planned: Sequence[Process]) -> list[str]:
     (trainer,) = (process for process in planned if process.announces and process.announces[0] == "trainer")
     argv = list(trainer.argv)
     argv[argv.index("--node-rank") + 1] = "1"
+    if "--gpu-memory-share" in argv:
+        # There is no sampler.
+        at = argv.index("--gpu-memory-share")
+        del argv[at : at + 2]
     which = "the other machine" if last == 1 else f"the others, with --node-rank 1 to {last}"
     return [
-        f"the trainer waits for {last} more of its {options.trainer_nodes} nodes. On {which}:",
+        f"the trainer waits for {last} more of its {options.trainer_nodes} nodes. On {which} and with the "
+        "TINSMITH_ variables of this one:",
         shlex.join(argv),
     ]
 
@@ -237,8 +216,13 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
 
 def stages(planned: Sequence[Process]) -> list[list[Process]]:
     """What is started at once, one after the other: each when all before it are ready."""
-    together = [process for process in planned if not process.alone]
-    return [together, *([process] for process in planned if process.alone)]
+    alone = [[process] for process in planned if process.alone]
+    if not alone:
+        return [list(planned)]
+    # As long as there is no gateway nobody has anything to compute.
+    gateways = [process for process in planned if process.announces and process.announces[0] == "gateway"]
+    others = [process for process in planned if not process.alone and process not in gateways]
+    return [others, *alone, gateways]
 
 
 def trainer_shares(options: Options) -> list[float | None]:

@@ -33,7 +33,8 @@ def main() -> int:
     place = Place.from_environment()
     name = f"trainer-{settings.first_process_index + place.rank}"
     logs.configure(name, settings.log_format)
-    process.setup_process(name, DataDir(settings.data_dir).run)
+    # A follower shares the directory of the head's machine.
+    process.setup_process(name, DataDir(settings.data_dir).run if place.with_head else None)
     if place.rank != 0:
         return _follow(settings, place)
     try:

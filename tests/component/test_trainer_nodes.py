@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -169,7 +170,8 @@ def test_two_nodes_train_as_one_machine_does_and_come_back_when_a_follower_dies(
 def test_two_machines_with_a_network_of_their_own_train_and_publish_as_one_does(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "tests.component.two_machines", str(tmp_path)]
     apart = ["unshare", "--user", "--map-root-user", "--net"]
-    if subprocess.run([*apart, "ip", "link"], capture_output=True, check=False).returncode:
+    missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
+    if missing or subprocess.run([*apart, "ip", "link"], capture_output=True, check=False).returncode:
         pytest.skip("here nobody may make network namespaces, as `unshare --user --net ip link` does")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TINSMITH_")}
     done = subprocess.run(

@@ -120,6 +120,29 @@ def test_one_pod_is_started_as_ever() -> None:
     assert f"Service {HEAD}-head" not in identities(objects)
 
 
+def test_what_a_release_before_did_not_have_is_as_by_default() -> None:
+    """`helm upgrade --reuse-values` takes the values of the release that is there."""
+    names = (
+        "nodes",
+        "nodeInterface",
+        "zeroReplicaRanks",
+        "zeroPrefetchElements",
+        "zeroQuantizedBase",
+        "gpuMemoryShare",
+    )
+    for stage in (0, 3):
+        missing = render({"trainer": {"zeroStage": stage, **dict.fromkeys(names)}})
+        assert trainer_pods(missing) == trainer_pods(render({"trainer": {"zeroStage": stage}}))
+
+
+def test_a_head_may_wait_for_the_others_and_then_load() -> None:
+    (head, _) = trainer_pods(render({"trainer": {"nodes": 2, "startupSeconds": 600}}))
+    probe = container(head)["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 1200
+    assert "--wait=600" in arguments(head)
+    assert head["spec"]["progressDeadlineSeconds"] > 1200
+
+
 def test_the_longest_names_are_names_to_kubernetes() -> None:
     longest = {"models": [{"name": "a/b", "path": "a/b", "id": "x" * 23}], "fullnameOverride": "y" * 20}
     objects = render({**longest, "trainer": {"nodes": 99, "zeroStage": 3}})

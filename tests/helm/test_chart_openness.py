@@ -341,5 +341,8 @@ def test_each_example_renders_for_what_it_says(example: Any) -> None:
         assert ("nvidia.com/gpu" in container(one)["resources"]["limits"]) == (kind == "cuda")
 
 
-def test_there_is_an_example_for_a_cpu_one_gpu_four_nodes_and_samplers_by_load() -> None:
-    assert [path.stem for path in EXAMPLES] == ["four-nodes", "one-gpu", "one-node-cpu", "scaled-samplers"]
+def test_there_is_an_example_for_a_cpu_one_gpu_four_nodes_samplers_by_load_and_a_trainer_of_two_nodes() -> (
+    None
+):
+    found = [path.stem for path in EXAMPLES]
+    assert found == ["four-nodes", "one-gpu", "one-node-cpu", "scaled-samplers", "two-node-trainer"]

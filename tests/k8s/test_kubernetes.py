@@ -125,11 +125,19 @@ def test_two_pods_are_one_trainer(report: Report, client: Client, directory: Pat
     # An upgrade has come back when the first is ready, which it is with the other alone.
     wait_ready("trainer-node", 1)
     for component, what in (("trainer-node", "second"), ("trainer", "first")):
-        found = pods(component)
+        found, head = pods(component), pods("trainer")[0]
         with disturbed(report, client, f"the {what} of two nodes deleted, until both train again"):
             kubectl("delete", "pod", found[0].name, "--wait=false")
             wait_ready(component, 1, but=found)
-            wait_until(lambda: any(one.ready for one in pods("trainer")), "the first node")
+
+            def again(before: Pod = head) -> bool:
+                """The first node has started anew, as a pod or in one."""
+                return any(
+                    one.ready and (one.uid != before.uid or one.restarts > before.restarts)
+                    for one in pods("trainer")
+                )
+
+            wait_until(again, "the first node")
     with disturbed(report, client, "helm upgrade back to one node"):
         upgrade(directory, sampler__replicas=2)
         wait_until(lambda: not pods("trainer-node"), "the second node to go")

@@ -99,10 +99,11 @@ def keep_files_private() -> None:
     os.umask(0o077)
 
 
-def setup_process(name: str, run_dir: Path) -> None:
+def setup_process(name: str, run_dir: Path | None) -> None:
     """What every service does first: keeps its files private, dies with its parent, writes its pid file,
     warns of variables that nothing reads.
 
+    `run_dir` is for the pid file; None = it writes none, since the directory is another machine's.
     A container's first process has no parent to die with. `tinsmith up` refuses such variables; a service
     only warns, because one of a newer release that a rollback leaves behind must not keep a cluster from
     starting.
@@ -110,7 +111,8 @@ def setup_process(name: str, run_dir: Path) -> None:
     keep_files_private()
     if os.getppid() != 0 and os.getpid() != 1:
         die_with_parent(signal.SIGTERM)
-    write_pid_file(run_dir, name)
+    if run_dir is not None:
+        write_pid_file(run_dir, name)
     failpoints.name_process(name)
     for mistake in variables.mistakes(os.environ):
         log.warning("%s", mistake)

@@ -47,6 +47,8 @@ def endpoint(text: str) -> tuple[str, int]:
         return str(ipaddress.ip_address(host[1:-1])), int(port)
     if not _NAME.fullmatch(host):
         raise ValueError
+    if host.rpartition(".")[2].isdigit():
+        ipaddress.ip_address(host)
     return host, int(port)
 
 
@@ -71,7 +73,6 @@ def mistakes(nodes: Nodes, addresses: Mapping[str, list[str]], prefix: str = "--
             "the others"
         ]
     here = addresses[nodes.interface]
-    # A name is of another machine.
     at_home = address is not None and address.is_loopback
     if at_home != any(ipaddress.ip_address(address).is_loopback for address in here):
         which = "this machine's own" if at_home else "not of this machine alone"
@@ -85,8 +86,8 @@ def mistakes(nodes: Nodes, addresses: Mapping[str, list[str]], prefix: str = "--
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None = it is a name."""
+    """None = it is a name, which is another machine's but for localhost."""
     try:
-        return ipaddress.ip_address(host)
+        return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
         return None

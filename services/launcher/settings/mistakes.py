@@ -13,7 +13,7 @@ from services.common.storage.location import check_location
 from services.common.worlds import nodes, sharding
 from services.launcher import plan
 
-LEAST_SHARE = 0.1
+LEAST_SHARE = 0.05
 """Of a GPU's memory, for a trainer."""
 
 
@@ -71,13 +71,26 @@ def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[
         for flag, value in (("--trainer-ranks", options.trainer_ranks), ("--sampler-tp", options.sampler_tp)):
             if value > here:
                 found.append(f"{flag} {value} needs as many GPUs, and here are {here}")
-        if not found and any(
-            share is not None and share < LEAST_SHARE for share in plan.trainer_shares(options)
-        ):
-            found.append(
-                f"samplers leave a trainer on the same GPU less than {LEAST_SHARE:.0%} of its memory: give a "
-                "lower --sampler-memory, or fewer --samplers"
-            )
+        if not found:
+            found += _of_shares(options)
+    return found
+
+
+def _of_shares(options: plan.Options) -> list[str]:
+    """What is wrong with how trainers and samplers part a GPU."""
+    shares = [share for share in plan.trainer_shares(options) if share is not None]
+    found = []
+    if any(share < LEAST_SHARE for share in shares):
+        cure = "a lower --sampler-memory, or fewer --samplers" if options.samplers else "fewer --model"
+        found.append(
+            f"a trainer would have less than {LEAST_SHARE:.0%} of a GPU that it shares: give {cure}, or "
+            "more GPUs"
+        )
+    if shares and options.samplers and options.kv_cache_gib is not None:
+        found.append(
+            f"--kv-cache-gib {options.kv_cache_gib:g} on a GPU that a trainer shares says nothing of a "
+            "sampler's weights: give --sampler-memory"
+        )
     return found
 
 

@@ -17,6 +17,9 @@ from services.common.contract.errors import InvalidRequest, Unavailable
 from services.common.state import redis_client
 from services.launcher import placement, plan
 from services.launcher.settings import mistakes, read
+from services.launcher.settings.models import parse_model
+
+_OF_NODES = {"trainer-nodes": 1, "trainer-rendezvous": None, "trainer-interface": None}
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def options(
     models = []
     for text in given.models:
         try:
-            models.append(plan.parse_model(text, given.models_from))
+            models.append(parse_model(text, given.models_from))
         except InvalidRequest as error:
             found.append(error.message)
     values = dict(given.values)
@@ -92,6 +95,9 @@ def options(
         "samplers": counts.samplers,
         "redis-appendfsync": fsync or "everysec",
     }
+    if given.wrong & _OF_NODES.keys():
+        # What is wrong with them is said; what it would mean for the others is not known.
+        values |= _OF_NODES
     chosen = plan.Options(
         models=tuple(models),
         cores=machine.cores,

@@ -225,7 +225,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             _whole(1, 64),
             1,
             "with ZeRO stage 3, ranks in a row that hold all weights once more among themselves and gather "
-            "them from each other, DeepSpeed's hpZ: a divisor of all ranks (default: 1, none do)",
+            "them from each other, DeepSpeed's hpZ: a divisor below all ranks (default: 1, none do)",
         ),
         Setting(
             "zero-prefetch-elements",

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 _CONNECT_S = 5.0
+_REACHED_S = 60.0
 
 
 class Rendezvous(RendezvousHandler):
@@ -72,7 +73,8 @@ class Rendezvous(RendezvousHandler):
             left = deadline - time.monotonic()
             try:
                 if address := nodes.host if head else _answering(nodes.host, nodes.port):
-                    store = meeting_store(address, nodes.port, head, timedelta(seconds=max(1.0, left)))
+                    reached = left if head else min(left, _REACHED_S)
+                    store = meeting_store(address, nodes.port, head, timedelta(seconds=max(1.0, reached)))
                     if store.add(_came(nodes.rank), 1) == 1:
                         return store
                     seen = True

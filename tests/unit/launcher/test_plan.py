@@ -14,6 +14,7 @@ from services.common.state.known_models import Configured, parse_configured
 from services.common.worlds.nodes import Nodes
 from services.launcher import plan
 from services.launcher.settings.mistakes import mistakes as found_mistakes
+from services.launcher.settings.models import parse_model
 from services.trainer.world.launch import node_command
 
 
@@ -129,14 +130,14 @@ def test_a_directory_becomes_absolute_and_a_hub_id_stays(
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    assert plan.parse_model("a/b=here") == plan.Model("a/b", str(tmp_path / "here"))
-    assert plan.parse_model("a/b=Qwen/Qwen3-8B") == plan.Model("a/b", "Qwen/Qwen3-8B")
+    assert parse_model("a/b=here") == plan.Model("a/b", str(tmp_path / "here"))
+    assert parse_model("a/b=Qwen/Qwen3-8B") == plan.Model("a/b", "Qwen/Qwen3-8B")
 
 
 @pytest.mark.parametrize("text", ["no-separator", "=x", "a=", "a=/no/such/dir", "a=./missing"])
 def test_a_model_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="--model"):
-        plan.parse_model(text)
+        parse_model(text)
 
 
 def test_options_that_no_cluster_can_have_are_told_all_at_once(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_name_that_is_not_its_weights_own_is_told(tmp_path: Path) -> None:
 
 
 def test_models_of_the_hub_are_those_that_are_no_directory(tmp_path: Path) -> None:
-    models = (plan.Model("a/one", "org/one"), plan.parse_model(f"a/two={made(tmp_path)}"))
+    models = (plan.Model("a/one", "org/one"), parse_model(f"a/two={made(tmp_path)}"))
     assert plan.from_hub(options(tmp_path, models=models)) == ["org/one"]
 
 
@@ -211,8 +212,13 @@ def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
     _, trainer, sampler = plan.processes(options(tmp_path, **one, sampler_memory=0.55), [1], launch)
     assert dict(itertools.pairwise(sampler.argv))["--gpu-memory-utilization"] == "0.55"
     assert dict(itertools.pairwise(trainer.argv))["--gpu-memory-share"] == "0.35"
-    (sentence,) = mistakes(options(tmp_path, **one, sampler_memory=0.85))
-    assert sentence.startswith("samplers leave a trainer on the same GPU less than 10% of its memory")
+    (sentence,) = mistakes(options(tmp_path, **one, sampler_memory=0.9))
+    assert sentence.startswith("a trainer would have less than 5% of a GPU that it shares: give a lower")
+    (sentence,) = mistakes(options(tmp_path, **one, kv_cache_gib=4.0))
+    assert sentence.startswith("--kv-cache-gib 4 on a GPU that a trainer shares")
+    many = {"models": tuple(plan.Model(f"a/{name}", "x") for name in range(20)), "samplers": 0}
+    (sentence,) = mistakes(options(tmp_path, **{**one, **many}))
+    assert sentence.endswith("give fewer --model, or more GPUs")
 
 
 def test_a_sampler_of_a_shared_gpu_is_started_when_the_others_are_ready(tmp_path: Path) -> None:
@@ -221,8 +227,8 @@ def test_a_sampler_of_a_shared_gpu_is_started_when_the_others_are_ready(tmp_path
         planned = plan.processes(settings, [1, 2], launch)
         return [[process.name for process in stage] for stage in plan.stages(planned)]
 
-    trainers = ["gateway-0", "trainer-0", "trainer-1"]
-    assert order(gpus=("0",)) == [trainers, ["sampler-0"], ["sampler-1"]]
+    trainers, gateways = ["trainer-0", "trainer-1"], ["gateway-0"]
+    assert order(gpus=("0",)) == [trainers, ["sampler-0"], ["sampler-1"], gateways]
     # The third and the fourth GPU have a sampler each to themselves, and the first two a trainer each.
     assert order(gpus=tuple("0123")) == [["gateway-0", "trainer-0", "sampler-0", "trainer-1", "sampler-1"]]
     (all_at_once,) = plan.stages(plan.processes(options(tmp_path), [1, 2], launch))
@@ -302,7 +308,7 @@ def test_a_trainer_on_several_machines_is_started_as_their_head_and_the_others_c
     assert head == Nodes(3, 0, "10.0.0.7", 29400, "eth0")
     planned = plan.processes(settings, [1], lambda ranks, port, args, gpus: node_command(head, ranks, args))
     said, command = plan.followers(settings, planned)
-    assert said.endswith("On the others, with --node-rank 1 to 2:")
+    assert "On the others, with --node-rank 1 to 2 and with the TINSMITH_ variables" in said
     words = shlex.split(command)
     mine = list(planned[1].argv)
     assert [(a, b) for a, b in zip(mine, words, strict=True) if a != b] == [("0", "1")]

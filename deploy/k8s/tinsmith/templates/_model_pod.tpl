@@ -66,16 +66,16 @@
 {{/* Fails when a trainer could not start. Takes root, model and settings. */}}
 {{- define "tinsmith.checkTrainer" -}}
 {{- $own := .settings -}}
-{{- $ranks := mul $own.ranks $own.nodes | int64 -}}
-{{- $group := $own.zeroReplicaRanks | int64 -}}
-{{- if and (ne ($own.zeroStage | int64) 3) (or (ne $group 1) $own.zeroQuantizedBase (not (kindIs "string" $own.zeroPrefetchElements))) -}}
+{{- $ranks := mul $own.ranks ($own.nodes | default 1) | int64 -}}
+{{- $group := $own.zeroReplicaRanks | default 1 | int64 -}}
+{{- if and (ne ($own.zeroStage | int64) 3) (or (ne $group 1) $own.zeroQuantizedBase (include "tinsmith.isNumber" $own.zeroPrefetchElements)) -}}
 {{- fail (printf "model %q: trainer.zeroReplicaRanks, zeroPrefetchElements and zeroQuantizedBase say how ZeRO-3 shares weights: set trainer.zeroStage to 3" .model.name) -}}
 {{- end -}}
 {{- if and $own.gpuMemoryShare (ne .root.Values.device "cuda") -}}
 {{- fail (printf "model %q: trainer.gpuMemoryShare is for device cuda: leave it at 0" .model.name) -}}
 {{- end -}}
 {{- if and (ne $group 1) (or (ge $group $ranks) (ne (mod $ranks $group) 0)) -}}
-{{- fail (printf "model %q: trainer.zeroReplicaRanks %d cannot cut a trainer of %d ranks into several groups of so many: set a divisor of the ranks" .model.name $group $ranks) -}}
+{{- fail (printf "model %q: trainer.zeroReplicaRanks %d cannot cut a trainer of %d ranks into several groups of so many: set a divisor below that" .model.name $group $ranks) -}}
 {{- end -}}
 {{- end -}}
 
@@ -99,7 +99,13 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Startup, readiness and liveness by the gRPC health service. Takes root and settings. */}}
+{{/* Something or nothing: whether a value is a number, and neither a word nor missing. */}}
+{{- define "tinsmith.isNumber" -}}
+{{- if or (kindIs "float64" .) (kindIs "int64" .) (kindIs "int" .) -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Startup, readiness and liveness by the gRPC health service. Takes root and settings, and startup: seconds for it, else
+     those of the settings. */}}
 {{- define "tinsmith.modelProbes" -}}
 {{- $check := include "tinsmith.grpcCheck" . -}}
 {{- /* A program that is started anew each time takes seconds where the CPU is busy. */}}
@@ -108,7 +114,7 @@ startupProbe:
   {{- $check | nindent 2 }}
   periodSeconds: 10
   timeoutSeconds: {{ $timeout }}
-  failureThreshold: {{ div (add (.settings.startupSeconds | int64) 9) 10 }}
+  failureThreshold: {{ div (add (.startup | default .settings.startupSeconds | int64) 9) 10 }}
 readinessProbe:
   {{- $check | nindent 2 }}
   periodSeconds: 10

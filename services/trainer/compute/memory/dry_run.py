@@ -54,7 +54,8 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
     adapter of any rank are let in whatever the arithmetic says.
 
     Args:
-        memory: bytes that this rank may take; 0 = what of its GPU is free, or its share of the machine.
+        memory: bytes that this rank may take, on a GPU at most what it could have; 0 = that, or its share of
+            the machine.
         micro_batch_tokens: up to which several sequences are computed at once.
 
     Raises:
@@ -64,7 +65,9 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
     if engine.device != "cpu" and not engine.collective:
         token = token_bytes(engine, peak_of_cuda)
         found = found if token is None else replace(found, token=token)
-    given = memory or own_memory(engine.device)
+    given = own_memory(engine.device)
+    if memory:
+        given = memory if engine.device == "cpu" else min(memory, given)
     together = engine.world_size if engine.splits else 1
     mine = capacity(given, found, engine.context_length, engine.vocab_size, micro_batch_tokens, together)
     if not memory and engine.device == "cpu":

@@ -28,6 +28,7 @@ def test_an_endpoint_is_an_address_or_a_name_and_a_port() -> None:
         "::1:29400",
         "[head]:1",
         "[]:1",
+        "10.0.0.300:1",
         "1.2.3.4:x",
     ],
 )
@@ -45,6 +46,7 @@ def test_other_forms_are_refused(text: str) -> None:
         Nodes(2, 0, "10.0.0.7", 1, "eth0"),
         Nodes(2, 1, "10.0.0.9", 1, "eth0"),
         Nodes(2, 1, "head", 1, "eth0"),
+        Nodes(2, 1, "localhost", 1),
     ],
 )
 def test_what_can_be_is_taken(nodes: Nodes) -> None:
