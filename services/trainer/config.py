@@ -79,7 +79,11 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in its world; the launcher says so in the environment."""
+    """Where this process stands in its world; the launcher says so in the environment.
+
+    Attributes:
+        with_head: on the machine, or the node, of rank 0.
+    """
 
     rank: int
     local_rank: int
