@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _ALONE = 0.9
 _SHARED = 0.8
-_BESIDE = 0.1
+BESIDE = 0.05
 """Of a GPU that several processes share: what CUDA takes for them, beside what they ask it for."""
 
 
@@ -110,7 +110,7 @@ def left_to_trainers(
             taken[gpu] += memory
     crowds = Counter(gpu for place in trainers for gpu in place.gpus)
     return [
-        round(max(0.0, min((1 - _BESIDE - taken[gpu]) / crowds[gpu] for gpu in place.gpus)), 3)
+        round(max(0.0, min((1 - BESIDE - taken[gpu]) / crowds[gpu] for gpu in place.gpus)), 3)
         if place.shared
         else None
         for place in trainers

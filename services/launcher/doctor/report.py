@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from services.launcher.doctor import sizing
 from services.launcher.doctor.facts import Facts
 from services.launcher.doctor.sizing import GIB, PUBLISHED, Load, Shape
+from services.launcher.placement import BESIDE
 
 # The CUDA builds in requirements/gpu.lock are for CUDA 13, which this driver is the first to run.
 LEAST_DRIVER = 580
@@ -141,7 +142,7 @@ def fit(shape: Shape, facts: Facts, cuda: bool, load: Load | None = None) -> Fit
         trainer_room, sampler_room = 0.9 * room, 0.9 * room
     elif cuda:
         sampler_room = max(_SHARED_SAMPLER * room, 1.05 * sum(sampler.values()))
-        trainer_room = 0.95 * room - sampler_room
+        trainer_room = (1 - BESIDE) * room - sampler_room
     else:
         # A quarter is Redis's at most, and something is the system's.
         trainer_room = 0.7 * room - sum(sampler.values())

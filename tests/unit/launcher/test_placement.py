@@ -44,13 +44,13 @@ def test_trainers_have_what_samplers_leave_of_a_gpu_and_share_it() -> None:
         placed = places(ranks, (0, 1), tuple(gpus))
         return left_to_trainers(placed[:trainers], [(place, memory) for place in placed[trainers:]])
 
-    assert left(1, 1, trainers=1, gpus="0", memory=0.4) == [0.5]
-    assert left(1, 1, 1, 1, trainers=2, gpus="0", memory=0.2) == [0.25, 0.25]
+    assert left(1, 1, trainers=1, gpus="0", memory=0.4) == [0.55]
+    assert left(1, 1, 1, 1, trainers=2, gpus="0", memory=0.2) == [0.275, 0.275]
     assert left(1, 1, trainers=1, gpus="01", memory=0.9) == [None]
     # Its first rank is where the sampler is; what a rank may take is the same on all.
-    assert left(2, 1, trainers=1, gpus="01", memory=0.4) == [0.5]
+    assert left(2, 1, trainers=1, gpus="01", memory=0.4) == [0.55]
     # Two trainers on one GPU, and nobody else.
-    assert left(1, 1, trainers=2, gpus="0", memory=0.0) == [0.45, 0.45]
+    assert left(1, 1, trainers=2, gpus="0", memory=0.0) == [0.475, 0.475]
     assert left(1, 1, trainers=1, gpus="0", memory=0.95) == [0.0]
 
 

@@ -207,12 +207,12 @@ def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
     one = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": ("0",)}
     gateway, trainer, sampler = plan.processes(options(tmp_path, **one), [1], launch)
     assert gateway.computes == ""
-    assert trainer.computes == "GPU 0 (shared), 50% of its memory"
+    assert trainer.computes == "GPU 0 (shared), 55% of its memory"
     assert sampler.computes == "GPU 0 (shared), 40% of its memory"
     _, trainer, sampler = plan.processes(options(tmp_path, **one, sampler_memory=0.55), [1], launch)
     assert dict(itertools.pairwise(sampler.argv))["--gpu-memory-utilization"] == "0.55"
-    assert dict(itertools.pairwise(trainer.argv))["--gpu-memory-share"] == "0.35"
-    (sentence,) = mistakes(options(tmp_path, **one, sampler_memory=0.9))
+    assert dict(itertools.pairwise(trainer.argv))["--gpu-memory-share"] == "0.4"
+    (sentence,) = mistakes(options(tmp_path, **one, sampler_memory=0.92))
     assert sentence.startswith("a trainer would have less than 5% of a GPU that it shares: give a lower")
     (sentence,) = mistakes(options(tmp_path, **one, kv_cache_gib=4.0))
     assert sentence.startswith("--kv-cache-gib 4 on a GPU that a trainer shares")
