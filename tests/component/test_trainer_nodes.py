@@ -137,7 +137,9 @@ def test_two_nodes_train_as_one_machine_does_and_come_back_when_a_follower_dies(
         head.wait_durable(model.model_id, 2)
         # The gradient of this is in no snapshot.
         results.append(model.forward_backward(more))
-        ranks = [psutil.Process(head.rank_pid(rank)) for rank in range(2)]
+        # A follower's ranks write no pid files into the head's directory.
+        ranks = [psutil.Process(head.rank_pid(0)), follower.processes()[1]]
+        assert not (tmp_path / "nodes" / "run" / "trainer-1.pid").exists()
         ranks[1].kill()
         assert head.process.wait(120) == 1
         assert psutil.wait_procs(ranks, timeout=60)[1] == []
