@@ -39,7 +39,8 @@ def numbers(results: dict[str, Any]) -> str:
         bound, sign = (row["at_most"], "≤") if row["at_most"] is not None else (row["at_least"], "≥")
         met = "" if row["holds"] else "missed"
         unit = row["unit"].replace("|", "\\|")
-        lines.append(f"| {row['name']} | {row['value']:.3g} {unit} | {sign} {bound:g} | {met} |")
+        value = f"{row['value']:,.0f}" if row["value"] >= 999.5 else f"{row['value']:.3g}"
+        lines.append(f"| {row['name']} | {value} {unit} | {sign} {bound:g} | {met} |")
     return "\n".join(lines)
 
 
