@@ -109,8 +109,8 @@ class Process:
         announces: (kind, id) under which it appears in the registry when it is ready.
         cores: CPUs it is bound to; empty = any.
         computes: on what, in words; empty = on nothing to speak of.
-        alone: no other is started with it, and gateways after it: it measures the memory of a GPU that it
-            shares, which others should neither take nor free meanwhile.
+        alone: it is started when all others are ready, and no other with it: it measures the memory of a GPU
+            that it shares. If a trainer with work by then frees some meanwhile, it ends and starts anew.
     """
 
     name: str
@@ -216,13 +216,9 @@ def processes(options: Options, master_ports: list[int], launch_trainer: Trainer
 
 def stages(planned: Sequence[Process]) -> list[list[Process]]:
     """What is started at once, one after the other: each when all before it are ready."""
-    alone = [[process] for process in planned if process.alone]
-    if not alone:
-        return [list(planned)]
-    # As long as there is no gateway nobody has anything to compute.
-    gateways = [process for process in planned if process.announces and process.announces[0] == "gateway"]
-    others = [process for process in planned if not process.alone and process not in gateways]
-    return [others, *alone, gateways]
+    # Gateways are of the first: they tell clients what is awaited.
+    together = [process for process in planned if not process.alone]
+    return [together, *([process] for process in planned if process.alone)]
 
 
 def trainer_shares(options: Options) -> list[float | None]:

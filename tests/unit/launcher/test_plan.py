@@ -227,8 +227,8 @@ def test_a_sampler_of_a_shared_gpu_is_started_when_the_others_are_ready(tmp_path
         planned = plan.processes(settings, [1, 2], launch)
         return [[process.name for process in stage] for stage in plan.stages(planned)]
 
-    trainers, gateways = ["trainer-0", "trainer-1"], ["gateway-0"]
-    assert order(gpus=("0",)) == [trainers, ["sampler-0"], ["sampler-1"], gateways]
+    others = ["gateway-0", "trainer-0", "trainer-1"]
+    assert order(gpus=("0",)) == [others, ["sampler-0"], ["sampler-1"]]
     # The third and the fourth GPU have a sampler each to themselves, and the first two a trainer each.
     assert order(gpus=tuple("0123")) == [["gateway-0", "trainer-0", "sampler-0", "trainer-1", "sampler-1"]]
     (all_at_once,) = plan.stages(plan.processes(options(tmp_path), [1, 2], launch))
