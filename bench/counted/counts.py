@@ -20,12 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.contract.tensors import from_values
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
-from services.trainer.compute.base_model import Scorer, checkpoint_blocks, find_linears
+from services.trainer.compute.base_model import Scorer, checkpoint_blocks
 from services.trainer.compute.collate import collate, in_order
 from services.trainer.compute.data import LoraSpec, Row
 from services.trainer.compute.logprobs import Targets
-from services.trainer.compute.lora.adapter import HEAD, Adapter, select_targets
+from services.trainer.compute.lora.adapter import Adapter, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.targets import find_linears, hook_adapters
 
 LAYERS = 36
 QWEN3_8B = {
@@ -116,8 +117,7 @@ class _Adapted:
         if checkpointing:
             checkpoint_blocks(model.eval())
         self.router, linears = LoraRouter(), find_linears(model)
-        for name in linears.keys() - {HEAD}:
-            self.router.hook(model.get_submodule(name), name)
+        hook_adapters(model, self.router)
         self.scorer = Scorer(model, self.router, detached=False)
         targets = select_targets(linears, LoraSpec(min(ranks)))
         self.adapters = {

@@ -17,11 +17,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from services.common.contract.tensors import from_values
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
-from services.trainer.compute.base_model import Scorer, checkpoint_blocks, find_linears, find_unadapted
+from services.trainer.compute.base_model import Scorer, checkpoint_blocks
 from services.trainer.compute.collate import Collated, collate
 from services.trainer.compute.data import Row
-from services.trainer.compute.lora.adapter import HEAD, Adapter, largest, select_targets
+from services.trainer.compute.lora.adapter import Adapter, largest, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.compute.split.exchange import Exchange, joined
 from services.trainer.compute.split.share import Share
@@ -61,8 +62,7 @@ class _Model:
         if checkpointing:
             checkpoint_blocks(model)
         self.router, linears = LoraRouter(), find_linears(model)
-        for name in linears.keys() - {HEAD}:
-            self.router.hook(model.get_submodule(name), name)
+        hook_adapters(model, self.router)
         self.scorer = Scorer(model, self.router, detached=False)
         spec, unadapted = largest(linears, 4, find_unadapted(model)), find_unadapted(model)
         targets = select_targets(linears, spec, unadapted)

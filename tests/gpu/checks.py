@@ -20,7 +20,8 @@ from services.trainer.compute.attention import Sequences, _has_kernel, attend
 from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
-from services.trainer.compute.lora.grouped import LoraRouter, Segment, _is_grouped
+from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.products import is_grouped
 from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
 from services.trainer.files.export_format import adapter_files, read_adapter
 from tests.component.engine_data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
@@ -88,7 +89,7 @@ def grouped(device: str, count: int) -> None:
     x = torch.randn(sum(sizes), features, generator=generator).to(device, torch.bfloat16).requires_grad_()
     above = torch.randn(sum(sizes), made, generator=generator).to(device, torch.bfloat16)
     stacked = torch.stack([adapter.low for adapter in adapters])
-    assert _is_grouped(x, stacked[:, : rank * features].unflatten(1, (rank, features)).transpose(1, 2))
+    assert is_grouped(x, stacked[:, : rank * features].unflatten(1, (rank, features)).transpose(1, 2))
 
     sums = [torch.zeros_like(adapter.flat) for adapter in adapters]
     placed = zip(sizes, adapters, sums, strict=True)

@@ -24,11 +24,11 @@ from services.sampler.engine.cpu_cache import CpuCache
 log = logging.getLogger(__name__)
 
 # What train_attn, train_mlp and train_unembed adapt, as architectures call it: apart or fused, of full
-# attention or linear.
+# attention or linear; and routed experts.
 LORA_TARGETS = [
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
-    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts"),
     "lm_head",
 ]
 # Names of the number of experts in models' configurations.
@@ -72,6 +72,8 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
             "max_lora_rank": config.max_lora_rank,
             "max_cpu_loras": _UNLIMITED_ADAPTERS,
             "lora_target_modules": LORA_TARGETS,
+            # Experts' adapters share what is beside the model's width. Without experts it means nothing.
+            "enable_moe_shared_loras": True,
         }
     if config.head_dtype == "float32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}

@@ -260,7 +260,8 @@ class WorkerExtension:
         return weights.unpack(buffer, layout)
 
     def _tinsmith_adapter(self, adapter_id: int, rank: int, tensors: dict[str, torch.Tensor]) -> LoRAModel:
-        """A LoRAModel of tensors "<module>.lora_A" [r, in] and "<module>.lora_B" [out, r]."""
+        """A LoRAModel of tensors "<module>.lora_A" [r, in] and "<module>.lora_B" [out, r], of routed experts
+        with their number, or 1, before."""
         worker_manager = self.model_runner.lora_manager
         manager = worker_manager._adapter_manager
         if rank > worker_manager.lora_config.max_lora_rank:
@@ -281,7 +282,7 @@ class WorkerExtension:
         for module, lora in adapter.loras.items():
             if module not in packed and module not in manager.modules:
                 raise InvalidRequest(f"the adapter has weights for {module}, which this model cannot adapt")
-            if lora.lora_a is None or lora.lora_b is None or lora.lora_a.shape[0] != rank:
+            if lora.lora_a is None or lora.lora_b is None or lora.lora_a.shape[-2] != rank:
                 raise InvalidRequest(f"the adapter's {module} is not a pair of rank {rank} matrices")
         return adapter
 

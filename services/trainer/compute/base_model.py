@@ -28,12 +28,8 @@ from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
 from services.trainer.compute.logprobs import LogprobHead, Targets
-from services.trainer.compute.lora.adapter import (
-    HEAD,
-    LinearShape,
-    kind_of,
-)
 from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
 from services.trainer.compute.sharding import quantized
 from services.trainer.compute.sharding.stage3 import held_bytes, share_replicas, stage3
@@ -168,9 +164,7 @@ class BaseModel:
         self.context_length = int(model.config.max_position_embeddings)
         self.linears = find_linears(model)
         self.unadapted = find_unadapted(model)
-        for name in self.linears:
-            if name != HEAD:
-                router.hook(model.get_submodule(name), name)
+        hook_adapters(model, router)
         scorer = Scorer(model, router, detached=self.collective)
         self._engine, *_ = deepspeed.initialize(model=scorer, config=config)
         if sharding.quantized_base:
@@ -366,27 +360,3 @@ def _attention(config: Any) -> str | None:
 
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return FLAT_ATTENTION if is_flat(model_class, config.get_text_config()) else None
-
-
-def find_linears(model: Any) -> dict[str, LinearShape]:
-    """Every linear of a causal language model that an adapter may adapt, by name, the output head's last."""
-    found = {
-        name: LinearShape(module.in_features, module.out_features)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and kind_of(name) is not None and name != HEAD
-    }
-    head = model.get_output_embeddings()
-    found[HEAD] = LinearShape(head.in_features, head.out_features)
-    return found
-
-
-def find_unadapted(model: Any) -> list[str]:
-    """The weights that a flag promises to train and no adapter can, by name: those of routed experts, which
-    are one tensor for all of them."""
-    return [
-        f"{name}.{weight}"
-        for name, module in model.named_modules()
-        if kind_of(name) is not None and not isinstance(module, nn.Conv1d)
-        for weight, values in module.named_parameters(recurse=False)
-        if len(getattr(values, "ds_shape", values.shape)) == 3
-    ]

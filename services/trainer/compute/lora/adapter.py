@@ -45,10 +45,21 @@ def kind_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Features of an adaptable linear."""
+    """Features of an adaptable linear.
+
+    Attributes:
+        experts: of one that is there once for each of several experts, how many A and how many B it has, one
+            of which is for all experts; None: it is no experts'.
+    """
 
     in_features: int
     out_features: int
+    experts: tuple[int, int] | None = None
+
+    def matrices(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of A and B: [rank, in] and [out, rank], experts' with their number before."""
+        a, b = (rank, self.in_features), (self.out_features, rank)
+        return (a, b) if self.experts is None else ((self.experts[0], *a), (self.experts[1], *b))
 
 
 def select_targets(
@@ -153,8 +164,8 @@ class Adapter:
         return {name: matrix(flat, place) for name, place in self.layout.items()}
 
 
-Layout = dict[str, tuple[int, tuple[int, int]]]
-"""Of each named matrix, its offset in a flat tensor and its shape."""
+Layout = dict[str, tuple[int, tuple[int, ...]]]
+"""Of each named matrix, or of the matrices of experts, the offset in a flat tensor and the shape."""
 
 
 def layout_of(targets: Mapping[str, LinearShape], rank: int, value_head: int) -> tuple[Layout, int]:
@@ -162,21 +173,21 @@ def layout_of(targets: Mapping[str, LinearShape], rank: int, value_head: int) ->
     shapes = {
         f"{name}.{part}": size
         for name, shape in targets.items()
-        for part, size in (("lora_A", (rank, shape.in_features)), ("lora_B", (shape.out_features, rank)))
+        for part, size in zip(("lora_A", "lora_B"), shape.matrices(rank), strict=True)
     }
     if value_head:
         shapes[VALUE_HEAD] = (1, value_head)
-    ends = list(accumulate(rows * columns for rows, columns in shapes.values()))
+    ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
     offsets = [0, *ends]
     return {
         name: (offset, shape) for (name, shape), offset in zip(shapes.items(), offsets, strict=False)
     }, offsets[-1]
 
 
-def matrix(flat: Tensor, place: tuple[int, tuple[int, int]]) -> Tensor:
-    """The matrix at a place of a flat tensor, or of each of several [..., elements]; it shares storage."""
-    offset, (rows, columns) = place
-    return flat[..., offset : offset + rows * columns].unflatten(-1, (rows, columns))
+def matrix(flat: Tensor, place: tuple[int, tuple[int, ...]]) -> Tensor:
+    """What is at a place of a flat tensor, or of each of several [..., elements]; it shares storage."""
+    offset, shape = place
+    return flat[..., offset : offset + math.prod(shape)].unflatten(-1, shape)
 
 
 def _hashed(*parts: str) -> int:

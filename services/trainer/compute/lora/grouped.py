@@ -1,8 +1,8 @@
 """The adapters of a micro-batch, as grouped matrix products.
 
 A micro-batch is one run of tokens; those of one operation follow each other and form a segment. The matrices
-of its adapters are stacked, and forward hooks on the base model's linears add them, in as many kernels for
-many adapters as for a few.
+of its adapters are stacked, and hooks on the base model's linears and experts add them, in as many kernels
+for many adapters as for a few.
 
 Invariant: the autograd graph never touches the masters. A segment's gradient goes to its own operation alone,
 so one operation can be dropped, and no token can reach another model's gradient.
@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from services.trainer.compute.lora.adapter import HEAD, VALUE_HEAD, Adapter, layout_of, matrix
+from services.trainer.compute.lora.experts import adapted_experts
+from services.trainer.compute.lora.products import Cut, Groups, outer, product
 from services.trainer.compute.memory.transfer import on_device
 
 
@@ -38,21 +40,6 @@ class Segment:
     adapter: Adapter
     gradient: Tensor | None = None
     fresh: bool = False
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How a run of tokens is shared by the stacked adapters, some of which may have none of it.
-
-    Attributes:
-        tokens: of each adapter.
-        ends: int32 [adapters], the same as where each one's tokens end.
-        scale: what each token's update is multiplied by, float32 [tokens, 1], or one number for all.
-    """
-
-    tokens: tuple[int, ...]
-    ends: Tensor
-    scale: Tensor | float
 
 
 class _Stack:
@@ -80,7 +67,8 @@ class _Stack:
             self._layout, self._size = layout_of(targets, rank, value_head)
         self._weights = self._stacked(adapters)
         self._gradients = self._zeros() if segments[0].gradient is not None else None
-        self.whole = self.cut(0, sum(segment.tokens for segment in segments))
+        self.tokens = sum(segment.tokens for segment in segments)
+        self.whole = self.cut(0, self.tokens)
         # What makes autograd go through linears whose input needs no gradient.
         self.anchor = torch.empty(0, device=self._device, requires_grad=self._gradients is not None)
 
@@ -88,31 +76,50 @@ class _Stack:
         """Whether any of the adapters adapts the linear."""
         return f"{name}.lora_A" in self._layout
 
-    def cut(self, start: int, stop: int) -> _Cut:
+    def cut(self, start: int, stop: int) -> Cut:
         """The tokens from `start` to `stop`."""
-        ends = list(accumulate(segment.tokens for segment in self._segments))
-        within = [min(max(end, start), stop) - start for end in ends]
+        all_ends = accumulate(segment.tokens for segment in self._segments)
+        within = [min(max(end, start), stop) - start for end in all_ends]
         tokens = tuple(end - begin for begin, end in zip([0, *within], within, strict=False))
         scales = [segment.adapter.scale for segment in self._segments]
         scale: Tensor | float = scales[0]
         if len(set(scales)) > 1:
             each = torch.tensor(scales).repeat_interleave(torch.tensor(tokens), output_size=stop - start)
             scale = on_device(each, str(self._device))[:, None]
-        return _Cut(tokens, on_device(torch.tensor(within, dtype=torch.int32), str(self._device)), scale)
+        ends = on_device(torch.tensor(within, dtype=torch.int32), str(self._device))
+        return Cut(Groups(ends, tokens), scale)
 
-    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
-        """A [segments, rank, in] and B [segments, out, rank] of a linear."""
-        a, b = (matrix(self._weights, self._layout[f"{name}.{part}"]) for part in ("lora_A", "lora_B"))
-        return a, b
+    @cached_property
+    def owners(self) -> Tensor:
+        """Which of the adapters each token has: int64 [tokens]."""
+        tokens = torch.tensor([segment.tokens for segment in self._segments])
+        each = torch.arange(len(tokens)).repeat_interleave(tokens, output_size=self.tokens)
+        return on_device(each, str(self._device))
 
-    def accumulate(self, name: str, part: str, left: Tensor, right: Tensor, cut: _Cut) -> None:
-        """Adds left^T right of each segment's tokens to its gradient of a matrix."""
+    @property
+    def adapters(self) -> int:
+        """How many there are."""
+        return len(self._segments)
+
+    def matrices(self, key: str) -> Tensor:
+        """What the adapters have of a name, for each group of rows: [adapters, ...], of experts' matrices
+        those of the first expert before those of the next [experts * adapters, ...]."""
+        found = matrix(self._weights, self._layout[key])
+        return found if found.dim() == 3 else found.transpose(0, 1).flatten(0, 1)
+
+    def accumulate(self, key: str, left: Tensor, right: Tensor, groups: Groups) -> None:
+        """Adds left^T right of each group's rows to the gradient of its matrix; groups as in `matrices`."""
         assert self._gradients is not None
-        gradient = matrix(self._gradients, self._layout[f"{name}.{part}"])
-        if len(cut.tokens) == 1 and gradient.dtype == left.dtype:
-            gradient[0].addmm_(left.T, right)
+        gradient = matrix(self._gradients, self._layout[key])
+        gradient = gradient if gradient.dim() == 3 else gradient.transpose(0, 1)
+        if len(groups) == 1 and gradient.dtype == left.dtype:
+            gradient.view(gradient.shape[-2:]).addmm_(left.T, right)
         else:
-            gradient.add_(_outer(left, right, cut))
+            gradient.add_(outer(left, right, groups).view_as(gradient))
+
+    def product(self, key: str, x: Tensor, groups: Groups, scale: Tensor | float = 1.0) -> Tensor:
+        """Rows x [rows, in] times scale and the transposed matrix of each row's group: [rows, out]."""
+        return cast(Tensor, _Product.apply(x, self.anchor, self, key, groups, scale))
 
     def values(self, hidden: Tensor) -> Tensor:
         """See `LoraRouter.values`."""
@@ -172,8 +179,8 @@ class _Stack:
     def _parts(self, row: Tensor, adapter: Adapter) -> list[Tensor]:
         """An adapter's matrices within its row of the stack, in the order of its layout."""
         return [
-            matrix(row, self._layout[name])[:rows, :columns]
-            for name, (_, (rows, columns)) in adapter.layout.items()
+            matrix(row, self._layout[name])[tuple(slice(size) for size in shape)]
+            for name, (_, shape) in adapter.layout.items()
         ]
 
     def _zeros(self) -> Tensor:
@@ -192,66 +199,53 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, x: Tensor, _anchor: Tensor, stack: _Stack, name: str, cut: _Cut
+        ctx: Any, output: Tensor, x: Tensor, _anchor: Tensor, stack: _Stack, name: str, cut: Cut
     ) -> Tensor:
         flat, made = x.reshape(-1, x.shape[-1]), output.reshape(-1, output.shape[-1])
-        a, b = stack.matrices(name)
-        low = _product(flat, a.transpose(1, 2), cut).mul_(cut.scale)
+        a, b = stack.matrices(f"{name}.lora_A"), stack.matrices(f"{name}.lora_B")
+        low = product(flat, a.transpose(1, 2), cut.groups).mul_(cut.scale)
         ctx.save_for_backward(x, low)
         ctx.stack, ctx.name, ctx.cut = stack, name, cut
-        if len(cut.tokens) == 1 and made.dtype == low.dtype:
+        if len(cut.groups) == 1 and made.dtype == low.dtype:
             return made.addmm(low, b[0].T).view_as(output)
-        return (made + _product(low, b.transpose(1, 2), cut)).view_as(output)
+        return (made + product(low, b.transpose(1, 2), cut.groups)).view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, low = ctx.saved_tensors
-        stack, name, cut = ctx.stack, ctx.name, ctx.cut
+        stack, name, groups, scale = ctx.stack, ctx.name, ctx.cut.groups, ctx.cut.scale
         # A sum's gradient is one number seen everywhere, which a kernel does not take for a matrix.
         above = grad.reshape(-1, grad.shape[-1]).to(x.dtype).contiguous()
         flat = x.reshape(-1, x.shape[-1])
-        a, b = stack.matrices(name)
-        inner = _product(above, b, cut).mul_(cut.scale)
-        stack.accumulate(name, "lora_B", above, low, cut)
-        stack.accumulate(name, "lora_A", inner, flat, cut)
-        below = _product(inner, a, cut).view_as(x) if ctx.needs_input_grad[1] else None
+        inner = product(above, stack.matrices(f"{name}.lora_B"), groups).mul_(scale)
+        stack.accumulate(f"{name}.lora_B", above, low, groups)
+        stack.accumulate(f"{name}.lora_A", inner, flat, groups)
+        below = None
+        if ctx.needs_input_grad[1]:
+            below = product(inner, stack.matrices(f"{name}.lora_A"), groups).view_as(x)
         return grad, below, None, None, None, None
 
 
-def _product(x: Tensor, matrices: Tensor, cut: _Cut) -> Tensor:
-    """x [tokens, k] times each token's own of matrices [segments, k, n]: [tokens, n]."""
-    if len(cut.tokens) == 1:
-        return x @ matrices[0]
-    if _is_grouped(x, matrices):
-        return F.grouped_mm(x, matrices, offs=cut.ends)
-    parts = zip(x.split(cut.tokens), matrices, strict=True)
-    return torch.cat([part @ matrix for part, matrix in parts])
+class _Product(torch.autograd.Function):
+    """x M^T * scale, with each row's own M."""
 
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, _anchor: Tensor, stack: _Stack, key: str, groups: Groups, scale: Tensor | float
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.stack, ctx.key, ctx.groups, ctx.scale = stack, key, groups, scale
+        return product(x, stack.matrices(key).transpose(1, 2), groups).mul_(scale)
 
-def _outer(left: Tensor, right: Tensor, cut: _Cut) -> Tensor:
-    """left^T [m, tokens] times right [tokens, n] of each segment: [segments, m, n]."""
-    if len(cut.tokens) == 1:
-        return (left.T @ right)[None]
-    if _is_grouped(left, right):
-        made = F.grouped_mm(left.T, right, offs=cut.ends)
-        for number, tokens in enumerate(cut.tokens):
-            if not tokens:
-                # Some devices leave what was there before (pytorch/pytorch#172439).
-                made[number].zero_()
-        return made
-    parts = zip(left.split(cut.tokens), right.split(cut.tokens), strict=True)
-    return torch.stack([part.T @ other for part, other in parts])
-
-
-def _is_grouped(*operands: Tensor) -> bool:
-    """Whether one kernel multiplies them: on CUDA that is for bfloat16, and rows are of whole 16 bytes."""
-    device, dtype = operands[0].device.type, operands[0].dtype
-    return (device != "cuda" or dtype == torch.bfloat16) and all(
-        stride == 1 or stride * operand.element_size() % 16 == 0
-        for operand in operands
-        for stride in operand.stride()
-    )
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        (x,) = ctx.saved_tensors
+        above = (grad * ctx.scale).to(x.dtype).contiguous()
+        ctx.stack.accumulate(ctx.key, above, x, ctx.groups)
+        below = product(above, ctx.stack.matrices(ctx.key), ctx.groups) if ctx.needs_input_grad[0] else None
+        return below, None, None, None, None, None
 
 
 class LoraRouter:
@@ -284,6 +278,19 @@ class LoraRouter:
 
         linear.register_forward_hook(add_adapters)
 
+    def hook_experts(self, experts: nn.Module, name: str) -> None:
+        """Makes routed experts compute with the routed adapters' matrices of this name."""
+        plain = experts.forward
+
+        def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            stack = self._stack
+            if stack is None or not stack.has(f"{name}.w1"):
+                return cast(Tensor, plain(hidden, chosen, weights))
+            self._check(name, hidden, stack)
+            return adapted_experts(experts, name, stack, hidden, chosen, weights)
+
+        experts.forward = forward
+
     def add_to_logits(self, start: int, hidden: Tensor, logits: Tensor) -> Tensor:
         """What the output head made of `hidden` [tokens, hidden], the tokens from `start` on, with their
         adapters added."""
@@ -308,11 +315,15 @@ class LoraRouter:
         stack = self._stack
         if stack is None or not stack.has(name):
             return output
-        given, routed = x.numel() // x.shape[-1], sum(stack.whole.tokens)
-        if given != routed:
-            raise RuntimeError(f"{name} was given {given} tokens of a batch of {routed}")
+        self._check(name, x, stack)
         return _adapted(stack, name, x, output, stack.whole)
 
+    @staticmethod
+    def _check(name: str, x: Tensor, stack: _Stack) -> None:
+        given = x.numel() // x.shape[-1]
+        if given != stack.tokens:
+            raise RuntimeError(f"{name} was given {given} tokens of a batch of {stack.tokens}")
 
-def _adapted(stack: _Stack, name: str, x: Tensor, output: Tensor, cut: _Cut) -> Tensor:
+
+def _adapted(stack: _Stack, name: str, x: Tensor, output: Tensor, cut: Cut) -> Tensor:
     return cast(Tensor, _Adapted.apply(output, x, stack.anchor, stack, name, cut))

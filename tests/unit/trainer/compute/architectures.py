@@ -56,6 +56,11 @@ FLAT: dict[str, dict[str, Any]] = {
 SINGLE: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 48},
     "phi3": {
         "original_max_position_embeddings": 16,

@@ -9,11 +9,12 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
-from services.trainer.compute.base_model import Scorer, find_linears
+from services.trainer.compute.base_model import Scorer
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.logprobs import Targets
-from services.trainer.compute.lora.adapter import HEAD, Adapter, select_targets
+from services.trainer.compute.lora.adapter import Adapter, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.targets import find_linears, hook_adapters
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
 
 # Two that are computed at once, one as long as a window, longer ones, and a single token.
@@ -57,8 +58,7 @@ def test_a_shared_expert_has_each_tenants_adapter() -> None:
     model = random_model(config_of("qwen2_moe", FLAT["qwen2_moe"]), FLAT_ATTENTION).requires_grad_(False)
     router, linears = LoraRouter(), find_linears(model)
     assert any("shared_expert." in name for name in linears)
-    for name in linears.keys() - {HEAD}:
-        router.hook(model.get_submodule(name), name)
+    hook_adapters(model, router)
     scorer, tokens = Scorer(model, router, detached=False), torch.randint(1, 64, (1, 16))
     spec = LoraSpec(4)
     adapters = [Adapter(spec, select_targets(linears, spec), name, "cpu", 32) for name in ("a", "b")]

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.counted.counts import KEPT_TOKENS, QWEN3_8B, kept
 from services.trainer.compute.attention import FLAT_ATTENTION, _seen, register
-from services.trainer.compute.base_model import find_linears
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.lora.adapter import Adapter, select_targets
+from services.trainer.compute.lora.targets import find_linears
 from services.trainer.compute.memory.capacity import (
     GIB,
     Capacity,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.tensors import from_values
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
-from services.trainer.compute.base_model import Scorer, find_linears, find_unadapted
+from services.trainer.compute.base_model import Scorer
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.logprobs import Targets
-from services.trainer.compute.lora.adapter import HEAD, Adapter, kind_of, largest, select_targets
+from services.trainer.compute.lora.adapter import Adapter, kind_of, largest, select_targets
+from services.trainer.compute.lora.experts import find_experts
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.files.export_format import adapter_files
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
@@ -47,7 +50,12 @@ FAMILIES = {
     "DeepSeek-V3, R1": "deepseek_v3",
     "Qwen3-Next": "qwen3_next",
     "Qwen3.5": "qwen3_5_text",
+    "Qwen3.5-MoE": "qwen3_5_moe_text",
 }
+WITH_EXPERTS = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3"),
+    *("qwen3_next", "qwen3_5_moe_text"),
+)
 FLAGS = ("train_attn", "train_mlp", "train_unembed")
 LENGTHS = (9, 6)
 
@@ -75,8 +83,7 @@ class Trained:
         plain = random_model(config, "eager").requires_grad_(False)
         plain.load_state_dict(model.state_dict())
         router = LoraRouter()
-        for name in find_linears(model).keys() - {HEAD}:
-            router.hook(model.get_submodule(name), name)
+        hook_adapters(model, router)
         return cls(model, plain, router, Scorer(model, router, detached=False), flat)
 
     def targets(self, spec: LoraSpec) -> Mapping[str, Any]:
@@ -98,8 +105,8 @@ class Trained:
         """All that can be trained."""
         return LoraSpec(4, **{flag: not refused for flag, refused in self.flags().items()})
 
-    def adapter(self, name: str) -> Adapter:
-        spec = self.spec()
+    def adapter(self, name: str, **flags: bool) -> Adapter:
+        spec = msgspec.structs.replace(self.spec(), **flags)
         made = Adapter(spec, self.targets(spec), name, "cpu", self.model.config.hidden_size)
         made.flat.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
         return made
@@ -140,15 +147,61 @@ class Plain(nn.Module):
         return self.linear(x) + x @ self.a.T @ self.b.T * self.scale
 
 
-def adapted(plain: Any, adapter: Adapter) -> tuple[Any, dict[str, Plain]]:
-    """A copy of the library's model with the adapter in it."""
-    model, wrapped = copy.deepcopy(plain), {}
-    views = adapter.views(adapter.flat)
-    for name in adapter.targets:
-        a, b = views[f"{name}.lora_A"], views[f"{name}.lora_B"]
-        wrapped[name] = Plain(model.get_submodule(name), a, b, adapter.scale)
-        model.set_submodule(name, wrapped[name])
-    return model, wrapped
+class PlainExperts(nn.Module):
+    """Routed experts with an adapter, one token and one expert after the other."""
+
+    def __init__(self, experts: Any, matrices: Mapping[str, Tensor], scale: float) -> None:
+        super().__init__()
+        self.experts, self.scale = experts, scale
+        self.matrices = {name: values.clone().requires_grad_() for name, values in matrices.items()}
+
+    def delta(self, part: str, expert: int) -> Tensor:
+        """What the adapter adds to an expert's weight: [out, in]."""
+        a, b = self.matrices[f"{part}.lora_A"], self.matrices[f"{part}.lora_B"]
+        return b[expert if len(b) > 1 else 0] @ a[expert if len(a) > 1 else 0] * self.scale
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        base = self.experts
+        gate_up, down = base.gate_up_proj[expert], base.down_proj[expert]
+        if base.is_transposed:
+            gate_up, down = gate_up.T, down.T
+        gate, up = self.delta("w1", expert), self.delta("w3", expert)
+        both = torch.cat([gate, up]) if base.is_concatenated else torch.stack([gate, up], 1).flatten(0, 1)
+        bias = (base.gate_up_proj_bias[expert], base.down_proj_bias[expert]) if base.has_bias else (0.0, 0.0)
+        gated = base._apply_gate((gate_up + both) @ x + bias[0])
+        return (down + self.delta("w2", expert)) @ gated + bias[1]
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return torch.stack(
+            [
+                sum(
+                    (self.one(x, int(expert)) * weight for expert, weight in zip(mine, each, strict=True)),
+                    torch.zeros_like(x),
+                )
+                for x, mine, each in zip(hidden, chosen, weights, strict=True)
+            ]
+        )
+
+
+def adapted(plain: Any, adapter: Adapter) -> tuple[Any, dict[str, Tensor]]:
+    """A copy of the library's model with the adapter in it, and the adapter's matrices there."""
+    model, views = copy.deepcopy(plain), adapter.views(adapter.flat)
+    matrices: dict[str, Tensor] = {}
+    experts = {name for name, _ in find_experts(plain)}
+    for name in (name for name in adapter.targets if name.rpartition(".")[0] not in experts):
+        each = Plain(
+            model.get_submodule(name), views[f"{name}.lora_A"], views[f"{name}.lora_B"], adapter.scale
+        )
+        model.set_submodule(name, each)
+        matrices |= {f"{name}.lora_A": each.a, f"{name}.lora_B": each.b}
+    for name in experts if any(name.endswith(".w1") for name in adapter.targets) else ():
+        own = {
+            key.removeprefix(f"{name}."): view for key, view in views.items() if key.startswith(f"{name}.")
+        }
+        routed = PlainExperts(model.get_submodule(name), own, adapter.scale)
+        model.set_submodule(name, routed)
+        matrices |= {f"{name}.{key}": values for key, values in routed.matrices.items()}
+    return model, matrices
 
 
 def logprobs_of(model: Any, tokens: Tensor) -> Tensor:
@@ -177,7 +230,11 @@ def test_every_weight_that_a_flag_promises_is_adapted_or_the_flag_is_refused(tra
         module, kind = name.rpartition(".")[0], kind_of(name)
         if kind is None or weight.dim() < 2 or isinstance(trained.model.get_submodule(module), nn.Conv1d):
             continue
-        assert module in targets or refused[kind], f"{name} is promised by {kind} and not adapted"
+        if name.endswith("_bias"):
+            # One of each expert.
+            continue
+        found = module in targets or f"{module}.w1" in targets
+        assert found or refused[kind], f"{name} is promised by {kind} and not adapted"
     assert not refused["train_attn"] and not refused["train_unembed"]
 
 
@@ -192,15 +249,15 @@ def test_the_largest_adapter_is_one_that_the_base_model_takes(trained: Trained) 
 def test_gradients_are_those_of_plain_pytorch(trained: Trained, parts: list[Tensor]) -> None:
     adapter = trained.adapter("a")
     logprobs, (gradient,) = trained.pass_([adapter], parts[:1])
-    model, wrapped = adapted(trained.plain, adapter)
+    model, matrices = adapted(trained.plain, adapter)
     expected = logprobs_of(model, parts[0])
     expected.sum().backward()
     close(logprobs, expected.detach())
     found = adapter.views(gradient)
-    for name, each in wrapped.items():
-        assert each.a.grad is not None and each.b.grad is not None
-        close(found[f"{name}.lora_A"], each.a.grad)
-        close(found[f"{name}.lora_B"], each.b.grad)
+    assert found.keys() == matrices.keys()
+    for name, values in matrices.items():
+        assert values.grad is not None
+        close(found[name], values.grad)
 
 
 def test_two_tenants_together_equal_each_alone(trained: Trained, parts: list[Tensor]) -> None:
@@ -217,14 +274,45 @@ def test_two_tenants_together_equal_each_alone(trained: Trained, parts: list[Ten
         close(together, apart)
 
 
+def exported(trained: Trained, adapter: Adapter, directory: Path) -> Path:
+    named = {name: from_values(view.numpy()) for name, view in adapter.views(adapter.flat).items()}
+    directory.mkdir()
+    for name, write in adapter_files("org/base", adapter.spec, named).items():
+        write(directory / name)
+    return directory
+
+
 def test_an_export_computes_the_same_in_peft(trained: Trained, parts: list[Tensor], tmp_path: Path) -> None:
     from peft import PeftModel
 
+    adapter = trained.adapter("a", train_mlp=trained.plain.config.model_type not in WITH_EXPERTS)
+    files = exported(trained, adapter, tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(copy.deepcopy(trained.plain), str(files)).eval()
+    expected, _ = trained.pass_([adapter], parts[:1])
+    close(logprobs_of(loaded, parts[0]).detach(), expected)
+
+
+@pytest.mark.parametrize("trained", WITH_EXPERTS, indirect=True)
+def test_an_export_of_routed_experts_is_merged_to_the_same_by_tinkers_cookbook(
+    trained: Trained, parts: list[Tensor], tmp_path: Path
+) -> None:
+    from tinker_cookbook.exceptions import WeightsMergeError
+    from tinker_cookbook.weights import build_hf_model
+    from transformers import AutoModelForCausalLM
+
     adapter = trained.adapter("a")
-    named = {name: from_values(view.numpy()) for name, view in adapter.views(adapter.flat).items()}
-    for name, write in adapter_files("org/base", adapter.spec, named).items():
-        write(tmp_path / name)
-    loaded = PeftModel.from_pretrained(copy.deepcopy(trained.plain), str(tmp_path)).eval()
+    base, files = tmp_path / "base", exported(trained, adapter, tmp_path / "adapter")
+    trained.plain.save_pretrained(base)
+    merged = {"base_model": str(base), "adapter_path": str(files), "output_path": str(tmp_path / "merged")}
+    if trained.plain.config.model_type == "mixtral":
+        # It has other names in files than any model that Tinker serves.
+        with pytest.raises(WeightsMergeError):
+            build_hf_model(**merged)
+        return
+    build_hf_model(**merged)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, attn_implementation="eager"
+    )
     expected, _ = trained.pass_([adapter], parts[:1])
     close(logprobs_of(loaded, parts[0]).detach(), expected)
 
