@@ -13,7 +13,7 @@ from services.common.contract.errors import InvalidRequest
 from services.launcher import plan
 from services.launcher.doctor import facts, report, sizing
 from services.launcher.doctor.facts import Facts
-from services.launcher.doctor.sizing import PUBLISHED, Load, Shape
+from services.launcher.doctor.sizing import PUBLISHED, Experts, Load, Shape
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([MB])", re.IGNORECASE)
 
@@ -115,9 +115,14 @@ def from_config(config: dict[str, Any]) -> Shape:
     """The shape in a Hugging Face config.json.
 
     Raises:
-        InvalidRequest: it is not that of a dense decoder.
+        InvalidRequest: it is not that of a decoder with attention alone.
     """
     config = config.get("text_config", config)
+    if "kv_lora_rank" in config or "linear_attention" in (config.get("layer_types") or ()):
+        raise InvalidRequest(
+            "its config.json has latent or linear attention, whose memory is not counted here: start it with "
+            "--memory-gib, and see what `tinsmith status` says is used"
+        )
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return Shape(
@@ -129,6 +134,20 @@ def from_config(config: dict[str, Any]) -> Shape:
             head_dim=config.get("head_dim") or hidden // heads,
             vocabulary=config["vocab_size"],
             tied=config.get("tie_word_embeddings", False),
+            experts=_experts(config),
         )
     except KeyError as error:
-        raise InvalidRequest(f"its config.json has no {error.args[0]}: not a dense language model") from error
+        raise InvalidRequest(f"its config.json has no {error.args[0]}: not a language model") from error
+
+
+def _experts(config: dict[str, Any]) -> Experts | None:
+    """The routed experts of a configuration, by the names that families have for them."""
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((config[name] for name in counts if config.get(name)), 0)
+    if not count:
+        return None
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    shared = config.get("shared_expert_intermediate_size") or inner * config.get("n_shared_experts", 0)
+    dense = len(config.get("mlp_only_layers") or ()) or config.get("first_k_dense_replace", 0)
+    active = config.get("num_experts_per_tok") or config["experts_per_token"]
+    return Experts(count, active, inner, shared, dense)

@@ -1,4 +1,4 @@
-"""What a dense language model needs to be trained and sampled: arithmetic over its shape.
+"""What a language model, dense or of experts, needs to be trained and sampled: arithmetic over its shape.
 
 Where it comes from:
 
@@ -8,7 +8,8 @@ Where it comes from:
   linear in the layer's widths; the coefficients were measured on Qwen3 layers with the trainer's adapters on
   every linear, and tests/unit/launcher/test_sizing.py measures them again. On GPUs (elements of 2 bytes) a
   layer keeps its input alone, and one layer at a time is computed again.
-- An adapter of rank r has r * (in + out) parameters in every linear. Training keeps four float32 of each: the
+- An adapter of rank r has r * (in + out) parameters in every linear; in experts, the factor beside the
+  model's width is there once, as in trainer/compute/lora/experts.py. Training keeps four float32 of each: the
   weight, its gradient and Adam's two moments.
 - A model that trains all weights takes 24 bytes a parameter (README.md, "In your terms").
 - Keys and values: 2 * layers * kv_heads * head_dim elements a token.
@@ -25,11 +26,29 @@ GIB = 1 << 30
 OVERHEAD = 2 * GIB
 FULL_BYTES = 24
 FLOAT32 = 4
+Linears = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a layer.
+
+    Attributes:
+        active: that a token has.
+        inner: features within one; `shared`: within the expert of all tokens, 0 = there is none.
+        dense_layers: layers that have none.
+    """
+
+    count: int
+    active: int
+    inner: int
+    shared: int = 0
+    dense_layers: int = 0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense decoder with gated feed-forward layers, as in a Hugging Face config.json."""
+    """A decoder with gated feed-forward layers, as in a Hugging Face config.json."""
 
     layers: int
     hidden: int
@@ -39,25 +58,43 @@ class Shape:
     head_dim: int
     vocabulary: int
     tied: bool
+    experts: Experts | None = None
 
     @property
-    def linears(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of the linears of one layer."""
+    def attention(self) -> Linears:
+        """(in, out) of the linears of attention in one layer."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = ((self.hidden, query), (self.hidden, key), (self.hidden, key), (query, self.hidden))
-        gate = (self.hidden, self.intermediate)
-        return (*attention, gate, gate, (self.intermediate, self.hidden))
+        return ((self.hidden, query), (self.hidden, key), (self.hidden, key), (query, self.hidden))
+
+    def feed_forward(self, inner: int) -> Linears:
+        """The same of a feed-forward block of so many features."""
+        return ((self.hidden, inner), (self.hidden, inner), (inner, self.hidden))
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers without routed experts."""
+        return self.layers if self.experts is None else self.experts.dense_layers
 
     @property
     def parameters(self) -> int:
         """Norms and biases, far below a thousandth, are left out."""
-        layer = sum(inner * outer for inner, outer in self.linears)
-        return self.layers * layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
+        total = self.layers * _weights(self.attention)
+        total += self.dense_layers * _weights(self.feed_forward(self.intermediate))
+        if self.experts is not None:
+            each = self.experts.count * (_weights(self.feed_forward(self.experts.inner)) + self.hidden)
+            each += _weights(self.feed_forward(self.experts.shared))
+            total += (self.layers - self.dense_layers) * each
+        return total + (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of an adapter on everything: attention, feed-forward and output head."""
-        layer = sum(inner + outer for inner, outer in self.linears)
-        return rank * (self.layers * layer + self.hidden + self.vocabulary)
+        """Of an adapter on everything: attention, feed-forward, experts and output head."""
+        total = self.layers * _ends(self.attention) + self.hidden + self.vocabulary
+        total += self.dense_layers * _ends(self.feed_forward(self.intermediate))
+        if self.experts is not None:
+            each = 3 * (self.hidden + self.experts.count * self.experts.inner)
+            each += _ends(self.feed_forward(self.experts.shared)) if self.experts.shared else 0
+            total += (self.layers - self.dense_layers) * each
+        return rank * total
 
     def kv_bytes(self, item: int) -> int:
         """Of one token's keys and values, with elements of `item` bytes."""
@@ -66,10 +103,15 @@ class Shape:
     def activation_bytes(self, item: int) -> int:
         """Of one token of a micro-batch, with elements of 2 or 4 bytes."""
         attention = (self.heads + self.kv_heads) * self.head_dim
+        inner, rows = self.intermediate, 0
+        if self.experts is not None:
+            # As many as a layer with experts has, which is the most.
+            inner = self.experts.active * self.experts.inner + self.experts.shared
+            rows = self.experts.active * self.hidden
         if item == 2:
-            layer = 12 * self.hidden + 8 * self.intermediate + 8 * attention + 12 * self.heads
+            layer = 12 * self.hidden + 8 * inner + 8 * attention + 12 * self.heads + 2 * rows
         else:
-            layer = 16 * self.hidden + 16 * self.intermediate + 12 * attention + 12 * self.heads
+            layer = 16 * self.hidden + 16 * inner + 12 * attention + 12 * self.heads + 4 * rows
         return self.layers * layer
 
     def kept_bytes(self, item: int) -> int:
@@ -80,6 +122,14 @@ class Shape:
         return self.layers * self.hidden * item + self.activation_bytes(item) // self.layers
 
 
+def _weights(linears: Linears) -> int:
+    return sum(inner * outer for inner, outer in linears)
+
+
+def _ends(linears: Linears) -> int:
+    return sum(inner + outer for inner, outer in linears)
+
+
 # layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, tied
 PUBLISHED = {
     "SmolLM2-135M": Shape(30, 576, 1536, 9, 3, 64, 49152, True),
@@ -88,8 +138,11 @@ PUBLISHED = {
     "Qwen3-4B": Shape(36, 2560, 9728, 32, 8, 128, 151936, True),
     "Qwen3-8B": Shape(36, 4096, 12288, 32, 8, 128, 151936, False),
     "Qwen3-14B": Shape(40, 5120, 17408, 40, 8, 128, 151936, False),
+    "gpt-oss-20b": Shape(24, 2880, 2880, 64, 8, 64, 201088, False, Experts(32, 4, 2880)),
+    "Qwen3-30B-A3B": Shape(48, 2048, 6144, 32, 4, 128, 151936, False, Experts(128, 8, 768)),
     "Qwen3-32B": Shape(64, 5120, 25600, 64, 8, 128, 151936, False),
     "Qwen2.5-72B": Shape(80, 8192, 29568, 64, 8, 128, 152064, False),
+    "gpt-oss-120b": Shape(36, 2880, 2880, 64, 8, 64, 201088, False, Experts(128, 4, 2880)),
 }
 FARTHEST = 2.5
 """A model so many times larger or smaller than another tells nothing of it."""

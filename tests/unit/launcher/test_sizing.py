@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.common.contract.errors import InvalidRequest
 from services.launcher.doctor import sizing
-from services.launcher.doctor.sizing import GIB, PUBLISHED, Load, Shape
+from services.launcher.doctor.command import from_config
+from services.launcher.doctor.sizing import GIB, PUBLISHED, Experts, Load, Shape
 
 TINY = Shape(2, 256, 768, 8, 4, 32, 64, True)
+TINY_EXPERTS = Shape(2, 256, 768, 8, 4, 32, 64, True, Experts(16, 4, 192))
 
 
 @pytest.mark.parametrize(
@@ -19,6 +22,9 @@ TINY = Shape(2, 256, 768, 8, 4, 32, 64, True)
         ("Qwen3-8B", 8.19),
         ("Qwen3-32B", 32.76),
         ("Qwen2.5-72B", 72.7),
+        ("Qwen3-30B-A3B", 30.53),
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
     ],
 )
 def test_the_shapes_have_the_parameters_that_their_makers_publish(name: str, billions: float) -> None:
@@ -36,36 +42,86 @@ def test_a_size_far_from_every_model_is_near_none() -> None:
     assert sizing.nearest(10_000_000) is None
 
 
-def test_an_adapter_has_as_many_parameters_as_the_trainer_gives_it() -> None:
-    from services.trainer.compute.data import LoraSpec
-    from services.trainer.compute.lora.adapter import Adapter, LinearShape
+FAMILIES = {
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 192, "mlp_only_layers": [1]},
+    "qwen2_moe": {
+        "num_experts": 16,
+        "moe_intermediate_size": 192,
+        "shared_expert_intermediate_size": 320,
+    },
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4},
+    "glm4_moe": {"n_routed_experts": 16, "moe_intermediate_size": 192, "n_shared_experts": 1},
+}
 
-    linears = [pair for _ in range(TINY.layers) for pair in TINY.linears]
-    targets = {str(index): LinearShape(*pair) for index, pair in enumerate(linears)}
-    targets["lm_head"] = LinearShape(TINY.hidden, TINY.vocabulary)
-    adapter = Adapter(LoraSpec(rank=8), targets, "s:train:0", "cpu", TINY.hidden)
-    assert TINY.adapter_parameters(8) == adapter.flat.numel()
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_and_its_adapter_have_as_many_parameters_as_the_trainer_makes(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from services.trainer.compute.lora.adapter import largest, layout_of, select_targets
+    from services.trainer.compute.lora.targets import find_linears
+
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        tie_word_embeddings=False,
+        **FAMILIES[family],
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape, linears = from_config(config.to_dict()), find_linears(model)
+    assert shape.parameters == pytest.approx(sum(each.numel() for each in model.parameters()), rel=0.004)
+    _, elements = layout_of(select_targets(linears, largest(linears, 8)), 8, 0)
+    assert shape.adapter_parameters(8) == elements
 
 
+@pytest.mark.parametrize("kind", [{"kv_lora_rank": 512}, {"layer_types": ["linear_attention"]}])
+def test_attention_that_is_not_counted_is_refused(kind: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="latent or linear attention"):
+        from_config({"num_attention_heads": 8, "hidden_size": 256, **kind})
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY_EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_activations_are_what_pytorch_keeps_for_the_backward_pass(dtype: str) -> None:
+def test_activations_are_what_pytorch_keeps_for_the_backward_pass(dtype: str, shape: Shape) -> None:
     element = getattr(torch, dtype)
     tokens = 256
     # What does not grow with the tokens, casts of adapters above all, cancels out.
-    measured = (_kept(TINY, 2 * tokens, element) - _kept(TINY, tokens, element)) / tokens
-    expected = TINY.activation_bytes(element.itemsize)
+    measured = (_kept(shape, 2 * tokens, element) - _kept(shape, tokens, element)) / tokens
+    expected = shape.activation_bytes(element.itemsize)
     assert expected == pytest.approx(measured, rel=0.06)
 
 
 def _kept(shape: Shape, tokens: int, element: torch.dtype) -> int:
     """Bytes that autograd keeps for one sequence of a frozen model with the trainer's adapters."""
-    from transformers import Qwen3Config, Qwen3Model
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from services.trainer.compute.data import LoraSpec
-    from services.trainer.compute.lora.adapter import Adapter, LinearShape
+    from services.trainer.compute.lora.adapter import HEAD, Adapter
     from services.trainer.compute.lora.grouped import LoraRouter, Segment
+    from services.trainer.compute.lora.targets import find_linears, hook_adapters
 
-    config = Qwen3Config(
+    routed = shape.experts
+    experts = (
+        {}
+        if routed is None
+        else {
+            "num_experts": routed.count,
+            "num_experts_per_tok": routed.active,
+            "moe_intermediate_size": routed.inner,
+        }
+    )
+    config = AutoConfig.for_model(
+        "qwen3" if routed is None else "qwen3_moe",
+        **experts,
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -73,16 +129,13 @@ def _kept(shape: Shape, tokens: int, element: torch.dtype) -> int:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         num_hidden_layers=shape.layers,
-        attn_implementation="sdpa",
     )
-    model = Qwen3Model(config).to(element)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=element)
     model.requires_grad_(False)
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     router = LoraRouter()
-    for name, linear in linears.items():
-        router.hook(linear, name)
-    targets = {name: LinearShape(linear.in_features, linear.out_features) for name, linear in linears.items()}
+    hook_adapters(model, router)
+    targets = {name: linear for name, linear in find_linears(model).items() if name != HEAD}
     adapter = Adapter(LoraSpec(rank=4), targets, "s:train:0", "cpu", shape.hidden, element)
     segment = Segment(tokens, adapter, torch.zeros_like(adapter.flat))
     kept: dict[int, torch.Tensor] = {}
@@ -93,7 +146,7 @@ def _kept(shape: Shape, tokens: int, element: torch.dtype) -> int:
 
     saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with router.route([segment]), saved:
-        output = model(input_ids=torch.zeros(1, tokens, dtype=torch.int64))
+        output = model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.int64))
     assert output.last_hidden_state.requires_grad
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
 
