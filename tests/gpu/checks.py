@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bench.gpu import exactness
 from bench.gpu.engine import one_micro_batch, start
@@ -20,12 +23,14 @@ from services.trainer.compute.attention import Sequences, _has_kernel, attend
 from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
+from services.trainer.compute.lora.experts import shapes_of
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.lora.products import is_grouped
 from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
 from services.trainer.files.export_format import adapter_files, read_adapter
 from tests.component.engine_data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
 from tests.component.engine_reference import ReferenceModel
+from tests.unit.trainer.compute.plain import PlainExperts
 
 MEMORY = 640 << 20
 CONTEXT = 8192
@@ -112,6 +117,59 @@ def grouped(device: str, count: int) -> None:
     for total, master, tokens in zip(sums, masters, sizes, strict=True):
         assert master.grad is not None
         assert _error(total, master.grad) < 2e-2 if tokens else not total.any()
+
+
+def experts(device: str, count: int) -> None:
+    """Adapters of routed experts in bfloat16 beside one token and one expert after the other in float32."""
+    hidden, inner, number, choices = 64, 32, 64, 4
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=hidden, moe_intermediate_size=inner, num_experts=number
+    )
+    config._experts_implementation = "eager"
+    generator = torch.Generator().manual_seed(count)
+
+    def random(*shape: int, scale: float = 0.2) -> Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    module: Any = Qwen3MoeExperts(config).requires_grad_(False)
+    for weight in module.parameters():
+        weight.copy_(random(*weight.shape).bfloat16())
+    targets = {f"experts.{part}": shape for part, shape in shapes_of(module).items()}
+    adapters = [
+        Adapter(LoraSpec(16), targets, str(each), device, hidden, torch.bfloat16) for each in range(count)
+    ]
+    for adapter in adapters:
+        adapter.flat.copy_(random(adapter.flat.numel()).bfloat16())
+        adapter.renew()
+    sizes = [0 if each == 1 else 2 + each % 3 for each in range(count)]
+    tokens = sum(sizes)
+    x, above = random(tokens, hidden, scale=1.0).bfloat16(), random(tokens, hidden, scale=1.0).bfloat16()
+    weights, chosen = torch.rand(tokens, number, generator=generator).topk(choices)
+
+    router, on_device = LoraRouter(), copy.deepcopy(module).to(device, torch.bfloat16)
+    router.hook_experts(on_device, "experts")
+    given = x.to(device).requires_grad_()
+    sums = [torch.zeros_like(adapter.low, dtype=torch.float32) for adapter in adapters]
+    with router.route([Segment(*each, True) for each in zip(sizes, adapters, sums, strict=True)]):
+        y = on_device(given, chosen.to(device), weights.to(device))
+        y.backward(above.to(device))
+
+    outputs, alone = [], x.detach().float().requires_grad_()
+    masters = [adapter.low.float().cpu().requires_grad_() for adapter in adapters]
+    parts = (each.split(sizes) for each in (alone, chosen, weights))
+    for adapter, master, *part in zip(adapters, masters, *parts, strict=True):
+        views = {name.removeprefix("experts."): view for name, view in adapter.views(master).items()}
+        plain = PlainExperts(module, views, adapter.scale)
+        plain.matrices = views
+        if part[0].numel():
+            outputs.append(plain(*part))
+    expected = torch.cat(outputs)
+    expected.backward(above.float())
+    assert given.grad is not None and alone.grad is not None
+    assert _error(y.detach().float().cpu(), expected.detach()) < 3e-2
+    assert _error(given.grad.float().cpu(), alone.grad) < 3e-2
+    for total, master, has in zip(sums, masters, sizes, strict=True):
+        assert _error(total.cpu(), master.grad) < 3e-2 if has else not total.any()
 
 
 def checkpointed(device: str, directory: Path) -> None:

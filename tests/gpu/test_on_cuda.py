@@ -33,6 +33,12 @@ def test_grouped_adapters_are_a_loop_over_them(count: int) -> None:
     checks.grouped(DEVICE, count)
 
 
+@pytest.mark.parametrize("count", [1, 3, 17])
+def test_adapters_of_experts_are_a_loop_over_tokens_and_experts(count: int) -> None:
+    """Of 17 adapters there are more groups than one kernel takes."""
+    checks.experts(DEVICE, count)
+
+
 def test_a_batch_that_does_not_fit_runs_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.out_of_memory(DEVICE, tmp_path, monkeypatch)
 

@@ -20,7 +20,7 @@ from services.trainer.compute.lora.adapter import Adapter, LinearShape, layout_o
 from services.trainer.compute.lora.experts import shapes_of
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.lora.targets import find_linears
-from tests.unit.trainer.compute.test_models import PlainExperts
+from tests.unit.trainer.compute.plain import PlainExperts
 
 NAME, HIDDEN, EXPERTS, CHOICES = "layer.mlp.experts", 16, 6, 2
 OTHER = {"layer.self_attn.q_proj": LinearShape(HIDDEN, HIDDEN)}
