@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 
-.PHONY: help setup proto proto-docs chart-docs demo up test test-unit test-long test-component test-cluster models compatibility test-sdks test-ecosystem test-robustness test-security test-abuse test-soak test-monitoring test-helm test-k8s test-gpu lint format bench baseline clean
+.PHONY: help setup proto proto-docs chart-docs demo up test test-unit test-long test-component test-cluster models compatibility test-families test-sdks test-ecosystem test-robustness test-security test-abuse test-soak test-monitoring test-helm test-k8s test-gpu lint format bench baseline clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ models: setup ## write what adapters train of each family of models anew into do
 
 compatibility: setup ## write what of the SDK works anew into docs/compatibility.md
 	@TINSMITH_WRITE_COMPATIBILITY=1 $(PY) -m pytest tests/cluster/test_compatibility.py
+
+test-families: setup ## what samplers compute of each family of models that vLLM runs on a CPU, beside transformers and PEFT
+	@FAMILIES=all $(PY) -m pytest tests/families
 
 test-sdks: setup ## versions of the SDK from 0.19 on against one cluster (WRITE=1: write their table anew)
 	@TINSMITH_WRITE_COMPATIBILITY=$(WRITE) $(PY) -m pytest tests/sdks

@@ -108,6 +108,21 @@ def check_drafts(arguments: AsyncEngineArgs) -> None:
         )
 
 
+def check_attention(config: SamplerConfig, device: str) -> None:
+    """Refuses linear attention in float32 on a CPU, where vLLM computes it in bfloat16 only.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    if device != "cpu" or config.dtype == "bfloat16":
+        return
+    if "linear_attention" in (getattr(_text_config(config), "layer_types", None) or ()):
+        raise InvalidRequest(
+            f"{config.base_model} has linear attention, which vLLM computes on a CPU in bfloat16 only: give "
+            "--dtype bfloat16, or use a GPU"
+        )
+
+
 def adapts(config: SamplerConfig, device: str) -> bool:
     """Whether the engine can run adapters, and is to.
 
@@ -118,17 +133,18 @@ def adapts(config: SamplerConfig, device: str) -> bool:
         return False
     if device != "cpu":
         return True
+    return not any(getattr(_text_config(config), name, None) for name in _EXPERTS)
+
+
+def _text_config(config: SamplerConfig) -> Any:
     from transformers import AutoConfig
 
-    model = AutoConfig.from_pretrained(config.model_path).get_text_config()
-    return not any(getattr(model, name, None) for name in _EXPERTS)
+    return AutoConfig.from_pretrained(config.model_path).get_text_config()
 
 
 def _cpu_cache(config: SamplerConfig) -> CpuCache:
     """Keys and values on CPU, where vLLM does not measure what there is room for."""
-    from transformers import AutoConfig
-
-    model = AutoConfig.from_pretrained(config.model_path).get_text_config()
+    model = _text_config(config)
     head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     item = 2 if config.dtype == "bfloat16" else 4

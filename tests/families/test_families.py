@@ -1,0 +1,147 @@
+"""For each family of models: a sampler's log-probabilities are those of transformers and PEFT in float32.
+
+`make test-families` takes all that vLLM runs on a CPU; the suite takes one whose linears are fused and one
+with routed experts. What trains is tests/unit/trainer/compute/test_models.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.contract.tensors import from_values
+from services.common.process import rpc
+from services.launcher.tiny_model import write_tokenizer
+from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.lora.adapter import Adapter, select_targets
+from services.trainer.compute.lora.experts import find_experts
+from services.trainer.compute.lora.targets import find_linears, find_unadapted
+from services.trainer.files.export_format import adapter_files
+from tests.component.own_redis import redis_server
+from tests.component.sampler_process import (
+    MODEL_ID,
+    Sampler,
+    floats,
+    launch,
+    prompt,
+    request,
+    sample,
+    wait_ready,
+)
+from tests.reference import Reference
+from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
+from tinsmith.internal.v1 import sampler_pb2_grpc
+
+pytestmark = pytest.mark.heavy
+
+VOCAB, HIDDEN, CONTEXT, RANK, VERSION = 512, 64, 512, 8, 1
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    # The least that vLLM's attention on CPUs computes.
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+}
+ADAPTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
+OF_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next")
+"""Whose adapters vLLM runs on GPUs only."""
+SHORT = ("phi3", "gpt_oss")
+CHOSEN = {"": SHORT, "all": ADAPTED + OF_EXPERTS}
+SETTINGS = {
+    # vLLM takes no model of which some layers have a window.
+    "qwen3": {},
+    "deepseek_v3": {
+        **FLAT["deepseek_v3"],
+        # As the published ones have it; with one head of keys for each of queries.
+        "topk_method": "noaux_tc",
+        "num_key_value_heads": 2,
+    },
+}
+BFLOAT16 = ("qwen3_next",)
+"""vLLM's linear attention computes in nothing else on a CPU."""
+
+
+def chosen(families: tuple[str, ...]) -> list[str]:
+    return [name for name in CHOSEN[os.environ.get("FAMILIES", "")] if name in families]
+
+
+@dataclass
+class Family:
+    """A running sampler of a tiny random model, and what its numbers should be."""
+
+    sampler: Sampler
+    model: Path
+    adapter: Path
+    tolerance: float
+
+    def scores(self, version: int) -> torch.Tensor:
+        """Log-probabilities of a prompt's tokens but the first."""
+
+        async def ask() -> torch.Tensor:
+            async with rpc.channel(self.sampler.address) as channel:
+                stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+                result = await sample(stub, request(prompt(3, 40), version, scores=True))
+                return floats(result.prompt_logprobs)[1:]
+
+        return asyncio.run(ask())
+
+    def expected(self, adapter: Path | None = None) -> torch.Tensor:
+        return Reference(self.model, adapter).sequence_logprobs(prompt(3, 40))
+
+    def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=self.tolerance)
+
+
+@pytest.fixture(scope="module")
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    name = request.param
+    directory = tmp_path_factory.mktemp(name)
+    settings = SETTINGS.get(name, FLAT.get(name) or SINGLE.get(name) or {})
+    model = random_model(config_of(name, {**SIZES, **settings, "head_dim": 32}), "eager")
+    model.save_pretrained(directory / "model")
+    write_tokenizer(directory / "model", VOCAB, CONTEXT)
+    spec = LoraSpec(RANK, train_mlp=not any(find_experts(model)))
+    adapter = Adapter(
+        spec, select_targets(find_linears(model), spec, find_unadapted(model)), "m", "cpu", HIDDEN
+    )
+    adapter.flat.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+    named = {key: from_values(view.numpy()) for key, view in adapter.views(adapter.flat).items()}
+    options = ["--max-loras", "2", "--max-lora-rank", str(RANK)]
+    if name in BFLOAT16:
+        options += ["--dtype", "bfloat16"]
+    with redis_server(directory) as redis_url:
+        sampler = launch(directory, directory / "model", redis_url, *options)
+        snapshot = sampler.data_dir.snapshot(MODEL_ID, VERSION)
+        snapshot.mkdir(parents=True)
+        for file, write in adapter_files("org/base", spec, named).items():
+            write(snapshot / file)
+        try:
+            tolerance = 0.15 if name in BFLOAT16 else 2e-4
+            yield Family(wait_ready(sampler), directory / "model", snapshot, tolerance)
+        finally:
+            sampler.stop()
+
+
+@pytest.mark.parametrize("family", chosen(ADAPTED), indirect=True)
+def test_a_sampler_computes_what_transformers_and_peft_compute(family: Family) -> None:
+    base, adapted = family.expected(), family.expected(family.adapter)
+    assert (adapted - base).abs().max() > 0.1
+    family.close(family.scores(0), base)
+    family.close(family.scores(VERSION), adapted)
+
+
+@pytest.mark.parametrize("family", chosen(OF_EXPERTS), indirect=True)
+def test_of_routed_experts_it_computes_the_base_model_and_refuses_adapters(family: Family) -> None:
+    family.close(family.scores(0), family.expected())
+    with pytest.raises(AssertionError, match="adapters_not_supported"):
+        family.scores(VERSION)
+    family.close(family.scores(0), family.expected())
