@@ -80,7 +80,7 @@ def grouped(device: str, count: int) -> None:
     ]
     for adapter in adapters:
         adapter.flat.copy_(torch.randn(adapter.flat.shape, generator=generator) * 0.1)
-        adapter.renew()
+        adapter.begin_renewal()
     sizes = [0 if number == 1 else 3 + number % 5 for number in range(count)]
     linear = nn.Linear(features, made, bias=False).requires_grad_(False).to(device, torch.bfloat16)
     router = LoraRouter()
