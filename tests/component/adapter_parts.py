@@ -16,6 +16,7 @@ from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.tenant import LoraTenant, step_adapters
+from tests.component.engine_data import on_all_ranks
 
 HIDDEN = 21
 TARGETS = {"layers.0.self_attn.q_proj": LinearShape(HIDDEN, 37), "layers.0.mlp.up": LinearShape(HIDDEN, 5)}
@@ -109,7 +110,7 @@ def scenario(dtype: torch.dtype) -> Report:
     saved: dict[str, ModelState] = {}
     for number in range(len(ADAMS)):
         if number == len(ADAMS) - 1:
-            saved = {name: broadcast(tenant.snapshot(True).state()) for name, tenant in tenants.items()}
+            saved = {name: on_all_ranks(tenant.snapshot(True).state()) for name, tenant in tenants.items()}
         report.metrics.append(step(list(tenants.values()), number, buffers))
         if not number:
             report.heads["untrained"] = bits(tenants["critic"].adapter.value_weights)
@@ -143,13 +144,6 @@ def scenario(dtype: torch.dtype) -> Report:
     report.whole = 4 * critic.adapter.part.size
     report.gathers = critic.gathers(True), critic.gathers(False)
     return report
-
-
-def broadcast(state: ModelState) -> ModelState:
-    """Rank 0's, on all ranks, as commands have it."""
-    given = [msgspec.msgpack.encode(state)]
-    dist.broadcast_object_list(given, 0)
-    return msgspec.msgpack.decode(given[0], type=ModelState)
 
 
 def run_rank(rank: int, ranks: int, directory: Path) -> None:

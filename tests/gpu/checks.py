@@ -21,7 +21,9 @@ from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.grouped import LoraRouter, Segment, _is_grouped
+from services.trainer.compute.lora.parts import Part
 from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
+from services.trainer.compute.optimizer import AdapterOptimizer, Due, FlatBuffers, step_together
 from services.trainer.files.export_format import adapter_files, read_adapter
 from tests.component.engine_data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
 from tests.component.engine_reference import ReferenceModel
@@ -111,6 +113,26 @@ def grouped(device: str, count: int) -> None:
     for total, master, tokens in zip(sums, masters, sizes, strict=True):
         assert master.grad is not None
         assert _error(total, master.grad) < 2e-2 if tokens else not total.any()
+
+
+def parts(device: str, directory: Path) -> None:
+    """What ranks step of an adapter, one part after another, is bit for bit what one rank steps of all."""
+    del directory
+    generator = torch.Generator().manual_seed(7)
+    buffers = FlatBuffers(device)
+    for size, ranks in ((100_003, 2), (70_001, 3), (40, 3)):
+        masters = torch.randn(size, generator=generator).to(device)
+        shares = [Part(size, ranks, rank) for rank in range(ranks)]
+        whole = AdapterOptimizer(masters.clone())
+        split = [AdapterOptimizer(part.of(masters), part.elements) for part in shares]
+        for _ in range(3):
+            gradient = torch.randn(size, generator=generator).to(device)
+            step_together([Due(whole, gradient.clone(), NO_CLIP)], buffers)
+            for optimizer, part in zip(split, shares, strict=True):
+                step_together([Due(optimizer, part.of(gradient).clone(), NO_CLIP)], buffers)
+        assert torch.equal(masters, whole.flat)
+        for name, moment in whole.moments.items():
+            assert torch.equal(torch.cat([each.moments[name] for each in split])[:size], moment)
 
 
 def checkpointed(device: str, directory: Path) -> None:
@@ -212,6 +234,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 ALONE: dict[str, Callable[[str, Path], None]] = {
     "checkpointing changes no number": checkpointed,
+    "parts step as the whole does": parts,
     "what is announced fits": capacity,
     "steps are those of torch's AdamW": optimizer,
     "a saved model goes on, and its export is its own": saved,
