@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from services.common.contract.tensors import HostTensor, sharing
 from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
+from services.trainer.compute.lora import parts
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.tenant import LoraTenant, step_adapters
@@ -148,6 +149,8 @@ def scenario(dtype: torch.dtype) -> Report:
 
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
     torch.set_num_threads(1)
+    # So that snapshots come in several pieces, and not all of one size.
+    parts._AT_ONCE = 50
     store = dist.FileStore(str(directory / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     for name, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16}.items():
