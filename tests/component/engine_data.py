@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 
 from services.common.contract.tensors import HostTensor
 from services.trainer.compute.data import (
@@ -107,10 +108,19 @@ CRITIC = LoraSpec(rank=8, seed=3, role="critic")
 NO_CLIP = msgspec.structs.replace(ADAM, grad_clip_norm=0.0)
 
 
+def on_all_ranks(state: ModelState) -> ModelState:
+    """Rank 0's, as commands bring it to every rank."""
+    if dist.get_world_size() == 1:
+        return state
+    given = [msgspec.msgpack.encode(state)]
+    dist.broadcast_object_list(given, 0)
+    return msgspec.msgpack.decode(given[0], type=ModelState)
+
+
 def trained_model(engine: Engine, model_id: str, lora: LoraSpec = LORA, seed: int = 0) -> ModelState:
     """Creates a model whose adapter looks trained; returns its state."""
     engine.create_model(model_id, lora)
-    state = trained_looking(engine.state(model_id), seed)
+    state = trained_looking(on_all_ranks(engine.state(model_id)), seed)
     engine.load_state(model_id, state, optimizer=False)
     return state
 

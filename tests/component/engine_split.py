@@ -91,7 +91,7 @@ def gradient(engine: Engine, name: str) -> HostTensor:
     """An adapter's, summed over the ranks. It is taken out of the model."""
     tenant = engine._tenants[name]
     assert isinstance(tenant, LoraTenant)
-    taken = tenant.due(NO_CLIP).gradient
+    taken = tenant.take_gradient()[: tenant.adapter.part.size]
     if dist.get_world_size() > 1:
         dist.all_reduce(taken)
     return from_values(taken.numpy().copy())
@@ -110,14 +110,14 @@ def scenario(engine: Engine) -> Report:
             report.gradients[name] = gradient(engine, name)
             trained(engine, name, loss, rows)
             report.steps[name] = engine.optim_step(name, NO_CLIP)
-            report.states[name] = from_values(flat(engine.state(name)))
+            report.states[name] = from_values(flat(engine.state(name, optimizer=False)))
             engine.drop_model(name)
         head.chunk_positions = positions
     for name in ("first", "again"):
         trained_model(engine, name, POLICY)
         trained(engine, name, *CASES["cross_entropy"][::2])
         engine.optim_step(name, NO_CLIP)
-        report.replayed[name] = from_values(flat(engine.state(name)))
+        report.replayed[name] = from_values(flat(engine.state(name, optimizer=False)))
         engine.drop_model(name)
     _full(engine, report)
     return report

@@ -48,7 +48,7 @@ def played(engine: Engine, kind: str) -> Played:
     results = engine.run_pass(work_of_all)
     step = engine.optim_step(kind, NO_CLIP)
     engine.optim_step("beside", NO_CLIP)
-    found = Played(results, step, from_values(flat(engine.state("beside"))))
+    found = Played(results, step, from_values(flat(engine.state("beside", optimizer=False))))
     engine.drop_model(kind)
     engine.drop_model("beside")
     return found

@@ -20,10 +20,12 @@ GIB = 2**30
 
 
 class Played(msgspec.Struct):
-    """What two steps of each model came to: metrics or the code of an error, and the states after them."""
+    """What two steps of each model came to: metrics or the code of an error, and the states after them, of
+    which ranks other than 0 have the weights alone."""
 
     steps: list[dict[str, float] | str] = []
     states: dict[str, ModelState] = {}
+    weights: dict[str, ModelState] = {}
 
 
 class Report(msgspec.Struct):
@@ -54,6 +56,7 @@ def played(engine: Engine, together: bool) -> tuple[dict[str, ModelState], Playe
         answers = engine.optim_steps(DUE) if together else [engine.optim_steps([each])[0] for each in DUE]
         found.steps += [each.code if isinstance(each, TinsmithError) else each for each in answers]
     found.states = {model_id: engine.state(model_id) for model_id in "abc"}
+    found.weights = {model_id: engine.state(model_id, optimizer=False) for model_id in "abc"}
     for model_id in "abc":
         engine.drop_model(model_id)
     return initial, found

@@ -36,6 +36,7 @@ class Report(msgspec.Struct):
     passes: list[list[RowResult]] = []
     steps: dict[str, dict[str, float]] = {}
     states: dict[str, ModelState] = {}
+    weights_of: dict[str, ModelState] = {}
     initial: dict[str, ModelState] = {}
     non_finite: str = ""
     weights: int = 0
@@ -86,6 +87,7 @@ def scenario(engine: Engine) -> Report:
     _replay(engine)
     for model_id in (*LORAS, "r0", "r1"):
         report.states[model_id] = engine.state(model_id)
+        report.weights_of[model_id] = engine.state(model_id, optimizer=False)
     parameters = list(engine._base._scorer.parameters())
     report.weights = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     report.weights_here = sum(p.numel() for p in parameters)

@@ -70,9 +70,9 @@ def test_a_refused_operation_and_an_overflowing_gradient_harm_nobody(reports: li
     assert all(np.isfinite(values(array)).all() for array in report.states["a"].adapter.values())
 
 
-def test_all_ranks_hold_the_same_state_bit_for_bit(reports: list[Report]) -> None:
+def test_all_ranks_compute_with_the_same_weights_bit_for_bit(reports: list[Report]) -> None:
     for other in reports[1:]:
-        assert other.states == reports[0].states
+        assert other.weights_of == reports[0].weights_of
         assert other.steps == reports[0].steps
         assert all(not results for results in other.passes)
 

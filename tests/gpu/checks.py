@@ -25,8 +25,10 @@ from services.trainer.compute.engine import Engine
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.experts import shapes_of
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.parts import Part
 from services.trainer.compute.lora.products import is_grouped
 from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
+from services.trainer.compute.optimizer import AdapterOptimizer, Due, FlatBuffers, step_together
 from services.trainer.files.export_format import adapter_files, read_adapter
 from tests.component.engine_data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
 from tests.component.engine_reference import ReferenceModel
@@ -86,7 +88,7 @@ def grouped(device: str, count: int) -> None:
     ]
     for adapter in adapters:
         adapter.flat.copy_(torch.randn(adapter.flat.shape, generator=generator) * 0.1)
-        adapter.renew()
+        adapter.begin_renewal()
     sizes = [0 if number == 1 else 3 + number % 5 for number in range(count)]
     linear = nn.Linear(features, made, bias=False).requires_grad_(False).to(device, torch.bfloat16)
     router = LoraRouter()
@@ -139,8 +141,7 @@ def experts(device: str, count: int) -> None:
         Adapter(LoraSpec(16), targets, str(each), device, hidden, torch.bfloat16) for each in range(count)
     ]
     for adapter in adapters:
-        adapter.flat.copy_(random(adapter.flat.numel()).bfloat16())
-        adapter.renew()
+        adapter.load(random(adapter.low.numel()).bfloat16().float())
     sizes = [0 if each == 1 else 2 + each % 3 for each in range(count)]
     tokens = sum(sizes)
     x, above = random(tokens, hidden, scale=1.0).bfloat16(), random(tokens, hidden, scale=1.0).bfloat16()
@@ -170,6 +171,26 @@ def experts(device: str, count: int) -> None:
     assert _error(given.grad.float().cpu(), alone.grad) < 3e-2
     for total, master, has in zip(sums, masters, sizes, strict=True):
         assert _error(total.cpu(), master.grad) < 3e-2 if has else not total.any()
+
+
+def parts(device: str, directory: Path) -> None:
+    """What ranks step of an adapter, one part after another, is bit for bit what one rank steps of all."""
+    del directory
+    generator = torch.Generator().manual_seed(7)
+    buffers = FlatBuffers(device)
+    for size, ranks in ((100_003, 2), (70_001, 3), (40, 3)):
+        masters = torch.randn(size, generator=generator).to(device)
+        shares = [Part(size, ranks, rank) for rank in range(ranks)]
+        whole = AdapterOptimizer(masters.clone())
+        split = [AdapterOptimizer(part.of(masters), part.elements) for part in shares]
+        for _ in range(3):
+            gradient = torch.randn(size, generator=generator).to(device)
+            step_together([Due(whole, gradient.clone(), NO_CLIP)], buffers)
+            for optimizer, part in zip(split, shares, strict=True):
+                step_together([Due(optimizer, part.of(gradient).clone(), NO_CLIP)], buffers)
+        assert torch.equal(masters, whole.flat)
+        for name, moment in whole.moments.items():
+            assert torch.equal(torch.cat([each.moments[name] for each in split])[:size], moment)
 
 
 def checkpointed(device: str, directory: Path) -> None:
@@ -271,6 +292,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 ALONE: dict[str, Callable[[str, Path], None]] = {
     "checkpointing changes no number": checkpointed,
+    "parts step as the whole does": parts,
     "what is announced fits": capacity,
     "steps are those of torch's AdamW": optimizer,
     "a saved model goes on, and its export is its own": saved,

@@ -154,14 +154,14 @@ class Engine:
         self._rounds.shares_prefixes = shares
 
     def adapter_bytes(self, spec: LoraSpec) -> int:
-        """What an adapter takes of each rank; any rank may ask alone.
+        """What an adapter takes of each rank, of all alike; any rank may ask alone.
 
         Raises:
             InvalidRequest: as `create_model`.
         """
         targets = select_targets(self._base.linears, spec, self._base.unadapted)
         value_head = self._base.linears[HEAD].in_features if spec.role == "critic" else 0
-        return adapter_bytes(targets, spec.rank, value_head, self._full.dtype.itemsize)
+        return adapter_bytes(targets, spec.rank, value_head, self._full.dtype.itemsize, self.world_size)
 
     def largest_adapter(self, rank: int) -> LoraSpec:
         """The adapter of this rank that trains all that adapters can."""
@@ -173,7 +173,7 @@ class Engine:
         Args:
             adapters: that adapters take, gradients and moments included.
         """
-        return by_purpose(self.footprint, adapters, self._full.dtype.itemsize, self._in_pass)
+        return by_purpose(self.footprint, adapters, self._full.dtype.itemsize, self.world_size, self._in_pass)
 
     def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
         """Makes a fresh adapter: equal on all ranks and any world size; it changes nothing until trained.
@@ -191,7 +191,16 @@ class Engine:
             return
         targets = select_targets(self._base.linears, lora, self._base.unadapted)
         hidden_size = self._base.linears[HEAD].in_features
-        adapter = Adapter(lora, targets, model_id, self._device, hidden_size, self._full.dtype)
+        adapter = Adapter(
+            lora,
+            targets,
+            model_id,
+            self._device,
+            hidden_size,
+            self._full.dtype,
+            self._world_size,
+            self._rank,
+        )
         self._tenants[model_id] = LoraTenant(adapter, self._buffers)
 
     def drop_model(self, model_id: str) -> None:
@@ -269,8 +278,8 @@ class Engine:
         return [found[model_id] for model_id, _ in due]
 
     def snapshot(self, model_id: str, *, optimizer: bool = True) -> Snapshot:
-        """What the model is now, without a pending gradient. Any rank may call it alone unless
-        `gathers_weights`: then it is on rank 0.
+        """What the model is now, without a pending gradient. Any rank may call it alone unless it `gathers`:
+        then it is on rank 0, and others have one without tensors.
 
         Args:
             optimizer: include the moments. Not of a full model: that is `write_state`'s.
@@ -286,16 +295,16 @@ class Engine:
         """A copy of the model's state on the host, as `snapshot`."""
         return self.snapshot(model_id, optimizer=optimizer).state()
 
-    def gathers_weights(self, model_id: str) -> bool:
-        """Whether the model's weights are spread over the ranks, so that all must call `state`."""
+    def gathers(self, model_id: str, *, optimizer: bool) -> bool:
+        """Whether what such a `snapshot` is made of is spread over the ranks, so that all must call it."""
         tenant = self._tenant(model_id)
-        return isinstance(tenant, FullModel) and tenant.sharded
+        return tenant.gathers(optimizer) if isinstance(tenant, LoraTenant) else tenant.sharded
 
     def write_state(self, model_id: str, directory: str) -> Writing:
         """Has the state of a full model written by every rank; see `FullModel.write`."""
         tenant = self._tenant(model_id)
         if not isinstance(tenant, FullModel):
-            raise TypeError(f"{model_id} is an adapter, whose state rank 0 has")
+            raise TypeError(f"{model_id} is an adapter, whose state rank 0 gets")
         return tenant.write(self._writer, directory)
 
     def load_state(self, model_id: str, state: ModelState | ShardedState, optimizer: bool) -> None:

@@ -1,15 +1,15 @@
-"""AdamW over flat tensors, adapters' and a rank's part of a full model, with every setting given anew for
+"""AdamW over flat tensors, a rank's part of an adapter and of a full model, with every setting given anew for
 each step.
 
 Invariant: a step depends only on the masters, the moments, the step count and the step's own gradient and
 settings, bit for bit the same whatever other adapters step with it; `export` and `restore` carry moments and
-count bit for bit.
+count bit for bit. Norms are of the whole adapter, and the same number on every rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from services.trainer.compute.data import AdamSpec
+from services.trainer.compute.lora.parts import everyones
 
 _BLOCK = 2**15
 """Elements whose float64 copy stays in a core's cache."""
@@ -26,6 +27,8 @@ _DEVICE_BLOCK = 2**20
 
 _STEP_BLOCK = 2**22
 """Elements of a full model that step at once, whose values before are kept to measure the change."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 KEPT_BYTES = 256 * 1024**2
 
@@ -62,26 +65,37 @@ class FlatBuffers:
 class AdapterOptimizer:
     """torch.optim.AdamW (decoupled weight decay) of one flat float32 tensor; `step_together` steps it.
 
+    Args:
+        elements: of the moments, where that is more than `flat` has: what fills them up stays zero.
+
     Attributes:
         flat: what it changes.
         steps: taken so far.
         moments: "exp_avg" and "exp_avg_sq", flat; none before the first step.
     """
 
-    def __init__(self, flat: Tensor) -> None:
+    def __init__(self, flat: Tensor, elements: int = 0) -> None:
         self.flat = flat
         self.steps = 0
         self.moments: dict[str, Tensor] = {}
+        self._elements = max(elements, flat.numel())
+
+    def start(self) -> None:
+        """Makes the moments of a first step, unless they are there."""
+        if not self.moments:
+            self.moments = {name: self.flat.new_zeros(self._elements) for name in MOMENTS}
 
     def export(self) -> tuple[int, dict[str, Tensor]]:
         """Step count and the flat moments ("exp_avg", "exp_avg_sq"); no moments before the first step."""
         return self.steps, dict(self.moments)
 
-    def restore(self, steps: int, moments: dict[str, Tensor]) -> None:
-        """Takes over what `export` gave."""
+    def restore(self, steps: int, moments: Mapping[str, Tensor]) -> None:
+        """Takes over what `export` gave, of as many elements as `flat` has or more."""
         self.steps, self.moments = steps, {}
         if steps:
-            self.moments = {name: moments[name].to(self.flat).clone() for name in ("exp_avg", "exp_avg_sq")}
+            self.start()
+            for name, kept in self.moments.items():
+                kept[: moments[name].numel()].copy_(moments[name])
 
 
 class MeasuredAdamW(torch.optim.AdamW):
@@ -100,7 +114,7 @@ class MeasuredAdamW(torch.optim.AdamW):
 
     def start(self, flat: Tensor) -> None:
         """Gives a flat tensor the state of one that has not been stepped yet."""
-        zeros = {name: torch.zeros_like(flat) for name in ("exp_avg", "exp_avg_sq")}
+        zeros = {name: torch.zeros_like(flat) for name in MOMENTS}
         self.state[flat] = {"step": torch.zeros((), device=flat.device), **zeros}
 
     @torch.no_grad()
@@ -149,20 +163,23 @@ class Due(NamedTuple):
     adam: AdamSpec
 
 
-def step_together(due: Sequence[Due], buffers: FlatBuffers) -> list[dict[str, float] | FloatingPointError]:
+def step_together(
+    due: Sequence[Due], buffers: FlatBuffers, ranks: int = 1
+) -> list[dict[str, float] | FloatingPointError]:
     """Clips each gradient to its global norm and applies it, in as few kernels as their settings allow.
 
     The host waits for the device twice, whatever the number of steps.
 
     Args:
         due: of different adapters on one device.
-        buffers: where the scratch comes from, which is as large as the masters.
+        buffers: where the scratch comes from, which is as large as what is stepped.
+        ranks: that call it together, each with its own part of the same adapters.
 
     Returns:
         Of each grad_norm (global L2 norm before clipping), learning_rate, update_norm (L2 norm of the
         change); or the error of a gradient that is not finite, of which nothing was applied.
     """
-    norms = _norms([step.gradient for step in due])
+    norms = _norms([step.gradient for step in due], ranks)
     finite = [number for number, norm in enumerate(norms) if norm < float("inf")]
     for number in finite:
         step = due[number]
@@ -174,7 +191,7 @@ def step_together(due: Sequence[Due], buffers: FlatBuffers) -> list[dict[str, fl
         _apply(group)
     if flats:
         torch._foreach_sub_(before, flats)
-    changes = dict(zip(finite, _norms(before), strict=True))
+    changes = dict(zip(finite, _norms(before, ranks), strict=True))
     for scratch in before:
         buffers.give(scratch)
     return [
@@ -200,15 +217,16 @@ def _apply(group: Sequence[Due]) -> None:
     adam = group[0].adam
     device = group[0].optimizer.flat.device
     for optimizer, _, _ in group:
-        if not optimizer.moments:
-            zeros = {name: torch.zeros_like(optimizer.flat) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.moments = zeros
+        optimizer.start()
+    first, second = (
+        [step.optimizer.moments[name][: step.optimizer.flat.numel()] for step in group] for name in MOMENTS
+    )
     # One sweep over the tensors: the step of a small model costs as much as its memory traffic.
     adamw(
         [step.optimizer.flat for step in group],
         [step.gradient for step in group],
-        [step.optimizer.moments["exp_avg"] for step in group],
-        [step.optimizer.moments["exp_avg_sq"] for step in group],
+        first,
+        second,
         [],
         list(torch.tensor([float(step.optimizer.steps) for step in group], device=device).unbind()),
         fused=True,
@@ -224,11 +242,13 @@ def _apply(group: Sequence[Due]) -> None:
         step.optimizer.steps += 1
 
 
-def _norms(tensors: Sequence[Tensor]) -> list[float]:
-    """L2 norms of flat tensors of one device, for which the host waits once."""
+def _norms(tensors: Sequence[Tensor], ranks: int) -> list[float]:
+    """L2 norms of flat tensors of one device, of which each rank has a part; the host waits once."""
     if not tensors:
         return []
-    return [math.sqrt(each) for each in torch.stack(_square_sums(tensors)).tolist()]
+    # Not summed by the ranks' backend: its order would depend on how many tensors there are.
+    parts = everyones(torch.stack(_square_sums(tensors)), ranks).tolist()
+    return [math.sqrt(math.fsum(sums)) for sums in zip(*parts, strict=True)]
 
 
 def _square_sums(tensors: Sequence[Tensor]) -> list[Tensor]:

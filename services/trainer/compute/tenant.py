@@ -18,8 +18,17 @@ from services.common.contract.tensors import HostTensor
 from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.lora.adapter import Adapter
-from services.trainer.compute.lora.snapshot import AdapterSnapshot
-from services.trainer.compute.optimizer import KEPT_BYTES, AdapterOptimizer, Due, FlatBuffers, step_together
+from services.trainer.compute.lora.parts import begin_sum, gathered, wait
+from services.trainer.compute.lora.snapshot import AdapterSnapshot, HostSnapshot, Snapshot
+from services.trainer.compute.memory.transfer import copied
+from services.trainer.compute.optimizer import (
+    KEPT_BYTES,
+    MOMENTS,
+    AdapterOptimizer,
+    Due,
+    FlatBuffers,
+    step_together,
+)
 from services.trainer.order.microbatch import deal
 
 
@@ -54,8 +63,9 @@ class LoraTenant:
     """An adapter and its AdamW.
 
     Invariant: the gradient is kept per operation until a later operation begins, so that one that fails in
-    any of its micro-batches leaves nothing behind; the total is always added up in seq_id order. All but
-    the gradient's values is equal on every rank.
+    any of its micro-batches leaves nothing behind; the total is always added up in seq_id order. Each rank
+    has moments of its own part alone, and masters where what computes is a copy of them; all else but the
+    gradient's values is equal on every rank.
 
     Args:
         buffers: of the device of the masters; gradients are taken from it and given back.
@@ -71,7 +81,7 @@ class LoraTenant:
         self.loads: list[int] = []
         self._dealt: dict[int, list[int]] = {}
         """Of each operation that may still fail, its part of `loads`."""
-        self._optimizer = AdapterOptimizer(adapter.flat)
+        self._optimizer = AdapterOptimizer(adapter.own, adapter.part.elements)
         self._buffers = buffers
         self._total: Tensor | None = None
         self._closed = False
@@ -91,11 +101,9 @@ class LoraTenant:
 
     def gradient(self, seq_id: int) -> tuple[Tensor, bool]:
         """What a begun operation's gradient is summed up in, flat, and whether it is zero so far."""
-        gradient = self._open[seq_id]
-        if gradient is not None:
-            return gradient, False
-        gradient = self._open[seq_id] = self._zeros()
-        return gradient, True
+        begun = self._open[seq_id]
+        gradient = self._open[seq_id] = self._zeros() if begun is None else begun
+        return gradient[: self.adapter.part.size], begun is None
 
     def deal(self, sizes: Sequence[int], seq_ids: Sequence[int], ranks: int) -> list[list[int]]:
         """Batches of a pass that the model has for itself, dealt to ranks from where its last one ended, so
@@ -144,14 +152,34 @@ class LoraTenant:
         self._dealt.clear()
         self._failures.clear()
 
-    def due(self, adam: AdamSpec) -> Due:
-        """A step with this rank's part of the gradient, which is taken out of the tenant."""
-        return Due(self._optimizer, self._take_gradient(), adam)
+    def take_gradient(self) -> Tensor:
+        """This rank's total, flat, filled up as `Part.padded`; zeros when the rank had no rows. It is taken
+        out of the tenant."""
+        if self._open:
+            self.close_before(max(self._open) + 1)
+        total, self._total = self._total, None
+        self.clear_gradient()
+        return self._zeros() if total is None else total
 
-    def snapshot(self, optimizer: bool) -> AdapterSnapshot:
-        """What it is now, with the moments when `optimizer` is set; any rank may call it alone."""
-        step, moments = self._optimizer.export()
-        return AdapterSnapshot(self.adapter, step, moments if optimizer else {})
+    def due(self, gradient: Tensor, adam: AdamSpec) -> Due:
+        """A step of this rank's part with a gradient, the sum of all ranks'."""
+        return Due(self._optimizer, self.adapter.part.of(gradient), adam)
+
+    def gathers(self, optimizer: bool) -> bool:
+        """Whether a snapshot is made of what is spread over the ranks, so that all must call `snapshot`."""
+        spread = bool(self._optimizer.moments) if optimizer else False
+        return self.adapter.part.ranks > 1 and (spread or not self.adapter.holds_all)
+
+    def snapshot(self, optimizer: bool) -> Snapshot:
+        """What it is now, with the moments when `optimizer` is set; any rank may call it alone unless it
+        `gathers`: then ranks other than 0 get no tensors."""
+        step, moments = self._optimizer.export() if optimizer else (self._optimizer.steps, {})
+        whole = self._gathered(moments) if self.gathers(optimizer) else self._copied(moments)
+        if whole is None:
+            return HostSnapshot(ModelState(self.adapter.spec, {}, {}, step))
+        masters, *copies = whole
+        named = dict(zip(moments, copies, strict=True))
+        return AdapterSnapshot(self.adapter.spec, self.adapter.layout, step, masters, named)
 
     def load_state(self, state: ModelState, optimizer: bool) -> None:
         """Replaces weights, and optimizer state or else starts that afresh. Clears the gradient.
@@ -162,30 +190,36 @@ class LoraTenant:
         flat = _flattened(self.adapter, state.adapter)
         moments = {}
         if optimizer and state.step:
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in MOMENTS:
                 named = {name: state.optimizer.get(f"{name}.{moment}") for name in self.adapter.layout}
-                moments[moment] = _flattened(self.adapter, named)
+                moments[moment] = self.adapter.part.of(_flattened(self.adapter, named))
         self.clear_gradient()
-        self.adapter.flat.copy_(flat)
-        self.adapter.renew()
+        self.adapter.load(flat)
         self._optimizer.restore(state.step if optimizer else 0, moments)
 
-    def _take_gradient(self) -> Tensor:
-        """This rank's total, flat; zeros when the rank had no rows. Clears the gradient."""
-        if self._open:
-            self.close_before(max(self._open) + 1)
-        total, self._total = self._total, None
-        self.clear_gradient()
-        return self._zeros() if total is None else total
+    def _copied(self, moments: Mapping[str, Tensor]) -> list[Tensor]:
+        """Copies of the masters and of moments, which this rank has in full."""
+        return copied([self.adapter.flat, *moments.values()])
+
+    def _gathered(self, moments: Mapping[str, Tensor]) -> list[Tensor] | None:
+        """Copies of the masters and of moments on rank 0, of what all ranks have; None elsewhere."""
+        adapter = self.adapter
+        spread = moments.values() if adapter.holds_all else (adapter.flat, *moments.values())
+        whole = [gathered(mine, adapter.part) for mine in spread]
+        if adapter.part.rank != 0:
+            return None
+        masters = copied([adapter.flat]) if adapter.holds_all else []
+        return [*masters, *(tensor for tensor in whole if tensor is not None)]
 
     def _zeros(self) -> Tensor:
-        return self._buffers.take(self.adapter.flat.numel()).zero_()
+        return self._buffers.take(self.adapter.part.padded).zero_()
 
 
 def step_adapters(
     due: Sequence[tuple[LoraTenant, AdamSpec]], buffers: FlatBuffers
 ) -> list[dict[str, float] | FloatingPointError]:
-    """Sums the gradients of different adapters over the ranks, applies and clears them.
+    """Sums the gradients of different adapters over the ranks, applies and clears them. Each rank steps its
+    part, and gets those of the others.
 
     Each sum is taken by itself, so its bits do not depend on the others, but all are under way at once; of
     so many adapters at a time that their scratch stays bounded.
@@ -194,19 +228,18 @@ def step_adapters(
         As `step_together`.
     """
     found: list[dict[str, float] | FloatingPointError] = []
+    ranks = dist.get_world_size()
     for some in _chunks(due):
-        steps = [tenant.due(adam) for tenant, adam in some]
-        if dist.get_world_size() > 1:
-            sums = [dist.all_reduce(step.gradient, async_op=True) for step in steps]
-            for under_way in sums:
-                under_way.wait()
+        gradients = [tenant.take_gradient() for tenant, _ in some]
+        if ranks > 1:
+            parts = [tenant.adapter.part for tenant, _ in some]
+            wait([begin_sum(whole, part) for whole, part in zip(gradients, parts, strict=True)])
         failpoints.hit("trainer.mid_step")
-        try:
-            found += step_together(steps, buffers)
-        finally:
-            for (tenant, _), step in zip(some, steps, strict=True):
-                tenant.adapter.renew()
-                buffers.give(step.gradient)
+        steps = [tenant.due(whole, adam) for (tenant, adam), whole in zip(some, gradients, strict=True)]
+        found += step_together(steps, buffers, ranks)
+        wait([work for tenant, _ in some for work in tenant.adapter.begin_renewal()])
+        for whole in gradients:
+            buffers.give(whole)
     return found
 
 
@@ -234,10 +267,11 @@ def _chunks(due: Sequence[tuple[LoraTenant, AdamSpec]]) -> Iterator[list[tuple[L
     some: list[tuple[LoraTenant, AdamSpec]] = []
     size = 0
     for tenant, adam in due:
-        size += tenant.adapter.flat.nbytes
+        taken = 4 * tenant.adapter.part.padded
+        size += taken
         if some and size > KEPT_BYTES:
             yield some
-            some, size = [], tenant.adapter.flat.nbytes
+            some, size = [], taken
         some.append((tenant, adam))
     if some:
         yield some
@@ -245,7 +279,7 @@ def _chunks(due: Sequence[tuple[LoraTenant, AdamSpec]]) -> Iterator[list[tuple[L
 
 def _flattened(adapter: Adapter, named: Mapping[str, HostTensor | None]) -> Tensor:
     """Named matrices as one flat host tensor in the adapter's layout."""
-    views = adapter.views(flat := torch.empty(adapter.flat.numel(), dtype=torch.float32))
+    views = adapter.views(flat := torch.empty(adapter.part.size, dtype=torch.float32))
     _check_shapes(named, {name: tuple(view.shape) for name, view in views.items()})
     for name, view in views.items():
         array = named[name]

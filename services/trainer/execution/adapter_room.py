@@ -1,6 +1,6 @@
 """How many adapters stay on the trainer, by the memory that they take.
 
-An adapter takes its masters, their gradient and the optimizer's moments of every rank.
+Of every rank an adapter takes what computes and its gradient, and an equal part of what the optimizer keeps.
 
 Invariant: what is in memory, and what is being made, never takes more than the world has for adapters.
 """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from services.common.contract.errors import Internal, TinsmithError
 from services.trainer.compute.engine import Engine
-from services.trainer.world.commands import Command, RunPass, Shutdown, apply, refused
+from services.trainer.world.commands import Command, Shutdown, apply, leaves_others_waiting, refused
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +91,9 @@ def execute(engine: Engine, channel: Channel, command: Command) -> Any:
     try:
         answer = apply(engine, command)
     except Exception as caught:
-        if isinstance(command, RunPass):
-            # Others may be in a collective that this rank never comes to, and would wait for minutes.
-            raise WorldFailure(f"a pass broke off: {caught!r}") from caught
+        if leaves_others_waiting(command, caught):
+            # For minutes, if this rank did not end.
+            raise WorldFailure(f"{type(command).__name__} broke off: {caught!r}") from caught
         error = caught
     channel.agree(error, "" if error is not None else refused(command, answer))
     return answer

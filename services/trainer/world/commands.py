@@ -56,10 +56,11 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
     optimizer: bool
 
 
-class ReadWeights(msgspec.Struct, frozen=True, tag=True):
-    """The weights of a model that are spread over the ranks, for rank 0."""
+class ReadState(msgspec.Struct, frozen=True, tag=True):
+    """What a model is, as far as it is spread over the ranks, for rank 0: as `Engine.snapshot`."""
 
     model_id: str
+    optimizer: bool
 
 
 class WriteState(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +79,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    CreateModel | DropModel | RunPass | OptimSteps | LoadState | ReadWeights | WriteState | Tick | Shutdown
+    CreateModel | DropModel | RunPass | OptimSteps | LoadState | ReadState | WriteState | Tick | Shutdown
 )
 
 
@@ -101,8 +102,8 @@ def apply(engine: Engine, command: Command) -> Any:
             return found
         case LoadState():
             return engine.load_state(command.model_id, command.saved, command.optimizer)
-        case ReadWeights():
-            return engine.state(command.model_id, optimizer=False)
+        case ReadState():
+            return engine.snapshot(command.model_id, optimizer=command.optimizer)
         case WriteState():
             return engine.write_state(command.model_id, command.directory)
         case Tick() | Shutdown():
@@ -115,6 +116,13 @@ def refused(command: Command, answer: Any) -> str:
         return ""
     codes = [each.code if isinstance(each, TinsmithError) else "" for each in answer]
     return f"refused {zlib.crc32(','.join(codes).encode()):08x}" if any(codes) else ""
+
+
+def leaves_others_waiting(command: Command, error: Exception) -> bool:
+    """Whether a rank on which a command breaks off may leave others in a collective that it never comes to.
+    What all of them refuse alike is found before there is any."""
+    refused = isinstance(error, TinsmithError) and not isinstance(command, RunPass)
+    return isinstance(command, RunPass | OptimSteps | ReadState) and not refused
 
 
 def _create(engine: Engine, command: CreateModel) -> None:

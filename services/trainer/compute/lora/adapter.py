@@ -1,6 +1,7 @@
 """What an adapter is made of, and where its matrices lie in one flat tensor.
 
-Invariant: its initial values depend on its seed, or else its model's id, and on nothing else.
+Invariant: its initial values depend on its seed, or else its model's id, and on nothing else. Every rank has
+all that passes compute with; of masters that are beside it, its part.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from services.common.contract import roles
 from services.common.contract.adapters import LORA_ALPHA
 from services.common.contract.errors import InvalidRequest
 from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.lora import parts
+from services.trainer.compute.lora.parts import Part
 
 HEAD = "lm_head"
 VALUE_HEAD = "value_head.weight"
@@ -116,9 +120,16 @@ def largest(linears: Mapping[str, LinearShape], rank: int, unadapted: Sequence[s
 class Adapter:
     """One model's adapter: all A and B, and a critic's value head, in one flat float32 tensor on the device.
 
+    Args:
+        dtype: the base model's element type.
+        ranks, rank: of the world, and this one's.
+
     Attributes:
         spec: how it was made.
-        flat: the masters, one after the other.
+        part: of the flat tensor, what this rank steps.
+        flat: the masters that this rank holds: all of them [size], one after the other, or, where `low` is a
+            copy and there are other ranks, its part [part.elements].
+        own: of those, what this rank steps.
         low: what passes compute with: the masters, or a copy of them in the base model's element type, which
             whoever changes the masters renews.
         layout: name ("<module>.lora_A", "<module>.lora_B", `VALUE_HEAD`) -> (offset, shape) into a flat
@@ -133,6 +144,8 @@ class Adapter:
         device: str,
         hidden_size: int,
         dtype: torch.dtype = torch.float32,
+        ranks: int = 1,
+        rank: int = 0,
     ) -> None:
         self.spec = spec
         self.scale = LORA_ALPHA / spec.rank
@@ -146,18 +159,63 @@ class Adapter:
             # Kaiming uniform with a = sqrt(5).
             bound = 1 / math.sqrt(shape.in_features)
             views[f"{name}.lora_A"].uniform_(-bound, bound, generator=generator)
-        self.flat = flat.to(device)
-        self.low = self.flat.to(dtype)
+        self.part = Part(size, ranks, rank)
+        self._computes = torch.zeros(self.part.padded, dtype=dtype, device=device)
+        self.low = self._computes[:size]
+        self.flat, self.own = self.low, self.part.of(self.low)
+        if dtype != torch.float32:
+            self.flat = torch.zeros(self.part.elements, dtype=torch.float32, device=device)
+            self.own = self.flat[: self.own.numel()]
+        self._head: Tensor | None = None
+        """A value head whose masters are spread over the ranks: it computes in float32."""
+        if self.value_head and not self.holds_all:
+            self._head = torch.zeros(self.value_head, dtype=torch.float32, device=device)
+        self.load(flat)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether this rank, and so every one, has all masters."""
+        return self.part.ranks == 1 or self.low is self.flat
 
     @property
     def value_head(self) -> int:
         """Elements of the value head: 0 of a policy, the hidden width of a critic."""
         return self.layout[VALUE_HEAD][1][1] if VALUE_HEAD in self.layout else 0
 
-    def renew(self) -> None:
-        """The masters changed."""
+    @property
+    def value_weights(self) -> Tensor:
+        """A critic's value head, float32 [1, hidden]."""
+        if self._head is not None:
+            return self._head[None]
+        return matrix(self.flat, self.layout[VALUE_HEAD])
+
+    def load(self, flat: Tensor) -> None:
+        """Replaces the masters by these, float32 [size] on the host."""
+        if self.holds_all:
+            self.flat.copy_(flat)
+            if self.low is not self.flat:
+                self.low.copy_(self.flat)
+            return
+        self.own.copy_(self.part.of(flat))
+        self.low.copy_(flat)
+        if self._head is not None:
+            self._head.copy_(flat[-self.value_head :])
+
+    def begin_renewal(self) -> list[Any]:
+        """Every rank has changed its own masters: has all of them compute with those. What is waited for."""
         if self.low is not self.flat:
-            self.low.copy_(self.flat)
+            self.part.of(self.low).copy_(self.own)
+        if self.part.ranks == 1:
+            return []
+        under_way = [parts.begin_share(self._computes, self.part)]
+        if self._head is not None:
+            # It lies last, and so in few ranks' parts.
+            before = self.part.size - self.value_head
+            start = self.part.rank * self.part.elements
+            mine = self.own[max(before - start, 0) :]
+            self._head.zero_()[max(start - before, 0) :][: mine.numel()].copy_(mine)
+            under_way.append(parts.begin_joining(self._head))
+        return under_way
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """`flat` cut into the adapter's named matrices, sharing storage."""

@@ -54,11 +54,11 @@ class _Stack:
         self._direct = len(segments) == 1 and segments[0].fresh
         adapters = [segment.adapter for segment in segments]
         first = adapters[0]
-        self._device = first.flat.device
+        self._device = first.low.device
         self._same = all(_shape(adapter) == _shape(first) for adapter in adapters)
         # A grouped product wants rows of whole 16 bytes.
         if len(adapters) == 1 or (self._same and first.spec.rank % 8 == 0):
-            self._layout, self._size = first.layout, first.flat.numel()
+            self._layout, self._size = first.layout, first.low.numel()
         else:
             self._same = False
             targets = {name: shape for adapter in adapters for name, shape in adapter.targets.items()}
@@ -129,7 +129,7 @@ class _Stack:
         parts = hidden.float().split([segment.tokens for _, segment in heads])
         values = []
         for (number, segment), part in zip(heads, parts, strict=True):
-            head = matrix(segment.adapter.flat, segment.adapter.layout[VALUE_HEAD]).detach()
+            head = segment.adapter.value_weights.detach()
             if self._gradients is not None:
                 head.requires_grad_()
                 head.grad = matrix(self._gradients[number], self._layout[VALUE_HEAD])

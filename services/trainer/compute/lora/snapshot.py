@@ -1,8 +1,8 @@
 """What a model is at one moment, taken without holding up what computes.
 
 Invariant: a snapshot is the model as it was when it was taken, whatever the model does meanwhile. Of an
-adapter the thread that computes makes copies on the device and nothing else: what goes over a wire or to the
-host is made of them beside it.
+adapter the thread that computes makes copies on the device, of other ranks' parts too, and nothing else: what
+goes over a wire or to the host is made of them beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor, sharing
 from services.trainer.compute.data import LoraSpec, ModelState
-from services.trainer.compute.lora.adapter import Adapter, Layout, matrix
+from services.trainer.compute.lora.adapter import Layout, matrix
 from services.trainer.compute.memory.transfer import Copies, ToHost
 
 T = TypeVar("T")
@@ -62,15 +62,18 @@ class AdapterSnapshot:
 
     Args:
         step: optimizer steps taken.
-        moments: flat, by name; those that are wanted.
+        masters, moments: copies that are this snapshot's, flat, float32 [size]; moments by name, those that
+            are wanted.
     """
 
-    def __init__(self, adapter: Adapter, step: int, moments: Mapping[str, Tensor]) -> None:
-        self.lora: LoraSpec = adapter.spec
+    def __init__(
+        self, lora: LoraSpec, layout: Layout, step: int, masters: Tensor, moments: Mapping[str, Tensor]
+    ) -> None:
+        self.lora = lora
         self._step = step
-        self._layout = adapter.layout
+        self._layout = layout
         self._moments = tuple(moments)
-        self._copies = Copies([adapter.flat, *moments.values()])
+        self._copies = Copies([masters, *moments.values()])
 
     @property
     def role(self) -> Role:

@@ -34,6 +34,7 @@ from services.common.process.process import machine_memory
 from services.trainer.compute.exchange import least
 from services.trainer.compute.logprobs import CHUNK_ELEMENTS
 from services.trainer.compute.lora.adapter import LinearShape, layout_of
+from services.trainer.compute.lora.parts import Part
 from services.trainer.compute.split.asked import Asked
 
 log = logging.getLogger(__name__)
@@ -284,21 +285,28 @@ def footprint(
     return Footprint(elements * item, token, square, masks, min(windows, default=0), exchange)
 
 
-def adapter_bytes(targets: dict[str, LinearShape], rank: int, value_head: int, item: int) -> int:
+def adapter_bytes(targets: dict[str, LinearShape], rank: int, value_head: int, item: int, ranks: int) -> int:
     """What an adapter takes of each rank, its gradients and moments included.
 
     Args:
         value_head: its elements, 0 = none.
         item: bytes of an element of the base model, in which there is a copy unless it is float32.
+        ranks: that have a part of it each; the shorter ones are filled up.
     """
     _, elements = layout_of(targets, rank, value_head)
-    return elements * adapter_element_bytes(item)
+    of_all, of_part = adapter_element_bytes(item)
+    part = Part(elements, ranks)
+    # Values are computed in float32, of masters that no rank has all of.
+    head = 4 * value_head if item != 4 and ranks > 1 else 0
+    return part.padded * of_all + part.elements * of_part + head
 
 
-def adapter_element_bytes(item: int) -> int:
-    """What each element of an adapter takes: its master, gradients and moments, and a copy of `item` bytes
-    unless the base model is float32 too."""
-    return 4 * (1 + ADAPTER_GRADIENTS + ADAPTER_MOMENTS) + (item if item != 4 else 0)
+def adapter_element_bytes(item: int) -> tuple[int, int]:
+    """What an element of an adapter takes of each rank: of each, its gradients and what computes; and of each
+    that is of the rank's own part, its moments, and its master where what computes is a copy of `item` bytes.
+    """
+    copied = item != 4
+    return 4 * ADAPTER_GRADIENTS + item, 4 * (ADAPTER_MOMENTS + copied)
 
 
 def _width(block: nn.Module, active: int) -> int:

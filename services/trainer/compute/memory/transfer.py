@@ -45,18 +45,12 @@ class ToHost:
 
 
 class Copies:
-    """Copies of tensors of one device as they are now, on that device: the thread that computes makes them,
+    """Tensors of one device that nobody changes any more, on that device: the thread that computes made them,
     and goes on; another one takes them from there."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._ready: torch.cuda.Event | None = None
-        given = [tensor.detach() for tensor in tensors]
-        try:
-            self._copies = [tensor.clone() for tensor in given]
-        except torch.OutOfMemoryError:
-            # Whoever computes waits for the host then, which is better than to fail.
-            free_cache()
-            self._copies = [tensor.cpu() for tensor in given]
+        self._copies = [tensor.detach() for tensor in tensors]
         if any(tensor.device.type == "cuda" for tensor in self._copies):
             self._ready = torch.cuda.Event()
             self._ready.record()
@@ -76,3 +70,14 @@ class Copies:
                 yield self._copies
             finally:
                 stream.synchronize()
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one device as they are now, on that device, or on the host if it has no room."""
+    given = [tensor.detach() for tensor in tensors]
+    try:
+        return [tensor.clone() for tensor in given]
+    except torch.OutOfMemoryError:
+        # Whoever computes waits for the host then, which is better than to fail.
+        free_cache()
+        return [tensor.cpu() for tensor in given]

@@ -28,16 +28,18 @@ def pass_bytes(work: Pass, footprint: Footprint, vocab_size: int, ranks: int) ->
     return max(map(taken, work.micro_batches), default=0)
 
 
-def by_purpose(footprint: Footprint, adapters: int, item: int, in_pass: int) -> dict[str, float]:
+def by_purpose(footprint: Footprint, adapters: int, item: int, ranks: int, in_pass: int) -> dict[str, float]:
     """Bytes of a rank by what they are for.
 
     Args:
         adapters: that adapters take, gradients and moments included.
         item: bytes of an element of the base model.
+        ranks: that share each adapter's optimizer.
         in_pass: that a pass takes beside.
     """
-    elements = adapters / adapter_element_bytes(item)
-    gradients, moments = 4 * ADAPTER_GRADIENTS * elements, 4 * ADAPTER_MOMENTS * elements
+    of_all, of_part = adapter_element_bytes(item)
+    elements = adapters / (of_all + of_part / ranks)
+    gradients, moments = 4 * ADAPTER_GRADIENTS * elements, 4 * ADAPTER_MOMENTS * elements / ranks
     return {
         "weights": footprint.weights,
         "adapters": adapters - gradients - moments,

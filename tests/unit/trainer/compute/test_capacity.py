@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.counted.counts import KEPT_TOKENS, QWEN3_8B, kept
 from services.trainer.compute.attention import FLAT_ATTENTION, _seen, register
-from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.data import AdamSpec, LoraSpec
 from services.trainer.compute.lora.adapter import Adapter, select_targets
 from services.trainer.compute.lora.targets import find_linears
 from services.trainer.compute.memory.capacity import (
@@ -26,7 +26,9 @@ from services.trainer.compute.memory.capacity import (
     footprint,
     steady,
 )
+from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.split.asked import Asked
+from services.trainer.compute.tenant import LoraTenant
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of
 
 NO_HEAD = (0, 1024)
@@ -190,15 +192,34 @@ def test_more_memory_never_holds_less() -> None:
         assert less.adapter_bytes <= more.adapter_bytes
 
 
-@pytest.mark.parametrize(("role", "item"), [("policy", 4), ("policy", 2), ("critic", 4)])
-def test_an_adapter_takes_its_masters_two_gradients_two_moments_and_a_copy_in_another_type(
-    role: Any, item: int
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize("item", [4, 2])
+def test_an_adapter_takes_what_each_rank_holds_of_it_what_fills_parts_up_included(
+    role: Any, item: int, ranks: int
 ) -> None:
     config = config_of("qwen3", FLAT["qwen3"])
     linears = find_linears(AutoModelForCausalLM.from_config(config))
-    spec = LoraSpec(8, role=role)
+    spec = LoraSpec(3, role=role)
     targets = select_targets(linears, spec)
     dtype = {2: torch.bfloat16, 4: torch.float32}[item]
-    adapter = Adapter(spec, targets, "m", "cpu", config.hidden_size, dtype)
-    copy = 0 if item == 4 else adapter.low.nbytes
-    assert adapter_bytes(targets, 8, adapter.value_head, item) == 5 * adapter.flat.nbytes + copy
+    for rank in range(ranks):
+        adapter = Adapter(spec, targets, "m", "cpu", config.hidden_size, dtype, ranks, rank)
+        tenant = LoraTenant(adapter, FlatBuffers("cpu"))
+        gradients = [tenant.take_gradient() for _ in range(2)]
+        tenant.due(gradients[0], AdamSpec()).optimizer.start()
+        kept = [*gradients, *tenant._optimizer.moments.values()]
+        held = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (*kept, *vars(adapter).values())
+            if isinstance(tensor, torch.Tensor)
+        }
+        assert adapter_bytes(targets, 3, adapter.value_head, item, ranks) == sum(held.values())
+        size = adapter.part.size
+        copy = 0 if item == 4 else item * size
+        if ranks == 1:
+            assert sum(held.values()) == 5 * 4 * size + copy
+        else:
+            # Nothing of what is stepped alone is whole: 2 gradients, what computes, and a part of the rest.
+            whole, part = 8 * size + (copy or 4 * size), (8 if item == 4 else 12) * size / ranks
+            assert whole + part <= sum(held.values()) < (whole + part) * 1.1

@@ -156,7 +156,7 @@ def test_a_linear_that_sees_other_tokens_than_the_batchs_is_an_error() -> None:
 def test_a_low_precision_copy_is_what_passes_use_and_follows_the_masters() -> None:
     each = Adapter(LoraSpec(8), {Q: SHAPES[Q]}, "m", "cpu", 8, torch.bfloat16)
     each.flat.normal_()
-    each.renew()
+    each.begin_renewal()
     assert torch.equal(each.low, each.flat.bfloat16())
     linear, router = hooked(Q)
     linear.bfloat16()

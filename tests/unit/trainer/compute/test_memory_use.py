@@ -50,15 +50,17 @@ def test_the_longest_sequence_that_is_announced_takes_what_there_is_for_it(squar
     assert taken.of_one(found.one_rank_tokens) <= room < taken.of_one(found.one_rank_tokens + 2)
 
 
-@pytest.mark.parametrize(("item", "copy"), [(4, 0), (2, 2)])
-def test_adapters_are_told_apart_from_their_gradients_and_moments(item: int, copy: int) -> None:
-    taken = adapter_bytes({"q_proj": LinearShape(64, 32)}, 8, 0, item)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("item", [4, 2])
+def test_adapters_are_told_apart_from_their_gradients_and_moments(item: int, ranks: int) -> None:
+    taken = adapter_bytes({"q_proj": LinearShape(64, 32)}, 8, 0, item, ranks)
     elements = 8 * (64 + 32)
-    found = by_purpose(TAKEN, taken, item, in_pass=7)
+    masters = 4 * elements if item == 4 else 2 * elements + 4 * elements // ranks
+    found = by_purpose(TAKEN, taken, item, ranks, in_pass=7)
     assert found == {
         "weights": 2 * GIB,
-        "adapters": (4 + copy) * elements,
+        "adapters": masters,
         "gradients": 8 * elements,
-        "moments": 8 * elements,
+        "moments": 8 * elements // ranks,
         "pass": 7,
     }

@@ -85,7 +85,7 @@ class Rank:
         self.base = Head()
         adapter = Adapter(LoraSpec(2, seed=0), {"lm_head": LinearShape(HIDDEN, VOCAB)}, "m", "cpu", HIDDEN)
         adapter.flat.copy_(torch.linspace(-0.3, 0.3, adapter.flat.numel()))
-        adapter.renew()
+        adapter.begin_renewal()
         self.tenant = LoraTenant(adapter, FlatBuffers("cpu"))
         self.rounds = Rounds(
             cast(BaseModel, self.base),

@@ -54,7 +54,7 @@ class Rank0:
     def drop_model(self, model_id: str) -> None:
         pass
 
-    def gathers_weights(self, model_id: str) -> bool:
+    def gathers(self, model_id: str, *, optimizer: bool) -> bool:
         return False
 
     def snapshot(self, model_id: str, *, optimizer: bool) -> HostSnapshot:
@@ -174,7 +174,7 @@ async def test_what_half_a_world_did_is_never_read(thread: WorkerThread) -> None
 async def test_a_step_that_broke_off_ends_the_world(thread: WorkerThread) -> None:
     world = World(thread, cast(Engine, Broken()), MortalPeer(), 5)
     for asked in (world.step(STEP), world.state("m")):
-        with pytest.raises(WorldFailure, match="half changed"):
+        with pytest.raises(WorldFailure, match="OptimSteps broke off"):
             await asked
 
 

@@ -1,0 +1,97 @@
+"""States that are spread over the ranks are read by all of them together, and no rank is left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import cast
+
+import pytest
+
+from services.common.contract.errors import ModelNotResident
+from services.common.process.threads import WorkerThread
+from services.trainer.compute.data import AdamSpec, ModelState, Pass
+from services.trainer.compute.engine import Engine
+from services.trainer.compute.lora.snapshot import HostSnapshot
+from services.trainer.world.channel import Channel, WorldFailure
+from services.trainer.world.commands import (
+    Command,
+    DropModel,
+    ModelStep,
+    OptimSteps,
+    ReadState,
+    RunPass,
+    leaves_others_waiting,
+)
+from services.trainer.world.world import World
+
+
+class Spread:
+    """Rank 0 of an engine whose moments are spread over the ranks."""
+
+    broken = False
+
+    def optim_steps(self, due: list[tuple[str, AdamSpec]]) -> list[dict[str, float]]:
+        return [{} for _ in due]
+
+    def gathers(self, model_id: str, *, optimizer: bool) -> bool:
+        return optimizer
+
+    def snapshot(self, model_id: str, *, optimizer: bool) -> HostSnapshot:
+        if self.broken:
+            raise MemoryError
+        return HostSnapshot(ModelState(lora=None, adapter={}, optimizer={}, step=int(optimizer)))
+
+
+class Told(Channel):
+    """A channel that keeps what the other ranks are told, and whether they were asked what came of it."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, timedelta(seconds=1))
+        self.told: list[Command] = []
+        self.agreed = 0
+
+    def send(self, command: Command) -> None:
+        self.told.append(command)
+
+    def agree(self, error: Exception | None, refused: str = "") -> None:
+        self.agreed += 1
+        super().agree(error, refused)
+
+
+@pytest.fixture
+def thread() -> Iterator[WorkerThread]:
+    thread = WorkerThread("engine")
+    yield thread
+    thread.close()
+
+
+async def test_what_all_ranks_have_a_part_of_is_a_command_to_them_and_the_rest_is_not(
+    thread: WorkerThread,
+) -> None:
+    channel = Told()
+    world = World(thread, cast(Engine, Spread()), channel, 5)
+    await world.step(ModelStep("m", 7, AdamSpec()))
+    channel.told.clear()
+    assert (await world.state("m", optimizer=False))[1].step == 0
+    assert channel.told == []
+    seq_id, state = await world.state("m")
+    assert channel.told == [ReadState("m", optimizer=True)]
+    assert (seq_id, state.step) == (7, 1)
+
+
+async def test_a_rank_that_cannot_gather_ends_and_asks_nobody_first(thread: WorkerThread) -> None:
+    engine, channel = Spread(), Told()
+    world = World(thread, cast(Engine, engine), channel, 5)
+    await world.step(ModelStep("m", 7, AdamSpec()))
+    engine.broken, before = True, channel.agreed
+    with pytest.raises(WorldFailure, match="ReadState broke off"):
+        await world.state("m")
+    assert channel.agreed == before, "the others are in a collective"
+
+
+@pytest.mark.parametrize("command", [RunPass(Pass([], [])), OptimSteps([]), ReadState("m", optimizer=True)])
+def test_commands_with_collectives_leave_others_waiting_unless_all_refuse_them(command: Command) -> None:
+    assert leaves_others_waiting(command, MemoryError())
+    assert leaves_others_waiting(command, ModelNotResident("m")) == isinstance(command, RunPass)
+    assert not leaves_others_waiting(DropModel("m"), MemoryError())
