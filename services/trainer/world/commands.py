@@ -57,7 +57,7 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadWeights(msgspec.Struct, frozen=True, tag=True):
-    """The weights of a model that are spread over the ranks, for rank 0."""
+    """A snapshot of a model whose weights are spread over the ranks, for rank 0."""
 
     model_id: str
 
@@ -102,7 +102,7 @@ def apply(engine: Engine, command: Command) -> Any:
         case LoadState():
             return engine.load_state(command.model_id, command.saved, command.optimizer)
         case ReadWeights():
-            return engine.state(command.model_id, optimizer=False)
+            return engine.snapshot(command.model_id, optimizer=False)
         case WriteState():
             return engine.write_state(command.model_id, command.directory)
         case Tick() | Shutdown():

@@ -27,7 +27,7 @@ from services.trainer.compute.data import ModelState, ShardedState
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.exchange import part_seconds
 from services.trainer.compute.full.shards import Writing
-from services.trainer.compute.lora.snapshot import HostSnapshot, Snapshot
+from services.trainer.compute.lora.snapshot import Snapshot
 from services.trainer.world.channel import Channel, WorldFailure, execute
 from services.trainer.world.commands import (
     Command,
@@ -320,7 +320,7 @@ class World:
     def _read(self, model_id: str, optimizer: bool) -> tuple[int, Snapshot]:
         snapshot: Snapshot
         if self._engine.gathers_weights(model_id):
-            snapshot = HostSnapshot(self._execute(ReadWeights(model_id)))
+            snapshot = self._execute(ReadWeights(model_id))
         else:
             snapshot = self._engine.snapshot(model_id, optimizer=optimizer)
         return self._changed_by[model_id], snapshot

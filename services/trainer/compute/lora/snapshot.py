@@ -1,8 +1,8 @@
-"""What a model is at one moment, taken without holding up what computes.
+"""What a model is at one moment, taken without holding up what computes; and that of an adapter.
 
-Invariant: a snapshot is the model as it was when it was taken, whatever the model does meanwhile. Of an
-adapter the thread that computes makes copies on the device and nothing else: what goes over a wire or to the
-host is made of them beside it.
+Invariant: a snapshot is the model as it was when it was taken, whatever the model does meanwhile. The thread
+that computes makes copies on the device and nothing else: what goes over a wire or to the host is made of
+them beside it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ class Snapshot(Protocol):
     """A model at one moment."""
 
     @property
+    def lora(self) -> LoraSpec | None:
+        """What of an adapter it is; None: all weights of a model."""
+
+    @property
     def role(self) -> Role:
         """What the model's head computes."""
 
@@ -32,29 +36,13 @@ class Snapshot(Protocol):
         """It, on the host. Blocking; any thread may call it, one at a time."""
 
     def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T | None]:
-        """As `state`, and something else that is made of the matrices where they are.
+        """As `state`, and something else that is made of the weights where they are; None: they came to the
+        host for want of room.
 
         Args:
-            also: is given them by name, if they are an adapter's. What it makes of them may be used by any
-                thread and stream.
+            also: is given them by name, all on one device. What it makes of them may be used by any thread
+                and stream.
         """
-
-
-class HostSnapshot:
-    """One that is on the host already."""
-
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
-
-    @property
-    def role(self) -> Role:
-        return self._state.role
-
-    def state(self) -> ModelState:
-        return self._state
-
-    def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T | None]:
-        return self._state, None
 
 
 class AdapterSnapshot:
