@@ -198,6 +198,9 @@ class WorkerExtension:
         def work() -> None:
             # One that was given up for its time may still be at it.
             with self.tinsmith_state.swapping:
+                if source is None:
+                    # All others were checked before.
+                    full_weights.check_base(self)
                 full_weights.load(self, tensors())
 
         self.tinsmith_state.jobs[job] = Job(f"swap-{source}", work)
