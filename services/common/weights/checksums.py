@@ -27,7 +27,7 @@ from torch import Tensor
 
 WORD_BYTES = 4
 _BLOCK = 1 << 16
-_AT_ONCE = {"cpu": 4, "cuda": 64}
+_AT_ONCE = {"cpu": 4, "cuda": 32}
 """Blocks that are multiplied at once, by the kind of device: the products take twice their bytes, and stay in
 a CPU's cache."""
 

@@ -33,7 +33,7 @@ class Snapshot(Protocol):
         """What the model's head computes."""
 
     def state(self) -> ModelState:
-        """It, on the host. Blocking; any thread may call it, one at a time."""
+        """It, on the host. Blocking; any thread may call it, once."""
 
     def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T | None]:
         """As `state`, and something else that is made of the weights where they are; None: they came to the

@@ -69,20 +69,24 @@ class Copies:
 
     @contextmanager
     def beside(self) -> Iterator[list[Tensor]]:
-        """The copies, in order, complete, for another thread. On CUDA what is done with them there is on a
-        stream of its own, and is done when the context ends: only then may they go."""
-        if self._begun is None:
-            yield self._copies
-            return
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(self._begun)
-            if not self.on_device:
-                self._begun.synchronize()
-            try:
+        """The copies, in order, complete, for another thread, once: they are given up when the context ends,
+        but for what somebody else has of them. On CUDA what is done with them there is on a stream of its
+        own, and is done by then: only then may they go."""
+        try:
+            if self._begun is None:
                 yield self._copies
-            finally:
-                stream.synchronize()
+                return
+            stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._begun)
+                if not self.on_device:
+                    self._begun.synchronize()
+                try:
+                    yield self._copies
+                finally:
+                    stream.synchronize()
+        finally:
+            self._copies = []
 
 
 def _copy(values: Tensor, on_device: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -92,6 +93,14 @@ def test_a_snapshot_that_went_to_the_host_is_not_packed_ahead() -> None:
     snapshot = FullSnapshot(["w"], Gone([torch.ones(2)]), 0)
     state, made = snapshot.unload(lambda _: pytest.fail("it is sent from the host"))
     assert made is None and state.adapter == {"w": on_host(torch.ones(2))}
+
+
+def test_copies_go_once_they_were_used_but_for_what_somebody_has_of_them() -> None:
+    copies = Copies([torch.ones(2), torch.ones(2)])
+    with copies.beside() as found:
+        kept, gone = found[0], weakref.ref(found[1])
+    del found
+    assert gone() is None and kept.tolist() == [1, 1]
 
 
 def test_ranks_that_take_none_have_none() -> None:
