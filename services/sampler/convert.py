@@ -109,7 +109,7 @@ def incoming_from_pb(pb: sampler_pb2.ReceiveSnapshotRequest) -> IncomingSnapshot
         raise InvalidRequest("timeout_seconds must be above 0")
     specs = tuple(TensorSpec(t.name, tensors.dtype_from_pb(t.dtype), tuple(t.shape)) for t in pb.tensors)
     rank = pb.lora.rank if pb.HasField("lora") else None
-    return IncomingSnapshot(pb.epoch, key, rank, specs, pb.crc32, pb.timeout_seconds)
+    return IncomingSnapshot(pb.epoch, key, rank, specs, pb.checksum, pb.timeout_seconds)
 
 
 def output_to_pb(output: SampleOutput) -> sampler_pb2.SampleResponse:

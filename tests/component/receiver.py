@@ -84,10 +84,10 @@ class Receiver(sampler_pb2_grpc.SamplerServiceServicer):
             for spec in request.tensors
         ]
         try:
-            buffer = self._group.receive(weights.nbytes(specs), request.timeout_seconds)
+            buffer, checksum = self._group.receive(weights.nbytes(specs), request.timeout_seconds)
         except RuntimeError as error:
             self._tell(context, error)
-        assert weights.crc32(buffer) == request.crc32
+        assert checksum == request.checksum
         self.snapshots[request.snapshot.model_id, request.snapshot.version] = {
             name: tensor.numpy().copy() for name, tensor in weights.unpack(buffer, specs).items()
         }

@@ -20,7 +20,7 @@ from torch import Tensor
 from services.common.process.crashes import CrashLedger
 from services.common.process.threads import WorkerThread
 from services.common.storage.data_dir import DataDir
-from services.trainer.compute.data import ModelState
+from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.compute.engine import Engine
 from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
@@ -53,11 +53,11 @@ class Held:
         self.threads: list[str] = []
         pack = Broadcaster.pack
 
-        def held(sender: Broadcaster, matrices: Mapping[str, Tensor]) -> Cargo | None:
+        def held(sender: Broadcaster, lora: LoraSpec | None, tensors: Mapping[str, Tensor]) -> Cargo | None:
             self.threads.append(threading.current_thread().name)
             self.begun.set()
             assert self.may_go_on.wait(60), "the work did not go on"
-            return pack(sender, matrices)
+            return pack(sender, lora, tensors)
 
         monkeypatch.setattr(Broadcaster, "pack", held)
 
@@ -106,12 +106,23 @@ class Trainer:
         await self.world.call(CreateModel(model_id, 0, LORA, state, False))
         self.models[model_id] = Model(model_id, new_sequence(0), created=True, lora=LORA)
 
+    async def create_full(self, model_id: str) -> None:
+        """A model that trains all weights."""
+        await self.world.call(CreateModel(model_id, 0, None))
+        self.models[model_id] = Model(model_id, new_sequence(0), created=True, lora=None)
+
     async def ask(self, model_id: str, seq_id: int, **kind: Any) -> asyncio.Future[OperationResult]:
         """Admits an operation."""
         operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id, **kind)
         result = self._executor.submit(operation, await self._executor.read(operation), seq_id - 1, epoch=1)
         assert isinstance(result, asyncio.Future)
         return result
+
+    async def full_step(self, model_id: str, seq_id: int) -> None:
+        """A batch and a step of a model that trains all weights."""
+        await (await self.ask(model_id, seq_id, forward_backward=forward_backward(batch(3))))
+        stepped = await (await self.ask(model_id, seq_id + 1, optim_step=step(1e-2)))
+        assert stepped.optim_step.metrics["update_norm"] > 0
 
     async def train(self, model_id: str, seq_id: int) -> tuple[list[np.ndarray], float, ModelState]:
         """A batch and a step; what they came to."""
@@ -164,6 +175,33 @@ async def test_models_train_while_a_publish_packs_and_it_has_the_bits_of_its_pla
             np.testing.assert_array_equal(row, expected)
         assert (norm, state) == (alone[1], alone[2])
     assert state.step == 1 and state.adapter != before.adapter
+
+
+async def test_a_full_model_trains_while_its_publish_is_packed_and_the_publish_has_its_place_in_the_order(
+    trainer: Trainer, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    async with trainer.running():
+        await trainer.create_full(PUBLISHED)
+        await trainer.full_step(PUBLISHED, 1)
+        _, before = await trainer.world.state(PUBLISHED, optimizer=False)
+        copies = {name: bytes(array.data) for name, array in before.adapter.items()}
+        with Receiver(redis_url, "one") as one:
+            try:
+                publish = await trainer.ask(PUBLISHED, 3, **save())
+                assert await asyncio.to_thread(held.begun.wait, 60)
+                await asyncio.wait_for(trainer.full_step(PUBLISHED, 4), 50)
+                assert not publish.done() and "engine" not in held.threads
+            finally:
+                held.may_go_on.set()
+            assert (await publish).save_for_sampler.receivers == 1
+            received = one.snapshots[PUBLISHED, 3]
+        _, after = await trainer.world.state(PUBLISHED, optimizer=False)
+    stored = load_file(DataDir(tmp_path).snapshot(PUBLISHED, 3) / "model.safetensors")
+    assert stored.keys() == received.keys() == copies.keys()
+    for name, expected in copies.items():
+        assert received[name].tobytes() == stored[name].tobytes() == expected, name
+    assert after.step == 2 and after.adapter != before.adapter
 
 
 async def test_one_publish_packs_ahead_and_those_that_come_meanwhile_go_from_the_host(

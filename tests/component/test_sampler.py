@@ -364,7 +364,7 @@ def incoming(
             sampler_pb2.TensorSpec(name=s.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=s.shape)
             for s in specs
         ],
-        crc32=weights.crc32(buffer),
+        checksum=weights.checksum(buffer),
         timeout_seconds=120,
     )
 
@@ -404,7 +404,7 @@ async def test_a_damaged_broadcast_is_refused_and_ends_the_group(stub, sampler: 
     group = await join(stub, sampler, epoch=2)
     buffer, specs = weights.pack(make_adapter(101, 8))
     wanted = incoming(2, 101, 8, buffer, specs)
-    wanted.crc32 ^= 1
+    wanted.checksum ^= 1
     sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.ReceiveSnapshot(wanted, timeout=150)

@@ -71,7 +71,7 @@ async def send(stub, group: weights.WeightGroup, version: int, tensors: dict[str
             sampler_pb2.TensorSpec(name=s.name, dtype=DTYPES[tensors[s.name].dtype], shape=s.shape)
             for s in specs
         ],
-        crc32=weights.crc32(buffer),
+        checksum=weights.checksum(buffer),
         timeout_seconds=120,
     )
     sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
@@ -277,7 +277,7 @@ async def test_a_damaged_full_broadcast_is_refused_and_nothing_of_it_is_kept(
             sampler_pb2.TensorSpec(name=s.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=s.shape)
             for s in specs
         ],
-        crc32=weights.crc32(buffer) ^ 1,
+        checksum=weights.checksum(buffer) ^ 1,
         timeout_seconds=120,
     )
     sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))

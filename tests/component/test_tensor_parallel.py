@@ -95,6 +95,6 @@ def _incoming(buffer: torch.Tensor, specs: list[TensorSpec]) -> sampler_pb2.Rece
             sampler_pb2.TensorSpec(name=spec.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=spec.shape)
             for spec in specs
         ],
-        crc32=weights.crc32(buffer),
+        checksum=weights.checksum(buffer),
         timeout_seconds=120,
     )

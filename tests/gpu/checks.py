@@ -18,10 +18,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bench.gpu import exactness
 from bench.gpu.engine import one_micro_batch, start
+from services.common import weights
+from services.common.weights import base
 from services.launcher.tiny_model import make_tiny_model
 from services.trainer.compute.attention import Sequences, _has_kernel, attend
 from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.experts import shapes_of
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
@@ -30,6 +33,7 @@ from services.trainer.compute.lora.products import is_grouped
 from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
 from services.trainer.compute.optimizer import AdapterOptimizer, Due, FlatBuffers, step_together
 from services.trainer.files.export_format import adapter_files, read_adapter
+from services.trainer.publish.cargo import on_host, whole_model
 from tests.component.engine_data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
 from tests.component.engine_reference import ReferenceModel
 from tests.unit.trainer.compute.plain import PlainExperts
@@ -279,6 +283,33 @@ def saved(device: str, directory: Path) -> None:
     assert read_adapter(exported) == state.adapter
 
 
+def sent(device: str, directory: Path) -> None:
+    """What is sent of a full model out of the device's memory has the host's bytes and their checksum; where
+    that has no room for a copy, it comes to the host, and what it was stays what it was."""
+    engine = start(small_model(directory), device, "bfloat16")
+    engine.create_model("full", None)
+    tenant = engine._tenants["full"]
+    assert isinstance(tenant, FullModel)
+    for beside in (0, 2**62):
+        expected = {name: weight.detach().to("cpu", copy=True) for name, weight in tenant._parameters.items()}
+        engine.pass_room = beside
+        snapshot = engine.snapshot("full", optimizer=False)
+        with torch.no_grad():
+            for weight in tenant._parameters.values():
+                weight.add_(1)
+        state, cargo = snapshot.unload(whole_model)
+        assert (cargo is None) == (device != "cpu" and beside > 0)
+        stored = on_host(state.adapter)
+        assert all(torch.equal(stored[name], weight) for name, weight in expected.items())
+        packed, specs = weights.pack(expected)
+        for found in [whole_model(stored)] if cargo is None else [whole_model(stored), cargo]:
+            assert (found.checksum, found.specs) == (weights.checksum(packed), specs)
+            with pytest.MonkeyPatch.context() as small:
+                small.setattr(base, "BUCKET_BYTES", 100_000)
+                stream = torch.cat([bucket.to("cpu", copy=True) for bucket in found.buckets()])
+            assert torch.equal(stream, packed)
+
+
 def _run(engine: Engine, given: Any) -> list[RowResult]:
     results = engine.run_pass(given)
     assert [result.failure for result in results] == [None] * len(results)
@@ -294,6 +325,7 @@ ALONE: dict[str, Callable[[str, Path], None]] = {
     "checkpointing changes no number": checkpointed,
     "parts step as the whole does": parts,
     "what is announced fits": capacity,
+    "what is sent is what was taken": sent,
     "steps are those of torch's AdamW": optimizer,
     "a saved model goes on, and its export is its own": saved,
 }

@@ -1,10 +1,11 @@
 """How weights travel from the trainer to the samplers: one interface, one file per medium.
 
-    base.py   packing, checksum, the WeightGroup interface
-    stream.py the same bytes in buckets, for what is too large to copy
-    store.py  rendezvous over Redis
-    gloo.py   host memory
-    nccl.py   device memory
+    base.py      packing, the WeightGroup interface
+    checksums.py what a receiver knows the sender's bytes by, computed where they are
+    stream.py    the same bytes in buckets, for what is too large to copy
+    store.py     rendezvous over Redis
+    gloo.py      host memory
+    nccl.py      device memory
 
 Invariant: nothing but tensor bytes is on the wire, and a receiver either has exactly the sender's
 bytes (by checksum) or an error; every step has a deadline.
@@ -12,21 +13,22 @@ bytes (by checksum) or an error; every step has a deadline.
 Imported by trainer and sampler, never by the gateway; imports state, process and contract.
 """
 
-from services.common.weights.base import BUCKET_BYTES, WeightGroup, crc32, nbytes, pack, unpack
+from services.common.weights.base import BUCKET_BYTES, WeightGroup, nbytes, pack, specs_of, unpack
+from services.common.weights.checksums import checksum
 from services.common.weights.membership import join
 from services.common.weights.store import NotMet
-from services.common.weights.stream import buckets, specs, stream_crc32
+from services.common.weights.stream import buckets, stream_checksum
 
 __all__ = [
     "BUCKET_BYTES",
     "NotMet",
     "WeightGroup",
     "buckets",
-    "crc32",
+    "checksum",
     "join",
     "nbytes",
     "pack",
-    "specs",
-    "stream_crc32",
+    "specs_of",
+    "stream_checksum",
     "unpack",
 ]

@@ -1,47 +1,62 @@
-"""Packing of tensors into one stream of bytes, its checksum, and the interface of a weight group.
+"""Packing of tensors into one stream of bytes, and the interface of a weight group.
 
 On the wire tensors follow each other, each padded to 16 bytes, cut into buckets. A small set is packed into
-one buffer (`pack`); a large one is streamed out of host memory (`stream.py`). Both give the same bytes.
+one buffer (`pack`); a large one is streamed from where it is (`stream.py`). Both give the same bytes.
 """
 
 from __future__ import annotations
 
 import abc
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 
 from services.common.contract.tensors import TensorSpec
 from services.common.process import failpoints
+from services.common.weights.checksums import Checksum
 
 BUCKET_BYTES = 64 * 1024 * 1024
 """Most bytes of one broadcast; a larger buffer goes in several."""
 
 _ALIGNMENT = 16
 
+Arrived = Callable[[torch.Tensor], None]
+"""Is given what came, uint8, where the medium has it, before it goes anywhere else."""
 
-def _padded(size: int) -> int:
+
+def padded(size: int) -> int:
+    """Bytes that a tensor of `size` bytes takes of the stream."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def nbytes(specs: Iterable[TensorSpec]) -> int:
     """Bytes of the buffer that holds these tensors, each padded to 16 bytes."""
-    return sum(_padded(spec.nbytes) for spec in specs)
+    return sum(padded(spec.nbytes) for spec in specs)
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    """What tensors are, in order."""
+    return [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes, uint8 [n]: a view, if its elements follow each other in memory."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[TensorSpec]]:
     """The tensors' bytes one after another (uint8 [nbytes], on their device) and what they are."""
-    specs = [
-        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()
-    ]
+    specs = specs_of(tensors)
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     buffer = torch.zeros(nbytes(specs), dtype=torch.uint8, device=device)
     offset = 0
     for spec, tensor in zip(specs, tensors.values(), strict=True):
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        buffer[offset : offset + spec.nbytes] = flat
-        offset += _padded(spec.nbytes)
+        buffer[offset : offset + spec.nbytes] = bytes_of(tensor)
+        offset += padded(spec.nbytes)
     return buffer, specs
 
 
@@ -59,7 +74,7 @@ def unpack(buffer: torch.Tensor, specs: Iterable[TensorSpec]) -> dict[str, torch
     for spec in specs:
         flat = buffer[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype))
         tensors[spec.name] = flat.view(spec.shape)
-        offset += _padded(spec.nbytes)
+        offset += padded(spec.nbytes)
     return tensors
 
 
@@ -70,11 +85,6 @@ def on_host(values: torch.Tensor) -> torch.Tensor:
         return values
     with torch.cuda.stream(torch.cuda.Stream(values.device)):
         return values.cpu()
-
-
-def crc32(buffer: torch.Tensor) -> int:
-    """CRC-32 of a uint8 buffer's bytes."""
-    return zlib.crc32(buffer.cpu().numpy().data)
 
 
 class WeightGroup(abc.ABC):
@@ -119,17 +129,19 @@ class WeightGroup(abc.ABC):
         for bucket in buckets:
             self._transfer(bucket, timeout)
 
-    def receive(self, size: int, timeout: float) -> torch.Tensor:
-        """Receives `size` bytes from rank 0 as a uint8 tensor in host memory.
+    def receive(self, size: int, timeout: float) -> tuple[torch.Tensor, int]:
+        """Receives `size` bytes from rank 0: uint8 [size] in host memory, and their checksum, which is of
+        each bucket taken where the medium has it.
 
         Raises:
             TimeoutError, RuntimeError: as `broadcast`.
         """
         failpoints.hit("sampler.mid_receive")
-        buffer = torch.empty(size, dtype=torch.uint8)
-        for bucket in buffer.split(BUCKET_BYTES):
-            self._transfer(bucket, timeout)
-        return buffer
+        buffer, checksum = torch.empty(size, dtype=torch.uint8), Checksum()
+        for start in range(0, size, BUCKET_BYTES):
+            bucket = buffer[start : start + BUCKET_BYTES]
+            self._transfer(bucket, timeout, partial(checksum.add, offset=start))
+        return buffer, checksum.value(size)
 
     def discard(self, size: int, timeout: float) -> None:
         """Takes part in the transfer of `size` bytes and keeps none of them.
@@ -141,14 +153,18 @@ class WeightGroup(abc.ABC):
         for start in range(0, size, BUCKET_BYTES):
             self._transfer(scratch[: size - start], timeout)
 
-    def _transfer(self, bucket: torch.Tensor, timeout: float) -> None:
+    def _transfer(self, bucket: torch.Tensor, timeout: float, arrived: Arrived = lambda _: None) -> None:
         if self._aborted:
             raise RuntimeError(f"weight group {self.epoch} was given up")
-        self._broadcast_bucket(bucket, timeout)
+        self._broadcast_bucket(bucket, timeout, arrived)
 
     @abc.abstractmethod
-    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
-        """Sends a bucket (rank 0), on the host or complete on a device, or fills one on the host; uint8."""
+    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float, arrived: Arrived) -> None:
+        """Sends a bucket (rank 0), on the host or complete on a device, or fills one on the host; uint8.
+
+        Args:
+            arrived: called by who receives.
+        """
 
     def abort(self) -> None:
         """Gives the group up.

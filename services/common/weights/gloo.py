@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from services.common.weights.base import WeightGroup, on_host
+from services.common.weights.base import Arrived, WeightGroup, on_host
 
 
 class GlooGroup(WeightGroup):
@@ -22,11 +22,13 @@ class GlooGroup(WeightGroup):
         super().__init__(epoch, rank, world_size)
         self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
 
-    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
+    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float, arrived: Arrived) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout)
         self._group.broadcast([on_host(bucket)], options).wait()
+        if self.rank != 0:
+            arrived(bucket)
 
     def _abort_medium(self) -> None:
         self._group.abort()

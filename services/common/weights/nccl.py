@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from services.common.weights.base import WeightGroup
+from services.common.weights.base import Arrived, WeightGroup
 
 _SETTINGS = {
     # By default PyTorch ends the process, from a thread of its own, when a member dies or is late.
@@ -61,7 +61,7 @@ class NcclGroup(WeightGroup):
         with _errors_are_ours():
             self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
 
-    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float) -> None:
+    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float, arrived: Arrived) -> None:
         limit = timedelta(seconds=timeout)
         # Else a bucket would have as long as joining had.
         self._group._set_default_timeout(limit)
@@ -77,6 +77,7 @@ class NcclGroup(WeightGroup):
             if not self._group.broadcast([on_device], options).wait(limit):
                 raise TimeoutError(f"broadcast of {bucket.numel()} bytes did not finish in {timeout:.0f} s")
             if self.rank != 0:
+                arrived(on_device)
                 bucket.copy_(on_device)
             self._stream.synchronize()
 

@@ -1,53 +1,82 @@
-"""The bytes of many tensors as a stream of buckets, straight out of host memory.
+"""The bytes of many tensors as a stream of buckets, straight out of the memory where they are.
 
 Invariant: concatenated, the buckets are what `pack` makes of the same tensors, and no more than one bucket
-exists at a time: a whole model goes over the wire without a second copy of it.
+is copied at a time: a whole model goes over the wire without a second copy of it.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
-from services.common.contract.tensors import HostTensor, TensorSpec
 from services.common.weights import base
+from services.common.weights.checksums import Checksum
 
 
-def stream_crc32(tensors: Mapping[str, HostTensor]) -> int:
-    """CRC-32 of the stream's bytes."""
-    checksum = 0
-    for piece in _pieces(tensors):
-        checksum = zlib.crc32(piece, checksum)
-    return checksum
+def stream_checksum(tensors: Mapping[str, Tensor]) -> int:
+    """The checksum of the stream's bytes, computed where the tensors are. Blocking; on CUDA it is on the
+    current stream."""
+    whole, offset = Checksum(), 0
+    for tensor in tensors.values():
+        flat = base.bytes_of(tensor)
+        # What fills a tensor up are zeros, which count for nothing.
+        whole.add(flat, offset)
+        offset += base.padded(flat.numel())
+    return whole.value(offset)
 
 
-def buckets(tensors: Mapping[str, HostTensor]) -> Iterator[torch.Tensor]:
-    """The stream as uint8 tensors of BUCKET_BYTES, the last one shorter; each is valid until the next."""
-    bucket = torch.empty(base.BUCKET_BYTES, dtype=torch.uint8)
-    target = bucket.numpy().data
+def buckets(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """The stream as uint8 tensors of BUCKET_BYTES, the last one shorter; each is valid until the next. A
+    bucket is a view of the tensor that it lies in, or is put together, on the tensors' device.
+
+    Args:
+        tensors: all on one device, complete there.
+    """
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    joined = _Joined(device)
+    zeros = joined.of([torch.zeros(base.padded(1), dtype=torch.uint8)])
+    parts: list[Tensor] = []
     filled = 0
-    for piece in _pieces(tensors):
-        source = memoryview(piece)
-        while source:
-            count = min(len(source), len(target) - filled)
-            target[filled : filled + count] = source[:count]
-            source = source[count:]
-            filled += count
-            if filled == len(target):
-                yield bucket
-                filled = 0
-    if filled:
-        yield bucket[:filled]
+    for piece in _pieces(tensors, zeros):
+        while piece.numel():
+            part = piece[: base.BUCKET_BYTES - filled]
+            piece = piece[part.numel() :]
+            parts.append(part)
+            filled += part.numel()
+            if filled == base.BUCKET_BYTES:
+                yield joined.bucket(parts)
+                parts, filled = [], 0
+    if parts:
+        yield joined.bucket(parts)
 
 
-def specs(tensors: Mapping[str, HostTensor]) -> list[TensorSpec]:
-    """What the stream holds, in order."""
-    return [TensorSpec(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+def _pieces(tensors: Mapping[str, Tensor], zeros: Tensor) -> Iterator[Tensor]:
+    """Each tensor's bytes, and the zeros that fill them up."""
+    for tensor in tensors.values():
+        flat = base.bytes_of(tensor)
+        yield flat
+        yield zeros[: base.padded(flat.numel()) - flat.numel()]
 
 
-def _pieces(tensors: Mapping[str, HostTensor]) -> Iterator[bytes]:
-    for spec, tensor in zip(specs(tensors), tensors.values(), strict=True):
-        yield tensor.data
-        yield bytes(base.nbytes([spec]) - len(tensor.data))
+class _Joined:
+    """Puts bytes together on a device, beside what computes there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # One for all: what a stream has allocated stays that stream's.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def bucket(self, parts: list[Tensor]) -> Tensor:
+        """As `of`; a part that is all of it is not copied."""
+        return parts[0] if len(parts) == 1 else self.of(parts)
+
+    def of(self, parts: list[Tensor]) -> Tensor:
+        """One after the other, uint8 [n], complete when this returns."""
+        if self._stream is None:
+            return torch.cat(parts)
+        with torch.cuda.stream(self._stream):
+            whole = torch.cat([part.to(self._device) for part in parts])
+        self._stream.synchronize()
+        return whole

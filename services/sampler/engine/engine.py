@@ -319,7 +319,7 @@ class Engine:
         await self._calls.call("tinsmith_leave")
 
     async def receive_adapter(
-        self, adapter_id: int, epoch: int, rank: int, specs: list[list[Any]], crc32: int, seconds: float
+        self, adapter_id: int, epoch: int, rank: int, specs: list[list[Any]], checksum: int, seconds: float
     ) -> int:
         """Receives an adapter over the weight group; returns its bytes in memory on one worker.
 
@@ -329,7 +329,7 @@ class Engine:
         Raises:
             DataLoss, DeadlineExceeded, InvalidRequest.
         """
-        arguments = (epoch, adapter_id, rank, specs, crc32, seconds)
+        arguments = (epoch, adapter_id, rank, specs, checksum, seconds)
         return await self._calls.run("tinsmith_receive", arguments, seconds)
 
     async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int:
@@ -341,7 +341,7 @@ class Engine:
         await self._calls.call("tinsmith_drop", adapter_ids)
 
     async def stage_weights(
-        self, stage_id: int | None, epoch: int, specs: list[list[Any]], crc32: int, seconds: float
+        self, stage_id: int | None, epoch: int, specs: list[list[Any]], checksum: int, seconds: float
     ) -> None:
         """Receives a full model over the weight group into each worker's host memory.
 
@@ -352,7 +352,7 @@ class Engine:
         Raises:
             DataLoss, DeadlineExceeded.
         """
-        await self._calls.run("tinsmith_stage", (stage_id, epoch, specs, crc32, seconds), seconds)
+        await self._calls.run("tinsmith_stage", (stage_id, epoch, specs, checksum, seconds), seconds)
 
     async def drop_staged(self, stage_ids: list[int]) -> None:
         """Frees staged weights."""

@@ -38,7 +38,7 @@ class WeightEngine(Protocol):
     """What this needs of an engine."""
 
     async def stage_weights(
-        self, stage_id: int | None, epoch: int, specs: list[list[object]], crc32: int, seconds: float
+        self, stage_id: int | None, epoch: int, specs: list[list[object]], checksum: int, seconds: float
     ) -> None: ...
 
     async def drop_staged(self, stage_ids: list[int]) -> None: ...
@@ -129,7 +129,7 @@ class FullSnapshots:
                 self._unwanted.clear()
                 await self._engine.drop_staged(dropped)
             await self._engine.stage_weights(
-                stage_id, incoming.epoch, incoming.layout, incoming.crc32, incoming.timeout
+                stage_id, incoming.epoch, incoming.layout, incoming.checksum, incoming.timeout
             )
         except BaseException:
             if stage_id is not None:
@@ -148,7 +148,7 @@ class FullSnapshots:
     async def let_pass(self, incoming: IncomingSnapshot) -> None:
         """Takes part in the transfer of a snapshot, and keeps nothing. Raises as `receive`."""
         await self._engine.stage_weights(
-            None, incoming.epoch, incoming.layout, incoming.crc32, incoming.timeout
+            None, incoming.epoch, incoming.layout, incoming.checksum, incoming.timeout
         )
 
     async def until_lost(self) -> None:

@@ -16,7 +16,7 @@ class IncomingSnapshot:
         epoch: weight group that it comes over.
         rank: of the adapter; None = a full model.
         specs: its tensors, in the order of the packed buffer.
-        crc32: of the packed buffer's bytes.
+        checksum: of the packed buffer's bytes.
         timeout: seconds that the transfer may take.
     """
 
@@ -24,7 +24,7 @@ class IncomingSnapshot:
     key: SnapshotKey
     rank: int | None
     specs: tuple[TensorSpec, ...]
-    crc32: int
+    checksum: int
     timeout: float
 
     @property

@@ -62,7 +62,7 @@ class AdapterEngine(Protocol):
     async def leave_group(self) -> None: ...
 
     async def receive_adapter(
-        self, adapter_id: int, epoch: int, rank: int, specs: list[list[object]], crc32: int, seconds: float
+        self, adapter_id: int, epoch: int, rank: int, specs: list[list[object]], checksum: int, seconds: float
     ) -> int: ...
 
     async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int: ...
@@ -256,7 +256,7 @@ class Snapshots:
         nbytes = await self._take(
             adapter_id,
             self._engine.receive_adapter(
-                adapter_id, incoming.epoch, rank, incoming.layout, incoming.crc32, incoming.timeout
+                adapter_id, incoming.epoch, rank, incoming.layout, incoming.checksum, incoming.timeout
             ),
         )
         await self._note(incoming.key, adapter_id, nbytes, "broadcast")

@@ -137,26 +137,26 @@ class WorkerExtension:
             threading.Thread(target=group.abort, name=f"leave-{group.epoch}", daemon=True).start()
 
     def tinsmith_receive(
-        self, job: str, epoch: int, adapter_id: int, rank: int, specs: list, crc32: int, timeout: float
+        self, job: str, epoch: int, adapter_id: int, rank: int, specs: list, checksum: int, timeout: float
     ) -> None:
         """Starts receiving an adapter. specs: [name, dtype, shape] of each tensor, in order."""
         layout = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
 
         def work() -> LoRAModel:
-            tensors = self._tinsmith_received(epoch, layout, crc32, timeout)
+            tensors = self._tinsmith_received(epoch, layout, checksum, timeout)
             return self._tinsmith_adapter(adapter_id, rank, tensors)
 
         self.tinsmith_state.jobs[job] = Job(f"receive-{adapter_id}", work, self._tinsmith_register)
 
     def tinsmith_stage(
-        self, job: str, stage_id: int | None, epoch: int, specs: list, crc32: int, timeout: float
+        self, job: str, stage_id: int | None, epoch: int, specs: list, checksum: int, timeout: float
     ) -> None:
         """Starts receiving a full model into host memory; stage_id None = without keeping it."""
         layout = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
 
         def work() -> dict[str, torch.Tensor]:
             if stage_id is not None:
-                return self._tinsmith_received(epoch, layout, crc32, timeout)
+                return self._tinsmith_received(epoch, layout, checksum, timeout)
             with _deadline():
                 self._tinsmith_group(epoch).discard(weights.nbytes(layout), timeout)
             return {}
@@ -198,6 +198,9 @@ class WorkerExtension:
         def work() -> None:
             # One that was given up for its time may still be at it.
             with self.tinsmith_state.swapping:
+                if source is None:
+                    # All others were checked before.
+                    full_weights.check_base(self)
                 full_weights.load(self, tensors())
 
         self.tinsmith_state.jobs[job] = Job(f"swap-{source}", work)
@@ -250,12 +253,12 @@ class WorkerExtension:
         return group
 
     def _tinsmith_received(
-        self, epoch: int, layout: list[TensorSpec], crc32: int, timeout: float
+        self, epoch: int, layout: list[TensorSpec], checksum: int, timeout: float
     ) -> dict[str, torch.Tensor]:
         """Tensors that arrive over the weight group, checked, in host memory. Blocking."""
         with _deadline():
-            buffer = self._tinsmith_group(epoch).receive(weights.nbytes(layout), timeout)
-        if weights.crc32(buffer) != crc32:
+            buffer, arrived = self._tinsmith_group(epoch).receive(weights.nbytes(layout), timeout)
+        if arrived != checksum:
             raise DataLoss("the received snapshot's checksum differs; publish it again")
         return weights.unpack(buffer, layout)
 

@@ -5,16 +5,20 @@ tensor-parallel rank and packs them, so the shards are right by construction. Ev
 memory, so CUDA graphs stay valid.
 
 Invariant: the same tensors give the same bits, so the base model's weights come back as they were. `check`
-leaves every weight as it is. When `load` fails all the same (a file that cannot be read any more, no memory)
-the model is whole in its parts but holds a mixture; it must not run before a `load` succeeds.
+leaves every weight as it is, and lets nothing pass of which less goes into some layer than of the model's own
+files, whether the model reports what it loads or not, and whether it quantises that or not. When `load` fails
+all the same (a file that cannot be read any more, no memory) the model is whole in its parts but holds a
+mixture; it must not run before a `load` succeeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import safe_open
@@ -30,10 +34,27 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import DataLoss, InvalidRequest
 from services.sampler.worker.stored_model import weight_files
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a model took of some tensors.
+
+    Attributes:
+        names: of its parameters, as far as it reports them.
+        elements: of each layer; what is put together from several tensors may have a part of them.
+    """
+
+    names: frozenset[str]
+    elements: Mapping[str, int]
+
+
+_WHOLE: WeakKeyDictionary[torch.nn.Module, _Taken] = WeakKeyDictionary()
+"""What each model took of the files that it was started with."""
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -60,7 +81,6 @@ def _read(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-@torch.inference_mode()
 def check(worker: Any, tensors: NamedTensors) -> None:
     """Has vLLM's loader take tensors by their Hugging Face names, without a weight being replaced. Blocking;
     no step may run meanwhile.
@@ -69,19 +89,46 @@ def check(worker: Any, tensors: NamedTensors) -> None:
         InvalidRequest: one is missing, unknown, or of another shape.
     """
     model = worker.model_runner.get_model()
+    if model not in _WHOLE:
+        _WHOLE[model] = _tried(worker, base_tensors(worker))
+    whole = _WHOLE[model]
+    try:
+        found = _tried(worker, tensors)
+    except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+        raise InvalidRequest(f"the weights do not fit this model: {error}") from error
+    missing = sorted(whole.names - found.names) or [
+        f"a part of {layer}" for layer, count in whole.elements.items() if found.elements[layer] < count
+    ]
+    if missing:
+        raise InvalidRequest(f"the weights lack {', '.join(missing[:3])} ({len(missing)} in all)")
+
+
+def check_base(worker: Any) -> None:
+    """As `check`, of the base model's own files, which may have changed since the engine was started.
+
+    Raises:
+        DataLoss: they have.
+    """
+    try:
+        check(worker, base_tensors(worker))
+    except InvalidRequest as error:
+        raise DataLoss(f"the base model's files are not what they were: {error.message}") from error
+
+
+@torch.inference_mode()
+def _tried(worker: Any, tensors: NamedTensors) -> _Taken:
+    """What vLLM's loader takes of tensors. Raises what that raises when they do not fit."""
+    model = worker.model_runner.get_model()
     tied = _tied_heads(model)
     with set_current_vllm_config(worker.vllm_config), _nothing_processed():
         initialize_layerwise_reload(model)
         try:
             _all_on_meta(model)
-            loaded = model.load_weights(_without_tied_head(tensors) if tied else tensors)
-            missing = _missing(model, loaded, tied)
-        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
-            raise InvalidRequest(f"the weights do not fit this model: {error}") from error
+            names = model.load_weights(_without_tied_head(tensors) if tied else tensors)
+            elements = {name: get_layerwise_info(layer).load_numel for name, layer in model.named_modules()}
         finally:
             _put_back(model)
-    if missing:
-        raise InvalidRequest(f"the weights lack {', '.join(missing[:3])} ({len(missing)} in all)")
+    return _Taken(frozenset(names or ()), elements)
 
 
 @torch.inference_mode()
@@ -127,21 +174,6 @@ def _all_on_meta(model: torch.nn.Module) -> None:
             for name, tensor in own.items():
                 if tensor is not None and not tensor.is_meta:
                     own[name] = to_meta_tensor(tensor)
-
-
-def _missing(model: torch.nn.Module, loaded: set[str] | None, tied: list[Any]) -> list[str]:
-    """Parameters that were not among the tensors. Of a model that does not report what it loads: layers of
-    which nothing was."""
-    layers = [(name, layer) for name, layer in model.named_modules() if layer not in tied]
-    if loaded is None:
-        told = [(name, get_layerwise_info(layer)) for name, layer in layers]
-        return sorted(name for name, info in told if info.load_numel_total and not info.load_numel)
-    wanted = {
-        f"{prefix}.{name}".replace(".base_layer.", ".").removeprefix(".")
-        for prefix, layer in layers
-        for name, _ in layer.named_parameters(recurse=False)
-    }
-    return sorted(wanted - loaded)
 
 
 def _put_back(model: torch.nn.Module) -> None:

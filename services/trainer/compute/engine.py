@@ -37,7 +37,7 @@ from services.trainer.compute.full.model import FullModel, FullModelConfig
 from services.trainer.compute.full.shards import ShardWriter, Writing
 from services.trainer.compute.lora.adapter import HEAD, Adapter, largest, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter
-from services.trainer.compute.lora.snapshot import HostSnapshot, Snapshot
+from services.trainer.compute.lora.snapshot import Snapshot
 from services.trainer.compute.memory.capacity import adapter_bytes
 from services.trainer.compute.memory.failures import failure as failure_of
 from services.trainer.compute.memory.room import without_room
@@ -64,6 +64,7 @@ class Engine:
         context_length: most tokens of a datum.
         arch: the base model's architecture class name.
         footprint: what the base model takes of this rank's memory, by arithmetic until it was measured.
+        pass_room: bytes that the largest pass that is let in takes of it, once that is known.
         splits: all ranks can compute a sequence together that none holds alone.
         device: of this rank, for example "cuda:0"; `world_size`: ranks; `collective`: they share each pass.
     """
@@ -126,6 +127,7 @@ class Engine:
             activation_checkpointing,
             sharding,
         )
+        self.pass_room = 0
         self._tenants: dict[str, LoraTenant | FullModel] = {}
         self._in_pass = 0
         """Bytes that the last pass took, as it was counted."""
@@ -279,7 +281,7 @@ class Engine:
 
     def snapshot(self, model_id: str, *, optimizer: bool = True) -> Snapshot:
         """What the model is now, without a pending gradient. Any rank may call it alone unless it `gathers`:
-        then it is on rank 0, and others have one without tensors.
+        then all do, and rank 0 has it; others have one without tensors.
 
         Args:
             optimizer: include the moments. Not of a full model: that is `write_state`'s.
@@ -289,7 +291,7 @@ class Engine:
             return tenant.snapshot(optimizer)
         if optimizer:
             raise TypeError(f"the state of {model_id} is written by every rank")
-        return HostSnapshot(tenant.weights())
+        return tenant.snapshot(self.pass_room)
 
     def state(self, model_id: str, *, optimizer: bool = True) -> ModelState:
         """A copy of the model's state on the host, as `snapshot`."""

@@ -19,7 +19,7 @@ from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.lora.adapter import Adapter
 from services.trainer.compute.lora.parts import begin_sum, gathered, wait
-from services.trainer.compute.lora.snapshot import AdapterSnapshot, HostSnapshot, Snapshot
+from services.trainer.compute.lora.snapshot import AdapterSnapshot, NoSnapshot, Snapshot
 from services.trainer.compute.memory.transfer import copied
 from services.trainer.compute.optimizer import (
     KEPT_BYTES,
@@ -176,10 +176,11 @@ class LoraTenant:
         step, moments = self._optimizer.export() if optimizer else (self._optimizer.steps, {})
         whole = self._gathered(moments) if self.gathers(optimizer) else self._copied(moments)
         if whole is None:
-            return HostSnapshot(ModelState(self.adapter.spec, {}, {}, step))
+            return NoSnapshot(ModelState(self.adapter.spec, {}, {}, step))
         masters, *copies = whole
         named = dict(zip(moments, copies, strict=True))
-        return AdapterSnapshot(self.adapter.spec, self.adapter.layout, step, masters, named)
+        device = self.adapter.low.device
+        return AdapterSnapshot(self.adapter.spec, self.adapter.layout, step, masters, named, device)
 
     def load_state(self, state: ModelState, optimizer: bool) -> None:
         """Replaces weights, and optimizer state or else starts that afresh. Clears the gradient.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from services.common.contract import roles
 from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
@@ -170,7 +171,8 @@ class ControlOps:
                     roles.check_samples(snapshot.role)
                     model.publishing = True
                     release()
-                    state, cargo = await self._world.beside(lambda: snapshot.unload(pack))
+                    packed = partial(pack, snapshot.lora)
+                    state, cargo = await self._world.beside(lambda: snapshot.unload(packed))
                 published = await self._publisher.publish(
                     model.model_id, seq_id, state.lora, state.adapter, cargo
                 )

@@ -33,7 +33,7 @@ from services.trainer.compute.data import LoraSpec
 from services.trainer.convert import lora_to_pb
 from services.trainer.publish.answers import STILL_RECEIVING, at_fault, code, described, failure, is_silence
 from services.trainer.publish.answers import moved as is_moved
-from services.trainer.publish.cargo import Cargo, packed_adapter, stored_adapter, whole_model
+from services.trainer.publish.cargo import Cargo, on_host, packed_adapter, whole_model
 from services.trainer.publish.leaving import Leaving
 from services.trainer.publish.members import Group, Member, first_ranks, of_ranks
 from services.trainer.publish.turn import Turn
@@ -93,10 +93,15 @@ class Broadcaster:
         self._abandoned: set[asyncio.Future[Any]] = set()
         self._leaving = Leaving()
 
-    def pack(self, matrices: Mapping[str, Tensor]) -> Cargo | None:
-        """What `send` takes, of an adapter's matrices; None: their device has no room for it. Blocking."""
+    def pack(self, lora: LoraSpec | None, tensors: Mapping[str, Tensor]) -> Cargo | None:
+        """What `send` takes, of a snapshot's tensors where they are; None: their device has no room for it.
+        Blocking.
+
+        Args:
+            lora: None = these are all weights of a model.
+        """
         try:
-            return packed_adapter(matrices, self._dtype)
+            return self._packed(lora, tensors)
         except torch.OutOfMemoryError:
             return None
 
@@ -134,7 +139,7 @@ class Broadcaster:
                 return 0, 0
             if cargo is None:
                 assert not isinstance(what, Cargo)
-                cargo = await asyncio.to_thread(self._packed, lora, what)
+                cargo = await asyncio.to_thread(self._stored, lora, what)
             request = sampler_pb2.ReceiveSnapshotRequest(
                 epoch=group.handle.epoch,
                 snapshot=snapshot,
@@ -143,7 +148,7 @@ class Broadcaster:
                     sampler_pb2.TensorSpec(name=spec.name, dtype=DTYPES[spec.dtype].pb, shape=spec.shape)
                     for spec in cargo.specs
                 ],
-                crc32=cargo.crc32,
+                checksum=cargo.checksum,
                 timeout_seconds=SEND_TIMEOUT_S + cargo.nbytes / SLOWEST_BYTES_PER_S,
             )
             have_it, moved = await self._transfer(group, cargo, request)
@@ -159,8 +164,11 @@ class Broadcaster:
         await self._leaving.close()
         await self._close_channels(kept=frozenset())
 
-    def _packed(self, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]) -> Cargo:
-        return whole_model(arrays) if lora is None else stored_adapter(arrays, self._dtype)
+    def _packed(self, lora: LoraSpec | None, tensors: Mapping[str, Tensor]) -> Cargo:
+        return whole_model(tensors) if lora is None else packed_adapter(tensors, self._dtype)
+
+    def _stored(self, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]) -> Cargo:
+        return self._packed(lora, on_host(arrays))
 
     async def _current_group(self) -> Group | None:
         """The group of all live samplers, made anew when they changed; None when there are none."""

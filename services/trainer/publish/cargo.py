@@ -1,7 +1,7 @@
 """What one broadcast sends: the bytes of a snapshot as they go over the wire.
 
-Invariant: they are where the tensors are that they are made of. What is packed out of device memory stays
-there until a group sends it; a group takes bytes from wherever they are.
+Invariant: they are where the tensors are that they are made of. What is on a device stays there until a group
+sends it; a group takes bytes from wherever they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Cargo:
     """Bytes for one broadcast, or several. `buckets` makes the stream of bytes anew."""
 
     specs: list[TensorSpec]
-    crc32: int
+    checksum: int
     buckets: Callable[[], Iterable[Tensor]]
 
     @property
@@ -37,18 +37,29 @@ def packed_adapter(matrices: Mapping[str, Tensor], dtype: torch.dtype) -> Cargo:
         dtype: element type on the wire.
     """
     buffer, specs = weights.pack({name: matrix.to(dtype) for name, matrix in matrices.items()})
-    return Cargo(specs, weights.crc32(buffer), lambda: buffer.split(weights.BUCKET_BYTES))
+    return Cargo(specs, weights.checksum(buffer), lambda: buffer.split(weights.BUCKET_BYTES))
 
 
-def stored_adapter(arrays: Mapping[str, HostTensor], dtype: torch.dtype) -> Cargo:
-    """The same of matrices on the host, float32."""
-    matrices = {
-        name: torch.frombuffer(bytearray(array.data), dtype=torch.float32).view(array.shape)
+def whole_model(tensors: Mapping[str, Tensor]) -> Cargo:
+    """All weights of a model as they are, without a copy. Blocking.
+
+    Args:
+        tensors: all on one device; nobody writes to them any more.
+    """
+    return Cargo(
+        weights.specs_of(tensors), weights.stream_checksum(tensors), lambda: weights.buckets(tensors)
+    )
+
+
+def on_host(arrays: Mapping[str, HostTensor]) -> dict[str, Tensor]:
+    """Tensors of the host, as torch has them. Those share their memory that could be written to."""
+    return {
+        name: torch.frombuffer(_writable(array.data), dtype=getattr(torch, array.dtype)).view(array.shape)
         for name, array in arrays.items()
     }
-    return packed_adapter(matrices, dtype)
 
 
-def whole_model(arrays: Mapping[str, HostTensor]) -> Cargo:
-    """All weights of a model as they are, without a copy. Blocking."""
-    return Cargo(weights.specs(arrays), weights.stream_crc32(arrays), lambda: weights.buckets(arrays))
+def _writable(data: bytes) -> memoryview | bytearray:
+    """torch takes no other; it does not write."""
+    view = memoryview(data)
+    return bytearray(view) if view.readonly else view

@@ -32,7 +32,8 @@ from services.trainer.publish.cargo import Cargo
 SECONDS = Histogram("tinsmith_publish_seconds", "Snapshots stored and sent to every sampler", buckets=LONG_S)
 BYTES = Counter("tinsmith_published_bytes_total", "Bytes of snapshots, stored and sent", ["way"])
 
-Pack = Callable[[Mapping[str, Tensor]], Cargo | None]
+Pack = Callable[[LoraSpec | None, Mapping[str, Tensor]], Cargo | None]
+"""Of an adapter, or without one all weights of a model."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ class Publisher:
 
     @contextmanager
     def packing(self) -> Iterator[Pack]:
-        """What makes, of a snapshot's matrices, what `publish` sends within the context: where they are, so
+        """What makes, of a snapshot's tensors, what `publish` sends within the context: where they are, so
         that they go out of a device's memory where the medium can do that. One at a time has the room for it;
         what others send is packed on the host when it is their turn."""
         if self._packed:
-            yield lambda _: None
+            yield lambda lora, tensors: None
             return
         self._packed = True
         try:

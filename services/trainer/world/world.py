@@ -318,6 +318,7 @@ class World:
             loop.call_soon_threadsafe(_answer, due, answers)
 
     def _read(self, model_id: str, optimizer: bool) -> tuple[int, Snapshot]:
+        snapshot: Snapshot
         if self._engine.gathers(model_id, optimizer=optimizer):
             snapshot = self._execute(ReadState(model_id, optimizer))
         else:

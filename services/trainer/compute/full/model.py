@@ -28,22 +28,25 @@ from torch import Tensor
 
 from services.common.contract.errors import DataLoss, InvalidRequest, TinsmithError
 from services.common.contract.roles import Role
-from services.common.contract.tensors import HostTensor
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import Sequences
 from services.trainer.compute.base_model import Scorer, computes_flat, load_model
 from services.trainer.compute.collate import idle_batch
-from services.trainer.compute.data import AdamSpec, Failure, ModelState, ShardedState
+from services.trainer.compute.data import AdamSpec, Failure, ShardedState
 from services.trainer.compute.exchange import any_rank
 from services.trainer.compute.full.shards import Part, SavedShards, ShardWriter, Writing
+from services.trainer.compute.full.snapshot import FullSnapshot
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.memory.room import has_room
+from services.trainer.compute.memory.transfer import Copies, copied
 from services.trainer.compute.optimizer import MeasuredAdamW
 from services.trainer.compute.sharding.stage3 import stage3
 
 log = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_GRADIENT_BYTES = 4
 # Elements that DeepSpeed reduces or gathers at once.
 _BUCKET = 1 << 25
 
@@ -204,20 +207,35 @@ class FullModel:
 
     @property
     def sharded(self) -> bool:
-        """Whether the weights are spread over the ranks, so that all must call `weights`."""
+        """Whether the weights are spread over the ranks, so that all must call `snapshot`."""
         return self._sharded
 
-    def weights(self) -> ModelState:
-        """A copy of what computes, by Hugging Face name, in its element type. Of a `sharded` model ranks
-        other than 0 get no tensors."""
+    def snapshot(self, pass_room: int) -> FullSnapshot:
+        """What computes, in its element type. Of a `sharded` model ranks other than 0 get no tensors, and
+        rank 0 gathers them one by one.
+
+        Copies are on the device if it has the memory for them beside what work may yet take of it; else they
+        are on their way to the host when this returns.
+
+        Args:
+            pass_room: bytes that a pass may take of the device, beside gradients.
+        """
+        elements = sum(int(self._whole(parameter)) for parameter in self._parameters.values())
+        item = next(iter(self._parameters.values())).element_size()
+        fits = has_room(elements * item, pass_room + elements * _GRADIENT_BYTES, self._device)
+        mine = not self._sharded or dist.get_rank() == 0
+        names = list(self._parameters) if mine else []
+        copies = Copies(copied(self._weights(mine), on_device=fits), torch.device(self._device))
+        return FullSnapshot(names, copies, self._steps)
+
+    def _weights(self, mine: bool) -> Iterator[Tensor]:
+        """Each weight, whole until the next one is asked for; only for ranks that take it."""
         import deepspeed
 
-        found: dict[str, HostTensor] = {}
-        for name, parameter in self._parameters.items():
+        for parameter in self._parameters.values():
             with deepspeed.zero.GatheredParameters([parameter], enabled=self._sharded):
-                if not self._sharded or dist.get_rank() == 0:
-                    found[name] = _host(parameter.detach())
-        return ModelState(lora=None, adapter=found, optimizer={}, step=self._steps)
+                if mine:
+                    yield parameter
 
     def write(self, writer: ShardWriter, directory: str) -> Writing:
         """Has float32 weights, and after the first step the moments, written to a directory. Training may go
@@ -348,13 +366,6 @@ def _part(parameter: Any, moment: str | None) -> Part | None:
         return None
     values = held.get_hp_fragment(moment)
     return Part(values, held.lp_fragment_address.start, int(parameter.numel()))
-
-
-def _host(values: Tensor) -> HostTensor:
-    """A copy on the host; numpy has no bfloat16."""
-    dtype = str(values.dtype).removeprefix("torch.")
-    elements = values.cpu().reshape(-1).view(torch.uint8)
-    return HostTensor(dtype, tuple(values.shape), elements.numpy().tobytes())
 
 
 def _support(optimizer: type[torch.optim.Optimizer]) -> None:

@@ -1,8 +1,8 @@
-"""What a model is at one moment, taken without holding up what computes.
+"""What a model is at one moment, taken without holding up what computes; and that of an adapter.
 
-Invariant: a snapshot is the model as it was when it was taken, whatever the model does meanwhile. Of an
-adapter the thread that computes makes copies on the device, of other ranks' parts too, and nothing else: what
-goes over a wire or to the host is made of them beside it.
+Invariant: a snapshot is the model as it was when it was taken, whatever the model does meanwhile. The thread
+that computes makes copies on the device, of other ranks' parts too, and nothing else: what goes over a wire
+or to the host is made of them beside it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from services.common.contract.roles import Role
@@ -25,26 +26,32 @@ class Snapshot(Protocol):
     """A model at one moment."""
 
     @property
+    def lora(self) -> LoraSpec | None:
+        """What of an adapter it is; None: all weights of a model."""
+
+    @property
     def role(self) -> Role:
         """What the model's head computes."""
 
     def state(self) -> ModelState:
-        """It, on the host. Blocking; any thread may call it, one at a time."""
+        """It, on the host. Blocking; any thread may call it, once."""
 
     def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T | None]:
-        """As `state`, and something else that is made of the matrices where they are.
+        """As `state`, and something else that is made of the weights where they are; None: they came to the
+        host for want of room.
 
         Args:
-            also: is given them by name, if they are an adapter's. What it makes of them may be used by any
-                thread and stream.
+            also: is given them by name, all on one device. What it makes of them may be used by any thread
+                and stream.
         """
 
 
-class HostSnapshot:
-    """One that is on the host already."""
+class NoSnapshot:
+    """What a rank has that gave its parts to rank 0: a state without tensors."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
+        self.lora = state.lora
 
     @property
     def role(self) -> Role:
@@ -53,7 +60,7 @@ class HostSnapshot:
     def state(self) -> ModelState:
         return self._state
 
-    def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T | None]:
+    def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, None]:
         return self._state, None
 
 
@@ -64,16 +71,23 @@ class AdapterSnapshot:
         step: optimizer steps taken.
         masters, moments: copies that are this snapshot's, flat, float32 [size]; moments by name, those that
             are wanted.
+        device: where the adapter is.
     """
 
     def __init__(
-        self, lora: LoraSpec, layout: Layout, step: int, masters: Tensor, moments: Mapping[str, Tensor]
+        self,
+        lora: LoraSpec,
+        layout: Layout,
+        step: int,
+        masters: Tensor,
+        moments: Mapping[str, Tensor],
+        device: torch.device,
     ) -> None:
         self.lora = lora
         self._step = step
         self._layout = layout
         self._moments = tuple(moments)
-        self._copies = Copies([masters, *moments.values()])
+        self._copies = Copies([masters, *moments.values()], device)
 
     @property
     def role(self) -> Role:

@@ -29,6 +29,7 @@ from services.trainer.compute.memory.capacity import (
     steady,
 )
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY
+from services.trainer.compute.memory.use import largest_pass_bytes
 
 if TYPE_CHECKING:
     from services.trainer.compute.engine import Engine
@@ -75,7 +76,9 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
         mine = at_least(mine, min(engine.context_length, micro_batch_tokens), adapter)
     engine.footprint = found
     least = least_of_all(mine, engine.device)
-    return least if engine.device == "cpu" else steady(least, engine.context_length)
+    promised = least if engine.device == "cpu" else steady(least, engine.context_length)
+    engine.pass_room = largest_pass_bytes(found, promised, engine.vocab_size, micro_batch_tokens, together)
+    return promised
 
 
 def token_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> float | None:

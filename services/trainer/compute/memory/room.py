@@ -33,6 +33,16 @@ def free_memory(device: str) -> int:
     return gpu_memory() - torch.cuda.memory_allocated()
 
 
+def has_room(copy: int, beside: int, device: str) -> bool:
+    """Whether a copy of so many bytes fits beside what this rank may yet take of its device. It keeps the
+    memory that the allocator has, so nothing waits. On a CPU there is no other place for it.
+
+    Args:
+        beside: bytes that are not taken yet.
+    """
+    return device == "cpu" or gpu_memory() - torch.cuda.memory_allocated() >= copy + beside
+
+
 def longest_split(work: Pass, refused: Mapping[int, Failure]) -> dict[int, int]:
     """Tokens of the longest sequence of each operation that all ranks compute together."""
     longest: dict[int, int] = {}

@@ -5,7 +5,7 @@ Invariant: the host's side of a copy that is under way is page-locked and lives 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,62 +22,92 @@ def on_device(values: Tensor, device: str) -> Tensor:
 
 
 class ToHost:
-    """Copies of tensors of one device, which begin at once."""
+    """Copies of tensors on the host, which begin at once; of those that are there already there is none."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         given = [tensor.detach() for tensor in tensors]
-        if all(tensor.device.type == "cpu" for tensor in given):
-            self._copies = given
-            return
-        self._copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-            for tensor in given
-        ]
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._copies = [tensor if tensor.device.type == "cpu" else _page_locked(tensor) for tensor in given]
+        if any(tensor.device.type == "cuda" for tensor in given):
+            self._event = torch.cuda.Event()
+            self._event.record()
 
     def wait(self) -> list[Tensor]:
-        """The tensors on the host, in order; of a CPU they are those that were given."""
+        """The tensors on the host, in order."""
         if self._event is not None:
             self._event.synchronize()
         return self._copies
 
 
 class Copies:
-    """Tensors of one device that nobody changes any more, on that device: the thread that computes made them,
-    and goes on; another one takes them from there."""
+    """Tensors that nobody changes any more, on a device or on their way from there to the host: the thread
+    that computes made them, and goes on; another one takes them from there.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._ready: torch.cuda.Event | None = None
-        self._copies = [tensor.detach() for tensor in tensors]
-        if any(tensor.device.type == "cuda" for tensor in self._copies):
-            self._ready = torch.cuda.Event()
-            self._ready.record()
+    Args:
+        copies: as `copied`.
+        device: of what they are copies of.
+    """
+
+    def __init__(self, copies: Sequence[Tensor], device: torch.device) -> None:
+        self._copies = [copy.detach() for copy in copies]
+        self._device = device
+        self._begun: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._begun = torch.cuda.Event()
+            self._begun.record()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether all of them are where the tensors were."""
+        return all(copy.device == self._device for copy in self._copies)
 
     @contextmanager
     def beside(self) -> Iterator[list[Tensor]]:
-        """The copies, in order, for another thread. On CUDA what is done with them there is on a stream of
-        its own, and is done when the context ends: only then may they go."""
-        if self._ready is None:
-            yield self._copies
-            return
-        device = next(tensor.device for tensor in self._copies if tensor.device.type == "cuda")
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(self._ready)
-            try:
+        """The copies, in order, complete, for another thread, once: they are given up when the context ends,
+        but for what somebody else has of them. On CUDA what is done with them there is on a stream of its
+        own, and is done by then: only then may they go."""
+        try:
+            if self._begun is None:
                 yield self._copies
-            finally:
-                stream.synchronize()
+                return
+            stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._begun)
+                if not self.on_device:
+                    self._begun.synchronize()
+                try:
+                    yield self._copies
+                finally:
+                    stream.synchronize()
+        finally:
+            self._copies = []
 
 
-def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors of one device as they are now, on that device, or on the host if it has no room."""
-    given = [tensor.detach() for tensor in tensors]
-    try:
-        return [tensor.clone() for tensor in given]
-    except torch.OutOfMemoryError:
-        # Whoever computes waits for the host then, which is better than to fail.
-        free_cache()
-        return [tensor.cpu() for tensor in given]
+def copied(tensors: Iterable[Tensor], *, on_device: bool = True) -> list[Tensor]:
+    """Copies of tensors of one device as they are now, for which nobody waits.
+
+    Args:
+        tensors: each is copied before the next one is asked for, after which it may go.
+        on_device: copy them there. Otherwise, and where its memory does not do, they go to the host at once.
+    """
+    copies: list[Tensor] = []
+    for tensor in tensors:
+        copies.append(_copy(tensor.detach(), on_device))
+        on_device = on_device and copies[-1].device == tensor.device
+    return copies
+
+
+def _copy(values: Tensor, on_device: bool) -> Tensor:
+    """A copy on the device, or where that has no room on the host."""
+    if on_device or values.device.type == "cpu":
+        try:
+            return values.clone(memory_format=torch.contiguous_format)
+        except torch.OutOfMemoryError:
+            free_cache()
+    return _page_locked(values)
+
+
+def _page_locked(values: Tensor) -> Tensor:
+    """A copy on the host, under way."""
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return pinned.copy_(values, non_blocking=True)

@@ -9,6 +9,7 @@ from services.trainer.compute.data import MicroBatch, Pass
 from services.trainer.compute.memory.capacity import (
     ADAPTER_GRADIENTS,
     ADAPTER_MOMENTS,
+    Capacity,
     Footprint,
     adapter_element_bytes,
     head_bytes,
@@ -26,6 +27,19 @@ def pass_bytes(work: Pass, footprint: Footprint, vocab_size: int, ranks: int) ->
         return int(sum(map(footprint.of_one, lengths))) + head_bytes(sum(lengths), vocab_size)
 
     return max(map(taken, work.micro_batches), default=0)
+
+
+def largest_pass_bytes(
+    footprint: Footprint, found: Capacity, vocab_size: int, micro_batch_tokens: int, ranks: int
+) -> int:
+    """What the largest micro-batch that is let in takes of a rank.
+
+    Args:
+        ranks: that can compute a sequence together; 1 = each is computed by one.
+    """
+    tokens = max(found.one_rank_tokens, micro_batch_tokens)
+    alone = int(footprint.of_one(tokens)) + head_bytes(tokens, vocab_size)
+    return max(alone, needed(footprint, found.sequence_tokens, vocab_size, ranks) if ranks > 1 else 0)
 
 
 def by_purpose(footprint: Footprint, adapters: int, item: int, ranks: int, in_pass: int) -> dict[str, float]:

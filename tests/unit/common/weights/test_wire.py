@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from services.common import weights
-from services.common.contract.tensors import HostTensor
 from services.common.state import keys
 from services.common.state.redis_client import connect_sync
 from services.common.weights import base, nccl
@@ -50,15 +49,17 @@ def test_one_flipped_bit_changes_the_checksum() -> None:
     buffer, _ = weights.pack(adapter(0))
     damaged = buffer.clone()
     damaged[3] ^= 1
-    assert weights.crc32(buffer) == weights.crc32(buffer.clone())
-    assert weights.crc32(buffer) != weights.crc32(damaged)
+    assert weights.checksum(buffer) == weights.checksum(buffer.clone())
+    assert weights.checksum(buffer) != weights.checksum(damaged)
 
 
 def receive(
     redis_url: str, epoch: int, rank: int, world: int, size: int, results: multiprocessing.Queue, over: Event
 ) -> None:
     group = weights.join("org/model", epoch, rank, world, "cpu", redis_url, 120)
-    results.put((rank, weights.crc32(group.receive(size, 120))))
+    buffer, checksum = group.receive(size, 120)
+    assert weights.checksum(buffer) == checksum
+    results.put((rank, checksum))
     # Another one may still be connecting to this one.
     assert over.wait(240)
 
@@ -77,7 +78,7 @@ def test_every_receiver_gets_the_senders_bytes(redis_url: str) -> None:
     group.broadcast(buffer, 120)
     received = dict(results.get(timeout=120) for _ in children)
     over.set()
-    assert received == {1: weights.crc32(buffer), 2: weights.crc32(buffer)}
+    assert received == {1: weights.checksum(buffer), 2: weights.checksum(buffer)}
     for child in children:
         child.join(60)
         assert child.exitcode == 0
@@ -92,6 +93,12 @@ def joined_pair(redis_url: str, epoch: int, timeout: float) -> list[weights.Weig
         return [join.result(timeout=120) for join in joins]
 
 
+def assert_arrived(received: tuple[torch.Tensor, int], sent: torch.Tensor) -> None:
+    buffer, checksum = received
+    assert torch.equal(buffer, sent)
+    assert checksum == weights.checksum(sent)
+
+
 def test_a_buffer_larger_than_a_bucket_arrives_whole(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "BUCKET_BYTES", 1000)
     sender, receiver = joined_pair(redis_url, 12, 30)
@@ -99,33 +106,32 @@ def test_a_buffer_larger_than_a_bucket_arrives_whole(redis_url: str, monkeypatch
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(receiver.receive, buffer.numel(), 30)
         sender.broadcast(buffer, 30)
-        assert torch.equal(received.result(timeout=120), buffer)
+        assert_arrived(received.result(timeout=120), buffer)
 
 
-def streamed(tensors: dict[str, torch.Tensor]) -> dict[str, HostTensor]:
-    _, specs = weights.pack(tensors)
-    return {
-        spec.name: HostTensor(
-            spec.dtype, spec.shape, tensors[spec.name].contiguous().view(torch.uint8).numpy().tobytes()
-        )
-        for spec in specs
-    }
-
-
-@pytest.mark.parametrize("bucket_bytes", [16, 100, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [4, 16, 100, 1 << 20])
 def test_a_stream_has_the_bytes_and_the_checksum_of_the_packed_buffer(
     monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
 ) -> None:
     monkeypatch.setattr(base, "BUCKET_BYTES", bucket_bytes)
-    buffer, _ = weights.pack(adapter(2))
-    stream = streamed(adapter(2))
+    buffer, specs = weights.pack(adapter(2))
+    stream = adapter(2)
+    assert weights.specs_of(stream) == specs
     sizes, pieces = [], []
     for bucket in weights.buckets(stream):
         sizes.append(bucket.numel())
         pieces.append(bucket.clone())
     assert torch.equal(torch.cat(pieces), buffer)
-    assert weights.stream_crc32(stream) == weights.crc32(buffer)
+    assert weights.stream_checksum(stream) == weights.checksum(buffer)
     assert set(sizes[:-1]) <= {bucket_bytes} and sizes[-1] <= bucket_bytes
+
+
+def test_a_bucket_within_a_tensor_is_no_copy_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "BUCKET_BYTES", 64)
+    large = torch.randn(40)
+    sent = list(weights.buckets({"small": torch.randn(3), "large": large}))
+    inside = range(large.data_ptr(), large.data_ptr() + large.nbytes)
+    assert [bucket.data_ptr() in inside for bucket in sent] == [False, True, True]
 
 
 def test_a_stream_is_received_like_a_buffer_and_may_be_discarded(
@@ -133,19 +139,19 @@ def test_a_stream_is_received_like_a_buffer_and_may_be_discarded(
 ) -> None:
     monkeypatch.setattr(base, "BUCKET_BYTES", 48)
     sender, receiver = joined_pair(redis_url, 17, 30)
-    stream = streamed(adapter(3))
+    stream = adapter(3)
     buffer, specs = weights.pack(adapter(3))
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(receiver.receive, buffer.numel(), 30)
         sender.broadcast_buckets(weights.buckets(stream), 30)
-        assert torch.equal(received.result(timeout=120), buffer)
+        assert_arrived(received.result(timeout=120), buffer)
         discarded = pool.submit(receiver.discard, weights.nbytes(specs), 30)
         sender.broadcast_buckets(weights.buckets(stream), 30)
         discarded.result(timeout=120)
         # Nothing of it is left on the wire.
         received = pool.submit(receiver.receive, 32, 30)
         sender.broadcast(torch.full((32,), 7, dtype=torch.uint8), 30)
-        assert received.result(timeout=120).tolist() == [7] * 32
+        assert received.result(timeout=120)[0].tolist() == [7] * 32
 
 
 def test_a_receiver_whose_sender_is_silent_gives_up_at_its_deadline(redis_url: str) -> None:

@@ -48,7 +48,7 @@ class Engine:
         self.left += 1
 
     async def receive_adapter(
-        self, adapter_id: int, epoch: int, rank: int, specs: list[list[object]], crc32: int, seconds: float
+        self, adapter_id: int, epoch: int, rank: int, specs: list[list[object]], checksum: int, seconds: float
     ) -> int:
         self.receives.append(adapter_id)
         return await self._transfer()
@@ -61,7 +61,7 @@ class Engine:
         self.dropped += adapter_ids
 
     async def stage_weights(
-        self, stage_id: int | None, epoch: int, specs: list[list[object]], crc32: int, seconds: float
+        self, stage_id: int | None, epoch: int, specs: list[list[object]], checksum: int, seconds: float
     ) -> None:
         self.staged.append(stage_id)
         await self._transfer()

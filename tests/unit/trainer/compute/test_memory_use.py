@@ -9,13 +9,14 @@ from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row
 from services.trainer.compute.lora.adapter import LinearShape
 from services.trainer.compute.memory.capacity import (
     GIB,
+    Capacity,
     Footprint,
     adapter_bytes,
     capacity,
     head_bytes,
     needed,
 )
-from services.trainer.compute.memory.use import by_purpose, pass_bytes
+from services.trainer.compute.memory.use import by_purpose, largest_pass_bytes, pass_bytes
 
 TAKEN = Footprint(weights=2 * GIB, token=1e5, square=3.0, masks=2.0, window=50, exchange=2e4)
 VOCAB = 1000
@@ -40,6 +41,15 @@ def test_of_a_pass_the_largest_micro_batch_counts_of_those_with_a_backward_pass(
 
 def test_of_a_sequence_that_ranks_compute_together_each_counts_its_part() -> None:
     assert counted(batch(901, split=True)) == needed(TAKEN, 901, VOCAB, 2)
+
+
+def test_no_pass_that_is_let_in_takes_more_than_the_largest() -> None:
+    alone = Capacity(900, 900, 10**6, 0)
+    most = largest_pass_bytes(TAKEN, alone, VOCAB, 1000, ranks=1)
+    assert max(counted(batch(900)), counted(batch(400, 600)), counted(batch(30, 60, 910))) <= most
+    assert most == int(TAKEN.of_one(1000)) + head_bytes(1000, VOCAB)
+    together = Capacity(900, 10**6, 10**6, 0)
+    assert largest_pass_bytes(TAKEN, together, VOCAB, 1000, ranks=2) == counted(batch(10**6, split=True))
 
 
 @pytest.mark.parametrize("square", [0.0, 40.0])

@@ -60,14 +60,14 @@ class WireEngine:
             await asyncio.to_thread(group.abort)
 
     async def receive_adapter(
-        self, adapter_id: int, epoch: int, rank: int, specs: list[list[Any]], crc32: int, seconds: float
+        self, adapter_id: int, epoch: int, rank: int, specs: list[list[Any]], checksum: int, seconds: float
     ) -> int:
         self.begun.set()
         await self.receiving.wait()
         size = weights.nbytes([TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs])
         assert self._group is not None
-        buffer = await asyncio.to_thread(self._group.receive, size, seconds)
-        if weights.crc32(buffer) != crc32:
+        _, arrived = await asyncio.to_thread(self._group.receive, size, seconds)
+        if arrived != checksum:
             raise DataLoss("checksum")
         return size
 

@@ -12,7 +12,7 @@ from services.common.contract.errors import ModelNotResident
 from services.common.process.threads import WorkerThread
 from services.trainer.compute.data import AdamSpec, ModelState, Pass
 from services.trainer.compute.engine import Engine
-from services.trainer.compute.lora.snapshot import HostSnapshot
+from services.trainer.compute.lora.snapshot import NoSnapshot
 from services.trainer.world.channel import Channel, WorldFailure
 from services.trainer.world.commands import (
     Command,
@@ -37,10 +37,10 @@ class Spread:
     def gathers(self, model_id: str, *, optimizer: bool) -> bool:
         return optimizer
 
-    def snapshot(self, model_id: str, *, optimizer: bool) -> HostSnapshot:
+    def snapshot(self, model_id: str, *, optimizer: bool) -> NoSnapshot:
         if self.broken:
             raise MemoryError
-        return HostSnapshot(ModelState(lora=None, adapter={}, optimizer={}, step=int(optimizer)))
+        return NoSnapshot(ModelState(lora=None, adapter={}, optimizer={}, step=int(optimizer)))
 
 
 class Told(Channel):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
 from services.common.contract.errors import InvalidRequest, ModelNotResident, TinsmithError
 from services.common.process.threads import WorkerThread
@@ -29,7 +30,8 @@ from services.trainer.compute.data import (
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.exchange import SLOWEST, SLOWEST_SPLIT
 from services.trainer.compute.full.shards import Writing
-from services.trainer.compute.lora.snapshot import HostSnapshot
+from services.trainer.compute.full.snapshot import FullSnapshot
+from services.trainer.compute.memory.transfer import Copies
 from services.trainer.world import world as world_module
 from services.trainer.world.channel import Channel, WorldFailure
 from services.trainer.world.commands import DropModel, LoadState, ModelStep, RunPass
@@ -57,8 +59,8 @@ class Rank0:
     def gathers(self, model_id: str, *, optimizer: bool) -> bool:
         return False
 
-    def snapshot(self, model_id: str, *, optimizer: bool) -> HostSnapshot:
-        return HostSnapshot(ModelState(lora=None, adapter={}, optimizer={}, step=self.steps))
+    def snapshot(self, model_id: str, *, optimizer: bool) -> FullSnapshot:
+        return FullSnapshot([], Copies([], torch.device("cpu")), self.steps)
 
 
 class MortalPeer(Channel):
@@ -96,11 +98,11 @@ async def test_a_state_is_told_with_the_step_that_made_it(thread: WorkerThread) 
     assert (seq_id, state.step) == (7, 1)
 
 
-class Kept(HostSnapshot):
+class Kept(FullSnapshot):
     """A snapshot that comes to the host when the test says so."""
 
     def __init__(self, steps: int) -> None:
-        super().__init__(ModelState(lora=None, adapter={}, optimizer={}, step=steps))
+        super().__init__([], Copies([], torch.device("cpu")), steps)
         self.may_go = threading.Event()
 
     def state(self) -> ModelState:
@@ -115,7 +117,7 @@ class Keeps(Rank0):
         super().__init__()
         self.kept: list[Kept] = []
 
-    def snapshot(self, model_id: str, *, optimizer: bool) -> HostSnapshot:
+    def snapshot(self, model_id: str, *, optimizer: bool) -> FullSnapshot:
         self.kept.append(Kept(self.steps))
         return self.kept[-1]
 
@@ -134,7 +136,8 @@ async def test_steps_go_on_while_a_state_comes_to_the_host_and_only_so_many_are_
     assert len(engine.kept) == SNAPSHOTS
     for kept in engine.kept:
         kept.may_go.set()
-    assert [await state for state in states[:-1]] == [(7, kept._state) for kept in engine.kept[:SNAPSHOTS]]
+    taken = ModelState(lora=None, adapter={}, optimizer={}, step=1)
+    assert [await state for state in states[:-1]] == [(7, taken)] * SNAPSHOTS
     async with asyncio.timeout(20):
         while len(engine.kept) == SNAPSHOTS:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
