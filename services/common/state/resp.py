@@ -1,7 +1,7 @@
 """Commands as Redis reads them.
 
-redis-py does it piece by piece, through a call for each argument, and takes as long for that as a gateway does
-for the whole of what it checks about a sample.
+redis-py does it piece by piece, through a call for each argument, and takes as long for that as a gateway
+does for the whole of what it checks about a sample.
 """
 
 from __future__ import annotations

@@ -53,6 +53,11 @@ class ConnectionLimits:
     stuck_seconds: float = 60.0
 
 
+WHOLE_BODY = "tinsmith.whole_body"
+"""Is in the scope of a request once all of its body is here: the next message is there at once, and has what
+is left of it."""
+
+
 class Held(Protocol):
     """What counts as a connection."""
 
@@ -107,6 +112,7 @@ class Connection(HttpToolsProtocol):
         self._stuck: TimerHandle | None = None
         self._unsent = 0
         self._in_head = False
+        self._head_is_new = False
         self._unfinished = 0
         self._head_bytes = 0
         self._receiving = False
@@ -141,6 +147,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(self._refusal or InvalidRequest("this is not an HTTP request"))
             return
         if self._in_head:
+            if self._head_is_new:
+                # Most come as a whole, and are waited for by nobody.
+                self._head_is_new = False
+                self._wait(self._limits.head_seconds)
             # The parser keeps a field to itself until it is whole.
             self._unfinished += len(data)
             if self._unfinished > self._limits.head_bytes:
@@ -149,8 +159,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = self._receiving = True
         self._head_bytes = self._unfinished = 0
-        if self.cycle is None or self.cycle.response_complete:
-            self._wait(self._limits.head_seconds)
+        self._head_is_new = self.cycle is None or self.cycle.response_complete
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -159,7 +168,10 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value))
-        super().on_header(name, value)
+        name = name.lower()
+        if name == b"expect":
+            self.expect_100_continue |= value.lower() == b"100-continue"
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         most = self._limits.pipelined
@@ -172,6 +184,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._receiving = False
+        self.scope[WHOLE_BODY] = True  # type: ignore[literal-required]
         if self.cycle.response_complete:
             # What was left of a refused body is in: the connection can be used again.
             self._wait(self._limits.idle_seconds)
