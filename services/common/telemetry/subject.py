@@ -64,7 +64,7 @@ class Subject:
     @classmethod
     def of(cls, traceparent: str, owner: str = "", model_id: str = "", request_id: str = "") -> Subject:
         """The subject of a call with this `traceparent`; one of its own when that is none."""
-        found = _TRACEPARENT.fullmatch(traceparent)
+        found = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
         made = cls(owner=owner, model_id=model_id, request_id=request_id)
         if found is not None and found[1] != _NO_TRACE and found[2] != _NO_SPAN:
             made.trace_id, made.span_id, made.joined = found[1], found[2], True

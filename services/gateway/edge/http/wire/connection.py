@@ -22,9 +22,10 @@ from typing import Any, Protocol
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.common.contract.errors import HeadTooLarge, InvalidRequest, Overloaded, TinsmithError
+from services.gateway.edge.http.wire.fields import field_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class ConnectionLimits:
 WHOLE_BODY = "tinsmith.whole_body"
 """Is in the scope of a request once all of its body is here: the next message is there at once, and has what
 is left of it."""
+
+
+_LITTLE_BYTES = 16 * 1024
+_BODY_S = 1.0
+"""A body of no more bytes is waited for so long before anybody looks at its request."""
 
 
 class Held(Protocol):
@@ -109,6 +115,8 @@ class Connection(HttpToolsProtocol):
         self._known = connections
         self._limits = connections.limits
         self._deadline: TimerHandle | None = None
+        self._awaited: tuple[RequestResponseCycle, Any] | None = None
+        self._late: TimerHandle | None = None
         self._stuck: TimerHandle | None = None
         self._unsent = 0
         self._in_head = False
@@ -134,6 +142,7 @@ class Connection(HttpToolsProtocol):
         self._cancel_deadline()
         self._cancel_stuck()
         super().connection_lost(exc)
+        self._start_awaited()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -142,10 +151,12 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             # Nothing is upgraded here: the request is served as it is.
+            self._start_awaited()
             return
         except httptools.HttpParserError:
             self._refuse(self._refusal or InvalidRequest("this is not an HTTP request"))
             return
+        self._bound_wait_for_body()
         if self._in_head:
             if self._head_is_new:
                 # Most come as a whole, and are waited for by nobody.
@@ -189,9 +200,33 @@ class Connection(HttpToolsProtocol):
             # What was left of a refused body is in: the connection can be used again.
             self._wait(self._limits.idle_seconds)
         super().on_message_complete()
+        self._start_awaited()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Begins to answer a request; one that has a small body when that is in, or does not come for a
+        while. Clients send it right after the head, but in a piece of its own, and to be waited for by who
+        answers it costs as much as the rest of the edge."""
+        if cycle.more_body and not cycle.waiting_for_100_continue and _declares_little(cycle.scope):
+            self._awaited = cycle, app
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _start_awaited(self) -> None:
+        if self._awaited is not None:
+            cycle, app = self._awaited
+            self._awaited = None
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+            super()._start_asgi_task(cycle, app)
+
+    def _bound_wait_for_body(self) -> None:
+        if self._awaited is not None and self._late is None:
+            self._late = self.loop.call_later(_BODY_S, self._start_awaited)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._bound_wait_for_body()
         self._unset_keepalive_if_required()
         if self.transport.is_closing() or (self._receiving and self.cycle.response_complete):
             self._wait(self._limits.linger_seconds)
@@ -281,6 +316,11 @@ class Connection(HttpToolsProtocol):
         if self._stuck is not None:
             self._stuck.cancel()
             self._stuck = None
+
+
+def _declares_little(scope: Any) -> bool:
+    declared = field_of(scope, b"content-length") or ""
+    return declared.isdigit() and int(declared) <= _LITTLE_BYTES
 
 
 def bounded(connections: Connections) -> Callable[..., Connection]:
