@@ -27,7 +27,8 @@ def packed(commands: Iterable[Sequence[Argument]]) -> list[bytes]:
         words: list[Argument] = [*_bytes(name).split(), *arguments]
         parts.append(b"*%d\r\n" % len(words))
         for word in words:
-            data = word if type(word) is bytes else _bytes(word)
+            # Nearly all are one of the two.
+            data = word if type(word) is bytes else word.encode() if type(word) is str else _bytes(word)
             if len(data) > _APART_BYTES:
                 parts.append(b"$%d\r\n" % len(data))
                 pieces += [b"".join(parts), data]

@@ -23,7 +23,7 @@ from services.gateway.edge.http.wire.fields import field_of
 
 SECONDS = Histogram(
     "tinsmith_http_seconds",
-    "HTTP requests, from their headers to the end of the answer; long polls included",
+    "HTTP requests, from their headers or small body to the end of the answer; long polls included",
     ["route", "status"],
     buckets=LONG_S,
 )

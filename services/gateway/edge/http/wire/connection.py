@@ -4,7 +4,8 @@ Invariants: a connection is either busy with a request whose head is in, or it h
 at most so many connections, those included whose TLS handshake has not ended (`handshake`), of which one that
 only waits gives way to a new one. The head of a request is
 bounded in bytes and fields, and so are requests that are sent ahead of answers. A client that does not take
-its answer is cut off.
+its answer is cut off. Who answers a request is asked when its head is in, and a small body for which it waits
+no longer than a second.
 
 uvicorn bounds none of this with httptools; its other parser, h11, bounds the head's bytes only and takes
 several times the CPU. So this is its protocol for httptools with bounds, and not a parser of our own. Its own
@@ -174,11 +175,16 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > self._limits.head_bytes:
+            self._fail(self._too_large())
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
+        # Twenty times a request: not through a call.
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > self._limits.head_bytes or len(self.headers) >= self._limits.head_fields:
+            self._fail(self._too_large())
         name = name.lower()
         if name == b"expect":
             self.expect_100_continue |= value.lower() == b"100-continue"
@@ -253,12 +259,6 @@ class Connection(HttpToolsProtocol):
                 self._look_again(left)
 
         self._stuck = self.loop.call_later(self._limits.stuck_seconds, look)
-
-    def _count_head(self, nbytes: int) -> None:
-        self._head_bytes += nbytes
-        limits = self._limits
-        if self._head_bytes > limits.head_bytes or len(self.headers) >= limits.head_fields:
-            self._fail(self._too_large())
 
     def _too_large(self) -> TinsmithError:
         limits = self._limits
