@@ -30,6 +30,7 @@ from redis.exceptions import AuthenticationError, AuthorizationError, MasterDown
 from redis.retry import Retry
 
 from services.common.contract.errors import InvalidRequest
+from services.common.state import resp
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +165,8 @@ def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
     uvloop answers a write to a connection that the other end has reset with a RuntimeError, which redis-py
     takes for a mistake of the program. What a demoted server answers it takes for the answer. And Python
     3.11's `wait_for`, with which redis-py writes, makes a task of every command, which costs as much as the
-    command, and loses a cancellation that comes just when it is done (python/cpython#86296).
+    command, and loses a cancellation that comes just when it is done (python/cpython#86296). Commands are
+    made by `resp`.
     """
 
     class Noticing(connection):
@@ -172,6 +174,12 @@ def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
             if sentinels is not None:
                 self.host, self.port = await sentinels.primary()
             await super()._connect()
+
+        def pack_command(self, *args: Any) -> list[bytes]:
+            return resp.packed([args])
+
+        def pack_commands(self, commands: Any) -> list[bytes]:
+            return resp.packed(commands)
 
         async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
             if not self.is_connected:

@@ -64,12 +64,11 @@ class Subject:
     @classmethod
     def of(cls, traceparent: str, owner: str = "", model_id: str = "", request_id: str = "") -> Subject:
         """The subject of a call with this `traceparent`; one of its own when that is none."""
-        found = _TRACEPARENT.fullmatch(traceparent)
-        made = cls(owner=owner, model_id=model_id, request_id=request_id)
-        if found is not None and found[1] != _NO_TRACE and found[2] != _NO_SPAN:
-            made.trace_id, made.span_id, made.joined = found[1], found[2], True
-            made.sampled = bool(int(found[3], 16) & 1)
-        return made
+        found = _TRACEPARENT.fullmatch(traceparent) if traceparent else None
+        if found is None or found[1] == _NO_TRACE or found[2] == _NO_SPAN:
+            return cls(owner=owner, model_id=model_id, request_id=request_id)
+        sampled = bool(int(found[3], 16) & 1)
+        return cls(found[1], found[2], sampled, True, owner, model_id, request_id)
 
     @property
     def traceparent(self) -> str:

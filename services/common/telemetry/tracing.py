@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,8 @@ _EXPORTERS = {
 }
 
 _tracer: Any = None
+_NONE = nullcontext()
+"""Where nothing is exported; it can be entered again and again."""
 
 Value = str | int | float | bool
 
@@ -103,17 +105,18 @@ def exported(service: str, instance: str, environment: Mapping[str, str]) -> Ite
         ending.join(_FLUSH_S)
 
 
-@contextmanager
-def call(name: str) -> Iterator[Any]:
+def call(name: str) -> AbstractContextManager[Any]:
     """The span of a call that this process answers: a child of its caller's span, else the root of a trace,
     whose id the subject of this task has from now on.
 
     Yields the span, to give it a better name; None: there is none.
     """
     about = subject.current()
-    if _tracer is None or about is None:
-        yield None
-        return
+    return _NONE if _tracer is None or about is None else _answered(name, about)
+
+
+@contextmanager
+def _answered(name: str, about: Subject) -> Iterator[Any]:
     made = _begun(name, about, "SERVER")
     context = made.get_span_context()
     about.trace_id, about.span_id = f"{context.trace_id:032x}", f"{context.span_id:016x}"
@@ -128,8 +131,7 @@ def call(name: str) -> Iterator[Any]:
         made.end()
 
 
-@contextmanager
-def span(name: str, kind: str = "INTERNAL", **attributes: Value) -> Iterator[None]:
+def span(name: str, kind: str = "INTERNAL", **attributes: Value) -> AbstractContextManager[None]:
     """The span of a part of what the task does for its subject.
 
     Args:
@@ -137,8 +139,12 @@ def span(name: str, kind: str = "INTERNAL", **attributes: Value) -> Iterator[Non
     """
     about = subject.current()
     if _tracer is None or about is None or not about.joined:
-        yield
-        return
+        return _NONE
+    return _part(name, about, kind, attributes)
+
+
+@contextmanager
+def _part(name: str, about: Subject, kind: str, attributes: Mapping[str, Value]) -> Iterator[None]:
     made = _begun(name, about, kind)
     made.set_attributes(attributes)
     inner = replace(about, span_id=f"{made.get_span_context().span_id:016x}")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from services.common.contract.errors import LimitReached, TooLarge
 from services.gateway.access.limits import MIB
@@ -63,14 +61,9 @@ class AnswerRoom:
         """Bytes that answers take at present."""
         return self._shares.room - self._shares.free
 
-    @contextmanager
-    def account(self, owner: str) -> Iterator[AnswerAccount]:
+    def account(self, owner: str) -> AnswerAccount:
         """Counts one answer of an owner until the context ends."""
-        account = AnswerAccount(self, owner)
-        try:
-            yield account
-        finally:
-            account.give(account.held)
+        return AnswerAccount(self, owner)
 
     async def take(self, owner: str, nbytes: int, seconds: float = WAIT_S) -> None:
         """Waits until so much is free for the owner, and what it asked for before was taken.
@@ -146,12 +139,18 @@ class AnswerRoom:
 
 
 class AnswerAccount:
-    """What one answer takes at present, in bytes."""
+    """What one answer takes at present, in bytes. A context, at whose end it takes nothing."""
 
     def __init__(self, room: AnswerRoom, owner: str) -> None:
         self._room = room
         self._owner = owner
         self.held = 0
+
+    def __enter__(self) -> AnswerAccount:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.give(self.held)
 
     async def take(self, nbytes: int, seconds: float = WAIT_S) -> None:
         """Waits for so much. Raises as `AnswerRoom.take`."""

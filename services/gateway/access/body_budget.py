@@ -6,9 +6,6 @@ is left for others. Small bodies have a room of their own, so a heartbeat never 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from services.common.contract.errors import LimitReached, TooLarge
 from services.gateway.access.limits import MIB, SMALL_BODY_BYTES
 from services.gateway.access.memory import RECEIVING_COPIES, Memory
@@ -47,18 +44,13 @@ class BodyBudget:
         """How many messages of unknown size may be received at once, when one may have so many bytes."""
         return max(1, self._receiving // (RECEIVING_COPIES * largest))
 
-    @contextmanager
-    def account(self, owner: str) -> Iterator[Account]:
+    def account(self, owner: str) -> Account:
         """Counts one request of an owner until the context ends."""
-        account = Account(owner, self._large, self._small)
-        try:
-            yield account
-        finally:
-            account.close()
+        return Account(owner, self._large, self._small)
 
 
 class Account:
-    """What one request takes at present."""
+    """What one request takes at present. A context, at whose end it takes nothing."""
 
     def __init__(self, owner: str, large: Shares, small: Shares) -> None:
         self._owner = owner
@@ -66,6 +58,12 @@ class Account:
         self._small = small
         self._in_large = 0
         self._in_small = 0
+
+    def __enter__(self) -> Account:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def hold(self, nbytes: int) -> None:
         """The request has so many bytes, all forms that it has at once taken together.
@@ -92,10 +90,12 @@ class Account:
         self._set(0, 0)
 
     def _set(self, in_large: int, in_small: int) -> None:
-        _change(self._large, self._owner, self._in_large, in_large)
-        self._in_large = in_large
-        _change(self._small, self._owner, self._in_small, in_small)
-        self._in_small = in_small
+        if in_large != self._in_large:
+            _change(self._large, self._owner, self._in_large, in_large)
+            self._in_large = in_large
+        if in_small != self._in_small:
+            _change(self._small, self._owner, self._in_small, in_small)
+            self._in_small = in_small
 
 
 def _needs(nbytes: int) -> tuple[int, int]:

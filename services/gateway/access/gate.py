@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from services.common.contract.errors import LimitReached
 from services.gateway.access.limits import OwnerLimits
@@ -33,26 +32,22 @@ class Gate:
         """Calls that are under way."""
         return self._calls.room - self._calls.free
 
-    @contextmanager
-    def call(self, owner: str) -> Iterator[None]:
+    def call(self, owner: str) -> Taken:
         """Lets a call in, and counts it until the context ends.
 
         Raises:
             LimitReached: the key has too many under way, or sends too fast.
         """
         self._pace(owner)
-        with _taken(self._calls, owner, "calls", "--max-calls"):
-            yield
+        return Taken(self._calls, owner, "calls", "--max-calls")
 
-    @contextmanager
-    def download(self, owner: str) -> Iterator[None]:
+    def download(self, owner: str) -> Taken:
         """Counts a download until the context ends.
 
         Raises:
             LimitReached: the key has too many under way.
         """
-        with _taken(self._downloads, owner, "downloads", "--max-downloads"):
-            yield
+        return Taken(self._downloads, owner, "downloads", "--max-downloads")
 
     def _pace(self, owner: str) -> None:
         """Takes one from the owner's allowance, which fills up again with time."""
@@ -79,15 +74,24 @@ class Gate:
             del self._allowances[owner]
 
 
-@contextmanager
-def _taken(room: Shares, owner: str, what: str, flag: str) -> Iterator[None]:
-    if not room.take(owner, 1):
-        raise LimitReached(
-            f"this API key has {room.held_by(owner)} {what} under way at this gateway, which has {room.free} "
-            f"of {room.room} left for all keys ({flag}); send this again when one has ended",
-            about={"limit": flag},
-        )
-    try:
-        yield
-    finally:
-        room.add(owner, -1)
+class Taken:
+    """A context in which one of a room is an owner's."""
+
+    def __init__(self, room: Shares, owner: str, what: str, flag: str) -> None:
+        self._room = room
+        self._owner = owner
+        self._what = what
+        self._flag = flag
+
+    def __enter__(self) -> None:
+        room = self._room
+        if not room.take(self._owner, 1):
+            raise LimitReached(
+                f"this API key has {room.held_by(self._owner)} {self._what} under way at this gateway, which "
+                f"has {room.free} of {room.room} left for all keys ({self._flag}); send this again when one "
+                "has ended",
+                about={"limit": self._flag},
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._room.add(self._owner, -1)

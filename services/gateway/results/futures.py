@@ -2,9 +2,9 @@
 
 Invariant: a waiter first is listed and then looks, so a result published in between wakes it; when
 the subscription was interrupted every waiter looks again. Nothing polls. A result that this process
-resolves a future with goes to its waiters here without another look, once it is resolved with that. While
-this process is about to resolve one, nobody looks; when it no longer is, all who wait do. What one waiter
-costs does not depend on how many there are.
+resolves a future with goes to its waiters here without another look, once it is resolved with that, or to the
+first who asks for it after that. While this process is about to resolve one, nobody looks; when it no longer
+is, all who wait do. What one waiter costs does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from services.common.contract import ids
 from services.common.process.tasks import cancel_all, detached
 from services.common.state import keys
 from services.common.state.journal_records import Published
+from services.gateway.results.recent import RecentResults
 from services.gateway.results.subscription import Subscription
 
 _BATCH = 128
@@ -58,6 +59,7 @@ class Futures:
         self._waiters: defaultdict[str, set[_Waiter]] = defaultdict(set)
         self._coming: set[str] = set()
         self._resolving: set[str] = set()
+        self._recent = RecentResults()
         self._wanted: dict[str, asyncio.Future[FutureView]] = {}
         self._loads: set[asyncio.Task[None]] = set()
         self._listeners: list[tuple[Callable[[str], None], Callable[[], None]]] = []
@@ -113,6 +115,9 @@ class Futures:
         Raises:
             InvalidRequest: the text is no request id.
         """
+        recent = self._recent.take(request_id)
+        if recent is not None:
+            return FutureView("done", recent)
         ids.parse_request_id(request_id)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -146,7 +151,8 @@ class Futures:
     async def resolve(
         self, request_id: str, result: bytes, publish: Callable[[], Awaitable[Published]]
     ) -> Published:
-        """Calls `publish`, which resolves a future, and hands the result to those who wait for it here.
+        """Calls `publish`, which resolves a future, and hands the result to those who wait for it here; when
+        none does, to the first who asks.
 
         Args:
             result: what `publish` writes: a serialized OperationResult.
@@ -158,10 +164,13 @@ class Futures:
             return outcome
         finally:
             self._resolving.discard(request_id)
-            for waiter in self._waiters.get(request_id, ()):
+            waiters = self._waiters.get(request_id, ())
+            for waiter in waiters:
                 # Whatever else came of it, perhaps it is resolved all the same: they look.
                 waiter.result = result if outcome is Published.PUBLISHED else None
                 waiter.changed.set()
+            if not waiters and outcome is Published.PUBLISHED:
+                self._recent.keep(request_id, result)
 
     def _wake(self, request_id: str) -> None:
         if request_id not in self._resolving:

@@ -72,12 +72,13 @@ def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
             "with at least one token to generate, so shorten it",
             field="prompt",
         )
-    ids = np.frombuffer(tensor.data, dtype="<i4")
-    wrong = (ids < 0) | (ids >= model.vocab_size)
-    if wrong.any():
-        place = int(np.argmax(wrong))
+    # One below 0 is a large one without its sign: so there is one number to be looked for.
+    ids = np.frombuffer(tensor.data, dtype="<u4")
+    if int(ids.max()) >= model.vocab_size:
+        place = int(np.argmax(ids >= model.vocab_size))
+        token = int(ids.view("<i4")[place])
         raise InvalidRequest(
-            f"prompt token {int(ids[place])} at position {place} is outside the vocabulary of {model.name} "
+            f"prompt token {token} at position {place} is outside the vocabulary of {model.name} "
             f"(0 to {model.vocab_size - 1})",
             "token_out_of_range",
             field="prompt",

@@ -94,4 +94,6 @@ def vllm_params(
         else {REQUEST_KEY: plan.to_wire(), CACHE_LIMIT_KEY: int(plan.needed()[0])},
         structured_outputs=constraint,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        # Made for this sequence, and asked with once: vLLM would copy all that is in it.
+        skip_clone=True,
     )

@@ -19,6 +19,8 @@ from services.common.contract.errors import DeadlineExceeded, InvalidRequest, Ti
 from services.common.process.pools import COMPUTE
 from services.gateway.access.body_budget import Account
 from services.gateway.access.limits import THREAD_ABOVE_BYTES
+from services.gateway.edge.http.wire.connection import WHOLE_BODY
+from services.gateway.edge.http.wire.fields import field_of
 
 _PATIENCE_S = 10.0
 _BYTES_PER_S = 32 * 1024
@@ -72,7 +74,7 @@ async def received(
         DeadlineExceeded: the client sends it too slowly.
     """
     body = await _whole(request, account, limit)
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    encoding = (field_of(request.scope, b"content-encoding") or "identity").strip().lower()
     if encoding == "identity":
         return body
     size = inflated_size(body, encoding, inflated_limit)
@@ -85,6 +87,13 @@ async def received(
 
 async def _whole(request: Request, account: Account, limit: int) -> bytes:
     declared = check_declared(request, limit)
+    known = _known(request)
+    if WHOLE_BODY in request.scope and not known.begun:
+        body = await _next(request, known)
+        if len(body) > limit:
+            raise TooLarge(f"the body has more than {limit} bytes")
+        account.hold(len(body))
+        return body
     if declared is not None:
         account.check(declared)
     parts, taken = [], 0
@@ -109,19 +118,29 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
         left = began + min(_PATIENCE_S + taken / _BYTES_PER_S, _LONGEST_S) - time.monotonic()
         try:
             async with asyncio.timeout(left):
-                message = await request.receive()
+                part = await _next(request, known)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{taken} bytes of the body came in {time.monotonic() - began:.0f} s; send it faster"
             ) from error
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        if not message.get("more_body", False):
-            known.whole = True
-        part = message.get("body", b"")
         taken += len(part)
-        note_head(request, part)
         yield part
+
+
+async def _next(request: Request, known: _Known) -> bytes:
+    """The next part of the body.
+
+    Raises:
+        ClientDisconnect: there is none, as the client went away.
+    """
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    if not message.get("more_body", False):
+        known.whole = True
+    part: bytes = message.get("body", b"")
+    _note(known, part)
+    return part
 
 
 async def skimmed(request: Request, limit: int) -> None:
@@ -144,7 +163,7 @@ def check_declared(request: Request, limit: int) -> int | None:
     Raises:
         TooLarge: they are more than the limit.
     """
-    declared = request.headers.get("content-length", "")
+    declared = field_of(request.scope, b"content-length") or ""
     if not declared.isdigit():
         return None
     if int(declared) > limit:
@@ -158,9 +177,8 @@ def end_of(request: Request) -> bytes:
     return known.end if known.whole else b""
 
 
-def note_head(request: Request, part: bytes) -> None:
+def _note(known: _Known, part: bytes) -> None:
     """Keeps beginning and end of a body, also of one that turns out to be too large."""
-    known = _known(request)
     known.begun = True
     if len(known.head) < _HEAD_BYTES:
         known.head += part[: _HEAD_BYTES - len(known.head)]
@@ -176,7 +194,7 @@ async def head_of(request: Request) -> bytes:
                 if part:
                     break
         known = _known(request).head
-        if request.headers.get("content-encoding", "").strip().lower() == "zstd":
+        if (field_of(request.scope, b"content-encoding") or "").strip().lower() == "zstd":
             return inflated_beginning(known, _BEGINNING_BYTES)
     except TinsmithError:
         return b""

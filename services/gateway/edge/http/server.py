@@ -43,6 +43,7 @@ from services.gateway.edge.http import (
 )
 from services.gateway.edge.http.routes import API, Handler, acted, address_of, counted, reply
 from services.gateway.edge.http.wire.connection import ConnectionLimits, Connections, bounded
+from services.gateway.edge.http.wire.fields import field_of
 from services.gateway.edge.http.wire.handshake import Handshakes
 from services.gateway.edge.inference.endpoint import key_of
 from services.gateway.edge.measured import measured
@@ -123,7 +124,7 @@ def create_app(application: Application, tells: bool = False) -> ASGIApp:
         assert name in ACTS, f"nobody has decided what is written down of {name}"
 
         async def endpoint(request: Request) -> Response:
-            key = request.headers.get("x-api-key")
+            key = field_of(request.scope, b"x-api-key")
             caller = await application.door.enter(key, name, address_of(request))
             with application.gate.call(caller.owner):
                 response = await acted(application, request, name, caller, handler)

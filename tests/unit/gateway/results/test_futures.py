@@ -106,6 +106,36 @@ async def test_nobody_looks_at_what_this_process_is_about_to_resolve(
     assert looks.number == 2
 
 
+async def test_who_asks_first_for_what_this_process_has_resolved_needs_no_look(
+    redis_client: redis.asyncio.Redis, futures: Futures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, request_id = Looks(futures, monkeypatch), await sample(redis_client, 1)
+
+    async def publish() -> Published:
+        await SampleJournal(redis_client).publish(request_id, RESULT)
+        return Published.PUBLISHED
+
+    await futures.resolve(request_id, RESULT.SerializeToString(), publish)
+    first = await futures.wait(request_id, 0)
+    assert looks.number == 0
+    # An answer may be lost on its way.
+    assert await futures.wait(request_id, 0) == first
+    assert looks.number == 1
+
+
+async def test_what_this_process_did_not_resolve_a_future_with_is_not_handed_out_later(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+
+    async def publish_after_another() -> Published:
+        await SampleJournal(redis_client).publish(request_id, RESULT)
+        return Published.NOT_PENDING
+
+    await futures.resolve(request_id, b"too late", publish_after_another)
+    assert (await futures.wait(request_id, 0)).result == RESULT.SerializeToString()
+
+
 async def test_who_waits_looks_when_this_process_will_not_resolve_it(
     redis_client: redis.asyncio.Redis, futures: Futures
 ) -> None:

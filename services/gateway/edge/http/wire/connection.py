@@ -4,7 +4,8 @@ Invariants: a connection is either busy with a request whose head is in, or it h
 at most so many connections, those included whose TLS handshake has not ended (`handshake`), of which one that
 only waits gives way to a new one. The head of a request is
 bounded in bytes and fields, and so are requests that are sent ahead of answers. A client that does not take
-its answer is cut off.
+its answer is cut off. Who answers a request is asked when its head is in, and a small body for which it waits
+no longer than a second.
 
 uvicorn bounds none of this with httptools; its other parser, h11, bounds the head's bytes only and takes
 several times the CPU. So this is its protocol for httptools with bounds, and not a parser of our own. Its own
@@ -22,9 +23,10 @@ from typing import Any, Protocol
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.common.contract.errors import HeadTooLarge, InvalidRequest, Overloaded, TinsmithError
+from services.gateway.edge.http.wire.fields import field_of
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,16 @@ class ConnectionLimits:
     idle_seconds: int = 75
     linger_seconds: float = 10.0
     stuck_seconds: float = 60.0
+
+
+WHOLE_BODY = "tinsmith.whole_body"
+"""Is in the scope of a request once all of its body is here: the next message is there at once, and has what
+is left of it."""
+
+
+_LITTLE_BYTES = 16 * 1024
+_BODY_S = 1.0
+"""A body of no more bytes is waited for so long before anybody looks at its request."""
 
 
 class Held(Protocol):
@@ -104,9 +116,12 @@ class Connection(HttpToolsProtocol):
         self._known = connections
         self._limits = connections.limits
         self._deadline: TimerHandle | None = None
+        self._awaited: tuple[RequestResponseCycle, Any] | None = None
+        self._late: TimerHandle | None = None
         self._stuck: TimerHandle | None = None
         self._unsent = 0
         self._in_head = False
+        self._head_is_new = False
         self._unfinished = 0
         self._head_bytes = 0
         self._receiving = False
@@ -128,6 +143,7 @@ class Connection(HttpToolsProtocol):
         self._cancel_deadline()
         self._cancel_stuck()
         super().connection_lost(exc)
+        self._start_awaited()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -136,11 +152,17 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             # Nothing is upgraded here: the request is served as it is.
+            self._start_awaited()
             return
         except httptools.HttpParserError:
             self._refuse(self._refusal or InvalidRequest("this is not an HTTP request"))
             return
+        self._bound_wait_for_body()
         if self._in_head:
+            if self._head_is_new:
+                # Most come as a whole, and are waited for by nobody.
+                self._head_is_new = False
+                self._wait(self._limits.head_seconds)
             # The parser keeps a field to itself until it is whole.
             self._unfinished += len(data)
             if self._unfinished > self._limits.head_bytes:
@@ -149,17 +171,24 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = self._receiving = True
         self._head_bytes = self._unfinished = 0
-        if self.cycle is None or self.cycle.response_complete:
-            self._wait(self._limits.head_seconds)
+        self._head_is_new = self.cycle is None or self.cycle.response_complete
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
+        self._head_bytes += len(url)
+        if self._head_bytes > self._limits.head_bytes:
+            self._fail(self._too_large())
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value))
-        super().on_header(name, value)
+        # Twenty times a request: not through a call.
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > self._limits.head_bytes or len(self.headers) >= self._limits.head_fields:
+            self._fail(self._too_large())
+        name = name.lower()
+        if name == b"expect":
+            self.expect_100_continue |= value.lower() == b"100-continue"
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         most = self._limits.pipelined
@@ -172,13 +201,38 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._receiving = False
+        self.scope[WHOLE_BODY] = True  # type: ignore[literal-required]
         if self.cycle.response_complete:
             # What was left of a refused body is in: the connection can be used again.
             self._wait(self._limits.idle_seconds)
         super().on_message_complete()
+        self._start_awaited()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Begins to answer a request; one that has a small body when that is in, or does not come for a
+        while. Clients send it right after the head, but in a piece of its own, and to be waited for by who
+        answers it costs as much as the rest of the edge."""
+        if cycle.more_body and not cycle.waiting_for_100_continue and _declares_little(cycle.scope):
+            self._awaited = cycle, app
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _start_awaited(self) -> None:
+        if self._awaited is not None:
+            cycle, app = self._awaited
+            self._awaited = None
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+            super()._start_asgi_task(cycle, app)
+
+    def _bound_wait_for_body(self) -> None:
+        if self._awaited is not None and self._late is None:
+            self._late = self.loop.call_later(_BODY_S, self._start_awaited)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._bound_wait_for_body()
         self._unset_keepalive_if_required()
         if self.transport.is_closing() or (self._receiving and self.cycle.response_complete):
             self._wait(self._limits.linger_seconds)
@@ -205,12 +259,6 @@ class Connection(HttpToolsProtocol):
                 self._look_again(left)
 
         self._stuck = self.loop.call_later(self._limits.stuck_seconds, look)
-
-    def _count_head(self, nbytes: int) -> None:
-        self._head_bytes += nbytes
-        limits = self._limits
-        if self._head_bytes > limits.head_bytes or len(self.headers) >= limits.head_fields:
-            self._fail(self._too_large())
 
     def _too_large(self) -> TinsmithError:
         limits = self._limits
@@ -268,6 +316,11 @@ class Connection(HttpToolsProtocol):
         if self._stuck is not None:
             self._stuck.cancel()
             self._stuck = None
+
+
+def _declares_little(scope: Any) -> bool:
+    declared = field_of(scope, b"content-length") or ""
+    return declared.isdigit() and int(declared) <= _LITTLE_BYTES
 
 
 def bounded(connections: Connections) -> Callable[..., Connection]:

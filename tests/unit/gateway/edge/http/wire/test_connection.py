@@ -38,7 +38,7 @@ async def app(
     body = {"/large": bytes(LARGE)}.get(scope["path"], b"ok")
     if scope["path"] == "/slow":
         await asyncio.sleep(1.0)
-    while scope["path"] == "/read" and (await receive())["more_body"]:
+    while scope["path"] == "/read" and (await receive()).get("more_body"):
         pass
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -193,6 +193,44 @@ async def test_a_body_that_nobody_reads_does_not_hold_the_connection(port: int) 
         writer.write(b"POST /small HTTP/1.1\r\nhost: gateway\r\ncontent-length: 10000\r\n\r\n")
         assert await answer(reader) == (200, b"ok")
         assert await closed(reader)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 1.5])
+async def test_a_body_may_come_after_its_head(port: int, seconds: float) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"POST /read HTTP/1.1\r\nhost: gateway\r\ncontent-length: 4\r\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(seconds)
+        writer.write(b"body")
+        assert await answer(reader) == (200, b"ok")
+        writer.write(REQUEST)
+        assert await answer(reader) == (200, b"ok")
+
+
+async def test_a_request_whose_body_does_not_come_is_answered_all_the_same(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"POST /small HTTP/1.1\r\nhost: gateway\r\ncontent-length: 4\r\n\r\n")
+        assert await answer(reader) == (200, b"ok")
+
+
+async def test_who_asks_whether_to_send_a_body_is_told_at_once(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        head = b"POST /read HTTP/1.1\r\nhost: gateway\r\ncontent-length: 4\r\nexpect: 100-continue\r\n\r\n"
+        writer.write(head)
+        async with asyncio.timeout(0.8):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        writer.write(b"body")
+        assert await answer(reader) == (200, b"ok")
+
+
+async def test_a_client_that_goes_before_its_body_leaves_nothing(port: int, connections: Connections) -> None:
+    async with connected(port) as (_, writer):
+        writer.write(b"POST /read HTTP/1.1\r\nhost: gateway\r\ncontent-length: 4\r\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.1)
+    async with asyncio.timeout(8):
+        while len(connections):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 async def test_few_requests_are_received_ahead_of_their_answers(port: int) -> None:
