@@ -6,7 +6,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 # pytest answers an interrupt itself: without this the next folder would begin.
 trap 'exit 130' INT
-parts=(unit helm security component cluster abuse robustness ecosystem)
+parts=(unit helm security component families cluster abuse robustness ecosystem)
 [ $# -eq 0 ] || parts=("$@")
 cores=$(nproc)
 at_once=$((cores < 8 ? cores + 1 : 8))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+import hiredis
 import redis
 import redis.asyncio
 import redis.asyncio.sentinel
@@ -30,7 +31,6 @@ from redis.exceptions import AuthenticationError, AuthorizationError, MasterDown
 from redis.retry import Retry
 
 from services.common.contract.errors import InvalidRequest
-from services.common.state import resp
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +158,26 @@ def connect_sync(url: str) -> redis.Redis:
     return client
 
 
+Argument = bytes | str | int | float
+
+_LARGE_BYTES = 6000
+
+
+def _is_large(command: Sequence[Argument]) -> bool:
+    return any(isinstance(word, bytes) and len(word) > _LARGE_BYTES for word in command)
+
+
+def packed(command: Sequence[Argument]) -> bytes:
+    """A command as Redis reads it.
+
+    Raises:
+        TypeError: an argument is of another type; a bool is one that Redis knows no form of.
+    """
+    name, *arguments = command
+    # "SCRIPT LOAD" is two words to Redis.
+    return hiredis.pack_command((*name.split(), *arguments))  # type: ignore[union-attr]
+
+
 def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
     """The class of connections whose loss is a ConnectionError however it shows, and with which who is
     cancelled stays so.
@@ -166,7 +186,8 @@ def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
     takes for a mistake of the program. What a demoted server answers it takes for the answer. And Python
     3.11's `wait_for`, with which redis-py writes, makes a task of every command, which costs as much as the
     command, and loses a cancellation that comes just when it is done (python/cpython#86296). Commands are
-    made by `resp`.
+    made by hiredis, unless they are large: redis-py makes a call for each argument, and takes as long for
+    those of one sample as a gateway does for the whole of what it checks about it, but copies no large one.
     """
 
     class Noticing(connection):
@@ -176,10 +197,10 @@ def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
             await super()._connect()
 
         def pack_command(self, *args: Any) -> list[bytes]:
-            return resp.packed([args])
+            return super().pack_command(*args) if _is_large(args) else [packed(args)]
 
         def pack_commands(self, commands: Any) -> list[bytes]:
-            return resp.packed(commands)
+            return [piece for command in commands for piece in self.pack_command(*command)]
 
         async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
             if not self.is_connected:
