@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import torch.distributed as dist
 
 from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
@@ -32,12 +33,19 @@ def scenario(engine: Engine) -> Report:
         report.steps += [
             step for step in engine.optim_steps([(name, ADAM) for name in ROWS]) if is_step(step)
         ]
-        state = engine.state("whole")
+        state = everywhere(engine.state("whole"))
         engine.drop_model("whole")
         engine.create_model("whole", WHOLE)
         engine.load_state("whole", state, optimizer=True)
     report.trained = {name: engine.state(name) for name in ROWS}
     return report
+
+
+def everywhere(state: ModelState) -> ModelState:
+    """Rank 0's, which alone has what was spread over the ranks."""
+    held = [msgspec.msgpack.encode(state)]
+    dist.broadcast_object_list(held, src=0)
+    return msgspec.msgpack.decode(held[0], type=ModelState)
 
 
 def is_step(found: object) -> bool:

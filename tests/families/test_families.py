@@ -52,24 +52,13 @@ SIZES = {
     "max_position_embeddings": CONTEXT,
 }
 ADAPTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
-OF_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_next")
+OF_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "qwen3_next")
 """Whose adapters vLLM runs on GPUs only."""
 SHORT = ("phi3", "gpt_oss")
 CHOSEN = {"": SHORT, "all": ADAPTED + OF_EXPERTS}
 SETTINGS = {
     # vLLM takes no model of which some layers have a window.
     "qwen3": {},
-    "deepseek_v3": {
-        **FLAT["deepseek_v3"],
-        # As the published ones have it; vLLM's latent attention on CPUs has no other widths.
-        "topk_method": "noaux_tc",
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "head_dim": 64,
-        "v_head_dim": 128,
-        "num_key_value_heads": 2,
-    },
 }
 BFLOAT16 = ("qwen3_next",)
 """vLLM's linear attention computes in nothing else on a CPU."""
