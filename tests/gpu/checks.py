@@ -154,10 +154,18 @@ def experts(device: str, count: int) -> None:
     router, on_device = LoraRouter(), copy.deepcopy(module).to(device, torch.bfloat16)
     router.hook_experts(on_device, "experts")
     given = x.to(device).requires_grad_()
-    sums = [torch.zeros_like(adapter.low, dtype=torch.float32) for adapter in adapters]
-    with router.route([Segment(*each, True) for each in zip(sizes, adapters, sums, strict=True)]):
-        y = on_device(given, chosen.to(device), weights.to(device))
-        y.backward(above.to(device))
+    first: list[Tensor] = []
+    for again in (False, True):
+        given.grad = None
+        sums = [torch.zeros_like(adapter.low, dtype=torch.float32) for adapter in adapters]
+        with router.route([Segment(*each, True) for each in zip(sizes, adapters, sums, strict=True)]):
+            y = on_device(given, chosen.to(device), weights.to(device))
+            y.backward(above.to(device))
+        assert given.grad is not None
+        found = [y.detach(), given.grad, *sums]
+        # A replay comes to the same bits.
+        assert not again or all(map(torch.equal, first, found))
+        first = found
 
     outputs, alone = [], x.detach().float().requires_grad_()
     masters = [adapter.low.float().cpu().requires_grad_() for adapter in adapters]

@@ -72,6 +72,15 @@ def _doubt(source: str, here: Facts, cuda: bool, load: Load) -> str:
     )
 
 
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_UNCOUNTED = (
+    # Latent attention, linear attention, state spaces, experts of other forms.
+    *("kv_lora_rank", "full_attention_interval", "linear_", "mamba_", "moe_num_experts", "expert_layer_"),
+    "interleave_moe_layer_step",
+)
+"""Beginnings of settings that this arithmetic knows nothing of."""
+
+
 def shape_of(model: str) -> dict[str, Shape]:
     """The shape of a directory's model, of a published one by its name, or of the published one nearest to a
     size such as 8B or 135M.
@@ -118,10 +127,11 @@ def from_config(config: dict[str, Any]) -> Shape:
         InvalidRequest: it is not that of a decoder with attention alone.
     """
     config = config.get("text_config", config)
-    if "kv_lora_rank" in config or "linear_attention" in (config.get("layer_types") or ()):
+    uncounted = [name for name in config if name.startswith(_UNCOUNTED) and config[name]]
+    if uncounted or "linear_attention" in (config.get("layer_types") or ()):
         raise InvalidRequest(
-            "its config.json has latent or linear attention, whose memory is not counted here: start it with "
-            "--memory-gib, and see what `tinsmith status` says is used"
+            f"its config.json has {uncounted[0] if uncounted else 'linear attention'}, which is not counted "
+            "here: start it with --memory-gib, and see what `tinsmith status` says is used"
         )
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -142,12 +152,13 @@ def from_config(config: dict[str, Any]) -> Shape:
 
 def _experts(config: dict[str, Any]) -> Experts | None:
     """The routed experts of a configuration, by the names that families have for them."""
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((config[name] for name in counts if config.get(name)), 0)
+    count = next((config[name] for name in _COUNTS if config.get(name)), 0)
     if not count:
         return None
+    if (config.get("decoder_sparse_step") or 1) > 1:
+        raise InvalidRequest("its config.json has experts in some layers only (decoder_sparse_step)")
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shared = config.get("shared_expert_intermediate_size") or inner * config.get("n_shared_experts", 0)
+    shared = config.get("shared_expert_intermediate_size") or inner * (config.get("n_shared_experts") or 0)
     dense = len(config.get("mlp_only_layers") or ()) or config.get("first_k_dense_replace", 0)
     active = config.get("num_experts_per_tok") or config["experts_per_token"]
     return Experts(count, active, inner, shared, dense)

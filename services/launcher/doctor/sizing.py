@@ -9,8 +9,8 @@ Where it comes from:
   every linear, and tests/unit/launcher/test_sizing.py measures them again. On GPUs (elements of 2 bytes) a
   layer keeps its input alone, and one layer at a time is computed again.
 - An adapter of rank r has r * (in + out) parameters in every linear; in experts, the factor beside the
-  model's width is there once, as in trainer/compute/lora/experts.py. Training keeps four float32 of each: the
-  weight, its gradient and Adam's two moments.
+  model's width is there once, as in trainer/compute/lora/experts.py. What training keeps of each is
+  the trainer's own count (trainer/compute/memory/capacity.py), on one rank.
 - A model that trains all weights takes 24 bytes a parameter (README.md, "In your terms").
 - Keys and values: 2 * layers * kv_heads * head_dim elements a token.
 - Slots for adapters: vLLM holds `max_loras` of them at the largest rank in the type of the base.
@@ -183,9 +183,15 @@ def trainer_bytes(shape: Shape, load: Load) -> dict[str, int]:
     return {
         "weights": shape.parameters * load.item,
         "activations": shape.kept_bytes(load.item) * load.micro_batch_tokens,
-        "adapter and optimizer": 4 * FLOAT32 * shape.adapter_parameters(load.rank),
+        "adapter and optimizer": _adapter_item(load.item) * shape.adapter_parameters(load.rank),
         "overhead": OVERHEAD,
     }
+
+
+def _adapter_item(item: int) -> int:
+    """What a parameter of one adapter takes: master, two gradients and two moments in float32, and what
+    computes where that is a copy."""
+    return 5 * FLOAT32 + (item if item != FLOAT32 else 0)
 
 
 def sampler_bytes(shape: Shape, load: Load) -> dict[str, int]:

@@ -272,6 +272,9 @@ class WorkerExtension:
                 f"the adapter's rank is {rank}; this sampler takes up to "
                 f"{worker_manager.lora_config.max_lora_rank} (--max-lora-rank)"
             )
+        if any(".block_sparse_moe.experts" in module for module in manager.packed_modules):
+            # vLLM has Mixtral's blocks under the name of the first files, transformers under the usual one.
+            tensors = {name.replace(".mlp.", ".block_sparse_moe."): each for name, each in tensors.items()}
         renames = getattr(manager.model, "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
             adapter_id,

@@ -87,10 +87,14 @@ def check(worker: Any, tensors: NamedTensors) -> None:
 
     Raises:
         InvalidRequest: one is missing, unknown, or of another shape.
+        DataLoss: the base model's own files are no measure any more.
     """
     model = worker.model_runner.get_model()
     if model not in _WHOLE:
-        _WHOLE[model] = _tried(worker, base_tensors(worker))
+        try:
+            _WHOLE[model] = _tried(worker, base_tensors(worker))
+        except (ValueError, KeyError, AssertionError, RuntimeError, OSError) as error:
+            raise DataLoss(f"the base model's files are not what they were: {error}") from error
     whole = _WHOLE[model]
     try:
         found = _tried(worker, tensors)

@@ -119,6 +119,11 @@ class ModelState(msgspec.Struct, frozen=True, tag=True):
         """What the model's head computes."""
         return "policy" if self.lora is None else self.lora.role
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(len(each.data) for part in (self.adapter, self.optimizer) for each in part.values())
+
 
 class ShardedState(msgspec.Struct, frozen=True, tag=True):
     """All that makes up a model that trains all weights between two steps: files of a directory that every

@@ -64,7 +64,8 @@ class Engine:
         context_length: most tokens of a datum.
         arch: the base model's architecture class name.
         footprint: what the base model takes of this rank's memory, by arithmetic until it was measured.
-        pass_room: bytes that the largest pass that is let in takes of it, once that is known.
+        pass_room: bytes that the largest pass that is let in takes of it, once that is known; and
+            adapter_room: that adapters may take.
         splits: all ranks can compute a sequence together that none holds alone.
         device: of this rank, for example "cuda:0"; `world_size`: ranks; `collective`: they share each pass.
     """
@@ -127,7 +128,7 @@ class Engine:
             activation_checkpointing,
             sharding,
         )
-        self.pass_room = 0
+        self.pass_room = self.adapter_room = 0
         self._tenants: dict[str, LoraTenant | FullModel] = {}
         self._in_pass = 0
         """Bytes that the last pass took, as it was counted."""
@@ -291,7 +292,12 @@ class Engine:
             return tenant.snapshot(optimizer)
         if optimizer:
             raise TypeError(f"the state of {model_id} is written by every rank")
-        return tenant.snapshot(self.pass_room)
+        held = sum(
+            self.adapter_bytes(each.adapter.spec)
+            for each in self._tenants.values()
+            if isinstance(each, LoraTenant)
+        )
+        return tenant.snapshot(self.pass_room + max(0, self.adapter_room - held))
 
     def state(self, model_id: str, *, optimizer: bool = True) -> ModelState:
         """A copy of the model's state on the host, as `snapshot`."""

@@ -1,8 +1,9 @@
 """Weights in the formats of the Hugging Face libraries: a PEFT adapter, or a whole model's directory.
 
 Invariant: what is written loads with PEFT, transformers and vLLM as it is and computes what the trainer
-computes: the adapter's tensors are the trained ones, with lora_alpha / r as their scale, and a whole
-model names its weights as its base does, each once.
+computes: the adapter's tensors are the trained ones, with lora_alpha / r as their scale, and a whole model
+names its weights as its base does, each once. Adapters of routed experts alone have another layout, Tinker's
+(trainer/compute/lora/experts.py).
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def adapter_files(base_model: str, lora: LoraSpec, adapter: Mapping[str, HostTen
 
     Args:
         base_model: name of the model it adapts.
-        adapter: `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank], float32 on the host.
+        adapter: `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank], of routed experts with their
+            number, or 1, before; float32 on the host.
     """
     modules = {name.rpartition(".")[0] for name in adapter}
     config = {

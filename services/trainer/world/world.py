@@ -115,16 +115,20 @@ class World:
     async def call(self, command: Command) -> Any:
         """Has every rank carry out the command; returns rank 0's answer.
 
-        A state is read from files for as long as its size says, beside what every command may take, and a
-        pass takes as long as its tokens say.
+        A state is read, from files or as it is sent, for as long as its size says, beside what every command
+        may take, and a pass takes as long as its tokens say.
 
         Raises:
             TinsmithError: the command failed; the world goes on.
             WorldFailure: the world is broken.
         """
         longer = 0.0
-        if isinstance(command, CreateModel | LoadState) and isinstance(command.saved, ShardedState):
-            longer = await asyncio.to_thread(_file_bytes, command.saved.directory) / SLOWEST_READ
+        if isinstance(command, CreateModel | LoadState):
+            match command.saved:
+                case ShardedState() as files:
+                    longer = await asyncio.to_thread(_file_bytes, files.directory) / SLOWEST_READ
+                case ModelState() as sent:
+                    longer = sent.nbytes / SLOWEST_READ
         elif isinstance(command, RunPass):
             longer = part_seconds(command.plan, self._engine.world_size, self._engine.device)
         return await self._run(lambda: self._execute(command), type(command).__name__, longer)

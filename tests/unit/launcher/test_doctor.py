@@ -71,7 +71,7 @@ def test_one_gpu_is_shared_and_a_larger_model_gets_smaller_micro_batches() -> No
     assert (small.shared, small.advice) == (True, "")
     assert report.fit(PUBLISHED["Qwen3-8B"], ONE_GPU, cuda=True).advice == ""
     large = report.fit(PUBLISHED["Qwen3-14B"], ONE_GPU, cuda=True)
-    assert large.advice == "--micro-batch-tokens 4096 --sampler-memory 0.52"
+    assert large.advice == "--micro-batch-tokens 2048 --sampler-memory 0.52"
     assert report.fit(PUBLISHED["Qwen3-32B"], ONE_GPU, cuda=True).advice is None
 
 

@@ -83,9 +83,19 @@ def test_a_model_and_its_adapter_have_as_many_parameters_as_the_trainer_makes(fa
     assert shape.adapter_parameters(8) == elements
 
 
-@pytest.mark.parametrize("kind", [{"kv_lora_rank": 512}, {"layer_types": ["linear_attention"]}])
-def test_attention_that_is_not_counted_is_refused(kind: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest, match="latent or linear attention"):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"kv_lora_rank": 512},
+        {"layer_types": ["linear_attention"]},
+        {"full_attention_interval": 4, "linear_num_key_heads": 16},
+        {"moe_num_experts": 64},
+        {"expert_layer_period": 2},
+        {"interleave_moe_layer_step": 2},
+    ],
+)
+def test_what_is_not_counted_is_refused(kind: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="not counted"):
         from_config({"num_attention_heads": 8, "hidden_size": 256, **kind})
 
 

@@ -218,7 +218,7 @@ class FullModel:
         are on their way to the host when this returns.
 
         Args:
-            pass_room: bytes that a pass may take of the device, beside gradients.
+            pass_room: bytes that passes, beside gradients, and adapters may yet take of the device.
         """
         elements = sum(int(self._whole(parameter)) for parameter in self._parameters.values())
         item = next(iter(self._parameters.values())).element_size()

@@ -27,7 +27,7 @@ HEAD = "lm_head"
 VALUE_HEAD = "value_head.weight"
 MAX_RANK = 256
 _ATTENTION = {"self_attn", "self_attention", "attn", "attention", "linear_attn"}
-_MLP = {"mlp", "feed_forward", "block_sparse_moe", "moe", "shared_expert", "shared_experts"}
+_MLP = {"mlp", "feed_forward", "block_sparse_moe", "moe", "experts", "shared_expert", "shared_experts"}
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """What chooses experts, or weighs one, is not trained: with other choices it would be another model."""
 

@@ -51,13 +51,16 @@ class _Stack:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
-        self._direct = len(segments) == 1 and segments[0].fresh
         adapters = [segment.adapter for segment in segments]
         first = adapters[0]
+        # Experts' matrices are many groups, also of one adapter.
+        whole = first.spec.rank % 8 == 0 or all(each.experts is None for each in first.targets.values())
+        self._alone = len(segments) == 1 and whole
+        self._direct = self._alone and segments[0].fresh
         self._device = first.low.device
         self._same = all(_shape(adapter) == _shape(first) for adapter in adapters)
         # A grouped product wants rows of whole 16 bytes.
-        if len(adapters) == 1 or (self._same and first.spec.rank % 8 == 0):
+        if self._alone or (self._same and first.spec.rank % 8 == 0):
             self._layout, self._size = first.layout, first.low.numel()
         else:
             self._same = False
@@ -163,7 +166,7 @@ class _Stack:
             self._gradients.zero_()
 
     def _stacked(self, adapters: Sequence[Adapter]) -> Tensor:
-        if len(adapters) == 1:
+        if self._alone:
             return adapters[0].low[None]
         if self._same:
             return torch.stack([adapter.low for adapter in adapters])

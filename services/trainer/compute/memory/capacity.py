@@ -302,11 +302,12 @@ def adapter_bytes(targets: dict[str, LinearShape], rank: int, value_head: int, i
 
 
 def adapter_element_bytes(item: int) -> tuple[int, int]:
-    """What an element of an adapter takes of each rank: of each, its gradients and what computes; and of each
-    that is of the rank's own part, its moments, and its master where what computes is a copy of `item` bytes.
+    """What an element of an adapter takes of each rank: of each, its gradients and what computes, and both
+    once more in the stack of a micro-batch (lora/grouped.py); and of each that is of the rank's own part, its
+    moments, and its master where what computes is a copy of `item` bytes.
     """
-    copied = item != 4
-    return 4 * ADAPTER_GRADIENTS + item, 4 * (ADAPTER_MOMENTS + copied)
+    copied, stacked = item != 4, item + 4
+    return 4 * ADAPTER_GRADIENTS + item + stacked, 4 * (ADAPTER_MOMENTS + copied)
 
 
 def _width(block: nn.Module, active: int) -> int:

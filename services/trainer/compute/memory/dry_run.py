@@ -78,6 +78,7 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
     least = least_of_all(mine, engine.device)
     promised = least if engine.device == "cpu" else steady(least, engine.context_length)
     engine.pass_room = largest_pass_bytes(found, promised, engine.vocab_size, micro_batch_tokens, together)
+    engine.adapter_room = promised.adapter_bytes
     return promised
 
 

@@ -214,7 +214,9 @@ def test_an_adapter_takes_what_each_rank_holds_of_it_what_fills_parts_up_include
             for tensor in (*kept, *vars(adapter).values())
             if isinstance(tensor, torch.Tensor)
         }
-        assert adapter_bytes(targets, 3, adapter.value_head, item, ranks) == sum(held.values())
+        # What computes, and a gradient, are once more in the stack of a micro-batch.
+        stacked = (item + 4) * adapter.part.padded
+        assert adapter_bytes(targets, 3, adapter.value_head, item, ranks) == sum(held.values()) + stacked
         size = adapter.part.size
         copy = 0 if item == 4 else item * size
         if ranks == 1:

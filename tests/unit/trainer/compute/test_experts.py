@@ -106,6 +106,7 @@ def by_hand(
 
 COMPANIES = {
     "alone": [(8, True)],
+    "alone, of a rank that no kernel takes": [(3, True)],
     "of one shape": [(8, True), (8, True), (8, True)],
     "of one shape that no kernel takes": [(3, True), (3, True)],
     "of many shapes": [(2, True), (16, True), (8, False), (5, True)],
@@ -123,7 +124,7 @@ def test_each_token_has_its_own_adapter_of_its_experts(company: str, family: str
     ]
     found = computed(experts, adapters, SIZES[: len(adapters)])
     expected = by_hand(experts_of(family), adapters, SIZES[: len(adapters)])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_more_groups_than_a_kernel_takes_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +159,9 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def kernels(adapters: int) -> int:
+def kernels(adapters: int, rank: int = 8) -> int:
     experts = experts_of("qwen3_moe")
-    made = [adapter(experts, 1, 8) for _ in range(adapters)]
+    made = [adapter(experts, 1, rank) for _ in range(adapters)]
     with Kernels() as counted:
         computed(experts, made, [2] * adapters)
     return counted.calls
@@ -170,6 +171,11 @@ def test_the_number_of_kernels_does_not_grow_with_the_number_of_adapters() -> No
     of_two = kernels(2)
     # Each adapter's gradient is made, and looked at, by the test.
     assert kernels(64) - of_two <= 62 * 2 + 8
+
+
+def test_nor_with_the_rank() -> None:
+    """One adapter of rank 3 is filled up, and its gradient taken out again."""
+    assert kernels(1, rank=3) <= kernels(1) + 40
 
 
 MODELS = {

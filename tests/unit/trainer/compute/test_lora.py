@@ -7,7 +7,7 @@ import torch
 
 from services.common.contract.errors import InvalidRequest
 from services.trainer.compute.data import LoraSpec
-from services.trainer.compute.lora.adapter import Adapter, LinearShape, select_targets
+from services.trainer.compute.lora.adapter import Adapter, LinearShape, kind_of, select_targets
 
 LINEARS = {
     "model.layers.0.self_attn.q_proj": LinearShape(8, 12),
@@ -32,6 +32,11 @@ def adapter(model_id: str = "m", **spec: int | bool | str | None) -> Adapter:
         ((True, True, True), ["q_proj", "o_proj", "down_proj", "lm_head"]),
     ],
 )
+def test_experts_are_feed_forward_wherever_they_are() -> None:
+    assert kind_of("model.layers.0.experts.w1") == kind_of("model.layers.0.mlp.experts.w1") == "train_mlp"
+    assert kind_of("model.layers.0.mlp.gate.weight") is None
+
+
 def test_the_flags_choose_what_is_adapted(flags: tuple[bool, bool, bool], names: list[str]) -> None:
     chosen = select_targets(LINEARS, LoraSpec(4, 0, *flags))
     assert [name.rpartition(".")[2] for name in chosen] == names

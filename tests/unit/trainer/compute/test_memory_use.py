@@ -69,7 +69,8 @@ def test_adapters_are_told_apart_from_their_gradients_and_moments(item: int, ran
     found = by_purpose(TAKEN, taken, item, ranks, in_pass=7)
     assert found == {
         "weights": 2 * GIB,
-        "adapters": masters,
+        # With what is stacked of them in a micro-batch.
+        "adapters": masters + (item + 4) * elements,
         "gradients": 8 * elements,
         "moments": 8 * elements // ranks,
         "pass": 7,
