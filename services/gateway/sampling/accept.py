@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cachetools import TTLCache
+
 from services.common.contract import ids
 from services.common.contract.errors import Conflict, Gone, InvalidRequest, NotFound, Unavailable
 from services.common.process import failpoints
@@ -22,7 +24,6 @@ from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.base_models import BaseModel, BaseModels
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.plan import backoff
-from services.gateway.records.fresh import Fresh
 from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
 from services.gateway.sampling import validate
@@ -77,7 +78,7 @@ class Sampling:
         self._gateway_id = gateway_id
         self._admission = admission
         self._limits = limits
-        self._known: Fresh[SamplingSessionRecord] = Fresh(_CACHED, _CACHE_S)
+        self._known: TTLCache[str, SamplingSessionRecord] = TTLCache(_CACHED, _CACHE_S)
 
     async def open(
         self, owner: str, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
@@ -147,7 +148,7 @@ class Sampling:
             known = ids.is_sampling_session_id(sampling_session_id)
             record = await self._store.get(sampling_session_id) if known else None
             if record is not None:
-                self._known.put(sampling_session_id, record)
+                self._known[sampling_session_id] = record
         if record is None or record.owner != owner:
             await self._redo_log.refuse_while_restoring()
             raise NotFound(f"sampling session {sampling_session_id[:100]!r} does not exist; create one first")

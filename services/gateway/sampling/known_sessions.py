@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 
+from cachetools import TTLCache
+
 from services.common.contract import ids
 from services.common.contract.errors import NotFound
-from services.gateway.records.fresh import Fresh
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
 
 _AGAIN_S = 0.2
@@ -28,7 +29,7 @@ class KnownSessions:
     def __init__(self, store: SamplingSessionStore, timeout: float) -> None:
         self._store = store
         self._timeout = timeout
-        self._known: Fresh[SamplingSessionRecord] = Fresh(_CACHED, _CACHE_S)
+        self._known: TTLCache[str, SamplingSessionRecord] = TTLCache(_CACHED, _CACHE_S)
 
     async def of(self, request_id: str) -> SamplingSessionRecord:
         """That of a sample. Raises NotFound."""
@@ -42,5 +43,5 @@ class KnownSessions:
                 record = await self._store.get(session_id)
             if record is None:
                 raise NotFound(f"sampling session {session_id} does not exist; create one first")
-            self._known.put(session_id, record)
+            self._known[session_id] = record
         return record

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from cachetools import TTLCache
 
 from services.common.contract import ids
 from services.common.contract.errors import Gone, NotFound
@@ -21,7 +22,6 @@ from services.common.process.tasks import detached
 from services.common.state.room import Room
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.redis_restart import RedoLog
-from services.gateway.records.fresh import Fresh
 from services.gateway.records.session import SessionRecord, SessionStore
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class Sessions:
         self._room = room
         self._redo_log = redo_log
         self._limits = limits
-        self._recent: Fresh[SessionRecord] = Fresh(_CACHED, _FRESH_S)
-        self._noted: Fresh[bool] = Fresh(_CACHED, _NOTED_S)
+        self._recent: TTLCache[str, SessionRecord] = TTLCache(_CACHED, _FRESH_S)
+        self._noted: TTLCache[str, bool] = TTLCache(_CACHED, _NOTED_S)
         self._looks: dict[str, asyncio.Task[SessionRecord | None]] = {}
 
     async def create(self, owner: str, new: NewSession, idempotency_key: str | None) -> str:
@@ -101,7 +101,7 @@ class Sessions:
         record = self._recent.get(session_id)
         if record is None or record.owner != owner:
             record = await self._owned(owner, session_id, self._look)
-            self._recent.put(session_id, record)
+            self._recent[session_id] = record
         _check_running(record)
         await self.note_alive(session_id)
         return record
@@ -123,7 +123,7 @@ class Sessions:
     async def note_alive(self, session_id: str) -> None:
         """Notes that the client of an existing session did something, every few seconds at most."""
         if self._noted.get(session_id) is None:
-            self._noted.put(session_id, True)
+            self._noted[session_id] = True
             await self._store.touch(session_id)
 
     async def heartbeat(self, owner: str, session_id: str) -> None:
@@ -135,7 +135,7 @@ class Sessions:
         """Ends a session for good; the reason goes to the log. Raises NotFound as `open`."""
         await self._owned(owner, session_id)
         await self._store.finish(session_id, reason, detail)
-        self._recent.drop(session_id)
+        self._recent.pop(session_id, None)
         log.info("session %s of %s finished: %s %.200r", session_id, owner, reason, detail)
 
     async def discard(
@@ -146,7 +146,7 @@ class Sessions:
         record = await self._store.get(session_id)
         if record is not None and record.owner == owner:
             await self._store.discard(record, idempotency_key, str(error))
-            self._recent.drop(session_id)
+            self._recent.pop(session_id, None)
 
     async def _look(self, session_id: str) -> SessionRecord | None:
         """Reads a session once for all who want it at this moment."""
