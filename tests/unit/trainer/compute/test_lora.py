@@ -32,11 +32,6 @@ def adapter(model_id: str = "m", **spec: int | bool | str | None) -> Adapter:
         ((True, True, True), ["q_proj", "o_proj", "down_proj", "lm_head"]),
     ],
 )
-def test_experts_are_feed_forward_wherever_they_are() -> None:
-    assert kind_of("model.layers.0.experts.w1") == kind_of("model.layers.0.mlp.experts.w1") == "train_mlp"
-    assert kind_of("model.layers.0.mlp.gate.weight") is None
-
-
 def test_the_flags_choose_what_is_adapted(flags: tuple[bool, bool, bool], names: list[str]) -> None:
     chosen = select_targets(LINEARS, LoraSpec(4, 0, *flags))
     assert [name.rpartition(".")[2] for name in chosen] == names
@@ -96,3 +91,8 @@ def test_a_critic_adapts_no_vocabulary_head_and_has_a_value_head_of_zeros() -> N
 def test_a_critic_without_a_trained_head_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="train_unembed of a critic"):
         adapter(role="critic", train_unembed=False)
+
+
+def test_experts_are_feed_forward_wherever_they_are() -> None:
+    assert kind_of("model.layers.0.experts.w1") == kind_of("model.layers.0.mlp.experts.w1") == "train_mlp"
+    assert kind_of("model.layers.0.mlp.gate.weight") is None
