@@ -156,7 +156,10 @@ def _experts(config: dict[str, Any]) -> Experts | None:
     if not count:
         return None
     if (config.get("decoder_sparse_step") or 1) > 1:
-        raise InvalidRequest("its config.json has experts in some layers only (decoder_sparse_step)")
+        raise InvalidRequest(
+            "its config.json has experts in some layers only (decoder_sparse_step), which is not counted "
+            "here: start it with --memory-gib, and see what `tinsmith status` says is used"
+        )
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     shared = config.get("shared_expert_intermediate_size") or inner * (config.get("n_shared_experts") or 0)
     dense = len(config.get("mlp_only_layers") or ()) or config.get("first_k_dense_replace", 0)
