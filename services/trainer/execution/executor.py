@@ -8,13 +8,13 @@ under way when the trainer died runs with no other beside it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
 
 from services.common.contract import ids
 from services.common.contract.errors import (
-    Internal,
     InvalidRequest,
     ModelNotResident,
     Overloaded,
@@ -30,19 +30,18 @@ from services.common.storage.base import failure
 from services.common.telemetry import owner_class, subject
 from services.common.telemetry.subject import Subject
 from services.trainer import convert
-from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row, RowResult
-from services.trainer.convert import Forward, Target
-from services.trainer.execution import measures
+from services.trainer.compute.data import RowResult
+from services.trainer.convert import Forward, Step, Target
+from services.trainer.execution import measures, passes
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
-from services.trainer.order.microbatch import Unit
+from services.trainer.order.anticipation import Anticipation
 from services.trainer.order.scheduler import (
     Cursor,
     Decision,
     Limits,
     NextControlOp,
     NextPass,
-    UnitRef,
     only_suspect,
     plan_next,
 )
@@ -82,6 +81,7 @@ class Executor:
         self._crashes = crashes
         self._control_running = 0
         self._cursor = Cursor()
+        self._anticipation = Anticipation(limits)
         self._wake = asyncio.Event()
         self._stopping = False
         self._queued_bytes = 0
@@ -139,6 +139,8 @@ class Executor:
             raise Overloaded(f"{self._queued_bytes} bytes of operations are waiting; try again later")
         queued = self._operation(operation, work, size)
         model.sequence.admit(operation.seq_id, after, queued)
+        tokens = None if queued.units is None or queued.forward_only else sum(u.tokens for u in queued.units)
+        model.habit.asked(tokens, queued.admitted)
         self._count(queued, 1)
         owner = queued.subject.owner
         queued.owner_class = owner_class.class_of(owner, self._queued_of, self._queued_of.total())
@@ -163,6 +165,11 @@ class Executor:
                     begun = False
                     await asyncio.sleep(0)
                     continue
+                if isinstance(decision, NextPass) and not alone and (patience := self._patience(decision)):
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(patience):
+                            await self._wake.wait()
+                    continue
                 self._cursor = cursor
                 match decision:
                     case None:
@@ -176,6 +183,15 @@ class Executor:
                             await asyncio.wait([task])
                     case NextPass():
                         await self._pass(decision)
+
+    def _patience(self, decision: NextPass) -> float:
+        """Seconds for which a pass does not begin unless something comes; 0 = it begins now."""
+        asked = {ref.model_id for batch in decision.micro_batches for ref in batch}
+        if not passes.trains(decision, self._models) or any(self._models[name].is_full for name in asked):
+            return 0.0
+        tokens = sum(passes.computed_tokens(decision, self._models))
+        away = [model.habit for model in self._models.values() if not model.is_full]
+        return self._anticipation.patience(tokens, away, time.monotonic())
 
     def _decide(self) -> tuple[Decision | None, Cursor, bool]:
         """What to do next, what is remembered of it, and whether nothing else may be done meanwhile."""
@@ -260,6 +276,9 @@ class Executor:
 
         self._crashes.begin(keys)
         measures.began(operation)
+        if isinstance(operation.work, Step) and len(model.sequence.unfinished) == 1:
+            # It will have ended in a moment.
+            model.habit.stepped(time.monotonic())
         try:
             result = await self._control.run(model, operation, release)
         except ModelNotResident as error:
@@ -278,6 +297,8 @@ class Executor:
         self._crashes.end(keys)
         release()
         self._finish(model, operation, result)
+        if isinstance(operation.work, Step) and not model.sequence.unfinished:
+            model.habit.stepped(time.monotonic())
         if result.HasField("unload_model"):
             self.evict(model, ModelNotResident(f"model {model.model_id} was unloaded"))
 
@@ -294,10 +315,13 @@ class Executor:
             operation.result.set_result(result)
 
     async def _pass(self, decision: NextPass) -> None:
-        plan, operations = self._plan(decision)
-        computed = [sum(self._unit(ref).tokens for ref in batch) for batch in decision.micro_batches]
+        plan, operations = passes.plan(decision, self._models)
+        computed = passes.computed_tokens(decision, self._models)
+        for operation in passes.hand_out(decision, self._models):
+            measures.began(operation)
         keys = [(operation.model_id, operation.seq_id) for operation in operations]
         self._crashes.begin(keys)
+        self._anticipation.begins()
         began = time.monotonic()
         try:
             rows: list[RowResult] = await self._world.call(RunPass(plan))
@@ -306,6 +330,8 @@ class Executor:
             # gradients in doubt.
             raise RuntimeError(f"a pass failed: {error}") from error
         measures.passed(operations, plan, computed, began)
+        if not any(operation.forward_only for operation in operations):
+            self._anticipation.passed(sum(computed), time.monotonic() - began)
         await failpoints.reach("trainer.before_pass_reply")
         self._crashes.end(keys)
         for row in rows:
@@ -322,35 +348,7 @@ class Executor:
         ready = model.sequence.ready
         while ready and ready[0].is_complete:
             operation = model.sequence.executed(ready[0].seq_id)
-            self._finish(model, operation, _forward_result(operation))
-
-    def _plan(self, decision: NextPass) -> tuple[Pass, list[Operation]]:
-        """The engine's plan of a pass, and the operations its numbers refer to."""
-        operations: list[Operation] = []
-        numbers: dict[tuple[str, int], int] = {}
-        for ref in (ref for batch in decision.micro_batches for ref in batch):
-            if (ref.model_id, ref.seq_id) not in numbers:
-                numbers[ref.model_id, ref.seq_id] = len(operations)
-                operations.append(self._models[ref.model_id].find(ref))
-        batches = [
-            MicroBatch(
-                [row for ref in batch for row in _rows(ref, numbers, operations)],
-                any(self._unit(ref).split for ref in batch),
-            )
-            for batch in decision.micro_batches
-        ]
-        for ref in (ref for batch in decision.micro_batches for ref in batch):
-            operation = operations[numbers[ref.model_id, ref.seq_id]]
-            if operation.next_unit == 0:
-                measures.began(operation)
-            # A later unit of an operation may be in an earlier batch.
-            operation.next_unit = max(operation.next_unit, ref.unit + 1)
-        return Pass([_pass_op(operation) for operation in operations], batches), operations
-
-    def _unit(self, ref: UnitRef) -> Unit:
-        units = self._models[ref.model_id].find(ref).units
-        assert units is not None
-        return units[ref.unit]
+            self._finish(model, operation, passes.forward_result(operation))
 
     def _fail_broken(self) -> None:
         for model in self._models.values():
@@ -364,36 +362,3 @@ class Executor:
                     f"the model was not created: {model.broken.message}",
                 )
                 self._finish(model, operation, OperationResult(error=error_to_pb(error)))
-
-
-def _rows(ref: UnitRef, numbers: dict[tuple[str, int], int], operations: list[Operation]) -> list[Row]:
-    number = numbers[ref.model_id, ref.seq_id]
-    operation = operations[number]
-    assert isinstance(operation.work, Forward) and operation.units is not None
-    data = operation.work.data
-    datums = operation.units[ref.unit].datums
-    return [Row(ref.model_id, number, index, data[index].tokens, data[index].loss_inputs) for index in datums]
-
-
-def _pass_op(operation: Operation) -> PassOp:
-    work = operation.work
-    assert isinstance(work, Forward)
-    return PassOp(operation.model_id, operation.seq_id, work.loss_fn, work.loss_config, work.forward_only)
-
-
-def _forward_result(operation: Operation) -> OperationResult:
-    with subject.about(operation.subject):
-        return _built(operation)
-
-
-def _built(operation: Operation) -> OperationResult:
-    if operation.failed is not None:
-        return OperationResult(error=error_to_pb(operation.failed))
-    assert isinstance(operation.work, Forward)
-    try:
-        return convert.forwarded(operation.work, [operation.rows[i] for i in range(len(operation.rows))])
-    except Exception as error:
-        log.exception("the result of %s:%d could not be built", operation.model_id, operation.seq_id)
-        # It took effect: a replay must repeat it.
-        reason = f"the operation was executed, but its result could not be built: {type(error).__name__}"
-        return OperationResult(error=error_to_pb(Internal(f"{reason}: {error}", "result_lost")))

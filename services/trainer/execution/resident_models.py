@@ -16,6 +16,7 @@ from services.common.telemetry.owner_class import LIGHT
 from services.common.telemetry.subject import Subject
 from services.trainer.compute.data import LoraSpec, RowResult
 from services.trainer.convert import Export, Forward, Publish, Work
+from services.trainer.order.anticipation import Habit
 from services.trainer.order.scheduler import QueuedOp, UnitRef
 from services.trainer.order.sequencer import Sequence
 from tinsmith.v1 import results_pb2
@@ -82,6 +83,7 @@ class Model:
         unsaved_steps: optimizer steps since the last snapshot was asked for.
         unsaved_bytes: size of the operations that ended since then.
         last_used: `time.monotonic()` when it was created or last had an operation.
+        habit: how soon it asks for its next batch after a step.
     """
 
     model_id: str
@@ -96,6 +98,7 @@ class Model:
     unsaved_steps: int = 0
     unsaved_bytes: int = 0
     last_used: float = field(default_factory=time.monotonic)
+    habit: Habit = field(default_factory=Habit)
 
     @property
     def is_full(self) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,12 @@ class Recorded:
 
     world_size, device = 1, "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, pass_seconds: float = 0.0) -> None:
         self.commands: list[tuple[str, tuple[str, ...]]] = []
+        self._pass_seconds = pass_seconds
 
     def run_pass(self, work: Pass) -> list[RowResult]:
+        time.sleep(self._pass_seconds)
         self.commands.append(("pass", tuple(op.model_id for op in work.ops)))
         rows = sorted((row.op, row.index) for batch in work.micro_batches for row in batch.rows)
         scored = {"logprobs": from_values(np.zeros(TOKENS, "float32"))}
@@ -61,11 +65,10 @@ def step(model_id: str, seq_id: int) -> operation_pb2.Operation:
     return made
 
 
-async def told(
-    tmp_path: Path, operations: Sequence[operation_pb2.Operation]
-) -> list[tuple[str, tuple[str, ...]]]:
-    """What the engine is told when these operations of several models are there at once."""
-    engine: Any = Recorded()
+@asynccontextmanager
+async def executing(tmp_path: Path, recorded: Recorded, model_ids: Iterable[str]) -> AsyncIterator[Executor]:
+    """An executor that runs, of models that are there."""
+    engine: Any = recorded
     unused: Any = None
     thread = WorkerThread("engine")
     world = World(thread, engine, Channel(0, 1, timedelta(seconds=5)), 5)
@@ -82,24 +85,34 @@ async def told(
         snapshot_steps=1,
     )
     crashes = CrashLedger[tuple[str, int]](tmp_path / "executing", tuple[str, int], "trainer")
-    models = {
-        model_id: Model(model_id, new_sequence(0), created=True, lora=LoraSpec(8))
-        for model_id in dict.fromkeys(operation.model_id for operation in operations)
-    }
-    executor = Executor(world, models, control, Target("org/base", 64, True), Limits(1, 64), crashes)
-    results = []
-    for operation in operations:
-        work = await executor.read(operation)
-        results.append(executor.submit(operation, work, operation.seq_id - 1, epoch=1))
+    models = {name: Model(name, new_sequence(0), created=True, lora=LoraSpec(8)) for name in model_ids}
+    executor = Executor(world, models, control, Target("org/base", 64, True), Limits(1, 1024), crashes)
     async with asyncio.TaskGroup() as group:
-        group.create_task(executor.run())
-        for result in results:
-            assert not isinstance(result, OperationResult)
-            assert not (await result).HasField("error")
+        running = group.create_task(executor.run())
+        yield executor
         executor.stop()
+        await running
     thread.close()
-    commands: list[tuple[str, tuple[str, ...]]] = engine.commands
-    return commands
+
+
+async def send(executor: Executor, operation: operation_pb2.Operation) -> asyncio.Future[OperationResult]:
+    """Has the executor take in an operation."""
+    work = await executor.read(operation)
+    result = executor.submit(operation, work, operation.seq_id - 1, epoch=1)
+    assert not isinstance(result, OperationResult)
+    return result
+
+
+async def told(
+    tmp_path: Path, operations: Sequence[operation_pb2.Operation]
+) -> list[tuple[str, tuple[str, ...]]]:
+    """What the engine is told when these operations of several models are there at once."""
+    recorded = Recorded()
+    model_ids = dict.fromkeys(operation.model_id for operation in operations)
+    async with executing(tmp_path, recorded, model_ids) as executor:
+        for result in [await send(executor, operation) for operation in operations]:
+            assert not (await result).HasField("error")
+    return recorded.commands
 
 
 async def test_steps_that_are_due_come_before_the_pass_of_another_model_and_together(tmp_path: Path) -> None:
@@ -114,3 +127,25 @@ async def test_models_whose_steps_were_taken_have_their_next_batch_in_one_pass(t
         ("steps", ("a", "b", "c")),
         ("pass", ("a", "b", "c")),
     ]
+
+
+async def test_models_that_train_in_small_steps_and_began_apart_come_to_share_their_passes(
+    tmp_path: Path,
+) -> None:
+    recorded = Recorded(pass_seconds=0.2)
+
+    async def train(executor: Executor, model_id: str, begin: float) -> None:
+        await asyncio.sleep(begin)
+        for seq_id in range(1, 17, 2):
+            passed = await send(executor, batch(model_id, seq_id))
+            stepped = await send(executor, step(model_id, seq_id + 1))
+            await asyncio.wait([passed, stepped])
+            # What a client does before its next step.
+            await asyncio.sleep(0.02)
+
+    async with executing(tmp_path, recorded, "abc") as executor, asyncio.TaskGroup() as clients:
+        for number, model_id in enumerate("abc"):
+            clients.create_task(train(executor, model_id, 0.1 * number))
+    passes = [models for what, models in recorded.commands if what == "pass"]
+    assert passes[0] == ("a",)
+    assert ("a", "b", "c") in [tuple(sorted(models)) for models in passes[:-1]]

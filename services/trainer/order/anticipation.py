@@ -1,0 +1,99 @@
+"""Whether a pass waits a moment for models that are about to ask for one.
+
+Several models that train in small steps, each waiting for its own, otherwise miss each other for ever:
+whoever comes first has a pass of its own, the others come meanwhile and have the next one. A small pass takes
+hardly less time than one with the work of all of them.
+
+Invariants: a pass waits at most a fraction of what such a pass takes, and only for models that came back as
+soon as that after their last steps; a model that stays away is waited for once. Pure: no clock, no I/O.
+
+The idea is anticipatory scheduling (Iyer and Druschel, SOSP 2001): a disk that stands still for a moment, for
+the next request of the process that it has just answered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.trainer.order.scheduler import Limits
+
+_SMALL = 1 / 8
+"""Of what a pass has room for: one with less tokens takes about as long with twice as many."""
+_PATIENCE = 1 / 2
+"""Of the time that a small pass takes, which is about what two save that become one."""
+_LATE = 1.5
+"""Who takes so much longer than it did is waited for no more."""
+_NEWEST = 0.5
+"""Weight of the last pass in the average time of small ones."""
+
+
+@dataclass
+class Habit:
+    """How soon a model asks for its next batch after a step.
+
+    Attributes:
+        tokens: of its last batch.
+        last_s: seconds it took the last two times.
+        stepped_at: when its last step ended, or began, if it has asked for nothing since.
+    """
+
+    tokens: int = 0
+    last_s: tuple[float, float] = (math.inf, math.inf)
+    stepped_at: float | None = None
+
+    def stepped(self, now: float) -> None:
+        """Its step begins or has ended, and it has nothing else to do."""
+        self.stepped_at = now
+
+    def asked(self, tokens: int | None, now: float) -> None:
+        """It has asked for something; tokens: of a batch to train on, None of anything else."""
+        since, self.stepped_at = self.stepped_at, None
+        if tokens is None:
+            return
+        self.tokens = tokens
+        if since is not None:
+            self.last_s = (self.last_s[1], now - since)
+
+    def expected_at(self) -> float:
+        """When it should have asked for its next batch; never, if nothing speaks for that. One pause is no
+        habit."""
+        return math.inf if self.stepped_at is None else self.stepped_at + _LATE * min(self.last_s)
+
+
+class Anticipation:
+    """What small passes take, and how long the present one has waited."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._small = _SMALL * limits.micro_batches * limits.micro_batch_tokens
+        self._pass_s = math.inf
+        self._since: float | None = None
+
+    def patience(self, tokens: int, others: Iterable[Habit], now: float) -> float:
+        """Seconds for which a pass of so many tokens waits unless something comes; 0 = it begins now.
+
+        Args:
+            others: of the models that could join it.
+        """
+        if self._since is None:
+            self._since = now
+        if math.isinf(self._pass_s):
+            return 0.0
+        end = self._since + _PATIENCE * self._pass_s
+        expected = [
+            at
+            for habit in others
+            if tokens + habit.tokens <= self._small and now < (at := habit.expected_at()) <= end
+        ]
+        return max(expected, default=now) - now
+
+    def begins(self) -> None:
+        """A pass begins, whichever."""
+        self._since = None
+
+    def passed(self, tokens: int, seconds: float) -> None:
+        """A pass of training of so many tokens took this long."""
+        if tokens <= self._small:
+            known = not math.isinf(self._pass_s)
+            self._pass_s = self._pass_s + _NEWEST * (seconds - self._pass_s) if known else seconds
