@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from prometheus_client import REGISTRY
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from services.common.contract.errors import InvalidRequest
@@ -124,17 +123,19 @@ def check_model(config: SamplerConfig, arguments: AsyncEngineArgs) -> None:
     if stages > 1 and not model.registry.is_pp_supported_model(model.architectures, model):
         raise InvalidRequest(f"vLLM runs {name} in one stage only; leave out --pipeline-parallel-size")
     if model.quantization is not None:
-        _check_dtype(config, model.quantization, model.dtype)
+        _check_quantised(config, model)
 
 
-def _check_dtype(config: SamplerConfig, quantization: str, dtype: torch.dtype) -> None:
-    kinds = get_quantization_config(quantization).get_supported_act_dtypes()
-    if dtype not in kinds:
-        said = " or ".join(str(kind).removeprefix("torch.") for kind in kinds)
+def _check_quantised(config: SamplerConfig, model: ModelConfig) -> None:
+    try:
+        VllmConfig.get_quantization_config(model, LoadConfig())
+    except ValueError as error:
+        cure = "leave out --quantization" if config.quantization != "auto" else "serve files of another kind"
+        if model.dtype == torch.float32:
+            cure = "give --dtype bfloat16"
         raise InvalidRequest(
-            f"the files of {config.base_model} are quantised ({quantization}), which vLLM computes in {said} "
-            "only: give --dtype bfloat16"
-        )
+            f"vLLM does not run the quantised weights of {config.base_model} so: {error}; {cure}"
+        ) from error
 
 
 def check_attention(config: SamplerConfig, device: str) -> None:
