@@ -70,6 +70,7 @@ class Options:
     trainer_interface: str | None = None
     samplers: int = 1
     sampler_tp: int = 1
+    sampler_pp: int = 1
     sampler_memory: float | None = None
     zero_stage: int = 0
     zero_replica_ranks: int = 1
@@ -85,6 +86,7 @@ class Options:
     max_batched_tokens: int | None = None
     kv_cache_dtype: str = "auto"
     head_dtype: str = "auto"
+    quantization: str = "auto"
     speculative_ngram_tokens: int = 0
     checkpoint_store: str = ""
     redis_appendfsync: str = "everysec"
@@ -231,7 +233,8 @@ def _places(options: Options) -> tuple[list[Place], list[Place]]:
     """Of the trainers, and of the samplers."""
     gpus = options.gpus if options.device == "cuda" else ()
     count = max(1, len(options.models))  # Where none is named, the default one is served.
-    ranks = [options.trainer_ranks] * count + [options.sampler_tp] * (count * options.samplers)
+    sampler = options.sampler_tp * options.sampler_pp
+    ranks = [options.trainer_ranks] * count + [sampler] * (count * options.samplers)
     placed = places(ranks, options.cores, gpus)
     return placed[:count], placed[count:]
 
@@ -315,11 +318,13 @@ def _sampler(options: Options, index: int, model: Model, place: Place) -> Proces
     argv += _given("--max-sequences", options.max_sequences)
     argv += _given("--max-batched-tokens", options.max_batched_tokens)
     argv += ["--kv-cache-dtype", options.kv_cache_dtype, "--head-dtype", options.head_dtype]
+    argv += ["--quantization", options.quantization]
     argv += ["--speculative-ngram-tokens", str(options.speculative_ngram_tokens)]
     computes = _on(place)
     if place.gpus:
         memory = _sampler_memory(options, place)
         argv += ["--gpu-memory-utilization", str(memory), "--tensor-parallel-size", str(options.sampler_tp)]
+        argv += ["--pipeline-parallel-size", str(options.sampler_pp)]
         computes += f", {memory:.0%} of its memory"
     announced = ("sampler", name)
     environment = _environment(place)

@@ -19,6 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8"]
 HeadDtype = Literal["auto", "float32"]
+Quantization = Literal["auto", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
 GIB = 1 << 30
@@ -59,9 +60,13 @@ class SamplerConfig:
             changes log-probabilities; CUDA only.
         head_dtype: in which the output head computes logits; "auto" is the model's. "float32" of a bfloat16
             model brings its log-probabilities nearer to the trainer's, whose head computes in float32.
+        quantization: in which weights are held; "auto" is what the model's files say. Others quantise a
+            model of bfloat16 or float16 while it is loaded, on CUDA: fp8 with a scale for each matrix, each
+            of its outputs, or each 128 x 128 of it. It changes log-probabilities, and runs no full models.
         speculative_ngram_tokens: most tokens that a step drafts for each sequence, from what followed its
             last ones when they came before; 0 = none. Drafts change how many tokens a step makes, and none.
-        tensor_parallel_size: workers (and GPUs) of this replica.
+        tensor_parallel_size: workers (and GPUs) that share each layer.
+        pipeline_parallel_size: stages, each with a part of the layers and `tensor_parallel_size` workers.
         max_sequences: sequences that the engine generates at once; 0 = what vLLM takes on this device.
         max_batched_tokens: tokens of prompts and sequences that one engine step computes; 0 = what vLLM takes
             on this device.
@@ -92,13 +97,20 @@ class SamplerConfig:
     kv_cache_gib: float = 0.0
     kv_cache_dtype: KvCacheDtype = "auto"
     head_dtype: HeadDtype = "auto"
+    quantization: Quantization = "auto"
     speculative_ngram_tokens: int = 0
     gpu_memory_utilization: float = 0.4
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     max_sequences: int = 0
     max_batched_tokens: int = 0
     drain_seconds: float = 60.0
     stall_seconds: float = 300.0
+
+    @property
+    def workers(self) -> int:
+        """Workers (and GPUs) of this replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -111,6 +123,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "kv_cache_gib": (0, math.inf),
     "gpu_memory_utilization": (0.01, 1),
     "tensor_parallel_size": (1, math.inf),
+    "pipeline_parallel_size": (1, math.inf),
     "max_sequences": (0, math.inf),
     "max_batched_tokens": (0, math.inf),
     "speculative_ngram_tokens": (0, MAX_DRAFT),
@@ -158,9 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     flag("--kv-cache-gib", "memory for keys and values; 0 = choose", 0.0, type=float)
     flag("--kv-cache-dtype", "fp8: on CUDA, twice the room", "auto", choices=("auto", "fp8"))
     flag("--head-dtype", "float32: logits of any model", "auto", choices=("auto", "float32"))
+    kinds = get_args(Quantization)
+    flag("--quantization", "of weights; auto: as the model's files are", "auto", choices=kinds)
     flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none", 0, type=int)
     flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
-    flag("--tensor-parallel-size", "GPUs of this replica", 1, type=int)
+    flag("--tensor-parallel-size", "GPUs that share each layer", 1, type=int)
+    flag("--pipeline-parallel-size", "stages of GPUs that share the layers among them", 1, type=int)
     flag("--max-sequences", "sequences generated at once; 0 = choose", 0, type=int)
     flag("--max-batched-tokens", "tokens of one engine step; 0 = choose", 0, type=int)
     flag("--drain-seconds", "time for running requests after SIGTERM", 60.0, type=float)
@@ -191,6 +207,7 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
         "access_log": ("yes", "no"),
         "kv_cache_dtype": get_args(KvCacheDtype),
         "head_dtype": get_args(HeadDtype),
+        "quantization": get_args(Quantization),
     }
     for setting, words in choices.items():
         # argparse does not check a default, which the environment may have given.
@@ -212,10 +229,21 @@ def _check_together(args: dict[str, Any]) -> None:
             f"--max-batched-tokens is {step} and --max-sequences {sequences}; a step computes a token of "
             "each sequence, so give the first at least the second"
         )
-    check_device(args["device"], args["kv_cache_dtype"])
+    if args["speculative_ngram_tokens"] and args["pipeline_parallel_size"] > 1:
+        # vLLM 0.32 would schedule the drafts of a request before it has the token that they follow.
+        raise InvalidRequest(
+            "--speculative-ngram-tokens does not go with --pipeline-parallel-size above 1; leave one of them "
+            "out"
+        )
+    if args["quantization"] != "auto" and args["dtype"] == "float32":
+        raise InvalidRequest(
+            f"--quantization {args['quantization']} is for models in bfloat16 or float16, and --dtype says "
+            "float32; leave one of them out"
+        )
+    check_device(args["device"], args["kv_cache_dtype"], args["quantization"])
 
 
-def check_device(device: str, kv_cache_dtype: str) -> None:
+def check_device(device: str, kv_cache_dtype: str, quantization: str) -> None:
     """Refuses what a device cannot do; of "auto" that is known when vLLM says what it runs on.
 
     Raises:
@@ -223,6 +251,8 @@ def check_device(device: str, kv_cache_dtype: str) -> None:
     """
     if kv_cache_dtype == "fp8" and device == "cpu":
         raise InvalidRequest("--kv-cache-dtype fp8 is for CUDA; leave it out on a CPU")
+    if quantization != "auto" and device == "cpu":
+        raise InvalidRequest(f"--quantization {quantization} is for CUDA; leave it out on a CPU")
 
 
 def engine_environment(config: SamplerConfig) -> dict[str, str]:
@@ -246,7 +276,7 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
     if config.log_format == "json":
         # vLLM's loggers have no handlers of their own then.
         environment["VLLM_CONFIGURE_LOGGING"] = "0"
-    if config.tensor_parallel_size == 1:
+    if config.workers == 1:
         # On CPU the engine core then runs the model itself instead of in one more process. The
         # core is a process of its own either way.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -43,7 +43,7 @@ def build(config: SamplerConfig, engine: Engine) -> Parts:
     full = FullSnapshots(engine, data_dir, Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers))
     residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id)
     slots = AdapterSlots(config.max_loras)
-    snapshots = Snapshots(engine, data_dir, residency, slots, full, engine.adapts)
+    snapshots = Snapshots(engine, data_dir, residency, slots, full, engine.adapts, engine.full_models)
     admission = Admission(_capacity(engine))
     ledger = CrashLedger[str](data_dir.run / f"{config.id}.executing", str, "sampler")
     suspects = Suspects(ledger, lambda: engine.dead)
@@ -70,12 +70,15 @@ def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
         max_lora_rank=config.max_lora_rank,
         max_sequences=engine.limits.max_sequences,
         adapts=engine.adapts,
+        full_models=engine.full_models,
         queued_sequences=_capacity(engine).queued,
         kv_tokens=engine.kv_tokens,
         batched_tokens=engine.batched_tokens,
         adapter_slots=config.max_loras if engine.adapts else 0,
         kv_cache_dtype=config.kv_cache_dtype,
         head_dtype=config.head_dtype,
+        quantization=engine.quantization,
+        pipeline_stages=config.pipeline_parallel_size,
         speculative_ngram_tokens=config.speculative_ngram_tokens,
         gpus=engine.gpus,
     )

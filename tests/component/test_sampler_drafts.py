@@ -6,6 +6,8 @@ import asyncio
 import re
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,8 +51,13 @@ LETTERS = (64, 65)
 @pytest.fixture(scope="module")
 def drafting(sampler: Sampler, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     """A sampler of the same model that drafts."""
-    directory = tmp_path_factory.mktemp("drafting")
-    options = ("--speculative-ngram-tokens", str(DRAFT), "--max-loras", "2", "--max-sequences", "64")
+    with started_to_draft(sampler, tmp_path_factory.mktemp("drafting")) as started:
+        yield started
+
+
+@contextmanager
+def started_to_draft(sampler: Sampler, directory: Path, *more: str) -> Iterator[Sampler]:
+    options = ("--speculative-ngram-tokens", str(DRAFT), "--max-loras", "2", "--max-sequences", "64", *more)
     with redis_server(directory) as redis_url:
         started = launch(directory, sampler.model_dir, redis_url, *options)
         write_snapshot(started.data_dir.snapshot(MODEL_ID, ADAPTER), make_adapter(ADAPTER, 8), 8)
@@ -126,6 +133,25 @@ async def test_tokens_of_seeds_and_greedy_ones_are_those_that_come_without_draft
 
 
 async def test_log_probabilities_are_the_references_whatever_is_drafted(drafts, judge) -> None:
+    await check_log_probabilities(drafts, judge)
+
+
+async def test_two_workers_that_draft_sample_what_one_does_that_does_not(
+    stub, judge, sampler: Sampler, tmp_path: Path
+) -> None:
+    options = ("--tensor-parallel-size", "2", "--kv-cache-gib", "0.25")
+    with started_to_draft(sampler, tmp_path, *options) as wide:
+        async with rpc.channel(wide.address) as channel:
+            drafts = sampler_pb2_grpc.SamplerServiceStub(channel)
+            found = await asyncio.gather(*(sample(drafts, wanted) for wanted in asked()))
+            plain = await asyncio.gather(*(sample(stub, wanted) for wanted in asked()))
+            for index, (one, other) in enumerate(zip(found, plain, strict=True)):
+                assert tokens_of(one) == tokens_of(other), index
+            await check_log_probabilities(drafts, judge)
+        assert accepted(wide) > 200
+
+
+async def check_log_probabilities(drafts: sampler_pb2_grpc.SamplerServiceStub, judge) -> None:
     wanted = asked()
     results = await asyncio.gather(*(sample(drafts, each) for each in wanted))
     for each, result in zip(wanted, results, strict=True):

@@ -21,7 +21,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import SamplerConfig
-from services.sampler.engine.settings import check_drafts, engine_args
+from services.sampler.engine.settings import check_model, engine_args
 from services.sampler.worker.drafts import DraftCheck
 
 pytestmark = pytest.mark.heavy
@@ -200,8 +200,9 @@ def test_a_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**told, "layer_types": layers}))
     config = SamplerConfig("s", "a/b", str(tmp_path), tmp_path, "", speculative_ngram_tokens=2)
     with pytest.raises(InvalidRequest, match="Qwen3NextForCausalLM has recurrent layers"):
-        check_drafts(engine_args(config, "cuda"))
-    check_drafts(engine_args(dataclasses.replace(config, speculative_ngram_tokens=0), "cuda"))
+        check_model(config, engine_args(config, "cuda"))
+    without = dataclasses.replace(config, speculative_ngram_tokens=0)
+    check_model(without, engine_args(without, "cuda"))
 
 
 def test_vllm_by_itself_still_leaves_out_what_drafts_do_here() -> None:

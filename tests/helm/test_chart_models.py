@@ -161,6 +161,7 @@ def test_samplers_that_cannot_be_scaled_are_refused() -> None:
         ({"maxSequences": 256}, {"device": "cuda"}, 232),
         ({}, {}, 116),
         ({"tensorParallelSize": 2}, {}, 232),
+        ({"pipelineParallelSize": 2}, {}, 232),
     ],
 )
 def test_a_load_that_an_engine_never_has_scales_nothing_and_is_refused(

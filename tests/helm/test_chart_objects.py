@@ -209,13 +209,16 @@ def test_names_leave_room_for_the_labels_that_kubernetes_adds() -> None:
     assert max(len(one["metadata"]["name"]) for one in workloads(objects)) <= 52
 
 
-def test_each_rank_and_each_tensor_parallel_worker_gets_a_gpu() -> None:
+def test_each_rank_and_each_worker_of_a_sampler_gets_a_gpu() -> None:
     objects = render(EVERYTHING_SET)
     trainer = container(pick(objects, "Deployment", "tinsmith-trainer-qwen3-8b"))
     sampler = container(pick(objects, "Deployment", "tinsmith-sampler-qwen3-8b"))
     assert trainer["args"][0] == "--ranks=4"
     assert trainer["resources"]["limits"]["nvidia.com/gpu"] == "4"
     assert sampler["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    stages = {"sampler": {"tensorParallelSize": 2, "pipelineParallelSize": 3}, "device": "cuda"}
+    (staged,) = workloads(render(stages), "sampler")
+    assert container(staged)["resources"]["limits"]["nvidia.com/gpu"] == "6"
 
 
 def test_on_cpu_no_pod_asks_for_a_gpu() -> None:

@@ -159,17 +159,22 @@ def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_
         "maxContext": 4096,
         "maxSequences": 7,
         "headDtype": "float32",
+        "tensorParallelSize": 2,
+        "pipelineParallelSize": 3,
         "kvCacheGiB": 0.5,
         "snapshotCacheGiB": 1,
         "drainSeconds": 30,
     }
-    values = {"gpuMemoryUtilization": 0.5, "maxLoraRank": 128, "speculativeNgramTokens": 4, **sizes}
-    (sampler,) = workloads(render({"sampler": values}), "sampler")
+    values = {"gpuMemoryUtilization": 0.5, "maxLoraRank": 128, "quantization": "fp8_per_block", **sizes}
+    (sampler,) = workloads(render({"sampler": values, "device": "cuda"}), "sampler")
     settings = config.parse(arguments(sampler))
+    (drafting,) = workloads(render({"sampler": {"speculativeNgramTokens": 4}}), "sampler")
+    assert config.parse(arguments(drafting)).speculative_ngram_tokens == 4
     assert (settings.id, settings.host, settings.advertise_host) == ("a-pod-0", "0.0.0.0", "10.1.2.3")
     assert (settings.gpu_memory_utilization, settings.max_lora_rank) == (0.5, 128)
     assert (settings.max_context, settings.max_sequences, settings.kv_cache_gib) == (4096, 7, 0.5)
-    assert (settings.head_dtype, settings.speculative_ngram_tokens) == ("float32", 4)
+    assert (settings.head_dtype, settings.quantization) == ("float32", "fp8_per_block")
+    assert (settings.tensor_parallel_size, settings.pipeline_parallel_size) == (2, 3)
     assert (settings.snapshot_cache_gib, settings.full_snapshot_cache_gib) == (1, 4)
     assert [port["containerPort"] for port in container(sampler)["ports"]] == [
         settings.port,

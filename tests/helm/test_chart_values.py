@@ -59,6 +59,8 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"sampler": {"maxLoraRank": 24}},
         {"sampler": {"headDtype": "bfloat16"}},
         {"sampler": {"speculativeNgramTokens": 129}},
+        {"sampler": {"pipelineParallelSize": 0}},
+        {"sampler": {"quantization": "fp8"}},
         {"data": {"accessMode": "ReadOnlyMany"}},
         {"data": {"size": "lots"}},
         {"checkpoints": {"store": "/data/elsewhere"}},
@@ -93,6 +95,18 @@ def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any
             "redis.maxmemory 4gb is not below redis.resources.limits.memory 4Gi",
         ),
         ({"sampler": {"kvCacheDtype": "fp8"}}, "sampler.kvCacheDtype fp8 is for device cuda"),
+        (
+            {"sampler": {"quantization": "fp8_per_block"}},
+            "sampler.quantization fp8_per_block is for device cuda",
+        ),
+        (
+            {"sampler": {"quantization": "fp8_per_block"}, "device": "cuda", "dtype": "float32"},
+            "fp8_per_block is for bfloat16, and dtype says float32",
+        ),
+        (
+            {"sampler": {"speculativeNgramTokens": 2, "pipelineParallelSize": 2}},
+            "sampler.speculativeNgramTokens does not go with sampler.pipelineParallelSize",
+        ),
         (
             {"sampler": {"maxBatchedTokens": 100, "maxSequences": 101}},
             "a step computes a token of each of sampler.maxSequences 101",

@@ -37,6 +37,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: int = 0
     max_sequences: int = 0
     adapts: bool = True
+    full_models: bool = True
 
 
 class Configured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

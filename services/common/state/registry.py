@@ -55,7 +55,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
             of all sequences of one operation; 0 = not said.
         one_rank_tokens: of the longest that one rank of a trainer holds, where all compute longer ones
             together; 0 = they do not.
-        world_size: ranks of a trainer, tensor-parallel workers of a sampler.
+        world_size: ranks of a trainer, workers of a sampler in all `pipeline_stages`.
         max_lora_rank: largest adapter rank it accepts; 0 = no limit of its own.
         max_sequences: sequences that a sampler's engine generates at once; 0 = no
             limit of its own.
@@ -65,11 +65,14 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         kv_tokens: tokens of prompts and outputs whose keys and values fit into a sampler's memory at once, a
             prefix that requests share counted once; what exceeds it waits in the engine, whose turn it is or
             not, and when that is more than queued_sequences the sampler refuses more. 0 = not known.
-        adapts: whether a sampler can run adapters; on a CPU not those of a model with routed experts.
+        adapts: whether a sampler can run adapters; on a CPU not those of a model with routed experts, or with
+            quantised files.
+        full_models: whether a sampler can run fully fine-tuned models; not where its weights are quantised.
         batched_tokens: tokens of prompts and sequences that one step of a sampler computes; 0 = not said.
         adapter_slots: adapters in one step of a sampler.
         kv_cache_dtype: of a sampler's keys and values, and `head_dtype`: in which its output head computes;
             "auto" = `dtype`, empty = not said.
+        quantization: of a sampler's weights, as vLLM calls it; "none", empty = not said.
         speculative_ngram_tokens: that a sampler drafts for each sequence in a step; 0 = none.
         weights: full snapshot in a sampler's engine ("<model_id>@<version>"); empty = the base model.
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
@@ -100,11 +103,14 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int = 0
     queued_sequences: int = 0
     adapts: bool = True
+    full_models: bool = True
     kv_tokens: int = 0
     batched_tokens: int = 0
     adapter_slots: int = 0
     kv_cache_dtype: str = ""
     head_dtype: str = ""
+    quantization: str = ""
+    pipeline_stages: int = 1
     speculative_ngram_tokens: int = 0
     weights: str = ""
     gpus: tuple[str, ...] = ()
@@ -216,6 +222,7 @@ def facts(record: ServiceRecord) -> Facts:
         max_lora_rank=record.max_lora_rank,
         max_sequences=record.max_sequences,
         adapts=record.adapts,
+        full_models=record.full_models,
     )
 
 

@@ -42,6 +42,7 @@ class BaseModel:
         max_sample_rank: largest LoRA rank its samplers take; 0 = no limit of their own.
         trainable: it has a trainer, which may be away at present.
         sampleable: it has a sampler, which may be away at present.
+        samples_full_models: one of its samplers can run fully fine-tuned models, as far as they said.
         samples_adapters: one of its samplers can run adapters, as far as they said.
         trainer_seen: a trainer said once what it takes; `sampler_seen`: the same.
     """
@@ -60,6 +61,7 @@ class BaseModel:
     trainable: bool = False
     sampleable: bool = False
     samples_adapters: bool = True
+    samples_full_models: bool = True
     trainer_seen: bool = False
     sampler_seen: bool = False
 
@@ -112,6 +114,7 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         trainable=known.trained or bool(trainers),
         sampleable=known.sampled or bool(samplers),
         samples_adapters=not sampling or any(one.adapts for one in sampling),
+        samples_full_models=not sampling or any(one.full_models for one in sampling),
         trainer_seen=bool(training),
         sampler_seen=bool(sampling),
     )

@@ -175,7 +175,9 @@ class Replicas:
     def choose(self, base_model: str, wanted: Wanted, avoided: set[str]) -> ServiceRecord | None:
         """The replica for a sample that wants this; None when there is none but avoided ones."""
         ready = self.ready(base_model)
-        usable = [name for name in ready if name not in avoided]
+        # Where none runs full models, it says so itself.
+        able = [name for name in ready if ready[name].full_models or not wanted.weights] or list(ready)
+        usable = [name for name in able if name not in avoided]
         now = asyncio.get_running_loop().time()
         sound = [name for name in usable if self._rests.sound(name, now)]
         replicas = [

@@ -157,12 +157,20 @@ class Saves:
     async def _check_sampled(self, record: ModelRecord) -> None:
         """Refuses to publish what no sampler could answer from."""
         roles.check_samples(record.role)
-        if record.lora_rank and not (await self._models.base_of(record)).samples_adapters:
+        base = await self._models.base_of(record)
+        if record.lora_rank and not base.samples_adapters:
             raise InvalidRequest(
                 f"no sampler of {record.base_model} here runs adapters: each was started with --max-loras 0, "
-                "or is on a CPU with a model that has routed experts; train on and keep the model with "
-                "save_state, or have the operator run a sampler that does",
+                "or is on a CPU with a model that has routed experts or quantised files; train on and keep "
+                "the model with save_state, or have the operator run a sampler that does",
                 "adapters_not_supported",
+            )
+        if not record.lora_rank and not base.samples_full_models:
+            raise InvalidRequest(
+                f"no sampler of {record.base_model} here runs models that train all weights: the weights of "
+                "each are quantised; train on and keep the model with save_state, or have the operator run a "
+                "sampler without --quantization, of files that are not quantised",
+                "full_models_not_supported",
             )
 
     def _set_options(

@@ -35,8 +35,9 @@ def doubts(options: plan.Options, here: Facts) -> list[str]:
     Nothing is said of one whose shape is not known without a download, nor where an option decides what takes
     how much or parts a model among devices: the estimate knows nothing of that.
     """
-    parted = options.zero_stage == 3 or options.sampler_tp > 1 or options.samplers == 0
-    if parted or options.kv_cache_gib is not None or options.sampler_memory is not None:
+    parted = options.zero_stage == 3 or options.sampler_tp * options.sampler_pp > 1 or options.samplers == 0
+    said = options.kv_cache_gib is not None or options.sampler_memory is not None
+    if parted or said or options.quantization != "auto":
         return []
     cuda = options.device == "cuda"
     usual = report.usual(cuda)

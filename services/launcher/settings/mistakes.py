@@ -59,18 +59,29 @@ def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[
             f"--max-batched-tokens is {step} and --max-sequences {sequences}: a step computes a token of "
             "each sequence, so give the first at least the second"
         )
+    if options.sampler_pp > 1 and options.speculative_ngram_tokens:
+        found.append("--speculative-ngram-tokens does not go with --sampler-pp: leave one of them out")
+    quantised = f"--quantization {options.quantization}"
+    if options.quantization != "auto" and options.dtype == "float32":
+        found.append(f"{quantised} is for bfloat16, and --dtype says float32: leave one of them out")
     if options.device == "cpu":
         given = {
             "--sampler-memory": options.sampler_memory is not None,
             "--sampler-tp": options.sampler_tp > 1,
+            "--sampler-pp": options.sampler_pp > 1,
             "--kv-cache-dtype fp8": options.kv_cache_dtype == "fp8",
+            quantised: options.quantization != "auto",
         }
         found += [f"{flag} is for GPUs, and the models compute on the CPU" for flag in given if given[flag]]
     else:
         here = len(options.gpus)
-        for flag, value in (("--trainer-ranks", options.trainer_ranks), ("--sampler-tp", options.sampler_tp)):
-            if value > here:
-                found.append(f"{flag} {value} needs as many GPUs, and here are {here}")
+        tp, pp = options.sampler_tp, options.sampler_pp
+        wanted = {f"--trainer-ranks {options.trainer_ranks} needs as many": options.trainer_ranks}
+        if pp == 1:
+            wanted[f"--sampler-tp {tp} needs as many"] = tp
+        else:
+            wanted[f"--sampler-tp {tp} with --sampler-pp {pp} needs {tp * pp}"] = tp * pp
+        found += [f"{said} GPUs, and here are {here}" for said, count in wanted.items() if count > here]
         if not found:
             found += _of_shares(options)
     return found

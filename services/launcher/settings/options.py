@@ -81,7 +81,7 @@ def options(
     counts = placement.counts(
         models=max(1, len(models)),
         gpus=len(gpus),
-        sampler_gpus=values["sampler-tp"],
+        sampler_gpus=values["sampler-tp"] * values["sampler-pp"],
         ranks=values["trainer-ranks"],
         samplers=values["samplers"],
     )

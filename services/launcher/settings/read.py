@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.contract import variables
-from services.launcher.settings.table import ROWS, TABLE, Setting
+from services.launcher.settings.setting import Setting
+from services.launcher.settings.table import ROWS, TABLE
 
 MODEL_VARIABLE = variables.PREFIX + "MODEL"
 

@@ -6,57 +6,18 @@ Invariant: a default is what the cluster does; "auto" says that it is decided by
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from services.common.contract.stand_ins import STAND_INS
 from services.common.process.flags import HTTP_URL, PROXIES
 from services.common.telemetry import logs
 from services.common.worlds.nodes import endpoint
+from services.launcher.settings.setting import Kind, Setting
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
 """What vLLM compiles its kernels for."""
 
 AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a setting takes.
-
-    Attributes:
-        says: what it must be, as in "must be ...".
-        shown: in place of its value in the help.
-        parse: its value; ValueError when it is none.
-    """
-
-    says: str
-    shown: str
-    parse: Callable[[str], Any]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One row.
-
-    Attributes:
-        name: as a key of the file; with two dashes, the flag.
-        default: None = not set.
-    """
-
-    name: str
-    kind: Kind
-    default: Any
-    help: str
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name}"
-
-    @property
-    def variable(self) -> str:
-        return "TINSMITH_" + self.name.upper().replace("-", "_")
 
 
 def _whole(least: int, most: int = 1_000_000, *, auto: bool = False) -> Kind:
@@ -203,7 +164,19 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             None,
             "vLLM replicas of each model; 0 = only train and save (default: auto, half of the GPUs, else 1)",
         ),
-        Setting("sampler-tp", _whole(1, 64), 1, "GPUs of each replica, by tensor parallelism (default: 1)"),
+        Setting(
+            "sampler-tp",
+            _whole(1, 64),
+            1,
+            "GPUs of each replica that share its layers, by tensor parallelism (default: 1)",
+        ),
+        Setting(
+            "sampler-pp",
+            _whole(1, 64),
+            1,
+            "stages of each replica, by pipeline parallelism: each has --sampler-tp GPUs and a part of the "
+            "layers (default: 1)",
+        ),
         Setting(
             "sampler-memory",
             _number(0.05, 0.95, auto=True),
@@ -319,6 +292,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "auto",
             "in which samplers compute logits; float32 brings log-probabilities of a bfloat16 model nearer "
             "to the trainer's (default: auto, the model's)",
+        ),
+        Setting(
+            "quantization",
+            _one_of(AUTO, "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"),
+            AUTO,
+            "in which samplers hold weights, on CUDA, quantised while they load; changes log-probabilities, "
+            "and full models are not sampled then (default: auto, as the model's files are)",
         ),
         Setting(
             "speculative-ngram-tokens",

@@ -49,7 +49,7 @@ from services.sampler.engine.sampling import (
     begun,
     served,
 )
-from services.sampler.engine.settings import EngineStats, adapts, check_attention, check_drafts, engine_args
+from services.sampler.engine.settings import EngineStats, adapts, check_attention, check_model, engine_args
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.engine.workers import ENDED, Workers
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
@@ -78,27 +78,27 @@ class Engine:
         device = str(current_platform.device_type)
         if config.device not in ("auto", device):
             raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
-        check_device(device, config.kv_cache_dtype)
+        check_device(device, config.kv_cache_dtype, config.quantization)
         check_attention(config, device)
         if device == "cpu":
             # Nothing of the model is compiled there; compiling the sampler's helpers only costs start-up.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
         self._config = config
         arguments = engine_args(config, device)
-        check_drafts(arguments)
-        # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU. Without a usage
-        # context it takes 128 and 2048 on any.
-        context = UsageContext.OPENAI_API_SERVER
+        check_model(config, arguments)
+        # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU, else 128, 2048
         self._llm = AsyncLLM.from_engine_args(
             arguments,
-            usage_context=context,
+            usage_context=UsageContext.OPENAI_API_SERVER,
             stat_loggers=[EngineStats] if config.metrics_port else None,
         )
         model, settings = self._llm.model_config, self._llm.vllm_config
         self.device = device
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.arch = str(model.architectures[0])
-        self.workers = config.tensor_parallel_size
+        self.workers = config.workers
+        self.quantization = str(model.quantization or "none")
+        self.full_models = model.quantization is None
         self.adapts = adapts(config, device)
         sequences = int(settings.scheduler_config.max_num_seqs)
         self.limits = Limits(int(model.get_vocab_size()), int(model.max_model_len), sequences)

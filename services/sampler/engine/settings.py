@@ -10,8 +10,9 @@ import logging
 import secrets
 from typing import Any
 
+import torch
 from prometheus_client import REGISTRY
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -47,6 +48,7 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         "load_format": "safetensors",
         "dtype": "float32" if config.dtype == "auto" and on_cpu else config.dtype,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         # On CUDA without a given size vLLM measures what the GPU has left.
         "kv_cache_memory_bytes": cache.kv_bytes if cache else int(config.kv_cache_gib * GIB) or None,
@@ -75,6 +77,8 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
             # Experts' adapters share what is beside the model's width. Without experts it means nothing.
             "enable_moe_shared_loras": True,
         }
+    if config.quantization != "auto":
+        arguments["quantization"] = config.quantization
     if config.head_dtype == "float32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if config.speculative_ngram_tokens:
@@ -86,26 +90,52 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         arguments["max_num_batched_tokens"] = config.max_batched_tokens
     elif on_cpu:
         arguments["max_num_batched_tokens"] = max(2048, config.max_sequences)
-    if on_cpu and config.tensor_parallel_size == 1:
+    if on_cpu and config.workers == 1:
         arguments["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**arguments)
 
 
-def check_drafts(arguments: AsyncEngineArgs) -> None:
-    """Refuses to draft tokens for a model with recurrent layers: whether their state comes back to where it
-    was before a draft that did not hold, nothing here has tested.
+def check_model(config: SamplerConfig, arguments: AsyncEngineArgs) -> None:
+    """Refuses what was asked for and the model cannot do, or vLLM with it.
 
     Raises:
         InvalidRequest: with what to change.
     """
-    if arguments.speculative_config is None:
-        return
-    model = arguments.create_model_config()
-    if model.is_hybrid or model.is_attention_free:
+    if config.quantization != "auto" and getattr(_hf_config(config), "quantization_config", None):
         raise InvalidRequest(
-            f"--speculative-ngram-tokens is for models of attention alone, and {model.architectures[0]} has "
-            "recurrent layers; leave it out"
+            f"the files of {config.base_model} are quantised already: leave out --quantization "
+            f"{config.quantization}"
         )
+    model = arguments.create_model_config()
+    name = model.architectures[0]
+    # Whether recurrent state comes back to where it was before a draft that did not hold, nothing here has
+    # tested.
+    if config.speculative_ngram_tokens and (model.is_hybrid or model.is_attention_free):
+        raise InvalidRequest(
+            f"--speculative-ngram-tokens is for models of attention alone, and {name} has recurrent layers; "
+            "leave it out"
+        )
+    stages, layers = config.pipeline_parallel_size, model.get_total_num_hidden_layers()
+    if stages > layers:
+        raise InvalidRequest(
+            f"--pipeline-parallel-size is {stages}, and {config.base_model} has {layers} layers; give no more"
+        )
+    if stages > 1 and not model.registry.is_pp_supported_model(model.architectures, model):
+        raise InvalidRequest(f"vLLM runs {name} in one stage only; leave out --pipeline-parallel-size")
+    if model.quantization is not None:
+        _check_quantised(config, model)
+
+
+def _check_quantised(config: SamplerConfig, model: ModelConfig) -> None:
+    try:
+        VllmConfig.get_quantization_config(model, LoadConfig())
+    except ValueError as error:
+        cure = "leave out --quantization" if config.quantization != "auto" else "serve files of another kind"
+        if model.dtype == torch.float32:
+            cure = "give --dtype bfloat16"
+        raise InvalidRequest(
+            f"vLLM does not run the quantised weights of {config.base_model} so: {error}; {cure}"
+        ) from error
 
 
 def check_attention(config: SamplerConfig, device: str) -> None:
@@ -127,19 +157,26 @@ def adapts(config: SamplerConfig, device: str) -> bool:
     """Whether the engine can run adapters, and is to.
 
     On a CPU it cannot for a model with routed experts: with adapters enabled vLLM takes its Triton kernels
-    for them, which a CPU does not have, and the first request, of the base model too, ends the engine.
+    for them, which a CPU does not have, and the first request, of the base model too, ends the engine. Nor
+    for one whose files are quantised: its CPU kernels let go of weights whose place its adapters ask for.
     """
     if config.max_loras == 0:
         return False
     if device != "cpu":
         return True
+    if getattr(_hf_config(config), "quantization_config", None):
+        return False
     return not any(getattr(_text_config(config), name, None) for name in _EXPERTS)
 
 
 def _text_config(config: SamplerConfig) -> Any:
+    return _hf_config(config).get_text_config()
+
+
+def _hf_config(config: SamplerConfig) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(config.model_path).get_text_config()
+    return AutoConfig.from_pretrained(config.model_path)
 
 
 def _cpu_cache(config: SamplerConfig) -> CpuCache:

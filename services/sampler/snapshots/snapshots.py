@@ -81,8 +81,10 @@ class Snapshots:
         slots: AdapterSlots,
         full: FullSnapshots,
         adapts: bool = True,
+        full_models: bool = True,
     ) -> None:
         self._adapts = adapts
+        self._full_models = full_models
         self._engine = engine
         self._data_dir = data_dir
         self._residency = residency
@@ -124,7 +126,7 @@ class Snapshots:
         """The snapshot (None = the base model) is in the engine meanwhile. Yields the adapter, if it is one.
 
         Raises:
-            InvalidRequest: it is an adapter, and this engine can run none.
+            InvalidRequest: it is an adapter or a full model, and this engine can run none.
             SnapshotNotFound: it is neither in memory nor in the store.
             TinsmithError: it could not be loaded.
         """
@@ -133,6 +135,7 @@ class Snapshots:
                 yield None
             return
         if await self._is_full(key):
+            self._refuse_full_models()
             async with self._full.use(key):
                 self._versions.note(key)
                 yield None
@@ -158,8 +161,17 @@ class Snapshots:
         if not self._adapts:
             raise InvalidRequest(
                 "this sampler runs no adapters: it was started with --max-loras 0, or is on a CPU with a "
-                "model that has routed experts; sample the base model or a fully fine-tuned one",
+                "model that has routed experts or quantised files; sample the base model or, without "
+                "quantised files, a fully fine-tuned one",
                 "adapters_not_supported",
+            )
+
+    def _refuse_full_models(self) -> None:
+        if not self._full_models:
+            raise InvalidRequest(
+                "this sampler runs no fully fine-tuned models, as its weights are quantised; sample the base "
+                "model or an adapter, or have the operator run a sampler without --quantization",
+                "full_models_not_supported",
             )
 
     async def _is_full(self, key: SnapshotKey) -> bool:
@@ -233,11 +245,11 @@ class Snapshots:
                     f"not in weight group {incoming.epoch} but in {self.group_epoch}; join again"
                 )
             try:
-                if incoming.rank is None:
-                    await self._full.receive(incoming)
-                elif not self._adapts:
+                if not (self._full_models if incoming.rank is None else self._adapts):
                     # The others wait for this member.
                     await self._full.let_pass(incoming)
+                elif incoming.rank is None:
+                    await self._full.receive(incoming)
                 else:
                     await self._receive_adapter(incoming, incoming.rank)
             except TinsmithError as error:

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.models.utils import get_pp_missing_layer_names
 
 from services.common import weights
 from services.common.contract.adapters import LORA_ALPHA
@@ -74,10 +75,14 @@ class WorkerExtension:
     rank: int
     device: torch.device
     model_runner: Any
+    execute_dummy_batch: Callable[[], None]
 
     def tinsmith_setup(self) -> str:
         """Applies what vLLM lacks. Called once, before the first request. Returns the GPU's UUID."""
         self.tinsmith_state = _State()
+        if self.device.type == "cpu" and self.model_runner.parallel_config.pipeline_parallel_size > 1:
+            # The first batch makes room for what a stage receives. On a CPU vLLM leaves its warm-up out.
+            self.execute_dummy_batch()
         vllm_fixes.apply(self.model_runner)
         PromptScorer(self.model_runner)
         if self.model_runner.speculative_config is not None:
@@ -284,6 +289,7 @@ class WorkerExtension:
             dtype=worker_manager.lora_config.lora_dtype,
             weights_mapper=renames.get_rename_mapper() if renames is not None else None,
         )
+        _leave_to_other_stages(adapter, manager.model)
         packed = {part for parts in manager.packed_modules.values() for part in parts}
         for module, lora in adapter.loras.items():
             if module not in packed and module not in manager.modules:
@@ -304,3 +310,11 @@ class WorkerExtension:
             manager.remove_adapter(adapter.id)
             raise InvalidRequest(f"the adapter does not fit this model: {error}") from error
         return nbytes
+
+
+def _leave_to_other_stages(adapter: LoRAModel, model: torch.nn.Module) -> None:
+    """Drops what an adapter has for layers of other pipeline stages, whose workers look at it. What no stage
+    has stays, and is refused."""
+    elsewhere = tuple(get_pp_missing_layer_names(model))
+    for module in [name for name in adapter.loras if f"{name}.".startswith(elsewhere)]:
+        del adapter.loras[module]

@@ -142,7 +142,16 @@ def test_what_makes_a_model_fit_is_told_and_then_believed() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"zero_stage": 3}, {"sampler_tp": 8}, {"samplers": 0}, {"sampler_memory": 0.9}], ids=str
+    "options",
+    [
+        {"zero_stage": 3},
+        {"sampler_tp": 8},
+        {"sampler_pp": 2},
+        {"quantization": "fp8_per_tensor"},
+        {"samplers": 0},
+        {"sampler_memory": 0.9},
+    ],
+    ids=str,
 )
 def test_nothing_is_said_where_an_option_parts_the_memory(options: dict[str, object]) -> None:
     assert of("Qwen/Qwen2.5-72B", EIGHT, **options) == []

@@ -150,8 +150,14 @@ def test_options_that_no_cluster_can_have_are_told_all_at_once(tmp_path: Path) -
 
 
 def test_samplers_that_could_not_start_are_told_before_they_do(tmp_path: Path) -> None:
-    wrong = options(tmp_path, kv_cache_dtype="fp8", max_batched_tokens=100, max_sequences=101)
+    many = {"sampler_pp": 2, "speculative_ngram_tokens": 1, "quantization": "fp8_per_block"}
+    wrong = options(
+        tmp_path, kv_cache_dtype="fp8", max_batched_tokens=100, max_sequences=101, dtype="float32", **many
+    )
     told = "\n".join(mistakes(wrong))
+    assert "--sampler-pp is for GPUs" in told and "--quantization fp8_per_block is for GPUs" in told
+    assert "--speculative-ngram-tokens does not go with --sampler-pp" in told
+    assert "--quantization fp8_per_block is for bfloat16, and --dtype says float32" in told
     assert "--kv-cache-dtype fp8 is for GPUs" in told
     assert "--max-batched-tokens is 100 and --max-sequences 101" in told
     assert mistakes(options(tmp_path, max_batched_tokens=100, max_sequences=100)) == []
@@ -163,6 +169,7 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
         assert flag not in (*trainer.argv, *sampler.argv)
     said = dict(itertools.pairwise(sampler.argv))
     assert (said["--head-dtype"], said["--speculative-ngram-tokens"]) == ("auto", "0")
+    assert said["--quantization"] == "auto"
     given = options(
         tmp_path,
         max_context=4096,
@@ -171,12 +178,14 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
         max_sequences=9,
         head_dtype="float32",
         speculative_ngram_tokens=4,
+        quantization="fp8_per_channel",
     )
     _, trainer, sampler, *_ = plan.processes(given, [1, 2], launch)
     said = dict(itertools.pairwise(trainer.argv)) | dict(itertools.pairwise(sampler.argv))
     assert (said["--max-context"], said["--micro-batch-tokens"]) == ("4096", "512")
     assert (said["--kv-cache-gib"], said["--max-sequences"]) == ("2.0", "9")
     assert (said["--head-dtype"], said["--speculative-ngram-tokens"]) == ("float32", "4")
+    assert said["--quantization"] == "fp8_per_channel"
     assert (said["--max-lora-rank"], said["--max-loras"]) == ("128", "8")
 
 
@@ -245,6 +254,16 @@ def test_a_sampler_of_several_gpus_has_them_to_itself(tmp_path: Path) -> None:
     assert dict(itertools.pairwise(planned[2].argv))["--tensor-parallel-size"] == "2"
 
 
+def test_a_sampler_of_stages_has_as_many_gpus_as_all_of_them(tmp_path: Path) -> None:
+    eight = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": tuple("01234567")}
+    planned = plan.processes(
+        options(tmp_path, **eight, trainer_ranks=4, samplers=1, sampler_tp=2, sampler_pp=2), [1], launch
+    )
+    assert [process.env.get("CUDA_VISIBLE_DEVICES") for process in planned] == [None, "0,1,2,3", "4,5,6,7"]
+    said = dict(itertools.pairwise(planned[2].argv))
+    assert (said["--tensor-parallel-size"], said["--pipeline-parallel-size"]) == ("2", "2")
+
+
 def test_trainers_and_samplers_get_the_gpus_in_turn(tmp_path: Path) -> None:
     planned = plan.processes(
         options(tmp_path, device="cuda", gpus=("0", "1", "2", "3"), trainer_ranks=1), [1, 2], launch
@@ -268,6 +287,8 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     ranks, parallel = mistakes(wrong)
     assert ranks.startswith("--trainer-ranks 2 needs as many GPUs")
     assert parallel.startswith("--sampler-tp 4 needs as many GPUs")
+    (stages,) = mistakes(options(tmp_path, device="cuda", gpus=("0", "1"), sampler_tp=2, sampler_pp=2))
+    assert stages == "--sampler-tp 2 with --sampler-pp 2 needs 4 GPUs, and here are 2"
 
 
 def test_gateways_and_trainers_are_told_where_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -153,6 +153,8 @@ def test_eight_gpus_train_and_sample_in_halves() -> None:
     assert (chosen.device, chosen.trainer_ranks, chosen.samplers) == ("cuda", 4, 4)
     wide = asked("--model", "a/b=org/m", "--sampler-tp", "4", machine=EIGHT)
     assert (wide.trainer_ranks, wide.samplers) == (4, 1)
+    staged = asked("--model", "a/b=org/m", "--sampler-tp", "2", "--sampler-pp", "2", machine=EIGHT)
+    assert (staged.trainer_ranks, staged.samplers) == (4, 1)
 
 
 def test_a_cpu_build_is_not_used_for_gpus() -> None:

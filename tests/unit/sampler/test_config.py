@@ -42,6 +42,10 @@ def test_an_environment_variable_stands_in_for_a_flag(monkeypatch: pytest.Monkey
         ["--speculative-ngram-tokens", "-1"],
         ["--speculative-ngram-tokens", "129"],
         ["--kv-cache-dtype", "fp8", "--device", "cpu"],
+        ["--quantization", "fp8_per_tensor", "--device", "cpu"],
+        ["--quantization", "fp8_per_tensor", "--dtype", "float32"],
+        ["--pipeline-parallel-size", "0"],
+        ["--speculative-ngram-tokens", "2", "--pipeline-parallel-size", "2"],
         ["--max-sequences", "-1"],
         ["--snapshot-cache-gib", "-1"],
         ["--gpu-memory-utilization", "1.5"],
@@ -55,10 +59,11 @@ def test_a_wrong_value_is_refused_with_what_to_use(wrong: list[str]) -> None:
 
 
 def test_what_a_device_cannot_do_is_refused_when_the_device_is_known() -> None:
-    settings = config.parse([*ARGUMENTS, "--kv-cache-dtype", "fp8"])
-    config.check_device("cuda", settings.kv_cache_dtype)
-    with pytest.raises(InvalidRequest, match="for CUDA"):
-        config.check_device("cpu", settings.kv_cache_dtype)
+    for words in (("--kv-cache-dtype", "fp8"), ("--quantization", "fp8_per_block")):
+        settings = config.parse([*ARGUMENTS, *words])
+        config.check_device("cuda", settings.kv_cache_dtype, settings.quantization)
+        with pytest.raises(InvalidRequest, match=f"{' '.join(words)} is for CUDA"):
+            config.check_device("cpu", settings.kv_cache_dtype, settings.quantization)
 
 
 def test_a_wrong_word_of_the_environment_is_refused_like_a_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +93,14 @@ def test_threads_hardly_spin_at_barriers_unless_the_environment_says_otherwise(
     assert config.engine_environment(settings)[variable] in ("passive", "2000")
     monkeypatch.setenv(variable, "7")
     assert config.engine_environment(settings)[variable] == "7"
+
+
+def test_stages_times_their_workers_are_the_workers_of_a_replica() -> None:
+    assert config.parse(ARGUMENTS).workers == 1
+    words = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "3"]
+    settings = config.parse([*ARGUMENTS, *words])
+    assert settings.workers == 6
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
+        alone = config.engine_environment(config.parse(ARGUMENTS))
+        staged = config.engine_environment(config.parse([*ARGUMENTS, "--pipeline-parallel-size", "2"]))
+        assert (name in alone) != (name in staged)

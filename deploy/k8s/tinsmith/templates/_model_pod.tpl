@@ -84,6 +84,15 @@
 {{- if and (eq .settings.kvCacheDtype "fp8") (ne .root.Values.device "cuda") -}}
 {{- fail (printf "model %q: sampler.kvCacheDtype fp8 is for device cuda: leave it at auto" .model.name) -}}
 {{- end -}}
+{{- if and (ne .settings.quantization "auto") (ne .root.Values.device "cuda") -}}
+{{- fail (printf "model %q: sampler.quantization %s is for device cuda: leave it at auto" .model.name .settings.quantization) -}}
+{{- end -}}
+{{- if and (ne .settings.quantization "auto") (eq .root.Values.dtype "float32") -}}
+{{- fail (printf "model %q: sampler.quantization %s is for bfloat16, and dtype says float32: leave one of them at auto" .model.name .settings.quantization) -}}
+{{- end -}}
+{{- if and (gt (.settings.pipelineParallelSize | int64) 1) (gt (.settings.speculativeNgramTokens | int64) 0) -}}
+{{- fail (printf "model %q: sampler.speculativeNgramTokens does not go with sampler.pipelineParallelSize: leave one of them out" .model.name) -}}
+{{- end -}}
 {{- $step := .settings.maxBatchedTokens | int64 -}}
 {{- $sequences := .settings.maxSequences | int64 -}}
 {{- if and $step (lt $step $sequences) -}}
@@ -244,7 +253,7 @@ exec:
 {{- if .settings.maxSequences -}}
 {{- .settings.maxSequences | int64 -}}
 {{- else if eq .root.Values.device "cpu" -}}
-{{- mul 128 (.settings.tensorParallelSize | int64) -}}
+{{- mul 128 .settings.tensorParallelSize .settings.pipelineParallelSize -}}
 {{- else -}}
 0
 {{- end -}}

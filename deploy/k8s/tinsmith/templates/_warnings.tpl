@@ -38,7 +38,7 @@ sampler.autoscaling.sequences of {{ $model.name }} is {{ $auto.sequences | int64
 {{- end }}
 {{- range $part := list "trainer" "sampler" }}
 {{- $settings := index $model $part }}
-{{- $count := ternary $settings.ranks $settings.tensorParallelSize (eq $part "trainer") }}
+{{- $count := eq $part "trainer" | ternary $settings.ranks (mul ($settings.tensorParallelSize | default 1) ($settings.pipelineParallelSize | default 1)) }}
 {{- if ternary $model.trainer.enabled (gt ($model.sampler.replicas | int64) 0) (eq $part "trainer") }}
 {{- $cpu := (($settings.resources | default dict).requests | default dict).cpu | default "0" | toString }}
 {{- $cores := hasSuffix "m" $cpu | ternary (divf (trimSuffix "m" $cpu | float64) 1000.0) (trimSuffix "m" $cpu | float64) }}

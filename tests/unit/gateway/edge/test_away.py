@@ -156,6 +156,25 @@ async def test_what_no_sampler_can_run_is_refused_at_the_save_and_trained_all_th
     assert listed.sampleable and not listed.samples_adapters
 
 
+async def test_what_samplers_of_quantised_weights_cannot_run_is_refused_at_the_save(edges: Edges) -> None:
+    async with edges.http() as client:
+        adapter, full = await new_model(edges, client), await new_model(edges, client, rank=0)
+        sampler = edges.announcers["sampler"]
+        await sampler.update(msgspec.structs.replace(sampler.record, full_models=False))
+        await edges.discovery.refresh()
+        for model in (adapter, full):
+            save = {"model_id": model, "seq_id": 1, "path": "best"}
+            assert (await client.post("save_weights_for_sampler", json=save)).status_code == 200
+        told = await failure(client, full, 1)
+        assert told["category"] == "user" and "the weights of each are quantised" in told["error"]
+        assert await edges.operation(adapter, 1) is not None
+        # Also while it is away.
+        await sampler.stop()
+        save = {"model_id": full, "seq_id": 2, "path": "later"}
+        assert (await client.post("save_weights_for_sampler", json=save)).status_code == 200
+        assert "quantised" in (await failure(client, full, 2))["error"]
+
+
 async def test_what_one_gateway_never_saw_another_one_left_in_redis(away: Edges) -> None:
     # The first look of this gateway comes after everything is gone.
     await away.discovery.refresh()

@@ -16,6 +16,7 @@ from services.common.state.known_models import Configured, KnownModel
 from services.common.state.registry import ServiceRecord
 from services.gateway.access.answer_room import AnswerRoom
 from services.gateway.cluster.discovery import Services
+from services.gateway.placement.choose_replica import wanted
 from services.gateway.placement.placements import Placements
 from services.gateway.sampling import replicas as module
 from services.gateway.sampling.replicas import Replicas
@@ -192,3 +193,19 @@ async def test_a_stream_that_joined_what_runs_without_progress_is_ended() -> Non
     with pytest.raises(module.Stalled, match="after 7 tokens"):
         await streamed(sampler, stall=0.3)
     assert sampler.ended == ["s:sample:0:0"]
+
+
+async def test_samples_of_full_models_go_where_these_run_if_there_is_such_a_replica() -> None:
+    quantised, plain = (
+        ServiceRecord(kind="sampler", id=name, address="", base_model=BASE, full_models=name == "plain")
+        for name in ("quantised", "plain")
+    )
+    full, base = (wanted("m", 1, whole, "", bytes(40), 1, 8) for whole in (True, False))
+    async with services(quantised, plain) as found:
+        replicas = over(found)
+        assert replicas.choose(BASE, full, set()) == plain
+        assert replicas.choose(BASE, full, {plain.incarnation}) is None
+        assert replicas.choose(BASE, base, {plain.incarnation}) == quantised
+    async with services(quantised) as found:
+        # Which says why it does not.
+        assert over(found).choose(BASE, full, set()) == quantised

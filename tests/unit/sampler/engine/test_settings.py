@@ -39,3 +39,8 @@ def test_adapters_of_a_model_with_routed_experts_take_a_gpu(
     assert adapts(config, "cpu") == on_cpu
     assert adapts(config, "cuda")
     assert not adapts(replace(config, max_loras=0), "cuda")
+
+
+def test_adapters_of_quantised_files_take_a_gpu(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", quantization_config={"quant_method": "compressed-tensors"})
+    assert adapts(config, "cuda") and not adapts(config, "cpu")

@@ -166,3 +166,24 @@ async def test_a_request_that_gives_up_while_it_waits_is_forgotten(
             await waiting
         assert snapshots.waiting == 0
     assert (await sampled(snapshots, None), engine.swaps) == (None, [])
+
+
+async def test_where_weights_are_quantised_full_models_are_refused_and_what_arrives_of_them_is_let_pass(
+    engine: Engine, tmp_path: Path
+) -> None:
+    full_snapshots = FullSnapshots(engine, DataDir(tmp_path), Staging(20, copies=1))
+    residency, slots = Residency(10, 100), AdapterSlots(2)
+    snapshots = Snapshots(
+        engine, DataDir(tmp_path), residency, slots, full_snapshots, adapts=True, full_models=False
+    )
+    stored = DataDir(tmp_path).snapshot(FULL.model_id, FULL.version)
+    stored.mkdir(parents=True)
+    (stored / "config.json").write_text("{}")
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
+    await snapshots.receive(full())
+    assert (engine.staged, snapshots.resident()) == ([None], [])
+    with pytest.raises(InvalidRequest, match="weights are quantised") as error:
+        await sampled(snapshots, FULL)
+    assert error.value.code == "full_models_not_supported"
+    assert engine.swaps == []
+    assert await sampled(snapshots, None) is None

@@ -1,0 +1,51 @@
+"""What vLLM can do with a model is asked of vLLM before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from services.common.contract.errors import InvalidRequest
+from services.sampler.config import Quantization, SamplerConfig
+from services.sampler.engine.settings import check_model, engine_args
+from tests.unit.sampler.engine.test_settings import config_of
+
+
+def checked(config: SamplerConfig) -> None:
+    check_model(config, engine_args(config, "cuda"))
+
+
+def test_what_a_model_has_too_few_layers_for_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", architectures=["Qwen3ForCausalLM"])
+    checked(replace(config, pipeline_parallel_size=2))
+    with pytest.raises(InvalidRequest, match="--pipeline-parallel-size is 3, and org/model has 2 layers"):
+        checked(replace(config, pipeline_parallel_size=3))
+
+
+def test_a_model_that_vllm_runs_in_one_stage_only_is_refused_in_several(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "whisper", architectures=["WhisperForConditionalGeneration"])
+    with pytest.raises(InvalidRequest, match="runs WhisperForConditionalGeneration in one stage only"):
+        checked(replace(config, pipeline_parallel_size=2))
+
+
+def test_files_that_are_quantised_are_not_quantised_once_more(tmp_path: Path) -> None:
+    described = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    config = config_of(tmp_path, "qwen3", architectures=["Qwen3ForCausalLM"], quantization_config=described)
+    with pytest.raises(InvalidRequest, match="quantised already: leave out --quantization fp8_per_tensor"):
+        checked(replace(config, quantization="fp8_per_tensor"))
+    with pytest.raises(InvalidRequest, match=r"org/model so: torch.float32 .*; give --dtype bfloat16"):
+        checked(replace(config, dtype="float32"))
+    checked(replace(config, dtype="bfloat16"))
+
+
+def test_a_model_is_quantised_as_the_flag_says_or_as_its_files_are(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", architectures=["Qwen3ForCausalLM"])
+    assert engine_args(config, "cuda").quantization is None
+    for word in get_args(Quantization)[1:]:
+        arguments = engine_args(replace(config, quantization=word, dtype="bfloat16"), "cuda")
+        # What vLLM calls it, and knows how to make of a model's weights.
+        assert arguments.create_model_config().quantization == word
+        assert arguments.quantization_config is not None and arguments.quantization_config.linear is not None
