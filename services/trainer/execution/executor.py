@@ -34,6 +34,7 @@ from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row, RowResu
 from services.trainer.convert import Forward, Target
 from services.trainer.execution import measures
 from services.trainer.execution.control_ops import ControlOps
+from services.trainer.execution.held_up import HeldUp
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
 from services.trainer.order.microbatch import Unit
 from services.trainer.order.scheduler import (
@@ -83,6 +84,7 @@ class Executor:
         self._control_running = 0
         self._cursor = Cursor()
         self._wake = asyncio.Event()
+        self._held_up = HeldUp(models, control, self._finish, self._wake.set)
         self._stopping = False
         self._queued_bytes = 0
         self._queued_of: Counter[str] = Counter()
@@ -156,7 +158,7 @@ class Executor:
         async with asyncio.TaskGroup() as control_ops:
             while not self._stopping:
                 self._wake.clear()
-                self._fail_broken()
+                self._held_up.see_to(control_ops)
                 decision, cursor, alone = self._decide()
                 if begun and isinstance(decision, NextPass):
                     # What has begun asks the world first: models that are stepped come back together.
@@ -351,19 +353,6 @@ class Executor:
         units = self._models[ref.model_id].find(ref).units
         assert units is not None
         return units[ref.unit]
-
-    def _fail_broken(self) -> None:
-        for model in self._models.values():
-            if model.broken is None or model.held:
-                continue
-            while model.sequence.ready:
-                operation = model.sequence.executed(model.sequence.ready[0].seq_id)
-                error = by_code(
-                    model.broken.code,
-                    model.broken.category,
-                    f"the model was not created: {model.broken.message}",
-                )
-                self._finish(model, operation, OperationResult(error=error_to_pb(error)))
 
 
 def _rows(ref: UnitRef, numbers: dict[tuple[str, int], int], operations: list[Operation]) -> list[Row]:
