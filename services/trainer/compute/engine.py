@@ -325,7 +325,7 @@ class Engine:
         tenant = self._tenant(model_id)
         if not isinstance(tenant, FullModel):
             raise TypeError(f"{model_id} is an adapter, whose state rank 0 gets")
-        return tenant.write(self._writer, directory)
+        return tenant.write(self._writer, directory, self._room_to_keep())
 
     def load_state(self, model_id: str, state: ModelState | ShardedState, optimizer: bool) -> None:
         """Replaces the weights, and the optimizer state or else starts that afresh. Clears the gradient.
