@@ -127,7 +127,7 @@ async def test_what_waits_for_a_model_that_went_meanwhile_is_told_so_once(tmp_pa
         trainer.may_come.clear()
         trainer.refusals = [NotFound("it is gone")]
         waiting = await trainer.ask(batch("away", 1))
-        while not trainer.asked:
+        while not trainer.asked:  # noqa: ASYNC110
             await asyncio.sleep(0)
         trainer.executor.evict(trainer.models["away"], NotFound("another trainer has it"))
         trainer.may_come.set()
