@@ -221,11 +221,13 @@ class Engine:
 
     def move_adapter(self, model_id: str, *, to_host: bool) -> bool:
         """Has an idle adapter leave the device for the host, or come back; whether it did, on all ranks
-        alike: where one of them has no memory for it, it stays where it is."""
+        alike, or was there: where one of them has no memory for it, it stays where it is."""
         tenant = self._tenants.get(model_id)
         if tenant is None:
             raise not_here(model_id)
-        assert isinstance(tenant, LoraTenant) and (tenant.away is None) == to_host
+        assert isinstance(tenant, LoraTenant)
+        if to_host == (tenant.away is not None):
+            return True
         return away.leave(tenant, self._device) if to_host else away.come_back(tenant, self._device)
 
     def run_pass(self, work: Pass) -> list[RowResult]:

@@ -101,21 +101,17 @@ class HostRoom:
         while isinstance(way := way_out(model, nbytes, self.most, self._models.values(), now), Model):
             log.info("%s goes from the host to the disk", way.model_id)
             await self._drop(way)
-            if model.is_busy or self._models.get(model.model_id) is not model:
+            if self._is_wanted(model):
                 return Way.STAY
         if way is not Way.HOST:
             return way
-        # From now on it counts there: commands reach the ranks in order, so none finds its memory taken.
-        model.held, model.host_bytes = True, nbytes
-        try:
-            moved = await self._move(model, True)
-        finally:
-            model.held = False
-        if moved:
+        # From now on it is there: commands reach the ranks in order, also one that has it come back at once.
+        model.host_bytes = nbytes
+        if await self._move(model, True):
             _TO_HOST.inc()
             return way
         model.host_bytes = 0
-        return Way.DISK if now - model.last_used >= IDLE_S else Way.STAY
+        return Way.STAY if self._is_wanted(model) or now - model.last_used < IDLE_S else Way.DISK
 
     async def bring_back(self, model: Model) -> bool:
         """Has an adapter come back that has room on the device; whether that had the memory."""
@@ -124,3 +120,7 @@ class HostRoom:
         model.host_bytes = 0
         _TO_DEVICE.inc()
         return True
+
+    def _is_wanted(self, model: Model) -> bool:
+        """Whether a model has work by now, or is gone."""
+        return model.is_busy or self._models.get(model.model_id) is not model

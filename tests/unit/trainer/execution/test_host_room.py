@@ -101,6 +101,7 @@ class Trainer:
         self.models[name].held = True
         try:
             await self.room.bring_back(self.models[name])
+            self.models[name].last_used = time.monotonic()
         finally:
             self.models[name].held = False
 
@@ -149,6 +150,36 @@ async def test_a_host_without_memory_sends_an_adapter_to_the_disk() -> None:
     await trainer.make("c")
     assert trainer.done == ["save a", "a finds no memory", "drop a"]
     assert trainer.host.used() == 0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_one_that_is_wanted_while_it_leaves_comes_back_at_once(refused: bool) -> None:
+    trainer = Trainer(idle("a", 30), idle("b", 20), host=2)
+    leaving, may_leave, move = asyncio.Event(), asyncio.Event(), trainer.host._move
+    order = asyncio.Lock()
+
+    async def slowly(made: Model, to_host: bool) -> bool:
+        # Ranks do one command after the other.
+        async with order:
+            if to_host and made.model_id == "a":
+                leaving.set()
+                await may_leave.wait()
+                trainer.done.append("a is asked to leave")
+                return not refused
+            return await move(made, to_host)
+
+    trainer.host._move = slowly
+    making = asyncio.create_task(trainer.make("c"))
+    await leaving.wait()
+    a = trainer.models["a"]
+    assert a.host_bytes and not a.held, "nothing keeps its next operation from having it back"
+    back = asyncio.create_task(trainer.bring_back("a"))
+    await asyncio.sleep(0)
+    may_leave.set()
+    await asyncio.gather(making, back)
+    assert "drop a" not in trainer.done and trainer.models["a"] is a
+    assert a.host_bytes == 0 and trainer.models["b"].host_bytes
+    assert (trainer.room.used(), trainer.host.used()) == (20 * MIB, 6 * MIB)
 
 
 async def test_two_that_leave_at_once_do_not_take_the_hosts_room_twice(
