@@ -161,7 +161,7 @@ def _all_faults() -> list[Fault]:
         ]
     for point in failpoints.POINTS:
         part = point.partition(".")[0]
-        if point != "gateway.lease_taken":
+        if point != "gateway.lease_taken" and point not in _NEVER:
             action = "kill:0.05" if point == "sampler.mid_generation" else "kill"
             amid = point in _AMID_POINTS
             found.append(Fault(f"{part}: killed at {point}", part, _point(point, action), amid=amid))
@@ -176,6 +176,9 @@ def _all_faults() -> list[Fault]:
         )
     return found
 
+
+_NEVER = ("trainer.mid_split", "trainer.before_return")
+"""Points that no trainer of a round comes to, since each has memory for all that it is asked for."""
 
 _AMID_POINTS = (
     "gateway.after_accept_sample",
