@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.common.contract.tensors import HostTensor
+from services.trainer.compute.full.model import _on_host
 from services.trainer.compute.full.snapshot import FullSnapshot
 from services.trainer.compute.memory import transfer
 from services.trainer.compute.memory.room import has_room
@@ -57,6 +58,17 @@ def test_what_is_sent_and_what_is_stored_are_one_copy() -> None:
         assert torch.equal(found[name], values) and found[name].data_ptr() != values.data_ptr()
         stored = torch.frombuffer(state.adapter[name].data, dtype=torch.uint8)
         assert stored.data_ptr() == found[name].data_ptr()
+
+
+def test_parts_of_a_state_come_to_the_host_as_they_were() -> None:
+    values = [torch.randn(4), torch.randn(3)]
+    expected = [each.clone() for each in values]
+    copies = Copies(copied(values), CPU)
+    for each in values:
+        each.zero_()
+    found = _on_host([("a", 0, 9), ("b", 6, 9)], copies)
+    assert [(name, part.start, part.whole) for name, part in found.items()] == [("a", 0, 9), ("b", 6, 9)]
+    assert all(torch.equal(part.values, each) for part, each in zip(found.values(), expected, strict=True))
 
 
 def test_what_is_gathered_is_copied_before_the_next_one_is() -> None:
