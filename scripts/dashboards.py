@@ -202,9 +202,22 @@ RUNS: dict[str, list[Panel]] = {
             {
                 "evicted": rate("tinsmith_models_evicted_total"),
                 "reloaded": rate("tinsmith_models_reloaded_total"),
+                "to the {{to}}": rate("tinsmith_adapters_moved_total", "to"),
             },
         ),
-        ("Memory of adapters on each rank", "bytes", {"{{pod}}": now("tinsmith_adapter_bytes")}),
+        (
+            "Memory of adapters on each rank",
+            "bytes",
+            {
+                "{{pod}}": now("tinsmith_adapter_bytes"),
+                "{{pod}}, on the host": now("tinsmith_adapter_host_bytes"),
+            },
+        ),
+        (
+            "Page-locked memory of the host, by state",
+            "bytes",
+            {"{{state}}": now("tinsmith_page_locked_bytes", "state", "max")},
+        ),
         (
             "Memory of each rank, by purpose",
             "bytes",

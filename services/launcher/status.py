@@ -166,16 +166,23 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
     if "world_size" in status:
         lines.append(f"  {status['world_size']} ranks, ZeRO stage {status['zero_stage']}")
     if "adapter_room_bytes" in status:
-        mib = 2**20
         lines.append(
-            f"  adapters take {int(status['adapter_bytes']) / mib:.0f} of "
-            f"{int(status['adapter_room_bytes']) / mib:.0f} MiB of each rank; sequences of up to "
+            f"  adapters take {_mib(status, 'adapter_bytes'):.0f} of "
+            f"{_mib(status, 'adapter_room_bytes'):.0f} MiB of each rank; sequences of up to "
             f"{status['max_sequence_tokens']} tokens, {status['max_operation_tokens']} an operation"
         )
+        on_host, locked = (_mib(status, name) for name in ("adapter_host_room_bytes", "page_locked_bytes"))
+        kept = _mib(status, "page_locked_kept_bytes")
+        if on_host:
+            used = _mib(status, "adapter_host_bytes")
+            lines.append(f"  adapters that are idle take {used:.0f} of {on_host:.0f} MiB of each rank's host")
+        if locked or kept:
+            lines.append(f"  {locked:.0f} MiB of the host are page-locked, and {kept:.0f} kept for later")
     for model in status.get("models", []):
         lines.append(
             f"  {model['model_id']}  {_trained(model)}  at operation {model['applied_seq_id']}"
             f" (durable {model['durable_seq_id']}), {model['queued']} queued"
+            f"{', on the host' if model.get('on_host') else ''}"
         )
     if "running" in status:
         lines.append(
@@ -187,6 +194,10 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
     for snapshot in status.get("resident", []):
         lines.append(f"  {_snapshot(snapshot)}")
     return lines
+
+
+def _mib(status: dict[str, Any], name: str) -> float:
+    return int(status.get(name, 0)) / 2**20
 
 
 def _trained(model: dict[str, Any]) -> str:

@@ -45,6 +45,8 @@ class TrainerConfig:
         max_context: most tokens of an example; 0 = as many as the base model takes.
         memory_bytes: that each rank may take of its device; 0 = what its GPU has free at the start, or its
             share of three quarters of the machine's.
+        adapter_host_bytes: that adapters which are idle may take of each rank's host; None = a quarter of the
+            machine's memory, shared by its ranks, and on CPU none.
         gpu_memory_share: fraction of its GPU's memory that each rank keeps to; 0 = it takes what is free.
         redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password. Only rank 0 needs one.
     """
@@ -72,6 +74,7 @@ class TrainerConfig:
     activation_checkpointing: bool
     max_context: int
     memory_bytes: int
+    adapter_host_bytes: int | None
     gpu_memory_share: float
     redis_url: str
     identity: Path = Path()
@@ -194,6 +197,13 @@ def parse(argv: list[str]) -> TrainerConfig:
         type=float,
     )
     flag(
+        "adapter-host-gib",
+        "auto",
+        "memory of the host that each rank may take for adapters which are idle and make room for others on "
+        "the device, before they go to the disk; 0 = none; auto = a quarter of the machine's, shared by the "
+        "ranks on it, and none on CPU",
+    )
+    flag(
         "gpu-memory-share",
         "0",
         "fraction of its GPU's memory that each rank keeps to, where others are on that GPU; 0 = it takes "
@@ -237,6 +247,9 @@ def parse(argv: list[str]) -> TrainerConfig:
         parser.error(f"--max-context must be 0 or a number of tokens, not {args.max_context}")
     if not 0 <= args.memory_gib <= 1e6:
         parser.error(f"--memory-gib must be 0 or a number of GiB, not {args.memory_gib}")
+    on_host = None if args.adapter_host_gib == "auto" else _number(args.adapter_host_gib)
+    if on_host is not None and not 0 <= on_host <= 1e6:
+        parser.error(f"--adapter-host-gib must be auto, 0 or a number of GiB, not {args.adapter_host_gib}")
     if not 0 <= args.gpu_memory_share <= 1:
         parser.error(f"--gpu-memory-share must be a fraction, or 0, not {args.gpu_memory_share}")
     redis_url = os.environ.get("TINSMITH_REDIS_URL", "")
@@ -270,10 +283,19 @@ def parse(argv: list[str]) -> TrainerConfig:
         or (args.activation_checkpointing == "auto" and device == "cuda"),
         max_context=args.max_context,
         memory_bytes=int(args.memory_gib * 2**30),
+        adapter_host_bytes=None if on_host is None else int(on_host * 2**30),
         gpu_memory_share=args.gpu_memory_share,
         redis_url=redis_url,
         identity=Path(args.identity),
     )
+
+
+def _number(text: str) -> float:
+    """What a text says, or a number that no setting takes."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
 
 
 def _resolve_device(wanted: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from signal import Signals
 from typing import Any
 
@@ -28,9 +29,9 @@ from services.common.tls.wires import identity, mutual
 from services.common.worlds.sharding import mistakes
 from services.trainer.compute.base_model import init_distributed
 from services.trainer.compute.engine import Engine
-from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
+from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT, least
 from services.trainer.compute.lora.adapter import MAX_RANK
-from services.trainer.compute.memory.capacity import GIB, Capacity, keep_to_share
+from services.trainer.compute.memory.capacity import GIB, Capacity, host_memory, keep_to_share
 from services.trainer.compute.memory.dry_run import find_capacity
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.wiring import Trainer
@@ -122,14 +123,17 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
         sharding=config.sharding,
     )
     logs.take_over()
+    (on_host,) = least([host_memory(config.adapter_host_bytes, config.device)], engine.device)
     found = find_capacity(engine, config.memory_bytes, config.micro_batch_tokens)
+    found = replace(found, adapter_host_bytes=on_host)
     log.info(
         "it holds sequences of up to %d tokens (one rank alone: %d), operations of %d, and %.2f GiB of "
-        "adapters on each rank",
+        "adapters on each rank, %.2f more on its host",
         found.sequence_tokens,
         found.one_rank_tokens,
         found.operation_tokens,
         found.adapter_bytes / GIB,
+        found.adapter_host_bytes / GIB,
     )
     return engine, Channel(place.rank, place.world_size, COLLECTIVE_TIMEOUT), found
 
@@ -229,6 +233,17 @@ class _Server:
                 "adapter_bytes",
                 "Memory of each rank that its adapters take, gradients and moments included",
                 parts.residency.adapters.used,
+            ),
+            metrics.Reading(
+                "adapter_host_bytes",
+                "Memory of each rank's host that adapters take which are idle",
+                parts.residency.adapters.host.used,
+            ),
+            metrics.Reading(
+                "page_locked_bytes",
+                "Page-locked memory of the first rank's host, used by copies or kept for the next ones",
+                lambda: {name: getattr(self._engine.page_locked.use(), name) for name in ("used", "kept")},
+                "state",
             ),
             metrics.Reading(
                 "memory_bytes",

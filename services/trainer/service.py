@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc.aio
 
@@ -10,6 +11,7 @@ from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
 from services.common.telemetry import subject
 from services.trainer.compute.memory.capacity import Capacity
+from services.trainer.compute.memory.page_locked import Use
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.residency import Residency
 from services.trainer.execution.resident_models import Model, OperationResult
@@ -27,6 +29,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         world_size: int,
         zero_stage: int,
         capacity: Capacity,
+        page_locked: Callable[[], Use],
     ) -> None:
         self._executor = executor
         self._residency = residency
@@ -34,6 +37,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._world_size = world_size
         self._zero_stage = zero_stage
         self._capacity = capacity
+        self._page_locked = page_locked
 
     async def Execute(
         self, request: trainer_pb2.ExecuteRequest, context: grpc.aio.ServicerContext
@@ -83,10 +87,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 queued=len(model.sequence.unfinished),
                 lora_rank=model.lora.rank if model.lora is not None else 0,
                 adapter_bytes=model.adapter_bytes,
+                on_host=model.host_bytes > 0,
             )
             for model in self._models.values()
             if model.created
         ]
+        locked = self._page_locked()
         return trainer_pb2.GetTrainerStatusResponse(
             models=models,
             world_size=self._world_size,
@@ -95,6 +101,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             max_operation_tokens=self._capacity.operation_tokens,
             adapter_bytes=self._residency.adapters.used(),
             adapter_room_bytes=self._capacity.adapter_bytes,
+            adapter_host_bytes=self._residency.adapters.host.used(),
+            adapter_host_room_bytes=self._capacity.adapter_host_bytes,
+            page_locked_bytes=locked.used,
+            page_locked_kept_bytes=locked.kept,
         )
 
 

@@ -79,6 +79,8 @@ class Trainer:
             config.max_full_models,
             capacity.adapter_bytes,
             engine.adapter_bytes,
+            capacity.adapter_host_bytes,
+            engine.adapter_host_bytes,
         )
         checkpoints = CheckpointStore(connect(config.checkpoint_store, data), base, staging)
         self.crashes = CrashLedger[tuple[str, int]](
@@ -117,5 +119,11 @@ class Trainer:
             self.crashes,
         )
         self.servicer = TrainerServicer(
-            self.executor, self.residency, models, place.world_size, config.zero_stage, capacity
+            self.executor,
+            self.residency,
+            models,
+            place.world_size,
+            config.zero_stage,
+            capacity,
+            engine.page_locked.use,
         )

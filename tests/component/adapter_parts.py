@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from services.common.contract.tensors import HostTensor, sharing
 from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
-from services.trainer.compute.lora import parts
+from services.trainer.compute.lora import away, parts
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
+from services.trainer.compute.memory.host import Away
 from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.tenant import LoraTenant, step_adapters
 from tests.component.engine_data import on_all_ranks
@@ -44,7 +45,7 @@ class Report(msgspec.Struct):
 
     Attributes:
         stepped: by name, after all steps; `resumed`: the same of models that were loaded before the last one.
-        alone: as `stepped`, where no two models stepped together.
+        alone: as `stepped`, where no two models stepped together and none was on the host between.
         refused: after a gradient that was not finite on the last rank.
         computes: bits of what passes compute with, `heads` of value heads; after all steps.
         moments, masters: bytes that this rank holds, of the model that has most.
@@ -96,9 +97,31 @@ def give_gradient(tenant: LoraTenant, seed: int) -> None:
         gradient.add_(torch.from_numpy(shares[rank::ranks].sum(0)))
 
 
-def step(tenants: list[LoraTenant], number: int, buffers: FlatBuffers) -> list[dict[str, float]]:
+def travel(tenant: LoraTenant) -> None:
+    """To the host and back, where the last rank has no memory for it at first."""
+    assert away.leave(tenant, "cpu")
+    held = [*tenant.adapter.tensors(), *tenant._optimizer.moments.values()]
+    assert not any(tensor.untyped_storage().nbytes() for tensor in held)
+    take_room = Away.take_room
+    if dist.get_rank() == dist.get_world_size() - 1:
+        Away.take_room = refuse
+    assert not away.come_back(tenant, "cpu")
+    Away.take_room = take_room
+    assert not any(tensor.untyped_storage().nbytes() for tensor in held)
+    assert away.come_back(tenant, "cpu")
+
+
+def refuse(_: Away) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def step(
+    tenants: list[LoraTenant], number: int, buffers: FlatBuffers, *, travelling: bool = False
+) -> list[dict[str, float]]:
     for tenant in tenants:
         give_gradient(tenant, 2 * number + 1)
+        if travelling:
+            travel(tenant)
     found = step_adapters([(tenant, ADAMS[number]) for tenant in tenants], buffers)
     return [each for each in found if isinstance(each, dict)]
 
@@ -112,7 +135,7 @@ def scenario(dtype: torch.dtype) -> Report:
     for number in range(len(ADAMS)):
         if number == len(ADAMS) - 1:
             saved = {name: on_all_ranks(tenant.snapshot(True).state()) for name, tenant in tenants.items()}
-        report.metrics.append(step(list(tenants.values()), number, buffers))
+        report.metrics.append(step(list(tenants.values()), number, buffers, travelling=True))
         if not number:
             report.heads["untrained"] = bits(tenants["critic"].adapter.value_weights)
         for tenant in apart.values():

@@ -42,7 +42,9 @@ def test_parts_come_to_the_same_bits_as_the_whole_on_one_rank(worlds: Worlds, ra
 
 
 @pytest.mark.parametrize("ranks", [1, *RANKS])
-def test_who_steps_with_a_model_changes_nothing_of_it(worlds: Worlds, ranks: int, dtype: str) -> None:
+def test_neither_who_steps_with_a_model_nor_a_stay_on_the_host_changes_anything(
+    worlds: Worlds, ranks: int, dtype: str
+) -> None:
     report = worlds[ranks][dtype][0]
     assert report.alone == report.stepped
 

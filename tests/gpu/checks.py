@@ -25,6 +25,7 @@ from services.trainer.compute.attention import Sequences, _has_kernel, attend
 from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.model import FullModel
+from services.trainer.compute.full.shards import SavedShards
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.experts import shapes_of
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
@@ -318,6 +319,56 @@ def sent(device: str, directory: Path) -> None:
             assert torch.equal(stream, packed)
 
 
+def written(device: str, directory: Path) -> None:
+    """What is written of a full model is what its masters and moments were, also where a copy of them has no
+    room on the device, and though it is changed before that copy is on the host."""
+    engine = start(small_model(directory / "model"), device, "bfloat16")
+    engine.create_model("full", None)
+    tenant = engine._tenants["full"]
+    assert isinstance(tenant, FullModel)
+    _run(engine, work((op("full", 1), [ce_row(1, 20)])))
+    engine.optim_step("full", ADAM)
+    for beside in (0, 2**62):
+        engine.pass_room = beside
+        held = dict(tenant._parts(moments=True))
+        expected = {name: part.values.detach().to("cpu", copy=True) for name, part in held.items()}
+        to = directory / str(beside)
+        to.mkdir()
+        writing = engine.write_state("full", str(to))
+        with torch.no_grad():
+            for part in held.values():
+                part.values.add_(1)
+        writing.done.result()
+        assert writing.step == 1 and len(expected) == 3 * len(tenant._parameters)
+        read = {name: part._replace(values=torch.empty_like(expected[name])) for name, part in held.items()}
+        SavedShards(str(to)).read(read)
+        assert all(torch.equal(read[name].values, values) for name, values in expected.items())
+
+
+def away(device: str, directory: Path) -> None:
+    """An adapter that was on the host goes on bit for bit, with its pending gradient, and took nothing of the
+    device."""
+    engine = start(small_model(directory), device, "bfloat16")
+    for name in ("travels", "stays"):
+        trained_model(engine, name)
+        for seq_id in (1, 2):
+            _run(engine, work((op(name, seq_id), [ce_row(seq_id, 20)])))
+            if seq_id == 1:
+                engine.optim_step(name, ADAM)
+    on_host = engine.adapter_host_bytes(LORA)
+    before = torch.cuda.memory_allocated() if device != "cpu" else on_host
+    assert engine.move_adapter("travels", to_host=True)
+    after = torch.cuda.memory_allocated() if device != "cpu" else 0
+    assert before - after >= on_host
+    assert device == "cpu" or engine.page_locked.use().used >= on_host
+    # What takes its place on the device meanwhile.
+    scratch = torch.full((on_host,), 255, dtype=torch.uint8, device=device)
+    del scratch
+    assert engine.move_adapter("travels", to_host=False)
+    assert engine.optim_step("travels", ADAM) == engine.optim_step("stays", ADAM)
+    assert engine.state("travels") == engine.state("stays")
+
+
 def _run(engine: Engine, given: Any) -> list[RowResult]:
     results = engine.run_pass(given)
     assert [result.failure for result in results] == [None] * len(results)
@@ -334,6 +385,8 @@ ALONE: dict[str, Callable[[str, Path], None]] = {
     "parts step as the whole does": parts,
     "what is announced fits": capacity,
     "what is sent is what was taken": sent,
+    "what is written is what was taken": written,
+    "an adapter comes back from the host as it was": away,
     "steps are those of torch's AdamW": optimizer,
     "a saved model goes on, and its export is its own": saved,
 }

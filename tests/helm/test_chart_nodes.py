@@ -129,6 +129,7 @@ def test_what_a_release_before_did_not_have_is_as_by_default() -> None:
         "zeroPrefetchElements",
         "zeroQuantizedBase",
         "gpuMemoryShare",
+        "adapterHostGib",
     )
     for stage in (0, 3):
         missing = render({"trainer": {"zeroStage": stage, **dict.fromkeys(names)}})

@@ -35,11 +35,14 @@ from services.trainer.compute.data import (
 from services.trainer.compute.exchange import exchange
 from services.trainer.compute.full.model import FullModel, FullModelConfig
 from services.trainer.compute.full.shards import ShardWriter, Writing
-from services.trainer.compute.lora.adapter import HEAD, Adapter, largest, select_targets
+from services.trainer.compute.lora import away
+from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape, largest, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.snapshot import Snapshot
-from services.trainer.compute.memory.capacity import adapter_bytes
+from services.trainer.compute.memory import page_locked
+from services.trainer.compute.memory.capacity import adapter_bytes, adapter_host_bytes
 from services.trainer.compute.memory.failures import failure as failure_of
+from services.trainer.compute.memory.page_locked import PageLocked
 from services.trainer.compute.memory.room import without_room
 from services.trainer.compute.memory.use import by_purpose, pass_bytes
 from services.trainer.compute.optimizer import FlatBuffers
@@ -67,6 +70,7 @@ class Engine:
         pass_room: bytes that the largest pass that is let in takes of it, once that is known; and
             adapter_room: that adapters may take.
         splits: all ranks can compute a sequence together that none holds alone.
+        page_locked: memory of its host for copies.
         device: of this rank, for example "cuda:0"; `world_size`: ranks; `collective`: they share each pass.
     """
 
@@ -134,6 +138,7 @@ class Engine:
         """Bytes that the last pass took, as it was counted."""
         self._buffers = FlatBuffers(self._device)
         self._writer = ShardWriter()
+        self.page_locked = PageLocked(self._device, page_locked.share())
         self.vocab_size = self._base.vocab_size
         if max_context > self._base.context_length:
             raise ValueError(
@@ -162,9 +167,11 @@ class Engine:
         Raises:
             InvalidRequest: as `create_model`.
         """
-        targets = select_targets(self._base.linears, spec, self._base.unadapted)
-        value_head = self._base.linears[HEAD].in_features if spec.role == "critic" else 0
-        return adapter_bytes(targets, spec.rank, value_head, self._full.dtype.itemsize, self.world_size)
+        return adapter_bytes(*self._sizes(spec))
+
+    def adapter_host_bytes(self, spec: LoraSpec) -> int:
+        """What it takes of each rank's host at most while it is there; else as `adapter_bytes`."""
+        return adapter_host_bytes(*self._sizes(spec))
 
     def largest_adapter(self, rank: int) -> LoraSpec:
         """The adapter of this rank that trains all that adapters can."""
@@ -212,6 +219,17 @@ class Engine:
         if isinstance(tenant, FullModel):
             tenant.close()
 
+    def move_adapter(self, model_id: str, *, to_host: bool) -> bool:
+        """Has an idle adapter leave the device for the host, or come back; whether it did, on all ranks
+        alike, or was there: where one of them has no memory for it, it stays where it is."""
+        tenant = self._tenants.get(model_id)
+        if tenant is None:
+            raise not_here(model_id)
+        assert isinstance(tenant, LoraTenant)
+        if to_host == (tenant.away is not None):
+            return True
+        return away.leave(tenant, self._device) if to_host else away.come_back(tenant, self._device)
+
     def run_pass(self, work: Pass) -> list[RowResult]:
         """Runs the rows and adds to the gradients of their models.
 
@@ -225,6 +243,7 @@ class Engine:
         Returns:
             On rank 0 one result per row, ordered by operation and index; elsewhere nothing.
         """
+        self.page_locked.tidy()
         failures = self._refuse(work)
         # Before anything of them has begun: of a model that trains all weights nothing could be taken back.
         failures |= without_room(work, failures, self.footprint, self.vocab_size, self._device)
@@ -292,12 +311,7 @@ class Engine:
             return tenant.snapshot(optimizer)
         if optimizer:
             raise TypeError(f"the state of {model_id} is written by every rank")
-        held = sum(
-            self.adapter_bytes(each.adapter.spec)
-            for each in self._tenants.values()
-            if isinstance(each, LoraTenant)
-        )
-        return tenant.snapshot(self.pass_room + max(0, self.adapter_room - held))
+        return tenant.snapshot(self._room_to_keep())
 
     def state(self, model_id: str, *, optimizer: bool = True) -> ModelState:
         """A copy of the model's state on the host, as `snapshot`."""
@@ -313,7 +327,7 @@ class Engine:
         tenant = self._tenant(model_id)
         if not isinstance(tenant, FullModel):
             raise TypeError(f"{model_id} is an adapter, whose state rank 0 gets")
-        return tenant.write(self._writer, directory)
+        return tenant.write(self._writer, directory, self._room_to_keep())
 
     def load_state(self, model_id: str, state: ModelState | ShardedState, optimizer: bool) -> None:
         """Replaces the weights, and the optimizer state or else starts that afresh. Clears the gradient.
@@ -336,7 +350,25 @@ class Engine:
     def _tenant(self, model_id: str) -> LoraTenant | FullModel:
         if model_id not in self._tenants:
             raise not_here(model_id)
-        return self._tenants[model_id]
+        found = self._tenants[model_id]
+        if isinstance(found, LoraTenant) and found.away is not None:
+            raise RuntimeError(f"model {model_id} is on the host")
+        return found
+
+    def _sizes(self, spec: LoraSpec) -> tuple[dict[str, LinearShape], int, int, int, int]:
+        """What the arithmetic of an adapter's bytes takes."""
+        targets = select_targets(self._base.linears, spec, self._base.unadapted)
+        value_head = self._base.linears[HEAD].in_features if spec.role == "critic" else 0
+        return targets, spec.rank, value_head, self._full.dtype.itemsize, self.world_size
+
+    def _room_to_keep(self) -> int:
+        """Bytes that passes, beside gradients of full models, and adapters may yet take of the device."""
+        held = sum(
+            self.adapter_bytes(each.adapter.spec)
+            for each in self._tenants.values()
+            if isinstance(each, LoraTenant) and each.away is None
+        )
+        return self.pass_room + max(0, self.adapter_room - held)
 
     def _refuse(self, work: Pass) -> dict[int, Failure]:
         """Operations that cannot run, found from the plan alone and so on all ranks alike."""

@@ -20,6 +20,7 @@ from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.lora.adapter import Adapter
 from services.trainer.compute.lora.parts import begin_sum, gathered, wait
 from services.trainer.compute.lora.snapshot import AdapterSnapshot, NoSnapshot, Snapshot
+from services.trainer.compute.memory.host import Away
 from services.trainer.compute.memory.transfer import copied
 from services.trainer.compute.optimizer import (
     KEPT_BYTES,
@@ -72,12 +73,14 @@ class LoraTenant:
 
     Attributes:
         adapter: the masters.
+        away: what it holds, while that is on the host (lora/away.py): nothing else may be asked of it then.
         loads: tokens dealt to each rank since the last step, of passes the model had for itself and
             operations that did not fail; empty: none.
     """
 
     def __init__(self, adapter: Adapter, buffers: FlatBuffers) -> None:
         self.adapter = adapter
+        self.away: Away | None = None
         self.loads: list[int] = []
         self._dealt: dict[int, list[int]] = {}
         """Of each operation that may still fail, its part of `loads`."""
@@ -155,11 +158,16 @@ class LoraTenant:
     def take_gradient(self) -> Tensor:
         """This rank's total, flat, filled up as `Part.padded`; zeros when the rank had no rows. It is taken
         out of the tenant."""
-        if self._open:
-            self.close_before(max(self._open) + 1)
+        self._close()
         total, self._total = self._total, None
         self.clear_gradient()
         return self._zeros() if total is None else total
+
+    def tensors(self) -> list[Tensor]:
+        """All that this rank holds of it. Its operations are complete."""
+        self._close()
+        gradient = [] if self._total is None else [self._total]
+        return [*self.adapter.tensors(), *self._optimizer.moments.values(), *gradient]
 
     def due(self, gradient: Tensor, adam: AdamSpec) -> Due:
         """A step of this rank's part with a gradient, the sum of all ranks'."""
@@ -211,6 +219,11 @@ class LoraTenant:
             return None
         masters = copied([adapter.flat]) if adapter.holds_all else []
         return [*masters, *(tensor for tensor in whole if tensor is not None)]
+
+    def _close(self) -> None:
+        """No operation fails any more."""
+        if self._open:
+            self.close_before(max(self._open) + 1)
 
     def _zeros(self) -> Tensor:
         return self._buffers.take(self.adapter.part.padded).zero_()

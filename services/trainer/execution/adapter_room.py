@@ -7,15 +7,20 @@ Invariant: what is in memory, and what is being made, never takes more than the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from services.common.contract.errors import InvalidRequest, Overloaded
+from services.common.contract.errors import Internal, InvalidRequest, Overloaded
 from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.memory.failures import OUT_OF_MEMORY
+from services.trainer.execution.host_room import HostRoom, Way
 from services.trainer.execution.resident_models import Model
-from services.trainer.execution.room import Room
+from services.trainer.execution.room import IDLE_S, Room
 
 _MIB = 2**20
+_HOST_IDLE_S = 0.5
+"""The same as `IDLE_S` of one that only goes to the host, from where it is back soon."""
 
 
 class AdapterRoom:
@@ -25,7 +30,8 @@ class AdapterRoom:
         models: the trainer's models by id.
         most: bytes that adapters may take of each rank.
         bytes_of: what an adapter takes; raises InvalidRequest when there can be none of that shape.
-        save: brings a model's durable snapshot up to date.
+        host: where idle ones go first.
+        save: brings a model's durable snapshot up to date; whether the model is idle then, and still here.
         drop: takes a model out of `models` and off the engine.
     """
 
@@ -34,11 +40,16 @@ class AdapterRoom:
         models: dict[str, Model],
         most: int,
         bytes_of: Callable[[LoraSpec], int],
-        save: Callable[[Model], Awaitable[None]],
+        host: HostRoom,
+        save: Callable[[Model], Awaitable[bool]],
         drop: Callable[[Model], Awaitable[None]],
     ) -> None:
-        self._room = Room(models, most, lambda model: model.adapter_bytes, save, drop)
+        idle_s = _HOST_IDLE_S if host.most else IDLE_S
+        self._room = Room(models, most, _taken_by, self._leave, idle_s)
         self._bytes_of = bytes_of
+        self._save = save
+        self._drop = drop
+        self.host = host
 
     @property
     def most(self) -> int:
@@ -73,6 +84,34 @@ class AdapterRoom:
         async with self._room.hold(size, lambda: self._all_in_use(size)):
             yield size
 
+    async def bring_back(self, model: Model) -> None:
+        """Has an adapter come back from the host, which is held meanwhile. Others make room for it.
+
+        Raises:
+            Overloaded: they stayed in use for a minute.
+            Internal: a rank's device has no memory for it, with all others that are idle gone.
+        """
+        size = model.adapter_bytes
+        async with self._room.hold(size, lambda: self._all_in_use(size)):
+            while not await self.host.bring_back(model):
+                if not await self._room.make_way():
+                    raise Internal(
+                        f"out of device memory on an adapter of {size / _MIB:.0f} MiB that comes back from "
+                        "the host; send it again later, or have the operator give adapters less of the "
+                        "memory (--memory-gib)",
+                        OUT_OF_MEMORY,
+                    )
+
+    async def _leave(self, model: Model) -> bool:
+        """Whether an idle adapter is off the device."""
+        if not await self._save(model):
+            return False
+        now = time.monotonic()
+        way = await self.host.take_in(model, now) if self.host.most else Way.DISK
+        if way is Way.DISK:
+            await self._drop(model)
+        return way is not Way.STAY
+
     def _all_in_use(self, size: int) -> Overloaded:
         return Overloaded(
             f"the adapter takes {size / _MIB:.0f} MiB, and of the {self.most / _MIB:.0f} MiB that "
@@ -80,3 +119,7 @@ class AdapterRoom:
             "try again later, or have the operator give the trainer more memory (--memory-gib)",
             "adapters_in_use",
         )
+
+
+def _taken_by(model: Model) -> int:
+    return 0 if model.host_bytes else model.adapter_bytes

@@ -34,6 +34,7 @@ from services.trainer.compute.data import RowResult
 from services.trainer.convert import Forward, Step, Target
 from services.trainer.execution import measures, passes
 from services.trainer.execution.control_ops import ControlOps
+from services.trainer.execution.held_up import HeldUp
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
 from services.trainer.order.anticipation import Anticipation
 from services.trainer.order.scheduler import (
@@ -83,6 +84,7 @@ class Executor:
         self._cursor = Cursor()
         self._anticipation = Anticipation(limits)
         self._wake = asyncio.Event()
+        self._held_up = HeldUp(models, control, self._finish, self._wake.set)
         self._stopping = False
         self._queued_bytes = 0
         self._queued_of: Counter[str] = Counter()
@@ -158,7 +160,7 @@ class Executor:
         async with asyncio.TaskGroup() as control_ops:
             while not self._stopping:
                 self._wake.clear()
-                self._fail_broken()
+                self._held_up.see_to(control_ops)
                 decision, cursor, alone = self._decide()
                 if begun and isinstance(decision, NextPass):
                     # What has begun asks the world first: models that are stepped come back together.
@@ -349,16 +351,3 @@ class Executor:
         while ready and ready[0].is_complete:
             operation = model.sequence.executed(ready[0].seq_id)
             self._finish(model, operation, passes.forward_result(operation))
-
-    def _fail_broken(self) -> None:
-        for model in self._models.values():
-            if model.broken is None or model.held:
-                continue
-            while model.sequence.ready:
-                operation = model.sequence.executed(model.sequence.ready[0].seq_id)
-                error = by_code(
-                    model.broken.code,
-                    model.broken.category,
-                    f"the model was not created: {model.broken.message}",
-                )
-                self._finish(model, operation, OperationResult(error=error_to_pb(error)))

@@ -31,18 +31,11 @@ class FullModels:
     Args:
         models: the trainer's models by id.
         most: full models that may be here at once.
-        save: brings a model's durable snapshot up to date.
-        drop: takes a model out of `models` and off the engine.
+        park: has an idle model leave, its durable snapshot up to date; whether it did.
     """
 
-    def __init__(
-        self,
-        models: dict[str, Model],
-        most: int,
-        save: Callable[[Model], Awaitable[None]],
-        drop: Callable[[Model], Awaitable[None]],
-    ) -> None:
-        self._room = Room(models, most, lambda model: int(model.is_full), save, drop)
+    def __init__(self, models: dict[str, Model], most: int, park: Callable[[Model], Awaitable[bool]]) -> None:
+        self._room = Room(models, most, lambda model: int(model.is_full), park)
 
     @asynccontextmanager
     async def room(self) -> AsyncIterator[None]:

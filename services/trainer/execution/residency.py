@@ -27,10 +27,11 @@ from services.common.storage.model_files import delete_snapshots
 from services.trainer.compute.data import LoraSpec
 from services.trainer.execution.adapter_room import AdapterRoom
 from services.trainer.execution.full_models import FullModels
+from services.trainer.execution.host_room import HostRoom
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
 from services.trainer.execution.states import States
 from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers
-from services.trainer.world.commands import CreateModel, DropModel
+from services.trainer.world.commands import CreateModel, DropModel, MoveAdapter
 from services.trainer.world.world import World
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Residency:
         staging: this trainer's.
         max_full_models: models that train all weights which may be here at once.
         adapter_bytes: that adapters may take of each rank; `bytes_of`: what one takes.
+        host_bytes: the same of each rank's host; `host_bytes_of`: what one takes there.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Residency:
         max_full_models: int,
         adapter_bytes: int,
         bytes_of: Callable[[LoraSpec], int],
+        host_bytes: int,
+        host_bytes_of: Callable[[LoraSpec], int],
     ) -> None:
         self._world = world
         self._models = models
@@ -73,8 +77,9 @@ class Residency:
         self._restoring: dict[str, asyncio.Task[int]] = {}
         self._reading = asyncio.Semaphore(_RESTORING)
         self.durable = DurableStore(data, staging, pointers, self._take, self._epoch_of, self._note_durable)
-        self.full = FullModels(models, max_full_models, self._save, self._let_go)
-        self.adapters = AdapterRoom(models, adapter_bytes, bytes_of, self._save, self._let_go)
+        self.full = FullModels(models, max_full_models, self._make_way)
+        host = HostRoom(models, host_bytes, host_bytes_of, self._move, self._let_go)
+        self.adapters = AdapterRoom(models, adapter_bytes, bytes_of, host, self._settle, self._let_go)
 
     async def drain(self) -> None:
         """Makes everything durable that is not yet."""
@@ -173,13 +178,10 @@ class Residency:
             return
         model.sequence.fence(epoch)
         # The newer the snapshot, the less there is to replay.
-        await self._save(model)
-        if self._models.get(model_id) is not model:
-            return
-        if model.is_busy:
+        if await self._make_way(model):
+            log.info("parked %s", model_id)
+        elif self._models.get(model_id) is model:
             raise ModelBusy(f"operations of model {model_id} are not done")
-        await self._let_go(model)
-        log.info("parked %s", model_id)
 
     async def delete(self, model_id: str) -> None:
         """Deletes a closed model's memory and durable state.
@@ -210,6 +212,25 @@ class Residency:
             await asyncio.sleep(_LOOK_AGAIN_S)
         await self._world.call(DropModel(model.model_id))
         log.info("dropped %s: another trainer went on with it", model.model_id)
+
+    async def _make_way(self, model: Model) -> bool:
+        """Has a model leave that may come back; whether it did."""
+        if not await self._settle(model):
+            return False
+        await self._let_go(model)
+        return True
+
+    async def _settle(self, model: Model) -> bool:
+        """Brings a model's durable snapshot up to date; whether it is idle then, and still here."""
+        if model.unsaved_steps:
+            model.unsaved_steps = model.unsaved_bytes = 0
+            self.durable.changed(model.model_id)
+        await self.durable.settle(model.model_id)
+        return self._models.get(model.model_id) is model and not model.is_busy
+
+    async def _move(self, model: Model, to_host: bool) -> bool:
+        moved: bool = await self._world.call(MoveAdapter(model.model_id, to_host))
+        return moved
 
     async def _let_go(self, model: Model) -> None:
         """Of a model that may come back."""
@@ -248,12 +269,6 @@ class Residency:
         if self._models.get(model.model_id) is not model or model.unfinished(up_to=seq_id):
             return None
         return {number: result for number, result in model.sequence.results.items() if number <= seq_id}
-
-    async def _save(self, model: Model) -> None:
-        if model.unsaved_steps:
-            model.unsaved_steps = model.unsaved_bytes = 0
-            self.durable.changed(model.model_id)
-        await self.durable.settle(model.model_id)
 
     def _epoch_of(self, model_id: str) -> int:
         model = self._models.get(model_id)

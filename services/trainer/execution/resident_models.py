@@ -15,7 +15,7 @@ from services.common.contract.errors import TinsmithError
 from services.common.telemetry.owner_class import LIGHT
 from services.common.telemetry.subject import Subject
 from services.trainer.compute.data import LoraSpec, RowResult
-from services.trainer.convert import Export, Forward, Publish, Work
+from services.trainer.convert import Export, Forward, Publish, Unload, Work
 from services.trainer.order.anticipation import Habit
 from services.trainer.order.scheduler import QueuedOp, UnitRef
 from services.trainer.order.sequencer import Sequence
@@ -76,6 +76,7 @@ class Model:
         created: it exists on the engine.
         lora: shape of its adapter; None of a model that trains all weights, and before it is created.
         adapter_bytes: that its adapter takes of each rank, gradient and moments included; 0 = it has none.
+        host_bytes: that it takes of each rank's host, where it is then and not on the device; 0 = it is not.
         broken: why it could not be created; every later operation fails with this.
         held: a control operation of the model is executing.
         publishing: a snapshot or an export is on its way; another one waits for it.
@@ -91,6 +92,7 @@ class Model:
     created: bool = False
     lora: LoraSpec | None = None
     adapter_bytes: int = 0
+    host_bytes: int = 0
     broken: TinsmithError | None = None
     held: bool = False
     publishing: bool = False
@@ -110,10 +112,20 @@ class Model:
         """Whether anything of it is still going on."""
         return bool(self.sequence.unfinished) or self.held or self.publishing
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is on the host and its next operation waits for it to come back."""
+        ready = self.sequence.ready
+        return self.host_bytes > 0 and bool(ready) and not isinstance(ready[0].work, Unload | Rejected)
+
     def runnable(self) -> Iterable[Operation]:
         """Operations the scheduler may choose from, in order."""
         ready = self.sequence.ready
-        if self.held or (self.publishing and ready and isinstance(ready[0].work, Publish | Export)):
+        if (
+            self.held
+            or self.is_wanted
+            or (self.publishing and ready and isinstance(ready[0].work, Publish | Export))
+        ):
             return ()
         return ready
 

@@ -2,7 +2,7 @@
 longest are parked.
 
 A parked model's durable snapshot is brought up to date and it is dropped. Its next operation finds it gone,
-and the gateway has it restored.
+and the gateway has it restored. Adapters may go to the host instead (host_room.py).
 
 Invariants: what is here, and what is being made, never takes more than there is; a model with unfinished
 operations is never parked, and whatever is lost by dropping one is in its durable snapshot or in the journal
@@ -29,15 +29,16 @@ _WAIT_S = 60.0
 _LOOK_AGAIN_S = 0.2
 
 
-def longest_idle(models: Iterable[Model], now: float) -> Model | None:
+def longest_idle(models: Iterable[Model], now: float, idle_s: float = IDLE_S) -> Model | None:
     """The model to park; None when all are in use.
 
     Args:
         models: those of the kind that room is wanted for.
         now: `time.monotonic()`.
+        idle_s: for how long at least.
     """
     idle = [
-        model for model in models if model.created and not model.is_busy and now - model.last_used >= IDLE_S
+        model for model in models if model.created and not model.is_busy and now - model.last_used >= idle_s
     ]
     return min(idle, key=lambda model: model.last_used, default=None)
 
@@ -48,9 +49,9 @@ class Room:
     Args:
         models: the trainer's models by id.
         most: what there is of it.
-        taken_by: what a model takes; 0: it is of another kind.
-        save: brings a model's durable snapshot up to date.
-        drop: takes a model out of `models` and off the engine.
+        taken_by: what a model takes; 0: it is of another kind, or not there.
+        leave: has an idle model give its room up; whether it did.
+        idle_s: for how long one is not used before it is asked to.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class Room:
         models: dict[str, Model],
         most: int,
         taken_by: Callable[[Model], int],
-        save: Callable[[Model], Awaitable[None]],
-        drop: Callable[[Model], Awaitable[None]],
+        leave: Callable[[Model], Awaitable[bool]],
+        idle_s: float = IDLE_S,
     ) -> None:
         self._models = models
         self.most = most
         self._taken_by = taken_by
-        self._save = save
-        self._drop = drop
+        self._leave = leave
+        self._idle_s = idle_s
         self._held = 0
         """By models that are being made."""
 
@@ -83,9 +84,7 @@ class Room:
         """
         deadline = time.monotonic() + _WAIT_S
         while self.used() + size > self.most:
-            taking = [model for model in self._models.values() if self._taken_by(model)]
-            idle = longest_idle(taking, time.monotonic())
-            if idle is not None and await self._park(idle):
+            if await self.make_way():
                 continue
             if time.monotonic() >= deadline:
                 raise full()
@@ -96,13 +95,11 @@ class Room:
         finally:
             self._held -= size
 
-    async def _park(self, model: Model) -> bool:
-        """Whether the model is gone."""
-        await self._save(model)
-        if self._models.get(model.model_id) is not model:
-            return True
-        if model.is_busy:
+    async def make_way(self) -> bool:
+        """Has the model that is idle longest give its room up; whether one did."""
+        taking = [model for model in self._models.values() if self._taken_by(model)]
+        idle = longest_idle(taking, time.monotonic(), self._idle_s)
+        if idle is None or not await self._leave(idle):
             return False
-        await self._drop(model)
-        log.info("parked %s to make room", model.model_id)
+        log.info("%s made room", idle.model_id)
         return True

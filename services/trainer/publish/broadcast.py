@@ -26,6 +26,7 @@ from services.common.process import rpc
 from services.common.process.tasks import cancel_all
 from services.common.process.threads import WorkerThread
 from services.common.state import keys, registry
+from services.common.state.registry import ServiceRecord
 from services.common.telemetry import subject
 from services.common.tls.wires import Identity
 from services.common.weights.medium import Medium, choose_medium
@@ -156,6 +157,14 @@ class Broadcaster:
                 break
         return 0 if cargo is None else cargo.nbytes, sum(member.record.world_size for member in have_it)
 
+    async def sends_from_device(self) -> bool:
+        """Whether a group of the samplers that live now takes bytes out of the device's memory."""
+        try:
+            members = self._members(await registry.live(self._redis, "sampler"))
+        except RedisError:
+            return False
+        return bool(members) and self._medium(members) == "nccl"
+
     async def close(self) -> None:
         """Leaves the group and closes the channels."""
         self._leave()
@@ -176,13 +185,7 @@ class Broadcaster:
         self._left_out = {key: until for key, until in self._left_out.items() if until > now}
         live = await registry.live(self._redis, "sampler")
         await self._close_channels(kept={record.address for record in live})
-        members = tuple(
-            Member(record)
-            for record in live
-            if record.base_model == self._base_model
-            and record.state == "ready"
-            and (record.id, record.incarnation) not in self._left_out
-        )
+        members = self._members(live)
         if self._group is not None and [m.key for m in self._group.members] == [m.key for m in members]:
             return self._group
         self._leave()
@@ -196,6 +199,19 @@ class Broadcaster:
             if self._group is not None:
                 return self._group
         return None
+
+    def _members(self, live: Sequence[ServiceRecord]) -> tuple[Member, ...]:
+        """Those of the samplers that live which a group is made of."""
+        return tuple(
+            Member(record)
+            for record in live
+            if record.base_model == self._base_model
+            and record.state == "ready"
+            and (record.id, record.incarnation) not in self._left_out
+        )
+
+    def _medium(self, members: Sequence[Member]) -> Medium:
+        return choose_medium([self._gpu, *(gpu for member in members for gpu in member.gpus)])
 
     async def _close_channels(self, kept: Set[str]) -> None:
         """Closes those to addresses where no sampler lives any more: a restarted one has another."""
@@ -213,7 +229,7 @@ class Broadcaster:
         """Makes a new group. When it does not come together: None, and the members worth another try."""
         epoch = await self._redis.incr(keys.weight_epoch(self._base_model))
         *starts, world_size = first_ranks(members)
-        medium = choose_medium([self._gpu, *(gpu for member in members for gpu in member.gpus)])
+        medium = self._medium(members)
         device = self._device if medium == "nccl" else "cpu"
         calls: list[asyncio.Future[Any]] = []
         for member, first_rank in zip(members, starts, strict=True):

@@ -1,7 +1,7 @@
 """What one broadcast sends: the bytes of a snapshot as they go over the wire.
 
-Invariant: they are where the tensors are that they are made of. What is on a device stays there until a group
-sends it; a group takes bytes from wherever they are.
+Invariant: they are where the tensors are that they are made of, or the same bytes on the host once nothing is
+to be sent from the device any more; a group takes bytes from wherever they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.common import weights
 from services.common.contract.tensors import HostTensor, TensorSpec
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cargo:
     """Bytes for one broadcast, or several. `buckets` makes the stream of bytes anew."""
 
@@ -28,6 +28,14 @@ class Cargo:
     def nbytes(self) -> int:
         """Of all of it."""
         return weights.nbytes(self.specs)
+
+    def leave_device(self, arrays: Mapping[str, HostTensor]) -> None:
+        """From now on `buckets` gives what it is made of out of the host's memory: that of a device may go.
+
+        Args:
+            arrays: all weights of a model, as `whole_model` was given them.
+        """
+        self.buckets = lambda: weights.buckets(on_host({spec.name: arrays[spec.name] for spec in self.specs}))
 
 
 def packed_adapter(matrices: Mapping[str, Tensor], dtype: torch.dtype) -> Cargo:

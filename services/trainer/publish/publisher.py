@@ -117,13 +117,32 @@ class Publisher:
                 return Published(size, wire_bytes=0, receivers=0)
             tensors = await asyncio.to_thread(read_adapter, target)
             return Published(size, *await self._broadcaster.send(model_id, version, lora, tensors))
-        sent = asyncio.ensure_future(self._broadcaster.send(model_id, version, lora, cargo or tensors))
+        sent = asyncio.ensure_future(self._send(model_id, version, lora, tensors, cargo))
         try:
             size = await asyncio.to_thread(self._store, target, lora, tensors)
         except BaseException:
             await asyncio.gather(sent, return_exceptions=True)
             raise
         return Published(size, *await sent)
+
+    async def _send(
+        self,
+        model_id: str,
+        version: int,
+        lora: LoraSpec | None,
+        tensors: Mapping[str, HostTensor],
+        cargo: Cargo | None,
+    ) -> tuple[int, int]:
+        """As `Broadcaster.send`. All weights of a model are on the device for as long as they are sent from
+        there, and no longer."""
+        if cargo is None or lora is not None:
+            return await self._broadcaster.send(model_id, version, lora, cargo or tensors)
+        if not await self._broadcaster.sends_from_device():
+            cargo.leave_device(tensors)
+        try:
+            return await self._broadcaster.send(model_id, version, lora, cargo)
+        finally:
+            cargo.leave_device(tensors)
 
     def _store(self, target: Path, lora: LoraSpec | None, tensors: Mapping[str, HostTensor]) -> int:
         # Another trainer that had to run the same save may have stored it meanwhile: the first one stands.

@@ -31,6 +31,13 @@ class DropModel(msgspec.Struct, frozen=True, tag=True):
     model_id: str
 
 
+class MoveAdapter(msgspec.Struct, frozen=True, tag=True):
+    """An idle adapter leaves the device for the host, or comes back. Answered by whether it did."""
+
+    model_id: str
+    to_host: bool
+
+
 class RunPass(msgspec.Struct, frozen=True, tag=True):
     plan: Pass
 
@@ -71,7 +78,8 @@ class WriteState(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):
-    """Nothing; keeps ranks that wait for a command from running into their deadline."""
+    """Keeps ranks that wait for a command from running into their deadline, and has them give back what they
+    keep for it in vain."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -79,7 +87,16 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    CreateModel | DropModel | RunPass | OptimSteps | LoadState | ReadState | WriteState | Tick | Shutdown
+    CreateModel
+    | DropModel
+    | MoveAdapter
+    | RunPass
+    | OptimSteps
+    | LoadState
+    | ReadState
+    | WriteState
+    | Tick
+    | Shutdown
 )
 
 
@@ -90,6 +107,8 @@ def apply(engine: Engine, command: Command) -> Any:
             return _create(engine, command)
         case DropModel():
             return engine.drop_model(command.model_id)
+        case MoveAdapter():
+            return engine.move_adapter(command.model_id, to_host=command.to_host)
         case RunPass():
             failpoints.hit("trainer.before_pass")
             rows = engine.run_pass(command.plan)
@@ -106,7 +125,9 @@ def apply(engine: Engine, command: Command) -> Any:
             return engine.snapshot(command.model_id, optimizer=command.optimizer)
         case WriteState():
             return engine.write_state(command.model_id, command.directory)
-        case Tick() | Shutdown():
+        case Tick():
+            return engine.page_locked.tidy()
+        case Shutdown():
             return None
 
 
@@ -122,7 +143,7 @@ def leaves_others_waiting(command: Command, error: Exception) -> bool:
     """Whether a rank on which a command breaks off may leave others in a collective that it never comes to.
     What all of them refuse alike is found before there is any."""
     refused = isinstance(error, TinsmithError) and not isinstance(command, RunPass)
-    return isinstance(command, RunPass | OptimSteps | ReadState) and not refused
+    return isinstance(command, MoveAdapter | RunPass | OptimSteps | ReadState) and not refused
 
 
 def _create(engine: Engine, command: CreateModel) -> None:

@@ -159,9 +159,24 @@ def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
         "max_operation_tokens": "100000",
         "adapter_bytes": str(3 * 2**20),
         "adapter_room_bytes": str(2**30),
+        "adapter_host_bytes": str(5 * 2**20),
+        "adapter_host_room_bytes": str(2**31),
+        "page_locked_bytes": str(6 * 2**20),
+        "page_locked_kept_bytes": str(7 * 2**20),
         "models": [
-            {"model_id": name, "lora_rank": rank, "applied_seq_id": 3, "durable_seq_id": 2, "queued": 0}
-            for name, rank in (("s:train:0", 8), ("s:train:1", 0))
+            {
+                "model_id": name,
+                "lora_rank": rank,
+                "applied_seq_id": 3,
+                "durable_seq_id": 2,
+                "queued": 0,
+                "on_host": on_host,
+            }
+            for name, rank, on_host in (
+                ("s:train:0", 8, False),
+                ("s:train:1", 0, False),
+                ("s:train:2", 8, True),
+            )
         ],
     }
     snapshot = {"model_id": "s:train:1", "version": 3}
@@ -173,6 +188,14 @@ def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
     shown = status.show({"processes": [], "services": services})
     assert "s:train:0  rank 8 " in shown
     assert "adapters take 3 of 1024 MiB of each rank; sequences of up to 4096 tokens, 100000 an op" in shown
+    assert "adapters that are idle take 5 of 2048 MiB of each rank's host" in shown
+    assert "6 MiB of the host are page-locked, and 7 kept for later" in shown
+    assert [line.endswith("0 queued, on the host") for line in shown.splitlines() if ":train:" in line] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert "s:train:1  all weights " in shown
     assert "1 requests, 4 waiting for other weights" in shown
     assert "has the weights of s:train:1 version 3" in shown

@@ -54,6 +54,9 @@ def test_a_model_that_is_not_there_is_named_before_anything_is_loaded() -> None:
         ["--zero-prefetch-elements", "0"],
         ["--zero-quantized-base", "maybe", "--zero-stage", "3"],
         ["--zero-quantized-base", "yes"],
+        ["--adapter-host-gib", "some"],
+        ["--adapter-host-gib", "-1"],
+        ["--adapter-host-gib", "nan"],
     ],
 )
 def test_senseless_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

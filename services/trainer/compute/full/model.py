@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ from services.trainer.compute.full.snapshot import FullSnapshot
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.memory.room import has_room
-from services.trainer.compute.memory.transfer import Copies, copied
+from services.trainer.compute.memory.transfer import Copies, ToHost, copied
 from services.trainer.compute.optimizer import MeasuredAdamW
 from services.trainer.compute.sharding.stage3 import stage3
 
@@ -220,13 +220,17 @@ class FullModel:
         Args:
             pass_room: bytes that passes, beside gradients, and adapters may yet take of the device.
         """
-        elements = sum(int(self._whole(parameter)) for parameter in self._parameters.values())
+        steps = self._steps
         item = next(iter(self._parameters.values())).element_size()
-        fits = has_room(elements * item, pass_room + elements * _GRADIENT_BYTES, self._device)
         mine = not self._sharded or dist.get_rank() == 0
         names = list(self._parameters) if mine else []
-        copies = Copies(copied(self._weights(mine), on_device=fits), torch.device(self._device))
-        return FullSnapshot(names, copies, self._steps)
+        copies = self._copied(self._weights(mine), self._elements * item, pass_room)
+        return FullSnapshot(names, copies, steps)
+
+    def _copied(self, tensors: Iterable[Tensor], size: int, pass_room: int) -> Copies:
+        """Copies of tensors of `size` bytes, where there is room for them."""
+        fits = has_room(size, pass_room + self._elements * _GRADIENT_BYTES, self._device)
+        return Copies(copied(tensors, on_device=fits), torch.device(self._device))
 
     def _weights(self, mine: bool) -> Iterator[Tensor]:
         """Each weight, whole until the next one is asked for; only for ranks that take it."""
@@ -237,20 +241,23 @@ class FullModel:
                 if mine:
                     yield parameter
 
-    def write(self, writer: ShardWriter, directory: str) -> Writing:
+    def write(self, writer: ShardWriter, directory: str, pass_room: int) -> Writing:
         """Has float32 weights, and after the first step the moments, written to a directory. Training may go
-        on at once.
+        on at once: where copies of them are is as of `snapshot`, each rank for itself, and they come to the
+        host beside the work.
 
         Args:
             directory: as of `ShardWriter.write`.
+            pass_room: as of `snapshot`.
         """
-        names = self._names(moments=self._steps > 0)
-        parts = {
-            name: Part(part.values.detach().to("cpu", copy=True), part.start, part.whole)
-            for name, part in self._parts(moments=self._steps > 0)
-        }
-        size = sum(part.values.nbytes for part in parts.values())
-        return Writing(self._steps, size, writer.write(parts, names, directory))
+        # Asked for it the device is waited for, and so before there is anything to copy.
+        steps = self._steps
+        names = self._names(moments=steps > 0)
+        parts = list(self._parts(moments=steps > 0))
+        size = sum(part.values.nbytes for _, part in parts)
+        copies = self._copied((part.values for _, part in parts), size, pass_room)
+        places = [(name, part.start, part.whole) for name, part in parts]
+        return Writing(steps, size, writer.write(lambda: _on_host(places, copies), names, directory))
 
     def load_state(self, state: ShardedState, optimizer: bool) -> None:
         """Replaces weights, and optimizer state or else starts that afresh. Clears the gradient.
@@ -344,6 +351,10 @@ class FullModel:
         start = dist.get_rank() * held.numel()
         return Part(held[: whole - start], start, whole) if start < whole else None
 
+    @property
+    def _elements(self) -> int:
+        return sum(map(self._whole, self._parameters.values()))
+
     def _whole(self, parameter: Any) -> int:
         return int(parameter.ds_numel if self._sharded else parameter.numel())
 
@@ -366,6 +377,13 @@ def _part(parameter: Any, moment: str | None) -> Part | None:
         return None
     values = held.get_hp_fragment(moment)
     return Part(values, held.lp_fragment_address.start, int(parameter.numel()))
+
+
+def _on_host(places: Sequence[tuple[str, int, int]], copies: Copies) -> dict[str, Part]:
+    """Parts of tensors by name, start and size of the whole, once their copies are on the host."""
+    with copies.beside() as made:
+        values = ToHost(made).wait()
+    return {name: Part(copy, start, whole) for (name, start, whole), copy in zip(places, values, strict=True)}
 
 
 def _support(optimizer: type[torch.optim.Optimizer]) -> None:

@@ -9,7 +9,7 @@ hold tensors and JSON only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -87,24 +87,27 @@ class ShardWriter:
         self._group = dist.new_group(backend="gloo", timeout=_APART)
         self._thread = WorkerThread("states")
 
-    def write(self, parts: Mapping[str, Part], sizes: Mapping[str, int], directory: str) -> Future[None]:
+    def write(
+        self, parts: Callable[[], Mapping[str, Part]], sizes: Mapping[str, int], directory: str
+    ) -> Future[None]:
         """Has this rank's parts written; what `Writing.done` is.
 
         Args:
-            parts: on the host, and not changed until then.
+            parts: gives them where they are written, beside the work: on the host, changed by nobody.
             sizes: elements of every tensor, those that this rank has nothing of included.
             directory: new, and the same on all ranks.
         """
         return self._thread.submit(lambda: self._write(parts, sizes, directory))
 
-    def _write(self, parts: Mapping[str, Part], sizes: Mapping[str, int], directory: str) -> None:
+    def _write(
+        self, parts: Callable[[], Mapping[str, Part]], sizes: Mapping[str, int], directory: str
+    ) -> None:
         writer = dcp.HuggingFaceStorageWriter(directory, _files(sizes), save_distributed=True)
         # They are on the host: nothing is to be copied ahead of the writing, for which torch would begin to
         # use the first GPU on this thread, whichever is the rank's.
         writer.per_thread_copy_ahead = 0
-        tensors = {name: part.values for name, part in parts.items()}
         try:
-            dcp.save(tensors, storage_writer=writer, planner=_SavePlanner(parts), process_group=self._group)
+            dcp.save({}, storage_writer=writer, planner=_SavePlanner(parts), process_group=self._group)
         except dcp.CheckpointException as error:
             for rank, (cause, _) in error.failures.items():
                 if isinstance(cause, OSError):
@@ -177,11 +180,14 @@ class SavedShards:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Callable[[], Mapping[str, Part]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
+        self._take = parts
+        self._parts: Mapping[str, Part] = {}
 
     def create_local_plan(self) -> SavePlan:
+        # Of what fails here all ranks are told.
+        self._parts = self._take()
         self.plan = SavePlan([_write_item(name, part) for name, part in self._parts.items()])
         return self.plan
 

@@ -217,6 +217,11 @@ class Adapter:
             under_way.append(parts.begin_joining(self._head))
         return under_way
 
+    def tensors(self) -> list[Tensor]:
+        """What it has memory of its own in; all others are views."""
+        masters = [] if self.low is self.flat else [self.flat]
+        return [self._computes, *masters, *([] if self._head is None else [self._head])]
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """`flat` cut into the adapter's named matrices, sharing storage."""
         return {name: matrix(flat, place) for name, place in self.layout.items()}

@@ -71,8 +71,15 @@ def product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     if not is_grouped(x, matrices):
         parts = zip(x.split(groups.rows), matrices, strict=True)
         return torch.cat([part @ matrix for part, matrix in parts])
-    made = [F.grouped_mm(x[rows], matrices[some], offs=ends) for some, rows, ends in _kernels(groups)]
-    return made[0] if len(made) == 1 else torch.cat(made)
+    calls = list(_calls(groups))
+    if len(calls) == 1:
+        return F.grouped_mm(x, matrices, offs=groups.ends)
+    made, number = x.new_zeros(()), torch.arange(len(x), device=x.device)[:, None]
+    for some, ends, others in calls:
+        ours = (number >= (ends[0] if others else 0)) & (number < ends[-1])
+        # Also of the gradient nothing is there for other rows, or something else.
+        made = torch.where(ours, F.grouped_mm(torch.where(ours, x, 0.0), matrices[some], offs=ends), made)
+    return made
 
 
 def outer(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
@@ -82,7 +89,7 @@ def outer(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     if not is_grouped(left, right):
         parts = zip(left.split(groups.rows), right.split(groups.rows), strict=True)
         return torch.stack([part.T @ other for part, other in parts])
-    made = [F.grouped_mm(left[rows].T, right[rows], offs=ends) for _, rows, ends in _kernels(groups)]
+    made = [F.grouped_mm(left.T, right, offs=ends)[others:] for _, ends, others in _calls(groups)]
     found = made[0] if len(made) == 1 else torch.cat(made)
     groups.clear_empty(found)
     return found
@@ -98,15 +105,14 @@ def is_grouped(*operands: Tensor) -> bool:
     )
 
 
-def _kernels(groups: Groups) -> Iterator[tuple[slice, slice, Tensor]]:
-    """What each call takes: some of the groups, their rows, and where these end within them. Of more groups
-    than a kernel takes the host must know the rows."""
-    if len(groups) <= _KERNEL_GROUPS:
-        yield slice(None), slice(None), groups.ends
-        return
-    begin = 0
-    for first in range(0, len(groups), _KERNEL_GROUPS):
-        some = slice(first, first + _KERNEL_GROUPS)
-        end = begin + sum(groups.rows[some])
-        yield some, slice(begin, end), groups.ends[some] - begin
-        begin = end
+def _calls(groups: Groups) -> Iterator[tuple[slice, Tensor, int]]:
+    """What each call of a kernel takes: some of the groups, where their rows end, and of how many of them
+    nothing is wanted. In a call after the first one all rows before its own are a group, since how many these
+    are only the device knows."""
+    count = len(groups)
+    calls = 1 if count <= _KERNEL_GROUPS else -(-count // (_KERNEL_GROUPS - 1))
+    each = -(-count // calls)
+    for begin in range(0, count, each):
+        others = min(begin, 1)
+        some = slice(begin - others, min(begin + each, count))
+        yield some, groups.ends[some], others

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from services.common.contract.errors import InvalidRequest
 from services.common.process.process import machine_memory
 from services.trainer.compute.exchange import least
 from services.trainer.compute.logprobs import CHUNK_ELEMENTS
@@ -43,6 +44,9 @@ GIB = 2**30
 
 OF_THE_MACHINE = 0.75
 """Of a machine's memory the ranks on it take so much, unless they are told: other processes run there too."""
+
+OF_THE_HOST = 0.25
+"""The same of adapters that are idle, beside ranks that compute on devices."""
 
 ADAPTERS = 1 / 3
 """Of what weights and head leave, adapters get so much."""
@@ -122,12 +126,14 @@ class Capacity:
         sequence_tokens: of the longest one on all ranks together; the same where they cannot.
         operation_tokens: of all sequences of one operation.
         adapter_bytes: that adapters, their gradients and their moments may take of each rank.
+        adapter_host_bytes: that those which are idle may take of each rank's host.
     """
 
     one_rank_tokens: int
     sequence_tokens: int
     operation_tokens: int
     adapter_bytes: int
+    adapter_host_bytes: int = 0
 
     @property
     def split_beyond(self) -> int:
@@ -231,6 +237,22 @@ def own_memory(device: str) -> int:
     return gpu_memory()
 
 
+def host_memory(given: int | None, device: str) -> int:
+    """What this rank may take of its host for adapters that are idle: what was given, or else its share.
+
+    Raises:
+        InvalidRequest: the machine has less.
+    """
+    if given is None:
+        return 0 if device == "cpu" else int(machine_memory() * OF_THE_HOST) // ranks_here()
+    if given * ranks_here() > machine_memory():
+        raise InvalidRequest(
+            f"--adapter-host-gib {given / GIB:g} is more than this machine has, which is "
+            f"{machine_memory() / GIB:.1f} GiB for {ranks_here()} ranks; give less"
+        )
+    return given
+
+
 def keep_to_share(share: float) -> None:
     """Lets this process take no more than a fraction of its GPU's memory, but for CUDA's own: an allocation
     beyond it is one that does not fit, whatever else is free."""
@@ -301,13 +323,27 @@ def adapter_bytes(targets: dict[str, LinearShape], rank: int, value_head: int, i
     return part.padded * of_all + part.elements * of_part + head
 
 
+def adapter_host_bytes(
+    targets: dict[str, LinearShape], rank: int, value_head: int, item: int, ranks: int
+) -> int:
+    """What an adapter takes of each rank's host while it is there, arguments as of `adapter_bytes`: all but
+    the gradient of an operation which is not complete, and the stack of a micro-batch."""
+    _, elements = layout_of(targets, rank, value_head)
+    on_device = adapter_bytes(targets, rank, value_head, item, ranks)
+    return on_device - Part(elements, ranks).padded * (4 + _stacked_bytes(item))
+
+
 def adapter_element_bytes(item: int) -> tuple[int, int]:
     """What an element of an adapter takes of each rank: of each, its gradients and what computes, and both
     once more in the stack of a micro-batch (lora/grouped.py); and of each that is of the rank's own part, its
     moments, and its master where what computes is a copy of `item` bytes.
     """
-    copied, stacked = item != 4, item + 4
-    return 4 * ADAPTER_GRADIENTS + item + stacked, 4 * (ADAPTER_MOMENTS + copied)
+    copied = item != 4
+    return 4 * ADAPTER_GRADIENTS + item + _stacked_bytes(item), 4 * (ADAPTER_MOMENTS + copied)
+
+
+def _stacked_bytes(item: int) -> int:
+    return item + 4
 
 
 def _width(block: nn.Module, active: int) -> int:

@@ -21,6 +21,7 @@ from services.trainer.compute.memory.capacity import (
     Capacity,
     Footprint,
     adapter_bytes,
+    adapter_host_bytes,
     at_least,
     capacity,
     footprint,
@@ -217,6 +218,13 @@ def test_an_adapter_takes_what_each_rank_holds_of_it_what_fills_parts_up_include
         # What computes, and a gradient, are once more in the stack of a micro-batch.
         stacked = (item + 4) * adapter.part.padded
         assert adapter_bytes(targets, 3, adapter.value_head, item, ranks) == sum(held.values()) + stacked
+        # To the host it goes with one gradient: its operations are complete.
+        tenant.begin(1)
+        tenant.gradient(1)
+        tenant._optimizer.start()
+        on_host = adapter_host_bytes(targets, 3, adapter.value_head, item, ranks)
+        assert on_host == sum(tensor.nbytes for tensor in tenant.tensors())
+        assert on_host == sum(held.values()) - gradients[0].nbytes
         size = adapter.part.size
         copy = 0 if item == 4 else item * size
         if ranks == 1:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tinker_cookbook.hyperparam_utils import get_lora_param_count
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,7 @@ from services.trainer.compute.lora import products
 from services.trainer.compute.lora.adapter import Adapter, LinearShape, layout_of, select_targets
 from services.trainer.compute.lora.experts import shapes_of
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.products import Groups, outer, product
 from services.trainer.compute.lora.targets import find_linears
 from tests.unit.trainer.compute.plain import PlainExperts
 
@@ -133,6 +135,36 @@ def test_more_groups_than_a_kernel_takes_come_to_the_same(monkeypatch: pytest.Mo
     whole = computed(experts, adapters, SIZES[:3])
     monkeypatch.setattr(products, "_KERNEL_GROUPS", 4)
     torch.testing.assert_close(computed(experts, adapters, SIZES[:3]), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [5, 6, 9, 10, 13, 14])
+def test_groups_are_cut_into_calls_without_a_word_from_the_device(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    random = torch.Generator().manual_seed(count)
+    rows = torch.randint(0, 4, (count,), generator=random).tolist()
+    rows[count // 2] = 0
+    x, other = (torch.randn(sum(rows), 16, generator=random) for _ in range(2))
+    matrices = torch.randn(count, 16, 8, generator=random)
+    known = Groups(torch.tensor(rows, dtype=torch.int32).cumsum(0, dtype=torch.int32))
+    by_row = torch.cat([part @ matrix for part, matrix in zip(x.split(rows), matrices, strict=True)])
+    by_group = torch.stack([a.T @ b for a, b in zip(x.split(rows), other.split(rows), strict=True)])
+
+    def waits(_: Groups) -> tuple[int, ...]:
+        raise AssertionError("the host waits for the device")
+
+    calls, grouped_mm = [], F.grouped_mm
+
+    def counted(*args: Any, offs: Tensor) -> Tensor:
+        calls.append(len(offs))
+        return grouped_mm(*args, offs=offs)
+
+    monkeypatch.setattr(products, "_KERNEL_GROUPS", 5)
+    monkeypatch.setattr(Groups, "rows", property(waits))
+    monkeypatch.setattr(F, "grouped_mm", counted)
+    torch.testing.assert_close(product(x, matrices, known), by_row, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outer(x, other, known), by_group, rtol=1e-5, atol=1e-5)
+    assert len(calls) == 2 * (1 if count <= 5 else -(-count // 4)) and max(calls) <= 5
 
 
 def test_an_adapter_without_tokens_gets_no_gradient() -> None:

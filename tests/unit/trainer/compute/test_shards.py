@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,14 +67,14 @@ def test_what_is_written_is_read_also_when_it_takes_several_files(
 ) -> None:
     monkeypatch.setattr(shards, "_FILE_BYTES", 40)
     parts = {name: Part(values, 0, values.numel()) for name, values in WHOLE.items()}
-    writer.write(parts, SIZES, str(tmp_path / "state")).result()
+    writer.write(lambda: parts, SIZES, str(tmp_path / "state")).result()
     files = sorted(path.name for path in (tmp_path / "state").iterdir())
     assert len(files) == 2 and all(name.endswith(".safetensors") for name in files)
     assert torch.equal(read(tmp_path / "state", 5), WHOLE["a"])
 
 
 def test_parts_that_do_not_fit_together_are_not_written(writer: ShardWriter, tmp_path: Path) -> None:
-    written = writer.write({"a": Part(WHOLE["a"][:6], 5, 10)}, {"a": 10}, str(tmp_path / "state"))
+    written = writer.write(lambda: {"a": Part(WHOLE["a"][:6], 5, 10)}, {"a": 10}, str(tmp_path / "state"))
     with pytest.raises(RuntimeError, match="a state was not written"):
         written.result()
 
@@ -81,7 +82,32 @@ def test_parts_that_do_not_fit_together_are_not_written(writer: ShardWriter, tmp
 def test_what_the_disk_refuses_is_told_as_such(writer: ShardWriter, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file where the directory should be")
     with pytest.raises(OSError, match="rank 0 could not write"):
-        writer.write({"a": Part(WHOLE["a"], 0, 10)}, {"a": 10}, str(tmp_path / "state")).result()
+        writer.write(lambda: {"a": Part(WHOLE["a"], 0, 10)}, {"a": 10}, str(tmp_path / "state")).result()
+
+
+def test_parts_come_to_the_host_on_the_thread_that_writes_them(writer: ShardWriter, tmp_path: Path) -> None:
+    may_go_on, threads = threading.Event(), []
+
+    def parts() -> dict[str, Part]:
+        assert may_go_on.wait(30)
+        threads.append(threading.current_thread())
+        return {"a": Part(WHOLE["a"], 0, 10)}
+
+    written = writer.write(parts, {"a": 10}, str(tmp_path / "state"))
+    assert not written.done()
+    may_go_on.set()
+    written.result()
+    assert threads and threads[0] is not threading.current_thread()
+
+
+def test_all_ranks_are_told_of_parts_that_did_not_come_to_the_host(
+    writer: ShardWriter, tmp_path: Path
+) -> None:
+    def parts() -> dict[str, Part]:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(RuntimeError, match="a state was not written"):
+        writer.write(parts, {"a": 10}, str(tmp_path / "state")).result()
 
 
 @pytest.mark.parametrize("file", ["1.safetensors", "2.safetensors"])

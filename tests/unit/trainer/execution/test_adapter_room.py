@@ -11,6 +11,7 @@ from services.common.contract.errors import InvalidRequest, Overloaded
 from services.trainer.compute.data import LoraSpec
 from services.trainer.execution import room
 from services.trainer.execution.adapter_room import AdapterRoom
+from services.trainer.execution.host_room import HostRoom
 from services.trainer.execution.resident_models import Model
 from services.trainer.execution.room import IDLE_S
 
@@ -22,16 +23,25 @@ def adapter(name: str, mib: int, used: float = LONG_AGO) -> Model:
     return Model(name, created=True, lora=LoraSpec(mib), adapter_bytes=mib * MIB, last_used=used)
 
 
+def bytes_of(spec: LoraSpec) -> int:
+    return spec.rank * MIB
+
+
 class Trainer:
     """A trainer with room for 100 MiB, of which rank r takes r MiB."""
 
     def __init__(self, *models: Model) -> None:
         self.models = {made.model_id: made for made in models}
         self.done: list[str] = []
-        self.room = AdapterRoom(self.models, 100 * MIB, lambda spec: spec.rank * MIB, self.save, self.drop)
+        self.host = HostRoom(self.models, 0, bytes_of, self.move, self.drop)
+        self.room = AdapterRoom(self.models, 100 * MIB, bytes_of, self.host, self.save, self.drop)
 
-    async def save(self, made: Model) -> None:
+    async def save(self, made: Model) -> bool:
         self.done.append(f"save {made.model_id}")
+        return True
+
+    async def move(self, made: Model, to_host: bool) -> bool:
+        raise AssertionError("there is no host to move to")
 
     async def drop(self, made: Model) -> None:
         del self.models[made.model_id]
@@ -94,10 +104,11 @@ async def test_a_model_that_gets_work_while_it_is_saved_stays(monkeypatch: pytes
     monkeypatch.setattr(room, "_WAIT_S", 0.0)
     trainer = Trainer(adapter("a", 60))
 
-    async def save(made: Model) -> None:
+    async def save(made: Model) -> bool:
         made.held = True
+        return False
 
-    trainer.room = AdapterRoom(trainer.models, 100 * MIB, lambda spec: spec.rank * MIB, save, trainer.drop)
+    trainer.room = AdapterRoom(trainer.models, 100 * MIB, bytes_of, trainer.host, save, trainer.drop)
     with pytest.raises(Overloaded):
         await trainer.make("b", 60)
     assert list(trainer.models) == ["a"]

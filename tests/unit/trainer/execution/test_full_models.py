@@ -58,20 +58,18 @@ class Trainer:
     def __init__(self, *models: Model, most: int = 1) -> None:
         self.models = {made.model_id: made for made in models}
         self.done: list[str] = []
-        self.full = FullModels(self.models, most, self.save, self.drop)
+        self.full = FullModels(self.models, most, self.park)
 
-    async def save(self, made: Model) -> None:
-        self.done.append(f"save {made.model_id}")
-
-    async def drop(self, made: Model) -> None:
+    async def park(self, made: Model) -> bool:
         del self.models[made.model_id]
-        self.done.append(f"drop {made.model_id}")
+        self.done.append(f"park {made.model_id}")
+        return True
 
 
-async def test_an_idle_model_is_saved_and_dropped_to_make_room() -> None:
+async def test_an_idle_model_is_parked_to_make_room() -> None:
     trainer = Trainer(model("a", used=time.monotonic() - IDLE_S - 1))
     async with trainer.full.room():
-        assert trainer.done == ["save a", "drop a"]
+        assert trainer.done == ["park a"]
 
 
 async def test_an_adapter_makes_no_room_for_a_full_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +89,15 @@ async def test_nothing_is_parked_while_there_is_room() -> None:
         assert trainer.done == []
 
 
-async def test_a_model_that_gets_work_while_it_is_saved_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_gets_work_while_it_is_parked_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_WAIT_S", 0.0)
     trainer = Trainer(model("a", used=time.monotonic() - IDLE_S - 1))
 
-    async def save(made: Model) -> None:
+    async def park(made: Model) -> bool:
         made.held = True
+        return False
 
-    trainer.full = FullModels(trainer.models, 1, save, trainer.drop)
+    trainer.full = FullModels(trainer.models, 1, park)
     with pytest.raises(Overloaded, match="--max-full-models"):
         async with trainer.full.room():
             pass
@@ -115,4 +114,4 @@ async def test_models_wait_for_room_one_after_the_other() -> None:
 
     await asyncio.gather(make("a"), make("b"))
     assert list(trainer.models) == ["b"]
-    assert trainer.done == ["save a", "drop a"]
+    assert trainer.done == ["park a"]

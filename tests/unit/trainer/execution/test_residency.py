@@ -62,7 +62,7 @@ class Trainer:
         world, staging = cast(World, self.engine), staging_of(data, "trainer-0")
         states = States(world, base, staging)
         self.residency = Residency(
-            world, self.models, states, data, staging, self.pointers, 1, 2**30, lambda _: 1
+            world, self.models, states, data, staging, self.pointers, 1, 2**30, lambda _: 1, 0, lambda _: 1
         )
         self._data = data
         self._state = state

@@ -37,3 +37,28 @@ async def test_connections_to_samplers_that_are_gone_are_closed(
     await asyncio.wait(set(sender._abandoned), timeout=20)
     await sender.close()
     assert not sender._channels
+
+
+async def test_weights_go_from_the_device_only_where_every_sampler_has_a_gpu_of_its_own(
+    redis_client: redis.asyncio.Redis, redis_url: str
+) -> None:
+    registry = Registry(redis_client)
+
+    async def announce(name: str, *gpus: str) -> None:
+        record = ServiceRecord(
+            kind="sampler", id=name, address="127.0.0.2:9", base_model="org/base", gpus=gpus
+        )
+        await registry.announce(record)
+
+    sender = Broadcaster(redis_client, redis_url, "org/base", "cpu", torch.float32)
+    sender._gpu = "GPU-0"
+    assert not await sender.sends_from_device(), "there is nobody to send to"
+    await announce("s-0", "GPU-1")
+    assert await sender.sends_from_device()
+    await announce("s-1", "GPU-0")
+    assert not await sender.sends_from_device(), "one shares the trainer's GPU"
+    await announce("s-1", "GPU-2")
+    assert await sender.sends_from_device()
+    sender._gpu = ""
+    assert not await sender.sends_from_device(), "the trainer has none"
+    await sender.close()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +22,7 @@ from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.files.base import Base
 from services.trainer.files.export_format import read_adapter
 from services.trainer.publish.broadcast import Broadcaster
+from services.trainer.publish.cargo import Cargo, whole_model
 from services.trainer.publish.publisher import Published, Publisher
 
 MODEL = "session:train:0"
@@ -29,10 +33,20 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, ...]] = []
+        self.from_device = False
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+
+    async def sends_from_device(self) -> bool:
+        return self.from_device
 
     async def send(
-        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]
+        self, model_id: str, version: int, lora: LoraSpec | None, arrays: Mapping[str, HostTensor] | Cargo
     ) -> tuple[int, int]:
+        if isinstance(arrays, Cargo):
+            self.sent.append((model_id, version))
+            await self.may_send.wait()
+            return arrays.nbytes, 1
         self.sent.append((model_id, version, lora, dict(arrays)))
         return sum(len(array.data) for array in arrays.values()), 1
 
@@ -117,3 +131,37 @@ async def test_a_full_model_that_is_stored_stays_as_it_is_and_is_not_sent_again(
     assert await publisher.publish(MODEL, 7, None, weights(tmp_path / "base", 3.0)) == Published(size, 0, 0)
     assert (DataDir(tmp_path).snapshot(MODEL, 7) / "model.safetensors").read_bytes() == stored
     assert len(wire.sent) == 1
+
+
+@pytest.mark.parametrize("from_device", [False, True])
+async def test_a_full_model_stays_on_the_device_only_while_it_is_sent_from_there(
+    tmp_path: Path, publisher: Publisher, wire: Wire, monkeypatch: pytest.MonkeyPatch, from_device: bool
+) -> None:
+    arrays = weights(tmp_path / "base", 2.0)
+    on_device = load_file(tmp_path / "base" / "model.safetensors")
+    copies = {name: tensor * 2.0 for name, tensor in on_device.items()}
+    cargo, there = whole_model(dict(copies)), [weakref.ref(copy) for copy in copies.values()]
+    copies.clear()
+    wire.from_device = from_device
+    wire.may_send.clear()
+    may_store, store = threading.Event(), publisher._store
+
+    def store_late(*what: Any) -> int:
+        assert may_store.wait(60)
+        return store(*what)
+
+    monkeypatch.setattr(publisher, "_store", store_late)
+    published = asyncio.create_task(publisher.publish(MODEL, 7, None, arrays, cargo))
+    async with asyncio.timeout(60):
+        while not wire.sent:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert [copy() is not None for copy in there] == [from_device] * len(there)
+    wire.may_send.set()
+    async with asyncio.timeout(60):
+        while any(copy() is not None for copy in there):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert not published.done(), "it is not stored yet"
+    may_store.set()
+    await published
+    sent = b"".join(bucket.numpy().tobytes() for bucket in cargo.buckets())
+    assert sent == b"".join(bytes(arrays[spec.name].data) for spec in cargo.specs)

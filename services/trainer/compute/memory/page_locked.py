@@ -1,0 +1,90 @@
+"""Page-locked memory of the host: what copies from and to a device use of it, and what torch keeps for the
+next ones, since the system takes long to give it.
+
+Invariant: what is kept is bounded, but for the time until the next pass; and what no copy needed for a
+while goes back. It does before a pass, or when nothing is computed: it waits for what the device has to do.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from services.common.process.process import machine_memory
+from services.trainer.compute.memory.capacity import ranks_here
+
+OF_THE_MACHINE = 1 / 8
+"""Of its memory the ranks on it keep so much at most."""
+
+UNUSED_S = 120.0
+"""What lay unused for so long goes back."""
+
+_FEW = 64 * 2**20
+"""Bytes that may lie unused for ever."""
+
+_LOOK_S = 1.0
+
+
+class Use(NamedTuple):
+    """Bytes of this process.
+
+    Attributes:
+        used: by copies under way, and by what they are of.
+        kept: beside them.
+        peak: most that were used at once of late.
+    """
+
+    used: int
+    kept: int
+    peak: int
+
+
+def goes_back(use: Use, most: int, seconds: float) -> bool:
+    """Whether what is kept goes back. Pure.
+
+    Args:
+        most: bytes that may be kept.
+        seconds: that `use.peak` is of.
+    """
+    unused = use.used + use.kept - max(use.peak, use.used)
+    return use.kept > most or (seconds >= UNUSED_S and unused > _FEW)
+
+
+def share() -> int:
+    """Bytes that this rank may keep."""
+    return int(machine_memory() * OF_THE_MACHINE) // ranks_here()
+
+
+class PageLocked:
+    """That of this rank. On a CPU there is none.
+
+    Args:
+        most: bytes that may be kept.
+    """
+
+    def __init__(self, device: str, most: int) -> None:
+        self._on_cuda = device != "cpu"
+        self._most = most
+        self._since = self._looked = time.monotonic()
+
+    def use(self) -> Use:
+        """What it is now. Anybody may ask, at any time."""
+        found = torch.cuda.host_memory_stats() if self._on_cuda else {}
+        if not found:
+            return Use(0, 0, 0)
+        used, peak = found["active_bytes.current"], found["active_bytes.peak"]
+        return Use(used, found["allocated_bytes.current"] - used, peak)
+
+    def tidy(self) -> None:
+        """Gives back what is kept in vain; before a pass, or when nothing is computed."""
+        now = time.monotonic()
+        if not self._on_cuda or now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        if goes_back(self.use(), self._most, now - self._since):
+            torch.accelerator.empty_host_cache()
+        if now - self._since >= UNUSED_S:
+            self._since = now
+            torch.cuda.reset_peak_host_memory_stats()

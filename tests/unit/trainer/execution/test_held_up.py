@@ -1,0 +1,135 @@
+"""What asks for a model that is on the host waits until it is back, and nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.contract.errors import Internal, NotFound, Overloaded, TinsmithError
+from services.common.process.crashes import CrashLedger
+from services.common.process.threads import WorkerThread
+from services.trainer.compute.data import LoraSpec
+from services.trainer.convert import Target
+from services.trainer.execution.control_ops import ControlOps
+from services.trainer.execution.executor import Executor
+from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
+from services.trainer.order.scheduler import Limits
+from services.trainer.world.channel import Channel
+from services.trainer.world.world import World
+from tests.unit.trainer.execution.test_turns_of_models import Recorded, batch, step
+from tinsmith.internal.v1 import operation_pb2
+
+
+class Dropping(Recorded):
+    def drop_model(self, model_id: str) -> None:
+        self.commands.append(("drop", (model_id,)))
+
+
+class Trainer:
+    """Two models, of which one is on the host; it comes back as the test says."""
+
+    def __init__(self, directory: Path) -> None:
+        unused: Any = None
+        self.engine: Any = Dropping()
+        self.thread = WorkerThread("engine")
+        world = World(self.thread, self.engine, Channel(0, 1, timedelta(seconds=5)), 5)
+        adapters: Any = self
+        control = ControlOps(
+            world, unused, unused, unused, unused, lambda _: None, unused, unused, adapters, 1
+        )
+        self.models = {
+            name: Model(name, new_sequence(0), created=True, lora=LoraSpec(8), host_bytes=host_bytes)
+            for name, host_bytes in (("away", 1), ("here", 0))
+        }
+        crashes = CrashLedger[tuple[str, int]](directory / "executing", tuple[str, int], "trainer")
+        self.executor = Executor(
+            world, self.models, control, Target("org/base", 64, True), Limits(1, 64), crashes
+        )
+        self.may_come = asyncio.Event()
+        self.may_come.set()
+        self.refusals: list[TinsmithError] = []
+        self.asked = 0
+
+    async def bring_back(self, model: Model) -> None:
+        assert model.model_id == "away" and model.held
+        self.asked += 1
+        await self.may_come.wait()
+        if self.refusals:
+            raise self.refusals.pop(0)
+        model.host_bytes = 0
+
+    async def ask(self, operation: operation_pb2.Operation) -> asyncio.Future[OperationResult]:
+        work = await self.executor.read(operation)
+        result = self.executor.submit(operation, work, operation.seq_id - 1, epoch=1)
+        assert isinstance(result, asyncio.Future)
+        return result
+
+
+@asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[Trainer]:
+    trainer = Trainer(directory)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(trainer.executor.run())
+        yield trainer
+        trainer.executor.stop()
+    trainer.thread.close()
+
+
+async def test_others_go_on_while_one_comes_back_and_then_it_runs_in_order(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.may_come.clear()
+        first, then = await trainer.ask(batch("away", 1)), await trainer.ask(step("away", 2))
+        assert not (await (await trainer.ask(batch("here", 1)))).HasField("error")
+        assert not (await (await trainer.ask(step("here", 2)))).HasField("error")
+        assert not first.done() and trainer.asked == 1
+        trainer.may_come.set()
+        assert not (await first).HasField("error") and not (await then).HasField("error")
+        assert trainer.asked == 1 and not trainer.models["away"].held
+        told = trainer.engine.commands
+    assert told == [("pass", ("here",)), ("steps", ("here",)), ("pass", ("away",)), ("steps", ("away",))]
+
+
+async def test_without_memory_its_next_operation_fails_and_the_one_after_tries_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.refusals = [Internal("out of device memory", "out_of_memory")]
+        first, then = await trainer.ask(batch("away", 1)), await trainer.ask(batch("away", 2))
+        assert (await first).error.code == "out_of_memory"
+        assert not (await then).HasField("error")
+        assert trainer.asked == 2
+        told = trainer.engine.commands
+    assert told == [("pass", ("away",))]
+
+
+async def test_while_all_others_are_in_use_it_goes_on_waiting(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.refusals = [Overloaded("all are in use") for _ in range(3)]
+        assert not (await (await trainer.ask(batch("away", 1)))).HasField("error")
+        assert trainer.asked == 4
+
+
+async def test_a_model_on_the_host_is_unloaded_from_there(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        unload = operation_pb2.Operation(model_id="away", seq_id=1, unload_model={})
+        assert (await (await trainer.ask(unload))).HasField("unload_model")
+        assert trainer.asked == 0 and "away" not in trainer.models
+        told = trainer.engine.commands
+    assert told == [("drop", ("away",))]
+
+
+async def test_what_waits_for_a_model_that_went_meanwhile_is_told_so_once(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.may_come.clear()
+        trainer.refusals = [NotFound("it is gone")]
+        waiting = await trainer.ask(batch("away", 1))
+        while not trainer.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        trainer.executor.evict(trainer.models["away"], NotFound("another trainer has it"))
+        trainer.may_come.set()
+        with pytest.raises(NotFound, match="another trainer"):
+            await waiting

@@ -1,0 +1,192 @@
+"""Idle adapters go to the host before they go to the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from services.common.contract.errors import Internal
+from services.trainer.compute.data import LoraSpec
+from services.trainer.execution import room
+from services.trainer.execution.adapter_room import _HOST_IDLE_S, AdapterRoom
+from services.trainer.execution.host_room import HostRoom, Way, way_out
+from services.trainer.execution.resident_models import Model
+from services.trainer.execution.room import IDLE_S
+
+MIB = 2**20
+NOW = 1000.0
+
+
+def model(name: str, idle: float = IDLE_S, on_host: int = 0, held: bool = False, now: float = NOW) -> Model:
+    return Model(
+        name,
+        created=True,
+        lora=LoraSpec(10),
+        adapter_bytes=10 * MIB,
+        host_bytes=on_host,
+        held=held,
+        last_used=now - idle,
+    )
+
+
+def test_an_idle_adapter_goes_to_the_host_where_that_has_room() -> None:
+    goes = model("a", _HOST_IDLE_S)
+    assert way_out(goes, 6, 10, [goes, model("b", 99), model("c", 9, on_host=4)], NOW) is Way.HOST
+    assert isinstance(way_out(goes, 7, 10, [goes, model("c", 9, on_host=4)], NOW), Model)
+
+
+def test_of_a_full_host_what_was_used_least_lately_goes_to_the_disk() -> None:
+    goes = model("a", 6)
+    there = [model("b", 7, on_host=4), model("c", 9, on_host=4), model("d", 8, on_host=2)]
+    found = way_out(goes, 4, 10, [goes, *there], NOW)
+    assert isinstance(found, Model) and found.model_id == "c"
+
+
+def test_the_one_that_leaves_goes_to_the_disk_itself_when_it_was_used_least_lately() -> None:
+    goes = model("a", 20)
+    assert way_out(goes, 4, 10, [goes, model("b", 7, on_host=10)], NOW) is Way.DISK
+
+
+def test_one_that_is_larger_than_the_host_moves_no_other() -> None:
+    goes = model("a", 6)
+    assert way_out(goes, 11, 10, [goes, model("b", 99, on_host=10)], NOW) is Way.DISK
+
+
+def test_what_is_wanted_back_is_not_sent_to_the_disk() -> None:
+    goes = model("a", 6)
+    assert way_out(goes, 4, 10, [goes, model("b", 99, on_host=10, held=True)], NOW) is Way.DISK
+
+
+def test_nothing_goes_to_the_disk_that_was_used_just_now() -> None:
+    goes = model("a", 1)
+    assert way_out(goes, 11, 10, [goes], NOW) is Way.STAY
+    assert way_out(goes, 4, 10, [goes, model("b", 2, on_host=10)], NOW) is Way.STAY
+
+
+class Trainer:
+    """A trainer with room for two adapters on its device and one on its host."""
+
+    def __init__(self, *models: Model, host: int = 1) -> None:
+        self.models = {made.model_id: made for made in models}
+        self.done: list[str] = []
+        self.refusals: list[bool] = []
+        self.host = HostRoom(self.models, host * 6 * MIB, lambda _: 6 * MIB, self.move, self.drop)
+        self.room = AdapterRoom(
+            self.models, 20 * MIB, lambda spec: spec.rank * MIB, self.host, self.save, self.drop
+        )
+
+    async def save(self, made: Model) -> bool:
+        self.done.append(f"save {made.model_id}")
+        return self.models.get(made.model_id) is made and not made.is_busy
+
+    async def move(self, made: Model, to_host: bool) -> bool:
+        if self.refusals and self.refusals.pop(0):
+            self.done.append(f"{made.model_id} finds no memory")
+            return False
+        self.done.append(f"{made.model_id} {'leaves' if to_host else 'comes back'}")
+        return True
+
+    async def drop(self, made: Model) -> None:
+        del self.models[made.model_id]
+        self.done.append(f"drop {made.model_id}")
+
+    async def make(self, name: str) -> None:
+        async with self.room.room(LoraSpec(10)) as size:
+            await asyncio.sleep(0)
+            self.models[name] = Model(name, created=True, lora=LoraSpec(10), adapter_bytes=size)
+
+    async def bring_back(self, name: str) -> None:
+        self.models[name].held = True
+        try:
+            await self.room.bring_back(self.models[name])
+            self.models[name].last_used = time.monotonic()
+        finally:
+            self.models[name].held = False
+
+
+def idle(name: str, seconds: float, on_host: bool = False) -> Model:
+    return model(name, seconds, 6 * MIB if on_host else 0, now=time.monotonic())
+
+
+async def test_one_after_the_other_goes_to_the_host_and_from_there_to_the_disk() -> None:
+    trainer = Trainer(idle("a", 30), idle("b", 20))
+    await trainer.make("c")
+    assert trainer.done == ["save a", "a leaves"]
+    assert (trainer.room.used(), trainer.host.used()) == (20 * MIB, 6 * MIB)
+    await trainer.make("d")
+    assert trainer.done[2:] == ["save b", "drop a", "b leaves"]
+    assert trainer.models["b"].host_bytes and not trainer.models["b"].held
+    assert (trainer.room.used(), trainer.host.used()) == (20 * MIB, 6 * MIB)
+
+
+async def test_one_that_comes_back_has_another_leave_for_it() -> None:
+    trainer = Trainer(idle("a", 30, on_host=True), idle("b", 20), idle("c", 10), host=2)
+    await trainer.bring_back("a")
+    assert trainer.done == ["save b", "b leaves", "a comes back"]
+    assert (trainer.room.used(), trainer.host.used()) == (20 * MIB, 6 * MIB)
+
+
+async def test_on_a_device_without_memory_another_leaves_too() -> None:
+    trainer = Trainer(idle("a", 30, on_host=True), idle("b", 20), host=2)
+    trainer.refusals = [True]
+    await trainer.bring_back("a")
+    assert trainer.done == ["a finds no memory", "save b", "b leaves", "a comes back"]
+
+
+async def test_when_no_other_can_leave_it_stays_on_the_host_and_says_why() -> None:
+    trainer = Trainer(idle("a", 30, on_host=True), idle("b", 0), host=2)
+    trainer.refusals = [True]
+    with pytest.raises(Internal, match="out of device memory on an adapter of 10 MiB") as caught:
+        await trainer.bring_back("a")
+    assert caught.value.code == "out_of_memory"
+    assert trainer.models["a"].host_bytes and trainer.room.used() == 10 * MIB
+
+
+async def test_a_host_without_memory_sends_an_adapter_to_the_disk() -> None:
+    trainer = Trainer(idle("a", 30), idle("b", 20))
+    trainer.refusals = [True]
+    await trainer.make("c")
+    assert trainer.done == ["save a", "a finds no memory", "drop a"]
+    assert trainer.host.used() == 0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_one_that_is_wanted_while_it_leaves_comes_back_at_once(refused: bool) -> None:
+    trainer = Trainer(idle("a", 30), idle("b", 20), host=2)
+    leaving, may_leave, move = asyncio.Event(), asyncio.Event(), trainer.host._move
+    order = asyncio.Lock()
+
+    async def slowly(made: Model, to_host: bool) -> bool:
+        # Ranks do one command after the other.
+        async with order:
+            if to_host and made.model_id == "a":
+                leaving.set()
+                await may_leave.wait()
+                trainer.done.append("a is asked to leave")
+                return not refused
+            return await move(made, to_host)
+
+    trainer.host._move = slowly
+    making = asyncio.create_task(trainer.make("c"))
+    await leaving.wait()
+    a = trainer.models["a"]
+    assert a.host_bytes and not a.held, "nothing keeps its next operation from having it back"
+    back = asyncio.create_task(trainer.bring_back("a"))
+    await asyncio.sleep(0)
+    may_leave.set()
+    await asyncio.gather(making, back)
+    assert "drop a" not in trainer.done and trainer.models["a"] is a
+    assert a.host_bytes == 0 and trainer.models["b"].host_bytes
+    assert (trainer.room.used(), trainer.host.used()) == (20 * MIB, 6 * MIB)
+
+
+async def test_two_that_leave_at_once_do_not_take_the_hosts_room_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "_WAIT_S", 0.0)
+    trainer = Trainer(idle("a", 30), idle("b", 20))
+    await asyncio.gather(trainer.make("c"), trainer.make("d"))
+    assert trainer.host.used() == 6 * MIB
+    assert sorted(trainer.models) in (["a", "c", "d"], ["b", "c", "d"])
