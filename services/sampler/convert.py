@@ -173,9 +173,10 @@ def _sequence_to_pb(sequence: Sequence) -> sampling_pb2.SampledSequence:
 def _tokens_to_pb(
     tokens: list[int], logprobs: list[float], topk: TopkLogprobs | None
 ) -> sampling_pb2.SampledSequence:
+    shape, ids, values = [len(tokens)], array("i", tokens).tobytes(), array("f", logprobs).tobytes()
     return sampling_pb2.SampledSequence(
-        tokens=_array_to_pb(np.array(tokens, dtype=np.int32)),
-        logprobs=_array_to_pb(np.array(logprobs, dtype=np.float32)),
+        tokens=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=shape, data=ids),
+        logprobs=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=shape, data=values),
         topk_logprobs=None if topk is None else _topk_to_pb(topk),
     )
 

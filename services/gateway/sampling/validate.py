@@ -15,6 +15,7 @@ from services.gateway.cluster.base_models import BaseModel
 from tinsmith.v1 import sampling_pb2, types_pb2
 
 _SPAN_BYTES = 16
+_FEW_BYTES = 256
 
 
 def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: Limits) -> int:
@@ -73,8 +74,8 @@ def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
             field="prompt",
         )
     # One below 0 is a large one without its sign: so there is one number to be looked for.
-    ids = np.frombuffer(tensor.data, dtype="<u4")
-    if int(ids.max()) >= model.vocab_size:
+    if _largest(tensor.data) >= model.vocab_size:
+        ids = np.frombuffer(tensor.data, dtype="<u4")
         place = int(np.argmax(ids >= model.vocab_size))
         token = int(ids.view("<i4")[place])
         raise InvalidRequest(
@@ -83,6 +84,13 @@ def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
             "token_out_of_range",
             field="prompt",
         )
+
+
+def _largest(ids: bytes) -> int:
+    """Of 32-bit numbers without signs. Of a few it is found sooner than numpy is begun with."""
+    if len(ids) > _FEW_BYTES:
+        return int(np.frombuffer(ids, dtype="<u4").max())
+    return max(memoryview(ids).cast("I"))
 
 
 def _check_constraint(constraint: sampling_pb2.OutputConstraint) -> None:

@@ -29,6 +29,7 @@ from services.sampler.worker.prompt_scores import (
     ScorePlan,
     TopkLogprobs,
     check_logprobs,
+    check_numbers,
     read_answer,
 )
 
@@ -109,6 +110,10 @@ def _tokens(completion: CompletionOutput, topk: int) -> tuple[list[int], list[fl
     flat = completion.logprobs
     if not isinstance(flat, FlatLogprobs):
         raise Internal(f"the engine gave no log-probabilities of {len(tokens)} tokens")
+    if not topk and len(flat.logprobs) == len(tokens) and flat.token_ids == tokens:
+        # As most are: to make arrays of a few numbers takes longer than all else about them.
+        check_numbers(flat.logprobs)
+        return tokens, list(flat.logprobs), None
     ids, logprobs = _rows(flat, len(tokens), topk + 1)
     if ids[:, 0].tolist() != tokens:
         raise Internal("the engine gave log-probabilities of other tokens than it sampled")

@@ -91,12 +91,15 @@ class Suspects:
         if self._dead():
             raise Unavailable("the engine ended; the sampler is restarting, try again")
         self._ledger.begin([request_id])
-        timer = asyncio.get_running_loop().call_later(self._trial, self._pass, request_id)
+        timer = None
+        if request_id in self._leave:
+            timer = asyncio.get_running_loop().call_later(self._trial, self._pass, request_id)
         try:
             yield
             self._ledger.survived(request_id)
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             # What a dead engine had stays in the ledger, for the next process to see.
             if not self._dead():
                 self._end(request_id)
@@ -118,7 +121,7 @@ class Suspects:
         self._ledger.close()
 
     def _pass(self, request_id: str) -> None:
-        """A request has been in the engine for a while. A suspect makes room for the next."""
+        """A suspect has been in the engine for a while. It makes room for the next."""
         leave = self._leave.pop(request_id, None)
         if leave is not None and not self._dead():
             self._ledger.acquit(request_id)

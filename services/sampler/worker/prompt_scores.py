@@ -11,6 +11,8 @@ calls for. A log-probability that is not a number is an error.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,11 +206,21 @@ def check_logprobs(logprobs: Floats) -> None:
         InvalidRequest: one is not a number: the weights have diverged.
     """
     if np.isnan(logprobs).any():
-        raise InvalidRequest(
-            "the model gives log-probabilities that are not numbers: these weights have diverged; sample an "
-            "earlier version",
-            "diverged_weights",
-        )
+        raise _diverged()
+
+
+def check_numbers(logprobs: Sequence[float]) -> None:
+    """The same of a list. Raises as `check_logprobs`."""
+    if any(map(math.isnan, logprobs)):
+        raise _diverged()
+
+
+def _diverged() -> InvalidRequest:
+    return InvalidRequest(
+        "the model gives log-probabilities that are not numbers: these weights have diverged; sample an "
+        "earlier version",
+        "diverged_weights",
+    )
 
 
 def _own(plan: ScorePlan, answer: Buffers) -> Floats:

@@ -117,6 +117,19 @@ def test_a_sample_that_cannot_be_run_is_refused(changes: dict, says: str) -> Non
     assert says in refused(validate.check_sample, sample(**changes), MODEL, LIMITS)
 
 
+@pytest.mark.parametrize("length", [1, 64, 65, 5000])
+@pytest.mark.parametrize("wrong", [MODEL.vocab_size, -1, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_is_found_wherever_it_is(length: int, wrong: int) -> None:
+    model = dataclasses.replace(MODEL, context_length=length + 1)
+    last = model.vocab_size - 1
+    validate.check_sample(sample(prompt=tensor([last] * length, "<i4")), model, LIMITS)
+    for place in {0, length // 2, length - 1}:
+        ids = [last] * length
+        ids[place] = wrong
+        said = refused(validate.check_sample, sample(prompt=tensor(ids, "<i4")), model, LIMITS)
+        assert f"token {wrong} at position {place} " in said
+
+
 CONTINUE = sampling_pb2.ON_UPDATE_CONTINUE
 
 
