@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm import _custom_ops
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -78,6 +80,7 @@ def grammar() -> GrammarOutput:
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is corrected in vLLM's modules is vLLM's own again afterwards."""
     monkeypatch.setattr(gpu_model_runner, "apply_grammar_bitmask", gpu_model_runner.apply_grammar_bitmask)
+    monkeypatch.setattr(_custom_ops, "rotary_embedding", _custom_ops.rotary_embedding)
     for name in vllm_fixes._CPU_FUNCTIONS:
         monkeypatch.setattr(vllm_fixes.punica_cpu, name, getattr(vllm_fixes.punica_cpu, name))
 
@@ -101,6 +104,38 @@ def test_log_probabilities_are_the_models_own_whatever_a_grammar_leaves() -> Non
 def test_without_the_correction_they_are_of_what_the_grammar_leaves() -> None:
     told = Runner().sample_tokens(grammar()).logprobs_tensors.logprobs
     assert told[0, 0] == 0.0
+
+
+def rotations(contiguous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Queries of two heads and keys of one as latent attention has them, rotated by vLLM's kernel, and
+    without it."""
+    size, positions = 16, torch.arange(3, 8)
+    random = torch.Generator().manual_seed(1)
+    # The last numbers of each head, of which the first have no position.
+    heads = [torch.randn(len(positions), n, 8 + size, generator=random)[..., 8:] for n in (2, 1)]
+    if contiguous:
+        heads = [each.contiguous() for each in heads]
+    angles = torch.randn(10, size // 2, generator=random)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    expected = RotaryEmbedding.forward_static(
+        positions, *(each.clone() for each in heads), size, size, table, False
+    )
+    _custom_ops.rotary_embedding(positions, *heads, size, table, False)
+    return heads, list(expected)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.usefixtures("unpatched")
+def test_every_head_of_a_token_is_rotated(contiguous: bool) -> None:
+    vllm_fixes.apply(Runner())
+    torch.testing.assert_close(*rotations(contiguous))
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_without_the_correction_the_first_head_is_rotated_alone() -> None:
+    (queries, _), (expected, _) = rotations(contiguous=True)
+    torch.testing.assert_close(queries[0, 0], expected[0, 0])
+    assert (queries[0, 1] - expected[0, 1]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])

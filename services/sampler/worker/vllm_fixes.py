@@ -19,6 +19,10 @@ model's own, whatever constrains what is sampled.
 3. Log-probabilities under a constraint (`sample_tokens` of the V1 model runner). It writes the grammar's mask
    into the logits before its sampler takes "raw" log-probabilities of them, so these are of what the grammar
    leaves. Here they are taken before the mask.
+
+4. Rotations on CPU (`vllm._custom_ops.rotary_embedding`). The kernel counts heads by the last dimension. The
+   queries of latent attention have heads on a dimension of their own: of each token it rotates the first
+   head alone, and looks for it as if all were contiguous. Here it is given a token's heads in one row.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm import _custom_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.worker import gpu_model_runner
 
@@ -44,6 +49,24 @@ def apply(runner: Any) -> None:
                     f"this vLLM has no punica_cpu.{name}; check services/sampler/worker/vllm_fixes.py"
                 )
             setattr(punica_cpu, name, function)
+        _rotate_all_heads()
+
+
+def _rotate_all_heads() -> None:
+    rotate = _custom_ops.rotary_embedding
+
+    def in_rows(
+        positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *rest: Any, **options: Any
+    ) -> None:
+        given = [heads for heads in (query, key) if heads is not None]
+        rows = [heads.flatten(1) if heads.dim() == 3 else heads for heads in given]
+        rotate(positions, rows[0], rows[1] if key is not None else None, *rest, **options)
+        for heads, row in zip(given, rows, strict=True):
+            # It works in place, and rows that are not together in memory were copied.
+            if row.data_ptr() != heads.data_ptr():
+                heads.copy_(row.view_as(heads))
+
+    _custom_ops.rotary_embedding = in_rows
 
 
 def _keep_generators_of_unfinished_prefills(runner: Any) -> None:
