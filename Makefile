@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 
-.PHONY: help setup proto proto-docs chart-docs demo up test test-unit test-long test-component test-cluster models compatibility test-families test-sdks test-ecosystem test-robustness test-security test-abuse test-soak test-monitoring test-helm test-k8s test-gpu lint format bench baseline clean
+.PHONY: help setup proto proto-docs chart-docs demo up test test-unit test-long test-component test-runner test-cluster models compatibility test-families test-sdks test-ecosystem test-robustness test-security test-abuse test-soak test-monitoring test-helm test-k8s test-gpu lint format bench baseline clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test-long: setup ## what takes longest of the components and of the cluster, and
 
 test-component: setup ## one service at a time, with real models
 	@$(PY) -m pytest tests/component
+
+test-runner: setup ## what samplers compute on vLLM's V2 model runner, by Triton's interpreter (TESTS=...; downloads 200 MB, once)
+	@./scripts/test_runner.sh $(TESTS)
 
 test-cluster: setup ## a real cluster driven by the real SDK
 	@$(PY) -m pytest tests/cluster

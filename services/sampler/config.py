@@ -20,11 +20,14 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 KvCacheDtype = Literal["auto", "fp8"]
 HeadDtype = Literal["auto", "float32"]
 Quantization = Literal["auto", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
+ModelRunner = Literal["auto", "v1", "v2"]
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
 GIB = 1 << 30
 MAX_DRAFT = 128
 """Most drafted tokens of a sequence in one step: vLLM takes no more."""
+MAX_BAD_WORD_TOKENS = 8192
+"""Tokens of all bad words of a request: vLLM's V2 model runner has room for so many of each sequence."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
 
 
@@ -63,6 +66,8 @@ class SamplerConfig:
         quantization: in which weights are held; "auto" is what the model's files say. Others quantise a
             model of bfloat16 or float16 while it is loaded, on CUDA: fp8 with a scale for each matrix, each
             of its outputs, or each 128 x 128 of it. It changes log-probabilities, and runs no full models.
+        model_runner: which of vLLM's two computes the steps; "auto" is V1 on a CPU, and on CUDA what vLLM
+            itself would take.
         speculative_ngram_tokens: most tokens that a step drafts for each sequence, from what followed its
             last ones when they came before; 0 = none. Drafts change how many tokens a step makes, and none.
         tensor_parallel_size: workers (and GPUs) that share each layer.
@@ -98,6 +103,7 @@ class SamplerConfig:
     kv_cache_dtype: KvCacheDtype = "auto"
     head_dtype: HeadDtype = "auto"
     quantization: Quantization = "auto"
+    model_runner: ModelRunner = "auto"
     speculative_ngram_tokens: int = 0
     gpu_memory_utilization: float = 0.4
     tensor_parallel_size: int = 1
@@ -173,6 +179,12 @@ def _parser() -> argparse.ArgumentParser:
     flag("--head-dtype", "float32: logits of any model", "auto", choices=("auto", "float32"))
     kinds = get_args(Quantization)
     flag("--quantization", "of weights; auto: as the model's files are", "auto", choices=kinds)
+    flag(
+        "--model-runner",
+        "of vLLM; auto: v1 on a CPU, else vLLM's choice",
+        "auto",
+        choices=("auto", "v1", "v2"),
+    )
     flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none", 0, type=int)
     flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
     flag("--tensor-parallel-size", "GPUs that share each layer", 1, type=int)
@@ -208,6 +220,7 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
         "kv_cache_dtype": get_args(KvCacheDtype),
         "head_dtype": get_args(HeadDtype),
         "quantization": get_args(Quantization),
+        "model_runner": get_args(ModelRunner),
     }
     for setting, words in choices.items():
         # argparse does not check a default, which the environment may have given.
@@ -262,8 +275,7 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
-        # prompt_scorer.py is for this model runner.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BAD_WORD_TOKENS),
         # On cores that others use too, threads that spin at each barrier take the core from the thread that
         # they wait for, and a step with its hundreds of barriers takes seconds. With GNU's OpenMP they spin
         # for some microseconds and then sleep: shorter than that, waking them costs more than it saves.
@@ -284,4 +296,27 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
         # Left to itself, vLLM on CPU binds each worker to a NUMA node of its own, and does not start where
         # there are fewer.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return environment
+
+
+def device_environment(runner: ModelRunner, device: str, *, triton: bool) -> dict[str, str]:
+    """Environment of vLLM that depends on what it runs on, above all which of its two model runners computes
+    the steps. Without a word of it vLLM chooses.
+
+    Args:
+        triton: whether vLLM has Triton here, in which the kernels of its V2 model runner are written.
+
+    Raises:
+        InvalidRequest: V2 is asked for where it cannot run.
+    """
+    if runner == "v2" and not triton:
+        raise InvalidRequest(
+            f"--model-runner v2 needs Triton, and vLLM has none on this {device}; leave it out"
+        )
+    # Nothing of the model is compiled on a CPU; compiling the sampler's helpers only costs start-up.
+    environment = {"TORCH_COMPILE_DISABLE": "1"} if device == "cpu" else {}
+    if runner == "auto" and device == "cpu":
+        runner = "v1"
+    if runner != "auto":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[runner]
     return environment

@@ -45,6 +45,12 @@ MLP = {
 }
 
 
+RUNNER = os.environ.get("TINSMITH_MODEL_RUNNER", "")
+"""The model runner of vLLM that all samplers here have, when one is named (`make test-runner`)."""
+
+PATIENCE = 1200 if RUNNER == "v2" else 120
+"""Seconds for a sample. An interpreter of kernels takes its time."""
+
 _seq_ids = itertools.count(1)
 
 
@@ -219,6 +225,8 @@ def wait_ready(sampler: Sampler, timeout: float = 420) -> Sampler:
             except grpc.RpcError:
                 time.sleep(0.2)
             else:
+                if RUNNER:
+                    assert f"model runner {RUNNER.upper()} computes" in sampler.log.read_text()
                 return sampler
     sampler.process.kill()
     raise AssertionError(f"the sampler did not come up:\n{sampler.log.read_text()[-6000:]}")
@@ -231,10 +239,10 @@ async def sample(
     stub: sampler_pb2_grpc.SamplerServiceStub, wanted: sampler_pb2.SampleRequest
 ) -> sampling_pb2.SampleResult:
     """The answer; as a gateway does, asks again when the sampler takes on no more at the moment."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE):
         while True:
             try:
-                response = await stub.Sample(wanted, timeout=120)
+                response = await stub.Sample(wanted, timeout=PATIENCE)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +16,22 @@ from vllm.config.structured_outputs import StructuredOutputsConfig
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams as VllmParams
+from vllm.tokenizers import get_tokenizer
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.structured_output import backend_xgrammar
 
 from services.common.contract.errors import Internal, InvalidRequest
 from services.common.contract.matrices import HostMatrix
 from services.common.contract.sample_schema import Scoring
+from services.common.contract.steering import Steering
 from services.sampler.engine.answers import sequence, whole
 from services.sampler.engine.params import checked, vllm_params
 from services.sampler.engine.sampling import Constraint, Limits, SampleJob, SamplingParams
-from services.sampler.worker.prompt_scorer import _fill
-from services.sampler.worker.prompt_scores import Buffers, plan_of
+from services.sampler.worker.prompt_scores import Buffers, ScorePlan, plan_of
+from services.sampler.worker.row_scores import LogprobsOf, RowScores
+from services.sampler.worker.v1.prompt_scorer import log_softmax
+from services.sampler.worker.v2.prompt_scorer import cells
+from tests.component.sampler_process import make_model
 
 VOCAB, ROWS = 40, 23
 PROMPT = torch.randint(0, VOCAB, (ROWS + 1,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -35,13 +44,37 @@ SPARSE = HostMatrix(
 )
 
 
-def filled(scoring: Scoring, cuts: list[int], temperature: float = 0.7) -> Buffers:
+@pytest.fixture(
+    params=[
+        log_softmax,
+        pytest.param(cells, marks=pytest.mark.skipif(not HAS_TRITON, reason="`make test-runner` has Triton")),
+    ],
+    ids=["V1", "V2"],
+)
+def by(request: pytest.FixtureRequest) -> LogprobsOf:
+    """How each model runner takes log-probabilities of logits."""
+    made: LogprobsOf = request.param
+    return made
+
+
+def filled(scoring: Scoring, cuts: list[int], by: LogprobsOf, temperature: float = 0.7) -> Buffers:
     plan = plan_of(scoring, ROWS + 1, seed=2**63 + 1, temperature=temperature)
-    buffers = Buffers(plan)
-    for rows in np.split(plan.needed(), cuts):
-        if rows.size:
-            _fill(plan, buffers, rows, PROMPT, LOGITS[torch.from_numpy(rows)])
-    return buffers
+    steps = [int(rows[0]) for rows in np.split(plan.needed(), cuts) if rows.size]
+    return scored(plan, LOGITS, [0, *steps[1:], ROWS + 1], by)
+
+
+def scored(plan: ScorePlan, logits: torch.Tensor, steps: list[int], by: LogprobsOf) -> Buffers:
+    """The answer when the prefill is cut at these rows."""
+    scores = RowScores(plan, logits.device, by)
+    for start, stop in itertools.pairwise(steps):
+        assert scores.answer(start) is None
+        for rows in scores.parts(start, stop, VOCAB):
+            scores.fill(
+                rows, torch.tensor(PROMPT)[torch.from_numpy(rows) + 1], logits[torch.from_numpy(rows)]
+            )
+    vector = scores.answer(steps[-1])
+    assert vector is not None
+    return Buffers(plan, vector.numpy())
 
 
 @pytest.mark.parametrize("cuts", [[1], [5, 6, 17], list(range(1, ROWS))])
@@ -54,13 +87,15 @@ def filled(scoring: Scoring, cuts: list[int], temperature: float = 0.7) -> Buffe
         Scoring(prompt_alt_tokens_k=7),
     ],
 )
-def test_cutting_a_prompt_into_parts_changes_nothing(scoring: Scoring, cuts: list[int]) -> None:
-    np.testing.assert_array_equal(filled(scoring, cuts).vector, filled(scoring, []).vector)
+def test_cutting_a_prompt_into_parts_changes_nothing(
+    scoring: Scoring, cuts: list[int], by: LogprobsOf
+) -> None:
+    np.testing.assert_array_equal(filled(scoring, cuts, by).vector, filled(scoring, [], by).vector)
 
 
-def test_every_part_of_an_answer_is_of_its_own_rows() -> None:
+def test_every_part_of_an_answer_is_of_its_own_rows(by: LogprobsOf) -> None:
     logprobs = LOGITS.log_softmax(-1).numpy()
-    found = filled(Scoring(True, 3, 0, SPARSE, 5, 4), [2, 9])
+    found = filled(Scoring(True, 3, 0, SPARSE, 5, 4), [2, 9], by)
     np.testing.assert_allclose(found.own, [logprobs[r, PROMPT[r + 1]] for r in range(19, 23)], atol=1e-6)
     np.testing.assert_allclose(found.topk_logprobs, -np.sort(-logprobs[19:])[:, :3], atol=1e-6)
     expected = [logprobs[2, 5], logprobs[2, 39], logprobs[17, 0], logprobs[20, 7], logprobs[20, 7]]
@@ -69,13 +104,19 @@ def test_every_part_of_an_answer_is_of_its_own_rows() -> None:
     np.testing.assert_allclose(found.drawn_logprobs, drawn, atol=1e-6)
 
 
-def test_a_token_without_probability_is_never_drawn_and_a_sure_one_always() -> None:
+def test_a_prompt_of_which_a_row_was_passed_over_has_no_answer() -> None:
+    plan = plan_of(Scoring(prompt_logprobs=True), ROWS + 1, seed=0, temperature=1.0)
+    scores = RowScores(plan, LOGITS.device, log_softmax)
+    assert scores.parts(3, ROWS + 1, VOCAB) == []
+    assert scores.answer(ROWS + 1) is None
+
+
+def test_a_token_without_probability_is_never_drawn_and_a_sure_one_always(by: LogprobsOf) -> None:
     logits = torch.full((ROWS, VOCAB), -torch.inf)
     sure = torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(3))
     logits[torch.arange(ROWS), sure] = 0.0
     plan = plan_of(Scoring(prompt_alt_tokens_k=50), ROWS + 1, seed=0, temperature=1.0)
-    buffers = Buffers(plan)
-    _fill(plan, buffers, plan.needed(), PROMPT, logits)
+    buffers = scored(plan, logits, [0, ROWS + 1], by)
     assert (buffers.drawn_ids == sure[:, None].numpy()).all()
 
 
@@ -173,3 +214,14 @@ def test_a_constraint_is_parsed_when_it_is_checked_and_not_again_for_every_seque
             "xgrammar",
         )
     assert len(parsed) == 1
+
+
+def test_bad_words_that_a_worker_has_no_room_for_are_refused_before_they_reach_it(tmp_path: Path) -> None:
+    tokenizer = get_tokenizer(make_model(tmp_path / "model", tied=True))
+    for letter, refused in (("~", False), ("é", True)):
+        words = tuple(letter * 126 + f"{index:02d}" for index in range(64))
+        params = SamplingParams(max_tokens=1, steering=Steering(bad_words=words))
+        job = SampleJob("r", None, [1], 1, params, Scoring())
+        asked = vllm_params(job, 0, Limits(VOCAB, 64, 8), None, None, stream=False)
+        with pytest.raises(ValueError, match="send fewer") if refused else nullcontext():
+            asked.update_from_tokenizer(tokenizer)

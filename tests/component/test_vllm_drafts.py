@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import SamplerConfig
 from services.sampler.engine.settings import check_model, engine_args
-from services.sampler.worker.drafts import DraftCheck
+from services.sampler.worker.v1.drafts import DraftCheck
+from services.sampler.worker.v2.drafts import kept
 
 pytestmark = pytest.mark.heavy
 
@@ -194,6 +196,23 @@ def test_without_a_seed_the_distribution_is_the_one_without_drafts() -> None:
         assert chi < degrees + 5 * (2 * degrees) ** 0.5, (place, float(chi), degrees)
 
 
+def test_what_is_kept_of_a_step_ends_behind_the_first_draft_that_was_not_sampled() -> None:
+    # Each place: what it follows, and what was sampled there.
+    requests = [
+        [(9, 5), (5, 6), (6, 7)],  # both drafts hold
+        [(9, 5)],  # none was drafted
+        [(9, 5), (4, 4), (4, 4)],  # the first does not hold, and the second counts for nothing
+        [(9, 5), (5, 6), (-1, 6)],  # the second cannot hold
+        [(9, 5), (5, 9)],  # the next request begins with what was sampled last
+        [(9, 1), (1, 2)],
+    ]
+    places = torch.tensor([place for request in requests for place in request])
+    starts = torch.tensor([0, *itertools.accumulate(map(len, requests))], dtype=torch.int32)
+    tokens, counts = kept(places[:, 1], places[:, 0], starts, 3)
+    found = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+    assert found == [[5, 6, 7], [5], [5], [5, 6], [5, 9], [1, 2]]
+
+
 def test_a_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
     layers = ["linear_attention", "full_attention"]
     told = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 2}
@@ -206,7 +225,7 @@ def test_a_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
 
 
 def test_vllm_by_itself_still_leaves_out_what_drafts_do_here() -> None:
-    """When it does not, services/sampler/worker/drafts.py and the override in engine/params.py can go."""
+    """When it does not, services/sampler/worker/v1/drafts.py and the override in engine/params.py can go."""
     config: Any = object()
     for steered in ({"min_p": 0.1}, {"logit_bias": {1: 1.0}}):
         with pytest.raises(VLLMValidationError, match="not yet supported with speculative decoding"):

@@ -19,7 +19,8 @@ from vllm.v1.worker import gpu_model_runner
 
 from services.sampler.config import HeadDtype, SamplerConfig
 from services.sampler.engine.settings import engine_args
-from services.sampler.worker import vllm_fixes
+from services.sampler.worker import cpu_rotations
+from services.sampler.worker.v1 import sampling
 from tests.component.sampler_process import make_model
 
 pytestmark = pytest.mark.heavy
@@ -81,14 +82,12 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is corrected in vLLM's modules is vLLM's own again afterwards."""
     monkeypatch.setattr(gpu_model_runner, "apply_grammar_bitmask", gpu_model_runner.apply_grammar_bitmask)
     monkeypatch.setattr(_custom_ops, "rotary_embedding", _custom_ops.rotary_embedding)
-    for name in vllm_fixes._CPU_FUNCTIONS:
-        monkeypatch.setattr(vllm_fixes.punica_cpu, name, getattr(vllm_fixes.punica_cpu, name))
 
 
 @pytest.mark.usefixtures("unpatched")
 def test_log_probabilities_are_the_models_own_whatever_a_grammar_leaves() -> None:
     runner = Runner()
-    vllm_fixes.apply(runner)
+    sampling.correct(runner)
     own = LOGITS.log_softmax(-1)
     # A step without a grammar, after one with it, takes nothing of it.
     for asked in (grammar(), None, grammar()):
@@ -127,7 +126,7 @@ def rotations(contiguous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.usefixtures("unpatched")
 def test_every_head_of_a_token_is_rotated(contiguous: bool) -> None:
-    vllm_fixes.apply(Runner())
+    cpu_rotations.apply()
     torch.testing.assert_close(*rotations(contiguous))
 
 

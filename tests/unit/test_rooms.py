@@ -61,4 +61,4 @@ def test_the_whole_suite_has_every_folder_of_tests_but_those_of_hours_kubernetes
         for folder in (ROOT / "tests").iterdir()
         if folder.is_dir() and any(folder.rglob("test_*.py"))
     }
-    assert set(parts[1].split()) == folders - {"soak", "monitoring", "sdks", "k8s", "gpu"}
+    assert set(parts[1].split()) == folders - {"soak", "monitoring", "sdks", "k8s", "gpu", "interpreter"}

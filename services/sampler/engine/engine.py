@@ -24,6 +24,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.triton_utils import HAS_TRITON
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -33,7 +34,7 @@ from services.common.contract.sample_schema import Scoring
 from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
 from services.common.weights.medium import Medium
-from services.sampler.config import SamplerConfig, check_device
+from services.sampler.config import SamplerConfig, check_device, device_environment
 from services.sampler.engine import answers
 from services.sampler.engine.child import STACKS_SIGNAL
 from services.sampler.engine.params import checked, vllm_params
@@ -80,9 +81,7 @@ class Engine:
             raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
         check_device(device, config.kv_cache_dtype, config.quantization)
         check_attention(config, device)
-        if device == "cpu":
-            # Nothing of the model is compiled there; compiling the sampler's helpers only costs start-up.
-            os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        os.environ.update(device_environment(config.model_runner, device, triton=HAS_TRITON))
         self._config = config
         arguments = engine_args(config, device)
         check_model(config, arguments)
@@ -93,6 +92,7 @@ class Engine:
             stat_loggers=[EngineStats] if config.metrics_port else None,
         )
         model, settings = self._llm.model_config, self._llm.vllm_config
+        log.info("vLLM's model runner %s computes the steps", "V2" if settings.use_v2_model_runner else "V1")
         self.device = device
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.arch = str(model.architectures[0])

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from vllm import SamplingParams as VllmParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.input_processor import InputProcessor
 
+from services.sampler.config import MAX_BAD_WORD_TOKENS
 from services.sampler.engine.sampling import Constraint, Limits, SampleJob, sequence_seed, tokens_left
 from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, REQUEST_KEY, ScorePlan
 
@@ -17,6 +19,14 @@ from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, REQUEST_KEY, 
 class _Checked(VllmParams):
     """Parameters whose constraint was checked. vLLM would parse it again for every sequence, on the loop.
     Where tokens are drafted it would refuse what its own check of them cannot do, and ours can."""
+
+    def update_from_tokenizer(self, tokenizer: TokenizerLike) -> None:
+        super().update_from_tokenizer(tokenizer)
+        if (tokens := sum(map(len, self.bad_words_token_ids or ()))) > MAX_BAD_WORD_TOKENS:
+            # A worker that finds no room for them would end the engine.
+            raise ValueError(
+                f"bad_words are {tokens} tokens in all; send fewer, at most {MAX_BAD_WORD_TOKENS} are taken"
+            )
 
     def _validate_structured_outputs(self, *args: object) -> None:
         pass

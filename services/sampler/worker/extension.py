@@ -1,14 +1,14 @@
 """What a vLLM worker does for Tinsmith: joins weight groups and takes weights, from memory or disk.
 
 vLLM mixes WorkerExtension into its worker class; its methods are called between engine steps with
-`collective_rpc`. Waiting and copying therefore happen in a thread ("a job"), and the engine only
-registers the finished adapter, so running generations go on meanwhile.
+`collective_rpc`. Waiting and copying therefore happen in a thread ("a job"), and the engine only registers
+the finished adapter, so running generations go on meanwhile.
 
-Invariant: an adapter is registered whole and checked, under an id that no request uses yet, or not
-at all; an adapter that is registered has been in an engine slot once, so using it cannot fail.
+Invariant: an adapter is registered whole and checked, under an id that no request uses yet, or not at all;
+an adapter that is registered has been in an engine slot once, so using it cannot fail.
 
-This file, prompt_scorer.py, drafts.py, full_weights.py and vllm_fixes.py are the only ones that touch vLLM's
-worker internals.
+This file, full_weights.py, cpu_adapters.py, adapter_rows.py and the rooms v1 and v2 are the only ones that
+touch vLLM's worker internals; what is of one model runner alone is behind runner.py.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from services.common.contract.errors import (
 from services.common.contract.tensors import TensorSpec
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
-from services.sampler.worker import drafts, full_weights, vllm_fixes
+from services.sampler.worker import full_weights
 from services.sampler.worker.jobs import Job, Outcome
-from services.sampler.worker.prompt_scorer import PromptScorer
+from services.sampler.worker.runner import Runner, installed
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +60,12 @@ def _deadline() -> Iterator[None]:
 class _State:
     """What the extension keeps; the worker class itself has no constructor of ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
         self.group: weights.WeightGroup | None = None
         self.jobs: dict[str, Job] = {}
         self.staged: dict[int, dict[str, torch.Tensor]] = {}
         self.swapping = threading.Lock()
-        self.steps = 0
 
 
 class WorkerExtension:
@@ -79,33 +79,17 @@ class WorkerExtension:
 
     def tinsmith_setup(self) -> str:
         """Applies what vLLM lacks. Called once, before the first request. Returns the GPU's UUID."""
-        self.tinsmith_state = _State()
         if self.device.type == "cpu" and self.model_runner.parallel_config.pipeline_parallel_size > 1:
             # The first batch makes room for what a stage receives. On a CPU vLLM leaves its warm-up out.
             self.execute_dummy_batch()
-        vllm_fixes.apply(self.model_runner)
-        PromptScorer(self.model_runner)
-        if self.model_runner.speculative_config is not None:
-            drafts.install(self.model_runner)
-        self._tinsmith_count_steps()
+        self.tinsmith_state = _State(installed(self))
         if self.device.type != "cuda":
             return ""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def tinsmith_steps(self) -> int:
         """Steps that this worker has finished."""
-        return self.tinsmith_state.steps
-
-    def _tinsmith_count_steps(self) -> None:
-        execute = self.model_runner.execute_model
-
-        def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            result = execute(scheduled, *args, **kwargs)
-            # A step that nothing was scheduled for is no progress.
-            self.tinsmith_state.steps += scheduled.total_num_scheduled_tokens > 0
-            return result
-
-        self.model_runner.execute_model = counted
+        return self.tinsmith_state.runner.steps
 
     def tinsmith_join(
         self,

@@ -116,6 +116,19 @@ class ScorePlan:
         return ScorePlan(**{**wire, "target_ids": ids, "target_starts": starts})
 
 
+def shapes(plan: ScorePlan) -> list[tuple[int, ...]]:
+    """Of the arrays of an answer, in their order."""
+    scored, cells = plan.rows - plan.first, plan.target_ids.size
+    return [
+        (scored if plan.own else 0,),
+        (scored, plan.topk),
+        (scored, plan.topk),
+        (cells,),
+        (plan.rows, plan.draws),
+        (plan.rows, plan.draws),
+    ]
+
+
 class Buffers:
     """The answer while it is being computed. Every array is a view of `vector`."""
 
@@ -127,21 +140,13 @@ class Buffers:
         Raises:
             Internal: the answer has not the length that the plan calls for.
         """
-        scored, cells = plan.rows - plan.first, plan.target_ids.size
-        shapes = [
-            (scored if plan.own else 0,),
-            (scored, plan.topk),
-            (scored, plan.topk),
-            (cells,),
-            (plan.rows, plan.draws),
-            (plan.rows, plan.draws),
-        ]
-        sizes = [int(np.prod(shape)) for shape in shapes]
+        each = shapes(plan)
+        sizes = [int(np.prod(shape)) for shape in each]
         self.vector: Ids = np.zeros(sum(sizes), dtype=np.int32) if vector is None else vector
         if self.vector.shape != (sum(sizes),):
             raise Internal(f"the engine gave {self.vector.shape} prompt scores instead of {sum(sizes)}")
         parts = np.split(self.vector, np.cumsum(sizes)[:-1])
-        views = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        views = [part.reshape(shape) for part, shape in zip(parts, each, strict=True)]
         self.own: Floats = views[0].view(np.float32)
         self.topk_ids: Ids = views[1]
         self.topk_logprobs: Floats = views[2].view(np.float32)

@@ -104,3 +104,23 @@ def test_stages_times_their_workers_are_the_workers_of_a_replica() -> None:
         alone = config.engine_environment(config.parse(ARGUMENTS))
         staged = config.engine_environment(config.parse([*ARGUMENTS, "--pipeline-parallel-size", "2"]))
         assert (name in alone) != (name in staged)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_model_runner_that_is_asked_for_is_taken_on_any_device(device: str) -> None:
+    for runner, switch in (("v1", "0"), ("v2", "1")):
+        settings = config.parse([*ARGUMENTS, "--model-runner", runner])
+        found = config.device_environment(settings.model_runner, device, triton=True)
+        assert found["VLLM_USE_V2_MODEL_RUNNER"] == switch
+
+
+def test_left_to_itself_a_cpu_has_the_v1_model_runner_and_a_gpu_what_vllm_takes() -> None:
+    found = config.device_environment("auto", "cpu", triton=True)
+    assert (found["VLLM_USE_V2_MODEL_RUNNER"], found["TORCH_COMPILE_DISABLE"]) == ("0", "1")
+    assert config.device_environment("auto", "cuda", triton=True) == {}
+
+
+def test_a_model_runner_without_its_kernels_is_refused() -> None:
+    assert config.device_environment("v1", "cpu", triton=False)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    with pytest.raises(InvalidRequest, match="--model-runner v2 needs Triton"):
+        config.device_environment("v2", "cpu", triton=False)

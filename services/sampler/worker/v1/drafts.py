@@ -30,11 +30,8 @@ NOTHING = int(PLACEHOLDER_TOKEN_ID)
 def install(runner: Any) -> None:
     """Has a worker whose engine drafts check drafts here. `runner`: its V1 GPUModelRunner or CPUModelRunner,
     which has no requests yet."""
-    for name in ("rejection_sampler", "sampler", "input_batch"):
-        if not hasattr(runner, name):
-            raise RuntimeError(
-                f"this vLLM's model runner has no {name}; check services/sampler/worker/drafts.py"
-            )
+    if not hasattr(runner, "rejection_sampler"):
+        raise RuntimeError(f"this vLLM's model runner has no rejection_sampler; check {__name__}")
     runner.rejection_sampler = DraftCheck(runner.sampler)
     # With drafts vLLM leaves most of them out, as its own check cannot apply them.
     runner.input_batch.logitsprocs = LogitsProcessors(
@@ -66,7 +63,7 @@ class DraftCheck:
             logits: of each request's places in order, one more than it has drafts.
         """
         counts = metadata.num_draft_tokens
-        # Before anything is sampled: vllm_fixes gives those of before a grammar's mask here.
+        # Before anything is sampled: sampling.py gives those of before a grammar's mask here.
         logprobs = None if sampling.max_num_logprobs is None else self._sampler.compute_logprobs(logits)
         tokens = self._sampled(counts, metadata.draft_token_ids.tolist(), logits, sampling)
         width = max(counts) + 1

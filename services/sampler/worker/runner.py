@@ -1,0 +1,91 @@
+"""The seam between Tinsmith and vLLM's two model runners, the class in a worker that computes its steps.
+
+vLLM has two that do the same in different ways: V2, which it takes where it has Triton and every setting of
+the engine is one that V2 knows, and V1. What differs between them stands behind `Runner`, once for each.
+What they share (`get_model`, the manager of adapters) is used as it is.
+
+Invariant: of a worker's answers nothing depends on which of them it has, but for the tokens that a seed
+gives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from services.sampler.worker import cpu_adapters, cpu_rotations
+
+
+class Runner(ABC):
+    """A worker's model runner, which has no requests yet.
+
+    Args:
+        of: vLLM's runner.
+    """
+
+    needs: ClassVar[tuple[str, ...]]
+    """What this takes of vLLM's runner."""
+
+    def __init__(self, of: Any) -> None:
+        for name in (*self.needs, "execute_model", "get_model"):
+            if not hasattr(of, name):
+                raise RuntimeError(f"this vLLM's {type(of).__name__} has no {name}; check {__package__}")
+        self._of = of
+        self.steps = 0
+        """Steps that it has finished."""
+
+    def install(self) -> None:
+        """Has it do all that vLLM lacks."""
+        if self._of.device.type == "cpu":
+            cpu_adapters.apply()
+            cpu_rotations.apply()
+        self.correct_sampling()
+        self.score_prompts()
+        if self._of.speculative_config is not None:
+            self.check_drafts()
+        self._count_steps()
+
+    @abstractmethod
+    def correct_sampling(self) -> None:
+        """Random numbers of a seeded request are used for its own tokens alone, and log-probabilities are the
+        model's own, whatever constrains what is sampled."""
+
+    @abstractmethod
+    def score_prompts(self) -> None:
+        """Prompts are scored as their ScorePlan says, in place of vLLM's own prompt log-probabilities.
+
+        vLLM's own, of either runner, send a prompt's rows through the LoRA logits processor, which picks
+        adapters by the rows that are *sampled* in this step, one per request: two such requests in one step
+        crash the engine on CPU, and on a GPU rows are scored with another request's adapter. And they draw
+        nothing, and score every row of a step when one request wants some of its own.
+        """
+
+    @abstractmethod
+    def check_drafts(self) -> None:
+        """Drafted tokens change how many tokens a step makes, and none of them."""
+
+    def _count_steps(self) -> None:
+        execute = self._of.execute_model
+
+        def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            result = execute(scheduled, *args, **kwargs)
+            # A step that nothing was scheduled for is no progress.
+            self.steps += scheduled.total_num_scheduled_tokens > 0
+            return result
+
+        self._of.execute_model = counted
+
+
+def installed(worker: Any) -> Runner:
+    """The runner of a vLLM worker, with all that vLLM lacks."""
+    # Each of these imports the parts of its own runner, and V2's take Triton.
+    if worker.use_v2_model_runner:
+        from services.sampler.worker.v2.runner import RunnerV2
+
+        runner: Runner = RunnerV2(worker.model_runner)
+    else:
+        from services.sampler.worker.v1.runner import RunnerV1
+
+        runner = RunnerV1(worker.model_runner)
+    runner.install()
+    return runner

@@ -1,0 +1,25 @@
+"""What the V1 model runner does otherwise.
+
+Invariant: as of `Runner`.
+"""
+
+from __future__ import annotations
+
+from services.sampler.worker.runner import Runner
+from services.sampler.worker.v1 import drafts, sampling
+from services.sampler.worker.v1.prompt_scorer import PromptScorer
+
+
+class RunnerV1(Runner):
+    """A V1 GPUModelRunner or CPUModelRunner."""
+
+    needs = ("_get_prompt_logprobs_dict", "sample_tokens", "requests", "query_start_loc", "input_batch")
+
+    def correct_sampling(self) -> None:
+        sampling.correct(self._of)
+
+    def score_prompts(self) -> None:
+        PromptScorer(self._of)
+
+    def check_drafts(self) -> None:
+        drafts.install(self._of)

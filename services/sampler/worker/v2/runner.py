@@ -1,0 +1,35 @@
+"""What the V2 model runner does otherwise.
+
+Invariant: as of `Runner`.
+"""
+
+from __future__ import annotations
+
+from services.sampler.worker.runner import Runner
+from services.sampler.worker.v2.drafts import DraftCheck
+from services.sampler.worker.v2.grammar import GrammarMask
+from services.sampler.worker.v2.prompt_scorer import PromptScorer
+
+
+class RunnerV2(Runner):
+    """A V2 GPUModelRunner, whose parts that sample are only where the last layers are."""
+
+    needs = (
+        *("is_last_pp_rank", "sampler", "structured_outputs_worker", "prompt_logprobs_worker"),
+        *("rejection_sampler", "req_states", "num_speculative_steps"),
+    )
+
+    def correct_sampling(self) -> None:
+        # Its random numbers are of seed and position, so a token that is thrown away uses none.
+        if self._of.is_last_pp_rank:
+            self._grammar = GrammarMask(self._of.sampler, self._of.structured_outputs_worker)
+
+    def score_prompts(self) -> None:
+        if self._of.is_last_pp_rank:
+            self._of.prompt_logprobs_worker = PromptScorer(self._of)
+
+    def check_drafts(self) -> None:
+        if self._of.is_last_pp_rank:
+            self._of.rejection_sampler = DraftCheck(
+                self._of.sampler, self._grammar.masked, self._of.num_speculative_steps
+            )
