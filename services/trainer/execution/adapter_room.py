@@ -106,6 +106,9 @@ class AdapterRoom:
         """Whether an idle adapter is off the device."""
         if not await self._save(model):
             return False
+        if model.host_bytes:
+            # It made room for somebody else meanwhile.
+            return True
         now = time.monotonic()
         way = await self.host.take_in(model, now) if self.host.most else Way.DISK
         if way is Way.DISK:

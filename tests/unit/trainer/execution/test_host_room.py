@@ -182,6 +182,22 @@ async def test_one_that_is_wanted_while_it_leaves_comes_back_at_once(refused: bo
     assert (trainer.room.used(), trainer.host.used()) == (20 * MIB, 6 * MIB)
 
 
+async def test_one_that_makes_room_for_two_at_once_leaves_once() -> None:
+    trainer = Trainer(idle("a", 30), idle("b", 20), host=2)
+    save, both = trainer.room._save, asyncio.Barrier(2)
+
+    async def together(made: Model) -> bool:
+        if made.model_id == "a":
+            await both.wait()
+        return await save(made)
+
+    trainer.room._save = together
+    await asyncio.gather(trainer.make("c"), trainer.make("d"))
+    assert trainer.done.count("a leaves") == trainer.done.count("b leaves") == 1
+    assert not any(done.startswith("drop") for done in trainer.done)
+    assert (trainer.room.used(), trainer.host.used()) == (20 * MIB, 12 * MIB)
+
+
 async def test_two_that_leave_at_once_do_not_take_the_hosts_room_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
