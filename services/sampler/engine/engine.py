@@ -49,7 +49,7 @@ from services.sampler.engine.sampling import (
     begun,
     served,
 )
-from services.sampler.engine.settings import EngineStats, adapts, check_attention, check_drafts, engine_args
+from services.sampler.engine.settings import EngineStats, adapts, checked_args, refusals
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.engine.workers import ENDED, Workers
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
@@ -79,21 +79,17 @@ class Engine:
         if config.device not in ("auto", device):
             raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
         check_device(device, config.kv_cache_dtype)
-        check_attention(config, device)
+        arguments = checked_args(config, device)
         if device == "cpu":
             # Nothing of the model is compiled there; compiling the sampler's helpers only costs start-up.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
         self._config = config
-        arguments = engine_args(config, device)
-        check_drafts(arguments)
         # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU. Without a usage
         # context it takes 128 and 2048 on any.
         context = UsageContext.OPENAI_API_SERVER
-        self._llm = AsyncLLM.from_engine_args(
-            arguments,
-            usage_context=context,
-            stat_loggers=[EngineStats] if config.metrics_port else None,
-        )
+        loggers: Any = [EngineStats] if config.metrics_port else None
+        with refusals(config):
+            self._llm = AsyncLLM.from_engine_args(arguments, usage_context=context, stat_loggers=loggers)
         model, settings = self._llm.model_config, self._llm.vllm_config
         self.device = device
         self.dtype = str(model.dtype).removeprefix("torch.")

@@ -38,12 +38,14 @@ from services.common.contract.errors import (
 from services.common.contract.tensors import TensorSpec
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
-from services.sampler.worker import drafts, full_weights, vllm_fixes
+from services.sampler.worker import drafts, full_weights, text_models, vllm_fixes
 from services.sampler.worker.jobs import Job, Outcome
 from services.sampler.worker.prompt_scorer import PromptScorer
 
 log = logging.getLogger(__name__)
 
+# A worker imports this file before it loads its model.
+text_models.register()
 
 _PEFT_PREFIX = "base_model.model."
 
