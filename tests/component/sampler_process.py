@@ -217,7 +217,9 @@ def wait_ready(sampler: Sampler, timeout: float = 420) -> Sampler:
         AssertionError: it ended or did not answer in time; the message holds its log.
     """
     deadline = time.monotonic() + timeout
-    with grpc.insecure_channel(sampler.address) as channel:
+    # Else gRPC tries ever more rarely, and finds a sampler that serves half a minute later.
+    often = [(f"grpc.{which}_reconnect_backoff_ms", 200) for which in ("initial", "min", "max")]
+    with grpc.insecure_channel(sampler.address, often) as channel:
         stub = sampler_pb2_grpc.SamplerServiceStub(channel)
         while time.monotonic() < deadline and sampler.process.poll() is None:
             try:

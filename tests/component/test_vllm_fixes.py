@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm import _custom_ops
+from vllm import ModelRegistry, _custom_ops
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -19,7 +21,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from services.sampler.config import HeadDtype, SamplerConfig
 from services.sampler.engine.settings import engine_args
-from services.sampler.worker import cpu_rotations
+from services.sampler.worker import cpu_rotations, text_models
 from services.sampler.worker.v1 import sampling
 from tests.component.sampler_process import make_model
 
@@ -135,6 +137,22 @@ def test_without_the_correction_the_first_head_is_rotated_alone() -> None:
     (queries, _), (expected, _) = rotations(contiguous=True)
     torch.testing.assert_close(queries[0, 0], expected[0, 0])
     assert (queries[0, 1] - expected[0, 1]).abs().max() > 0.1
+
+
+def imported(module: str) -> str:
+    """What a new process writes to its log while it imports a model of Qwen3.5 from a module."""
+    program = f"from {module} import Qwen3_5ForCausalLM; print(Qwen3_5ForCausalLM.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    return done.stderr if done.returncode else done.stdout
+
+
+@pytest.mark.skipif(text_models.complete(), reason="torchvision is installed, and nothing is to be corrected")
+def test_a_text_model_of_qwen_3_5_is_vllms_own_without_torchvision() -> None:
+    text_models.register()
+    registered: Any = ModelRegistry.models["Qwen3_5ForCausalLM"]
+    own = "vllm.model_executor.models.qwen3_5"
+    assert imported(registered.module_name).splitlines()[-1] == own
+    assert "No module named 'torchvision'" in imported(own)
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])

@@ -51,16 +51,34 @@ SIZES = {
     "head_dim": 32,
     "max_position_embeddings": CONTEXT,
 }
-ADAPTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
-OF_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "qwen3_next")
+ADAPTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "qwen3_5_text")
+OF_EXPERTS = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3", "deepseek_v3 yarn"),
+    "qwen3_next",
+)
 """Whose adapters vLLM runs on GPUs only."""
-SHORT = ("phi3", "gpt_oss")
+SHORT = ("phi3", "gpt_oss", "deepseek_v3")
 CHOSEN = {"": SHORT, "all": ADAPTED + OF_EXPERTS}
-SETTINGS = {
-    # vLLM takes no model of which some layers have a window.
-    "qwen3": {},
+LATENT = {
+    **FLAT["deepseek_v3"],
+    # Of these sizes alone is vLLM's kernel for CPUs.
+    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "num_key_value_heads": 2},
+    **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
 }
-BFLOAT16 = ("qwen3_next",)
+YARN = {
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0},
+        **{"original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 0.7},
+    }
+}
+SETTINGS = {
+    # A sampler takes none of which some layers have a window.
+    "qwen3": {},
+    # The first has the rotations of vLLM's kernel, the second those of PyTorch, as DeepSeek's own models do.
+    "deepseek_v3": LATENT,
+    "deepseek_v3 yarn": {**LATENT, **YARN},
+}
+BFLOAT16 = ("qwen3_next", "qwen3_5_text")
 """vLLM's linear attention computes in nothing else on a CPU."""
 
 
@@ -98,9 +116,9 @@ class Family:
 @pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     name = request.param
-    directory = tmp_path_factory.mktemp(name)
+    directory = tmp_path_factory.mktemp(name.replace(" ", "-"))
     settings = SETTINGS.get(name, FLAT.get(name) or SINGLE.get(name) or {})
-    model = random_model(config_of(name, {**SIZES, **settings}), "eager")
+    model = random_model(config_of(name.split()[0], {**SIZES, **settings}), "eager")
     model.save_pretrained(directory / "model")
     write_tokenizer(directory / "model", VOCAB, CONTEXT)
     spec = LoraSpec(RANK, train_mlp=not any(find_experts(model)))

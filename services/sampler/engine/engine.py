@@ -50,7 +50,7 @@ from services.sampler.engine.sampling import (
     begun,
     served,
 )
-from services.sampler.engine.settings import EngineStats, adapts, check_attention, check_model, engine_args
+from services.sampler.engine.settings import EngineStats, adapts, checked_args, refusals
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.engine.workers import ENDED, Workers
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
@@ -80,17 +80,15 @@ class Engine:
         if config.device not in ("auto", device):
             raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
         check_device(device, config.kv_cache_dtype, config.quantization)
-        check_attention(config, device)
         os.environ.update(device_environment(config.model_runner, device, triton=HAS_TRITON))
+        arguments = checked_args(config, device)
         self._config = config
-        arguments = engine_args(config, device)
-        check_model(config, arguments)
-        # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU, else 128, 2048
-        self._llm = AsyncLLM.from_engine_args(
-            arguments,
-            usage_context=UsageContext.OPENAI_API_SERVER,
-            stat_loggers=[EngineStats] if config.metrics_port else None,
-        )
+        # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU. Without a usage
+        # context it takes 128 and 2048 on any.
+        context = UsageContext.OPENAI_API_SERVER
+        loggers: Any = [EngineStats] if config.metrics_port else None
+        with refusals(config):
+            self._llm = AsyncLLM.from_engine_args(arguments, usage_context=context, stat_loggers=loggers)
         model, settings = self._llm.model_config, self._llm.vllm_config
         log.info("vLLM's model runner %s computes the steps", "V2" if settings.use_v2_model_runner else "V1")
         self.device = device

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from prometheus_client import REGISTRY
+from pydantic import ValidationError
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -21,6 +24,7 @@ from services.common.process.process import machine_memory
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.engine import cpu_cache
 from services.sampler.engine.cpu_cache import CpuCache
+from services.sampler.worker import text_models
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +38,32 @@ LORA_TARGETS = [
 ]
 # Names of the number of experts in models' configurations.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# How a model chooses experts where transformers, with which models are trained, has one way whatever the
+# configuration says, and writes none; vLLM reads it from the configuration, and else takes another.
+_ROUTING = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+# Whose layers have one window or none in vLLM, and windows of their own in transformers.
+_ONE_WINDOW = ("qwen2", "qwen3", "qwen2_moe")
+# Latent attention and the part of it with positions, of a token: vLLM's kernel on CPUs is for no others.
+_CPU_LATENT = (512, 64)
+# Of text and pictures; what they are without pictures has a type of its own.
+_PICTURES = ("qwen3_5", "qwen3_5_moe")
 # Residency decides what is resident; vLLM's own cache must never evict by itself.
 _UNLIMITED_ADAPTERS = 1_000_000
+
+
+def checked_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
+    """What vLLM is started with on "cpu" or "cuda", of a model that it computes there.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    check_text(config)
+    check_attention(config, device)
+    text_models.register()
+    with refusals(config):
+        arguments = engine_args(config, device)
+        check_model(config, arguments)
+    return arguments
 
 
 def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
@@ -79,8 +107,11 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         }
     if config.quantization != "auto":
         arguments["quantization"] = config.quantization
+    overrides = _routing(config)
     if config.head_dtype == "float32":
-        arguments["hf_overrides"] = {"head_dtype": "float32"}
+        overrides["head_dtype"] = "float32"
+    if overrides:
+        arguments["hf_overrides"] = overrides
     if config.speculative_ngram_tokens:
         drafts = {"method": "ngram", "num_speculative_tokens": config.speculative_ngram_tokens}
         arguments["speculative_config"] = drafts
@@ -90,6 +121,9 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         arguments["max_num_batched_tokens"] = config.max_batched_tokens
     elif on_cpu:
         arguments["max_num_batched_tokens"] = max(2048, config.max_sequences)
+    if on_cpu and _latent(_text_config(config)):
+        # On CPUs with AMX vLLM would take another one, for bfloat16 only.
+        arguments["attention_backend"] = "CPU_MLA"
     if on_cpu and config.workers == 1:
         arguments["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**arguments)
@@ -138,19 +172,100 @@ def _check_quantised(config: SamplerConfig, model: ModelConfig) -> None:
         ) from error
 
 
-def check_attention(config: SamplerConfig, device: str) -> None:
-    """Refuses linear attention in float32 on a CPU, where vLLM computes it in bfloat16 only.
+def check_text(config: SamplerConfig) -> None:
+    """Refuses a model that reads pictures too where vLLM's code for it wants torchvision and does not load.
 
     Raises:
         InvalidRequest: with what to change.
     """
-    if device != "cpu" or config.dtype == "bfloat16":
+    from transformers import AutoConfig
+
+    if AutoConfig.from_pretrained(config.model_path).model_type in _PICTURES and not text_models.complete():
+        raise InvalidRequest(
+            f"{config.base_model} reads pictures too, and torchvision, which vLLM wants for that, is not "
+            "installed here: save the text model alone (transformers: AutoModelForCausalLM.from_pretrained"
+            "(...).save_pretrained(DIRECTORY), and the tokenizer beside it) and serve that"
+        )
+
+
+def check_attention(config: SamplerConfig, device: str) -> None:
+    """Refuses attention that vLLM does not compute, computes otherwise than transformers, or on a CPU in
+    bfloat16 only.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    model = _text_config(config)
+    layers = set(getattr(model, "layer_types", None) or ())
+    if model.model_type in _ONE_WINDOW and len(layers) > 1:
+        raise InvalidRequest(
+            f"{config.base_model} has a window in some of its layers, and vLLM has one for all or none: for "
+            f"contexts up to {model.sliding_window} tokens (--max-context) the window changes nothing, and "
+            '"use_sliding_window": false in config.json, without "layer_types", leaves it out'
+        )
+    if model.model_type == "deepseek_v3" and not model.rope_interleave:
+        raise InvalidRequest(
+            f"{config.base_model} has rope_interleave false, and vLLM rotates pairs of neighbours: bring "
+            "the rows of its weights that are rotated (of q_b_proj, or q_proj, and of kv_a_proj_with_mqa) "
+            "into that order, and set rope_interleave to true in config.json"
+        )
+    if device != "cpu":
         return
-    if "linear_attention" in (getattr(_text_config(config), "layer_types", None) or ()):
+    if "linear_attention" in layers and config.dtype != "bfloat16":
         raise InvalidRequest(
             f"{config.base_model} has linear attention, which vLLM computes on a CPU in bfloat16 only: give "
             "--dtype bfloat16, or use a GPU"
         )
+    latent = _latent(model)
+    if latent and latent != _CPU_LATENT:
+        raise InvalidRequest(
+            f"{config.base_model} has latent attention with {latent[0]} + {latent[1]} numbers a token "
+            f"(kv_lora_rank, qk_rope_head_dim), and vLLM's for CPUs takes {_CPU_LATENT[0]} + "
+            f"{_CPU_LATENT[1]} only: use a GPU"
+        )
+
+
+def _latent(model: Any) -> tuple[int, int] | None:
+    """What latent attention keeps of a token in a layer, without and with its position."""
+    rank = getattr(model, "kv_lora_rank", None)
+    return (rank, model.qk_rope_head_dim) if rank else None
+
+
+def _routing(config: SamplerConfig) -> dict[str, Any]:
+    """Settings of the model that are not in its configuration.
+
+    Raises:
+        InvalidRequest: its configuration says otherwise.
+    """
+    model = _text_config(config)
+    wanted = _ROUTING.get(model.model_type, {})
+    for name, value in wanted.items():
+        if getattr(model, name, value) != value:
+            raise InvalidRequest(
+                f"{config.base_model} has {name} {getattr(model, name)!r} in config.json, and transformers, "
+                f"with which it is trained, computes {value!r}: say that there, or leave {name} out"
+            )
+    return dict(wanted)
+
+
+@contextmanager
+def refusals(config: SamplerConfig) -> Iterator[None]:
+    """What vLLM says against a model or its settings before it starts anything, as one sentence.
+
+    Raises:
+        InvalidRequest: vLLM raised a ValueError.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        # Its own text goes on with links and the whole input.
+        raise InvalidRequest(_refused(config, error.errors()[0]["msg"])) from error
+    except ValueError as error:
+        raise InvalidRequest(_refused(config, str(error))) from error
+
+
+def _refused(config: SamplerConfig, words: str) -> str:
+    return f"vLLM does not take {config.base_model} with these settings: {words}"
 
 
 def adapts(config: SamplerConfig, device: str) -> bool:
@@ -185,8 +300,9 @@ def _cpu_cache(config: SamplerConfig) -> CpuCache:
     head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     item = 2 if config.dtype == "bfloat16" else 4
+    latent = _latent(model)
     cache = cpu_cache.choose(
-        token_bytes=2 * model.num_hidden_layers * heads * head * item,
+        token_bytes=model.num_hidden_layers * (sum(latent) if latent else 2 * heads * head) * item,
         model_context=model.max_position_embeddings,
         wanted_context=config.max_context,
         given_bytes=int(config.kv_cache_gib * GIB),

@@ -39,12 +39,14 @@ from services.common.contract.errors import (
 from services.common.contract.tensors import TensorSpec
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
-from services.sampler.worker import full_weights
+from services.sampler.worker import full_weights, text_models
 from services.sampler.worker.jobs import Job, Outcome
 from services.sampler.worker.runner import Runner, installed
 
 log = logging.getLogger(__name__)
 
+# A worker imports this file before it loads its model.
+text_models.register()
 
 _PEFT_PREFIX = "base_model.model."
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from pydantic import BaseModel
 from transformers import AutoConfig
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import SamplerConfig
-from services.sampler.engine.settings import adapts, check_attention
+from services.sampler.engine.settings import adapts, check_attention, check_text, engine_args, refusals
+from services.sampler.worker import text_models
 
 
 def config_of(directory: Path, family: str, **settings: object) -> SamplerConfig:
@@ -25,6 +28,81 @@ def test_linear_attention_in_float32_is_refused_on_a_cpu(tmp_path: Path) -> None
         check_attention(hybrid, "cpu")
     check_attention(hybrid, "cuda")
     check_attention(replace(hybrid, dtype="bfloat16"), "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe"])
+def test_windows_of_some_layers_are_refused_where_vllm_has_one_for_all(
+    tmp_path: Path, family: str, device: str
+) -> None:
+    mixed = {"layer_types": ["sliding_attention", "full_attention"], "max_window_layers": 2}
+    windows = {"use_sliding_window": True, "sliding_window": 100, "num_experts": 0}
+    with pytest.raises(InvalidRequest, match=r"org/model has a window .* up to 100 tokens"):
+        check_attention(config_of(tmp_path, family, **windows, **mixed), device)
+    whole = {"layer_types": ["sliding_attention"] * 2}
+    check_attention(config_of(tmp_path, family, **windows, **whole), device)
+
+
+def test_windows_of_a_family_that_has_them_by_layer_are_taken(tmp_path: Path) -> None:
+    mixed = {"layer_types": ["sliding_attention", "full_attention"]}
+    check_attention(config_of(tmp_path, "gemma3_text", **mixed), "cpu")
+
+
+def test_latent_attention_on_a_cpu_has_the_sizes_of_its_kernel(tmp_path: Path) -> None:
+    check_attention(config_of(tmp_path, "deepseek_v3"), "cpu")
+    narrow = config_of(tmp_path, "deepseek_v3", kv_lora_rank=256)
+    with pytest.raises(InvalidRequest, match=r"org/model has latent attention with 256 \+ 64 .* use a GPU"):
+        check_attention(narrow, "cpu")
+    check_attention(narrow, "cuda")
+
+
+def test_latent_attention_on_a_cpu_is_the_one_of_any_type_of_numbers(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, "deepseek_v3"), kv_cache_gib=1)
+    assert engine_args(config, "cpu").attention_backend == "CPU_MLA"
+    assert engine_args(config, "cuda").attention_backend is None
+
+
+def test_rotations_of_halves_in_latent_attention_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="org/model has rope_interleave false"):
+        check_attention(config_of(tmp_path, "deepseek_v3", rope_interleave=False), "cuda")
+
+
+def test_experts_of_deepseek_are_chosen_as_transformers_does(tmp_path: Path) -> None:
+    expected = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    unsaid = replace(config_of(tmp_path, "deepseek_v3"), kv_cache_gib=1)
+    assert engine_args(unsaid, "cuda").hf_overrides == expected
+    said = replace(unsaid, head_dtype="float32")
+    assert engine_args(said, "cuda").hf_overrides == {**expected, "head_dtype": "float32"}
+    other = config_of(tmp_path, "deepseek_v3", scoring_func="softmax")
+    with pytest.raises(InvalidRequest, match="org/model has scoring_func 'softmax'"):
+        engine_args(other, "cuda")
+    assert engine_args(config_of(tmp_path, "llama"), "cuda").hf_overrides == {}
+
+
+def test_a_model_that_reads_pictures_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = config_of(tmp_path / "both", "qwen3_5")
+    text = config_of(tmp_path / "text", "qwen3_5_text")
+    monkeypatch.setattr(text_models, "complete", lambda: False)
+    with pytest.raises(InvalidRequest, match="org/model reads pictures too"):
+        check_text(both)
+    check_text(text)
+    monkeypatch.setattr(text_models, "complete", lambda: True)
+    check_text(both)
+
+
+def test_what_vllm_says_against_settings_is_one_sentence(tmp_path: Path) -> None:
+    class Settings(BaseModel):
+        dtype: Literal["float32"]
+
+    config = config_of(tmp_path, "qwen3")
+    with pytest.raises(InvalidRequest) as refused, refusals(config):
+        Settings.model_validate({"dtype": "int4"})
+    words = "vLLM does not take org/model with these settings: Input should be 'float32'"
+    assert str(refused.value) == words
+    with pytest.raises(InvalidRequest, match="settings: a context too long"), refusals(config):
+        raise ValueError("a context too long")
 
 
 def test_full_attention_is_computed_in_any_type(tmp_path: Path) -> None:

@@ -95,4 +95,8 @@ def random_model(config: Any, attention: str) -> Any:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
+    for name, buffer in model.named_buffers():
+        # Of routers: what is added to scores while experts are chosen.
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     return model.eval()
