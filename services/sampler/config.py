@@ -62,8 +62,8 @@ class SamplerConfig:
             changes log-probabilities; CUDA only.
         head_dtype: in which the output head computes logits; "auto" is the model's. "float32" of a bfloat16
             model brings its log-probabilities nearer to the trainer's, whose head computes in float32.
-        model_runner: which of vLLM's two computes the steps; "auto" is V1 on a CPU, and on CUDA what vLLM
-            itself would take.
+        model_runner: which of vLLM's two computes the steps; "auto" is V1 on a CPU and where tokens are
+            drafted, else what vLLM itself would take.
         speculative_ngram_tokens: most tokens that a step drafts for each sequence, from what followed its
             last ones when they came before; 0 = none. Drafts change how many tokens a step makes, and none.
         tensor_parallel_size: workers (and GPUs) of this replica.
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--head-dtype", "float32: logits of any model", "auto", choices=("auto", "float32"))
     flag(
         "--model-runner",
-        "of vLLM; auto: v1 on a CPU, else vLLM's choice",
+        "of vLLM; auto: v1 on a CPU or with drafts, else vLLM's choice",
         "auto",
         choices=("auto", "v1", "v2"),
     )
@@ -269,7 +269,7 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
     return environment
 
 
-def device_environment(runner: ModelRunner, device: str, *, triton: bool) -> dict[str, str]:
+def device_environment(config: SamplerConfig, device: str, *, triton: bool) -> dict[str, str]:
     """Environment of vLLM that depends on what it runs on, above all which of its two model runners computes
     the steps. Without a word of it vLLM chooses.
 
@@ -279,13 +279,14 @@ def device_environment(runner: ModelRunner, device: str, *, triton: bool) -> dic
     Raises:
         InvalidRequest: V2 is asked for where it cannot run.
     """
+    runner = config.model_runner
     if runner == "v2" and not triton:
         raise InvalidRequest(
             f"--model-runner v2 needs Triton, and vLLM has none on this {device}; leave it out"
         )
     # Nothing of the model is compiled on a CPU; compiling the sampler's helpers only costs start-up.
     environment = {"TORCH_COMPILE_DISABLE": "1"} if device == "cpu" else {}
-    if runner == "auto" and device == "cpu":
+    if runner == "auto" and (device == "cpu" or config.speculative_ngram_tokens):
         runner = "v1"
     if runner != "auto":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[runner]

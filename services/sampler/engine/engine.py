@@ -81,7 +81,7 @@ class Engine:
             raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
         check_device(device, config.kv_cache_dtype)
         check_attention(config, device)
-        os.environ.update(device_environment(config.model_runner, device, triton=HAS_TRITON))
+        os.environ.update(device_environment(config, device, triton=HAS_TRITON))
         self._config = config
         arguments = engine_args(config, device)
         check_drafts(arguments)
