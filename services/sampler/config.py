@@ -66,8 +66,8 @@ class SamplerConfig:
         quantization: in which weights are held; "auto" is what the model's files say. Others quantise a
             model of bfloat16 or float16 while it is loaded, on CUDA: fp8 with a scale for each matrix, each
             of its outputs, or each 128 x 128 of it. It changes log-probabilities, and runs no full models.
-        model_runner: which of vLLM's two computes the steps; "auto" is V1 on a CPU, and on CUDA what vLLM
-            itself would take.
+        model_runner: which of vLLM's two computes the steps; "auto" is V1 on a CPU and where tokens are
+            drafted, else what vLLM itself would take.
         speculative_ngram_tokens: most tokens that a step drafts for each sequence, from what followed its
             last ones when they came before; 0 = none. Drafts change how many tokens a step makes, and none.
         tensor_parallel_size: workers (and GPUs) that share each layer.
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--quantization", "of weights; auto: as the model's files are", "auto", choices=kinds)
     flag(
         "--model-runner",
-        "of vLLM; auto: v1 on a CPU, else vLLM's choice",
+        "of vLLM; auto: v1 on a CPU or with drafts, else vLLM's choice",
         "auto",
         choices=("auto", "v1", "v2"),
     )
@@ -299,7 +299,7 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
     return environment
 
 
-def device_environment(runner: ModelRunner, device: str, *, triton: bool) -> dict[str, str]:
+def device_environment(config: SamplerConfig, device: str, *, triton: bool) -> dict[str, str]:
     """Environment of vLLM that depends on what it runs on, above all which of its two model runners computes
     the steps. Without a word of it vLLM chooses.
 
@@ -309,13 +309,14 @@ def device_environment(runner: ModelRunner, device: str, *, triton: bool) -> dic
     Raises:
         InvalidRequest: V2 is asked for where it cannot run.
     """
+    runner = config.model_runner
     if runner == "v2" and not triton:
         raise InvalidRequest(
             f"--model-runner v2 needs Triton, and vLLM has none on this {device}; leave it out"
         )
     # Nothing of the model is compiled on a CPU; compiling the sampler's helpers only costs start-up.
     environment = {"TORCH_COMPILE_DISABLE": "1"} if device == "cpu" else {}
-    if runner == "auto" and device == "cpu":
+    if runner == "auto" and (device == "cpu" or config.speculative_ngram_tokens):
         runner = "v1"
     if runner != "auto":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = {"v1": "0", "v2": "1"}[runner]

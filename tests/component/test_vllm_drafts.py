@@ -8,8 +8,10 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -24,7 +26,7 @@ from services.common.contract.errors import InvalidRequest
 from services.sampler.config import SamplerConfig
 from services.sampler.engine.settings import check_model, engine_args
 from services.sampler.worker.v1.drafts import DraftCheck
-from services.sampler.worker.v2.drafts import kept
+from services.sampler.worker.v2.drafts import install, kept
 
 pytestmark = pytest.mark.heavy
 
@@ -211,6 +213,28 @@ def test_what_is_kept_of_a_step_ends_behind_the_first_draft_that_was_not_sampled
     tokens, counts = kept(places[:, 1], places[:, 0], starts, 3)
     found = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
     assert found == [[5, 6, 7], [5], [5], [5, 6], [5, 9], [1, 2]]
+
+
+def test_every_place_behind_drafts_has_the_adapter_of_its_request_and_only_for_that() -> None:
+    mapped: list[Any] = []
+    manager = SimpleNamespace(_last_mapping="of the step", _set_adapter_mapping=mapped.append)
+    runner = SimpleNamespace(
+        lora_config=object(),
+        lora_manager=SimpleNamespace(_adapter_manager=manager),
+        lora_state=SimpleNamespace(lora_ids=np.array([0, 7, 9])),
+        sample=lambda *_: list(mapped),
+        sampler=None,
+        num_speculative_steps=2,
+    )
+    install(runner, lambda logits: logits)
+    batch = SimpleNamespace(
+        num_draft_tokens=3, idx_mapping_np=np.array([2, 0, 1]), cu_num_logits_np=np.array([0, 3, 4, 6])
+    )
+    (during,) = runner.sample(None, batch, None)
+    assert during.prompt_mapping == (9, 9, 9, 0, 7, 7)
+    assert mapped == [during, "of the step"]
+    batch.num_draft_tokens = 0
+    assert runner.sample(None, batch, None) == mapped
 
 
 def test_a_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class Engine:
         if config.device not in ("auto", device):
             raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
         check_device(device, config.kv_cache_dtype, config.quantization)
-        os.environ.update(device_environment(config.model_runner, device, triton=HAS_TRITON))
+        os.environ.update(device_environment(config, device, triton=HAS_TRITON))
         arguments = checked_args(config, device)
         self._config = config
         # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU. Without a usage

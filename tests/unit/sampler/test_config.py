@@ -106,21 +106,24 @@ def test_stages_times_their_workers_are_the_workers_of_a_replica() -> None:
         assert (name in alone) != (name in staged)
 
 
+def runner_of(device: str, *flags: str, triton: bool = True) -> str | None:
+    """vLLM's switch of its V2 model runner; None = vLLM chooses."""
+    settings = config.parse([*ARGUMENTS, *flags])
+    return config.device_environment(settings, device, triton=triton).get("VLLM_USE_V2_MODEL_RUNNER")
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_model_runner_that_is_asked_for_is_taken_on_any_device(device: str) -> None:
-    for runner, switch in (("v1", "0"), ("v2", "1")):
-        settings = config.parse([*ARGUMENTS, "--model-runner", runner])
-        found = config.device_environment(settings.model_runner, device, triton=True)
-        assert found["VLLM_USE_V2_MODEL_RUNNER"] == switch
+    assert runner_of(device, "--model-runner", "v1", triton=False) == "0"
+    assert runner_of(device, "--model-runner", "v2", "--speculative-ngram-tokens", "2") == "1"
 
 
-def test_left_to_itself_a_cpu_has_the_v1_model_runner_and_a_gpu_what_vllm_takes() -> None:
-    found = config.device_environment("auto", "cpu", triton=True)
-    assert (found["VLLM_USE_V2_MODEL_RUNNER"], found["TORCH_COMPILE_DISABLE"]) == ("0", "1")
-    assert config.device_environment("auto", "cuda", triton=True) == {}
+def test_left_to_itself_a_cpu_and_what_drafts_has_the_v1_model_runner_and_the_rest_what_vllm_takes() -> None:
+    assert runner_of("cpu") == "0"
+    assert runner_of("cuda", "--speculative-ngram-tokens", "2") == "0"
+    assert runner_of("cuda") is None
 
 
 def test_a_model_runner_without_its_kernels_is_refused() -> None:
-    assert config.device_environment("v1", "cpu", triton=False)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     with pytest.raises(InvalidRequest, match="--model-runner v2 needs Triton"):
-        config.device_environment("v2", "cpu", triton=False)
+        runner_of("cpu", "--model-runner", "v2", triton=False)

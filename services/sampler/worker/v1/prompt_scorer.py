@@ -73,9 +73,9 @@ class PromptScorer:
         index = self._runner.input_batch.req_id_to_index[request_id]
         offset = int(self._runner.query_start_loc.np[index]) - start
         adapter_id = 0 if request.lora_request is None else request.lora_request.lora_int_id
-        with adapter_rows(self._runner, adapter_id) as use_for:
+        with adapter_rows(self._runner) as use:
             for rows in parts:
-                use_for(rows.size)
+                use([adapter_id] * rows.size)
                 where = on(hidden_states.device, rows + offset)
                 logits = self._runner.model.compute_logits(hidden_states[where])
                 behind = [request.prompt_token_ids[row + 1] for row in rows.tolist()]

@@ -6,7 +6,7 @@ without drafts, by vLLM's own sampler, whose random numbers are of seed and posi
 was sampled before the next place, and counts for nothing when it says something else.
 
 Invariant: a request's tokens, their distribution and their log-probabilities are those that it has without
-drafts.
+drafts. Every place has the adapter of its request.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
@@ -25,8 +26,32 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from services.sampler.worker.adapter_rows import adapter_rows
+
 _REFUSED = -1
 """In place of a draft that cannot hold."""
+
+
+def install(runner: Any, masked: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Has a worker whose engine drafts check drafts here.
+
+    Args:
+        runner: its V2 GPUModelRunner.
+        masked: logits -> what to sample from.
+    """
+    sample = runner.sample
+
+    def with_adapters(hidden_states: torch.Tensor, input_batch: InputBatch, *args: Any) -> Any:
+        if not input_batch.num_draft_tokens:
+            return sample(hidden_states, input_batch, *args)
+        # vLLM maps one row of each request, as if there were no drafts.
+        ids = runner.lora_state.lora_ids[input_batch.idx_mapping_np]
+        with adapter_rows(runner) as use:
+            use(ids.repeat(np.diff(input_batch.cu_num_logits_np)).tolist())
+            return sample(hidden_states, input_batch, *args)
+
+    runner.sample = with_adapters
+    runner.rejection_sampler = DraftCheck(runner.sampler, masked, runner.num_speculative_steps)
 
 
 class DraftCheck:

@@ -94,9 +94,10 @@ class PromptScorer:
         logits_of: LogitsOf,
     ) -> None:
         prompt = self._runner.req_states.all_token_ids.gpu[index]
-        with adapter_rows(self._runner, int(self._runner.lora_state.lora_ids[index])) as use_for:
+        adapter_id = int(self._runner.lora_state.lora_ids[index])
+        with adapter_rows(self._runner) as use:
             for rows in parts:
-                use_for(rows.size)
+                use([adapter_id] * rows.size)
                 there = on(hidden_states.device, rows)
                 scores.fill(rows, prompt[there + 1].long(), logits_of(hidden_states[there + offset]))
 

@@ -6,7 +6,7 @@ Invariant: as of `Runner`.
 from __future__ import annotations
 
 from services.sampler.worker.runner import Runner
-from services.sampler.worker.v2.drafts import DraftCheck
+from services.sampler.worker.v2 import drafts
 from services.sampler.worker.v2.grammar import GrammarMask
 from services.sampler.worker.v2.prompt_scorer import PromptScorer
 
@@ -16,7 +16,7 @@ class RunnerV2(Runner):
 
     needs = (
         *("is_last_pp_rank", "sampler", "structured_outputs_worker", "prompt_logprobs_worker"),
-        *("rejection_sampler", "req_states", "num_speculative_steps"),
+        *("rejection_sampler", "req_states", "lora_state", "sample", "num_speculative_steps"),
     )
 
     def correct_sampling(self) -> None:
@@ -30,6 +30,4 @@ class RunnerV2(Runner):
 
     def check_drafts(self) -> None:
         if self._of.is_last_pp_rank:
-            self._of.rejection_sampler = DraftCheck(
-                self._of.sampler, self._grammar.masked, self._of.num_speculative_steps
-            )
+            drafts.install(self._of, self._grammar.masked)
