@@ -2,6 +2,8 @@
 # The suite, or the parts of it that are named: each folder of tests in processes of its own, so that what one of them
 # does to its process (threads of the SDK, a crash) is not the others' trouble. All run, whatever fails; the quickest
 # first. Tests that start nothing large run several at a time: mostly they wait, for processes, sockets and clocks.
+# So do those of single services, as far as cores and memory go, with a share of the cores each: mostly they wait for
+# one service to start, which is the work of one core.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 # pytest answers an interrupt itself: without this the next folder would begin.
@@ -10,12 +12,23 @@ parts=(unit helm security component families cluster abuse robustness ecosystem)
 [ $# -eq 0 ] || parts=("$@")
 cores=$(nproc)
 at_once=$((cores < 8 ? cores + 1 : 8))
+# What is started beside each other takes up to 7 GiB.
+memory=$(awk '/^MemTotal/ { print int($2 / 2 ^ 20 / 7) }' /proc/meminfo)
+beside=$((cores < memory ? cores : memory))
+beside=$((beside < 1 ? 1 : beside > 4 ? 4 : beside))
 failed=()
 for part in "${parts[@]}"; do
   how=()
-  case $part in unit | helm) how=(-n "$at_once" --dist worksteal) ;; esac
+  threads=()
+  case $part in
+    unit | helm) how=(-n "$at_once" --dist worksteal) ;;
+    component)
+      how=(-n "$beside" --dist loadgroup)
+      threads=("OMP_NUM_THREADS=$((cores / beside))")
+      ;;
+  esac
   echo "== tests/$part"
-  .venv/bin/python -m pytest "tests/$part" -m "not long" "${how[@]}"
+  env "${threads[@]}" .venv/bin/python -m pytest "tests/$part" -m "not long" "${how[@]}"
   status=$?
   [ $status -eq 0 ] || failed+=("tests/$part (exit $status)")
 done

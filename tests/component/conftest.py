@@ -40,6 +40,18 @@ STORED = {
 }
 
 
+SHARED = ("sampler", "worlds")
+"""What is started once, and takes a while: those who use it stay in one process."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes (xdist's loadgroup) take whole files, or all that share one thing."""
+    for item in items:
+        used = getattr(item, "fixturenames", ())
+        group = next((name for name in SHARED if name in used), item.path.stem)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     directory = tmp_path_factory.mktemp("sampler")
