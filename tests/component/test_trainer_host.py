@@ -142,6 +142,7 @@ def test_five_train_in_the_room_of_two_as_if_there_were_room_for_all(
         world.kill()
 
 
+@pytest.mark.long
 def test_what_a_full_host_has_no_room_for_goes_to_the_disk(
     redis_url: str, model_dir: Path, tmp_path: Path, roomy: tuple[list[Result], int]
 ) -> None:
@@ -168,12 +169,14 @@ def test_a_rank_without_memory_for_one_that_comes_back_has_another_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected, size = roomy
-    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{tmp_path}")
-    armed.arm(tmp_path, "trainer.before_return[trainer-1]", "error@2")
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{faults}")
+    armed.arm(faults, "trainer.before_return[trainer-1]", "error@2")
     world = World(redis_url, model_dir, tmp_path / "data", *for_two(size), "--adapter-host-gib", "0.5")
     try:
         found = played(world, 3, pause=0.7)
-        assert armed.armed(tmp_path) == set(), "no rank was refused memory"
+        assert armed.armed(faults) == set(), "no rank was refused memory"
         assert world.metric("tinsmith_models_reloaded_total") == 0
     finally:
         world.kill()
