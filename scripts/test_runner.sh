@@ -15,5 +15,5 @@ fi
 export PYTHONPATH=$PWD/tests/interpreter:$triton${PYTHONPATH:+:$PYTHONPATH}
 export TRITON_INTERPRET=1 TINSMITH_MODEL_RUNNER=v2
 [ $# -gt 0 ] || set -- tests/interpreter tests/component/test_sampler{,_answers,_drafts,_full,_moves,_streams}.py \
-  tests/component/test_tensor_parallel.py
+  tests/component/test_parallel_workers.py
 exec "$python" -m pytest "$@"
