@@ -56,8 +56,8 @@ class SamplerConfig:
         snapshot_cache_gib: host memory for snapshots that may be sampled from without a reload.
         full_snapshot_cache_gib: host memory, of all workers together, for snapshots of full models; others
             are read from the store when their weights go into the engine.
-        kv_cache_gib: memory for keys and values; 0 = from the model and what the machine has on CPU, from
-            gpu_memory_utilization on CUDA.
+        kv_cache_gib: memory of each worker for keys and values; 0 = from the model and what the machine has
+            on CPU, from gpu_memory_utilization on CUDA.
         gpu_memory_utilization: fraction of the GPU's memory for this engine.
         kv_cache_dtype: of keys and values; "auto" is the model's. "fp8" has room for twice as many, and
             changes log-probabilities; CUDA only.
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--max-lora-rank", f"largest adapter rank: one of {LORA_RANKS}", 128, type=int)
     flag("--snapshot-cache-gib", "host memory for adapter snapshots", 4.0, type=float)
     flag("--full-snapshot-cache-gib", "host memory for snapshots of full models", 16.0, type=float)
-    flag("--kv-cache-gib", "memory for keys and values; 0 = choose", 0.0, type=float)
+    flag("--kv-cache-gib", "memory of each worker for keys and values; 0 = choose", 0.0, type=float)
     flag("--kv-cache-dtype", "fp8: on CUDA, twice the room", "auto", choices=("auto", "fp8"))
     flag("--head-dtype", "float32: logits of any model", "auto", choices=("auto", "float32"))
     kinds = get_args(Quantization)

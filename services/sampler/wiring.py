@@ -78,6 +78,7 @@ def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
         kv_cache_dtype=config.kv_cache_dtype,
         head_dtype=config.head_dtype,
         quantization=engine.quantization,
+        model_runner=engine.model_runner,
         pipeline_stages=config.pipeline_parallel_size,
         speculative_ngram_tokens=config.speculative_ngram_tokens,
         gpus=engine.gpus,

@@ -46,7 +46,7 @@ SHARED = ("sampler", "worlds")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several processes (xdist's loadgroup) take whole files, or all that share one thing. Before xdist looks."""
+    """Several processes (loadgroup) take whole files, or all that share one thing. Before xdist looks."""
     for item in items:
         used = getattr(item, "fixturenames", ())
         group = next((name for name in SHARED if name in used), item.path.stem)

@@ -73,6 +73,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_dtype: of a sampler's keys and values, and `head_dtype`: in which its output head computes;
             "auto" = `dtype`, empty = not said.
         quantization: of a sampler's weights, as vLLM calls it; "none", empty = not said.
+        model_runner: of vLLM in a sampler, "v1" or "v2": a seed gives other tokens; empty = not said.
         speculative_ngram_tokens: that a sampler drafts for each sequence in a step; 0 = none.
         weights: full snapshot in a sampler's engine ("<model_id>@<version>"); empty = the base model.
         gpus: UUID of the GPU of each member of the weight group; empty on CPU.
@@ -110,6 +111,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = ""
     head_dtype: str = ""
     quantization: str = ""
+    model_runner: str = ""
     pipeline_stages: int = 1
     speculative_ngram_tokens: int = 0
     weights: str = ""

@@ -48,12 +48,14 @@ class Wanted:
 
     Attributes:
         weights: as Replica.weights: what it needs in the engine.
+        adapter: it needs an adapter on them.
         home: shared by samples that had best share a replica when none has their weights.
         blocks: of its prompt, each named with all before it; the first stands for the snapshot.
         prompt_tokens, answer_tokens: its work, counted as Replica.load.
     """
 
     weights: str
+    adapter: bool
     home: bytes
     blocks: tuple[int, ...]
     prompt_tokens: int
@@ -84,6 +86,7 @@ def wanted(
     each = SEQUENCE_TOKENS if max_tokens is None else min(max_tokens, SEQUENCE_TOKENS)
     return Wanted(
         weights=f"{model_id}@{version}" if full else "",
+        adapter=bool(model_id) and not full,
         home=home,
         blocks=blocks,
         prompt_tokens=len(prompt) // prompt_blocks.TOKEN_BYTES,

@@ -21,6 +21,7 @@ from services.gateway.access.answer_room import AnswerAccount, AnswerRoom
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.dispatch.plan import backoff
 from services.gateway.placement import choose_replica
+from services.gateway.placement.able import Able
 from services.gateway.placement.choose_replica import Wanted
 from services.gateway.placement.placements import Placements
 from services.gateway.sampling.tries import Rests, Silent, Stalled
@@ -123,6 +124,7 @@ class Replicas:
         self._heard: dict[str, _Heard] = {}
         self._words = Words()
         self._rests = Rests()
+        self._able = Able()
         self._silent = Silent(_FIND_S)
         self._asking = asyncio.Semaphore(_ASKED_FOR_AT_ONCE)
 
@@ -173,12 +175,11 @@ class Replicas:
         return self._samplers.retired(base_model)
 
     def choose(self, base_model: str, wanted: Wanted, avoided: set[str]) -> ServiceRecord | None:
-        """The replica for a sample that wants this; None when there is none but avoided ones."""
+        """The replica for a sample that wants this; None when there is none at present but avoided ones."""
         ready = self.ready(base_model)
-        # Where none runs full models, it says so itself.
-        able = [name for name in ready if ready[name].full_models or not wanted.weights] or list(ready)
-        usable = [name for name in able if name not in avoided]
         now = asyncio.get_running_loop().time()
+        able = self._able.among(base_model, ready, wanted, now)
+        usable = [name for name in able if name not in avoided]
         sound = [name for name in usable if self._rests.sound(name, now)]
         replicas = [
             choose_replica.Replica(

@@ -90,7 +90,8 @@ class Engine:
         with refusals(config):
             self._llm = AsyncLLM.from_engine_args(arguments, usage_context=context, stat_loggers=loggers)
         model, settings = self._llm.model_config, self._llm.vllm_config
-        log.info("vLLM's model runner %s computes the steps", "V2" if settings.use_v2_model_runner else "V1")
+        self.model_runner = "v2" if settings.use_v2_model_runner else "v1"
+        log.info("vLLM's model runner %s computes the steps", self.model_runner.upper())
         self.device = device
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.arch = str(model.architectures[0])

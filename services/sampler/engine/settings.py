@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY
 from pydantic import ValidationError
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.transformers_utils.config import get_config
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from services.common.contract.errors import InvalidRequest
@@ -120,7 +121,7 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
     if config.max_batched_tokens:
         arguments["max_num_batched_tokens"] = config.max_batched_tokens
     elif on_cpu:
-        arguments["max_num_batched_tokens"] = max(2048, config.max_sequences)
+        arguments["max_num_batched_tokens"] = max(2048 * config.workers, config.max_sequences)
     if on_cpu and _latent(_text_config(config)):
         # On CPUs with AMX vLLM would take another one, for bfloat16 only.
         arguments["attention_backend"] = "CPU_MLA"
@@ -135,7 +136,7 @@ def check_model(config: SamplerConfig, arguments: AsyncEngineArgs) -> None:
     Raises:
         InvalidRequest: with what to change.
     """
-    if config.quantization != "auto" and getattr(_hf_config(config), "quantization_config", None):
+    if config.quantization != "auto" and _is_quantised(config):
         raise InvalidRequest(
             f"the files of {config.base_model} are quantised already: leave out --quantization "
             f"{config.quantization}"
@@ -165,7 +166,7 @@ def _check_quantised(config: SamplerConfig, model: ModelConfig) -> None:
         VllmConfig.get_quantization_config(model, LoadConfig())
     except ValueError as error:
         cure = "leave out --quantization" if config.quantization != "auto" else "serve files of another kind"
-        if model.dtype == torch.float32:
+        if model.dtype == torch.float32 and "torch.bfloat16" in str(error):
             cure = "give --dtype bfloat16"
         raise InvalidRequest(
             f"vLLM does not run the quantised weights of {config.base_model} so: {error}; {cure}"
@@ -178,9 +179,7 @@ def check_text(config: SamplerConfig) -> None:
     Raises:
         InvalidRequest: with what to change.
     """
-    from transformers import AutoConfig
-
-    if AutoConfig.from_pretrained(config.model_path).model_type in _PICTURES and not text_models.complete():
+    if _hf_config(config).model_type in _PICTURES and not text_models.complete():
         raise InvalidRequest(
             f"{config.base_model} reads pictures too, and torchvision, which vLLM wants for that, is not "
             "installed here: save the text model alone (transformers: AutoModelForCausalLM.from_pretrained"
@@ -203,7 +202,7 @@ def check_attention(config: SamplerConfig, device: str) -> None:
             f"contexts up to {model.sliding_window} tokens (--max-context) the window changes nothing, and "
             '"use_sliding_window": false in config.json, without "layer_types", leaves it out'
         )
-    if model.model_type == "deepseek_v3" and not model.rope_interleave:
+    if model.model_type == "deepseek_v3" and not getattr(model, "rope_interleave", True):
         raise InvalidRequest(
             f"{config.base_model} has rope_interleave false, and vLLM rotates pairs of neighbours: bring "
             "the rows of its weights that are rotated (of q_b_proj, or q_proj, and of kv_a_proj_with_mqa) "
@@ -226,9 +225,10 @@ def check_attention(config: SamplerConfig, device: str) -> None:
 
 
 def _latent(model: Any) -> tuple[int, int] | None:
-    """What latent attention keeps of a token in a layer, without and with its position."""
+    """What latent attention keeps of a token in a layer, without and with its position; None of a model with
+    keys and values, also one that makes them of few numbers and keeps them whole."""
     rank = getattr(model, "kv_lora_rank", None)
-    return (rank, model.qk_rope_head_dim) if rank else None
+    return (rank, model.qk_rope_head_dim) if rank and model.model_type != "minicpm3" else None
 
 
 def _routing(config: SamplerConfig) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def adapts(config: SamplerConfig, device: str) -> bool:
         return False
     if device != "cpu":
         return True
-    if getattr(_hf_config(config), "quantization_config", None):
+    if _is_quantised(config):
         return False
     return not any(getattr(_text_config(config), name, None) for name in _EXPERTS)
 
@@ -289,24 +289,40 @@ def _text_config(config: SamplerConfig) -> Any:
 
 
 def _hf_config(config: SamplerConfig) -> Any:
-    from transformers import AutoConfig
+    """The model's configuration as vLLM reads it, which knows models that transformers does not.
 
-    return AutoConfig.from_pretrained(config.model_path)
+    Raises:
+        InvalidRequest: it cannot be read.
+    """
+    try:
+        return get_config(config.model_path, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise InvalidRequest(
+            f"vLLM cannot read what kind of model {config.base_model} is: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _is_quantised(config: SamplerConfig) -> bool:
+    """Whether the model's files say that they are. Older ones of compressed-tensors have another word."""
+    model = _hf_config(config)
+    return any(getattr(model, name, None) for name in ("quantization_config", "compression_config"))
 
 
 def _cpu_cache(config: SamplerConfig) -> CpuCache:
-    """Keys and values on CPU, where vLLM does not measure what there is room for."""
+    """Keys and values of one worker on CPU, where vLLM does not measure what there is room for. Slices and
+    stages share what a token takes, up to what a model has of its keys in one piece."""
     model = _text_config(config)
     head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     item = 2 if config.dtype == "bfloat16" else 4
     latent = _latent(model)
+    token_bytes = model.num_hidden_layers * (sum(latent) if latent else 2 * heads * head) * item
     cache = cpu_cache.choose(
-        token_bytes=model.num_hidden_layers * (sum(latent) if latent else 2 * heads * head) * item,
+        token_bytes=token_bytes // config.workers,
         model_context=model.max_position_embeddings,
         wanted_context=config.max_context,
         given_bytes=int(config.kv_cache_gib * GIB),
-        memory=machine_memory(),
+        memory=machine_memory() // config.workers,
     )
     if cache.context < (config.max_context or model.max_position_embeddings):
         log.warning(

@@ -16,11 +16,10 @@ from services.sampler.worker.row_scores import LogprobsAt, Rows, RowScores, on
 
 
 class _Progress:
-    """A request's scores. Kept on vLLM's own record of the request."""
+    """A request's scores, until they have left. Kept on vLLM's own record of the request."""
 
     def __init__(self, scores: RowScores) -> None:
-        self.scores = scores
-        self.done = False
+        self.scores: RowScores | None = scores
 
 
 class PromptScorer:
@@ -48,7 +47,7 @@ class PromptScorer:
         for request_id, scheduled in num_scheduled_tokens.items():
             request = self._runner.requests[request_id]
             progress = _progress(request, hidden_states.device)
-            if progress is None or progress.done:
+            if progress is None or progress.scores is None:
                 continue
             start = request.num_computed_tokens
             stop = start + scheduled
@@ -56,9 +55,10 @@ class PromptScorer:
             if parts:
                 self._score(request_id, request, progress.scores, parts, hidden_states, start)
             if stop >= len(request.prompt_token_ids):
-                progress.done = True
                 if (answer := progress.scores.answer(stop)) is not None:
                     self._answers[request_id] = answer.cpu()
+                # The request goes on for long, and the device's memory is not counted.
+                progress.scores = None
         return {}
 
     def _score(

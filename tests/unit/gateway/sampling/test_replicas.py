@@ -195,17 +195,34 @@ async def test_a_stream_that_joined_what_runs_without_progress_is_ended() -> Non
     assert sampler.ended == ["s:sample:0:0"]
 
 
-async def test_samples_of_full_models_go_where_these_run_if_there_is_such_a_replica() -> None:
-    quantised, plain = (
-        ServiceRecord(kind="sampler", id=name, address="", base_model=BASE, full_models=name == "plain")
-        for name in ("quantised", "plain")
+def of_each_kind(able: str) -> tuple[ServiceRecord, ServiceRecord]:
+    """A replica that runs the base model alone, and one that runs this besides."""
+    restricted = {"adapts": False, "full_models": False}
+    alone, more = (
+        ServiceRecord(kind="sampler", id=name, address="", base_model=BASE, **{**restricted, **besides})
+        for name, besides in (("alone", {}), ("more", {able: True}))
     )
-    full, base = (wanted("m", 1, whole, "", bytes(40), 1, 8) for whole in (True, False))
-    async with services(quantised, plain) as found:
+    return alone, more
+
+
+@pytest.mark.parametrize(("able", "full"), [("adapts", False), ("full_models", True)])
+async def test_samples_of_adapters_and_full_models_go_where_these_run_and_wait_while_that_is_away(
+    able: str, full: bool
+) -> None:
+    alone, more = of_each_kind(able)
+    asked, base = wanted("m", 1, full, "", bytes(40), 1, 8), wanted("", 0, False, "", bytes(40), 1, 8)
+    async with services(alone, more) as found:
         replicas = over(found)
-        assert replicas.choose(BASE, full, set()) == plain
-        assert replicas.choose(BASE, full, {plain.incarnation}) is None
-        assert replicas.choose(BASE, base, {plain.incarnation}) == quantised
-    async with services(quantised) as found:
-        # Which says why it does not.
-        assert over(found).choose(BASE, full, set()) == quantised
+        assert replicas.choose(BASE, asked, set()) == more
+        assert replicas.choose(BASE, asked, {more.incarnation}) is None
+        assert replicas.choose(BASE, base, {more.incarnation}) == alone
+        found.update([alone], {})
+        assert replicas.choose(BASE, asked, set()) is None
+        assert replicas.choose(BASE, base, set()) == alone
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_where_none_runs_them_one_is_asked_that_says_why(full: bool) -> None:
+    alone, _ = of_each_kind("adapts")
+    async with services(alone) as found:
+        assert over(found).choose(BASE, wanted("m", 1, full, "", bytes(40), 1, 8), set()) == alone
