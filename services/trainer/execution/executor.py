@@ -175,6 +175,7 @@ class Executor:
                 self._cursor = cursor
                 match decision:
                     case None:
+                        self._anticipation.ends()
                         await self._wake.wait()
                     case NextControlOp(model_id, seq_id):
                         model = self._models[model_id]
@@ -188,8 +189,7 @@ class Executor:
 
     def _patience(self, decision: NextPass) -> float:
         """Seconds for which a pass does not begin unless something comes; 0 = it begins now."""
-        asked = {ref.model_id for batch in decision.micro_batches for ref in batch}
-        if not passes.trains(decision, self._models) or any(self._models[name].is_full for name in asked):
+        if not passes.is_shared_training(decision, self._models):
             return 0.0
         tokens = sum(passes.computed_tokens(decision, self._models))
         away = [model.habit for model in self._models.values() if not model.is_full]
@@ -319,11 +319,12 @@ class Executor:
     async def _pass(self, decision: NextPass) -> None:
         plan, operations = passes.plan(decision, self._models)
         computed = passes.computed_tokens(decision, self._models)
+        shared = passes.is_shared_training(decision, self._models)
         for operation in passes.hand_out(decision, self._models):
             measures.began(operation)
         keys = [(operation.model_id, operation.seq_id) for operation in operations]
         self._crashes.begin(keys)
-        self._anticipation.begins()
+        self._anticipation.ends()
         began = time.monotonic()
         try:
             rows: list[RowResult] = await self._world.call(RunPass(plan))
@@ -332,7 +333,7 @@ class Executor:
             # gradients in doubt.
             raise RuntimeError(f"a pass failed: {error}") from error
         measures.passed(operations, plan, computed, began)
-        if not any(operation.forward_only for operation in operations):
+        if shared:
             self._anticipation.passed(sum(computed), time.monotonic() - began)
         await failpoints.reach("trainer.before_pass_reply")
         self._crashes.end(keys)

@@ -57,9 +57,15 @@ def computed_tokens(decision: NextPass, models: Mapping[str, Model]) -> list[int
     return [sum(_unit(ref, models).tokens for ref in batch) for batch in decision.micro_batches]
 
 
-def trains(decision: NextPass, models: Mapping[str, Model]) -> bool:
-    """Whether a pass has a backward one. All of its units have, or none."""
-    return not any(models[ref.model_id].find(ref).forward_only for ref in _refs(decision))
+def is_shared_training(decision: NextPass, models: Mapping[str, Model]) -> bool:
+    """Whether a pass has a backward one, as all of its units or none have, and models can share it: adapters,
+    on one rank each."""
+    return not any(
+        models[ref.model_id].is_full
+        or models[ref.model_id].find(ref).forward_only
+        or _unit(ref, models).split
+        for ref in _refs(decision)
+    )
 
 
 def _refs(decision: NextPass) -> list[UnitRef]:

@@ -14,6 +14,7 @@ the next request of the process that it has just answered.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,8 +26,8 @@ _PATIENCE = 1 / 2
 """Of the time that a small pass takes, which is about what two save that become one."""
 _LATE = 1.5
 """Who takes so much longer than it did is waited for no more."""
-_NEWEST = 0.5
-"""Weight of the last pass in the average time of small ones."""
+_REMEMBERED = 4
+"""Small passes, the shortest of which is what they take: others waited for the device, or warmed it up."""
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Anticipation:
 
     def __init__(self, limits: Limits) -> None:
         self._small = _SMALL * limits.micro_batches * limits.micro_batch_tokens
-        self._pass_s = math.inf
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._since: float | None = None
 
     def patience(self, tokens: int, others: Iterable[Habit], now: float) -> float:
@@ -78,9 +79,9 @@ class Anticipation:
         """
         if self._since is None:
             self._since = now
-        if math.isinf(self._pass_s):
+        if len(self._seconds) < _REMEMBERED:
             return 0.0
-        end = self._since + _PATIENCE * self._pass_s
+        end = self._since + _PATIENCE * min(self._seconds)
         expected = [
             at
             for habit in others
@@ -88,12 +89,11 @@ class Anticipation:
         ]
         return max(expected, default=now) - now
 
-    def begins(self) -> None:
-        """A pass begins, whichever."""
+    def ends(self) -> None:
+        """No pass waits any more: one begins, or there is none."""
         self._since = None
 
     def passed(self, tokens: int, seconds: float) -> None:
-        """A pass of training of so many tokens took this long."""
+        """A pass that models could share, of so many tokens to train on, took this long."""
         if tokens <= self._small:
-            known = not math.isinf(self._pass_s)
-            self._pass_s = self._pass_s + _NEWEST * (seconds - self._pass_s) if known else seconds
+            self._seconds.append(seconds)

@@ -14,7 +14,8 @@ PASS_S = 0.4
 def anticipation() -> Anticipation:
     """Of a trainer whose small passes take 0.4 s, so that one waits for 0.2 s at most."""
     made = Anticipation(LIMITS)
-    made.passed(16, PASS_S)
+    for waited in (60.0, 0.0, 5.0, 0.1):
+        made.passed(16, PASS_S + waited)
     return made
 
 
@@ -37,7 +38,7 @@ def test_it_waits_no_longer_than_half_of_a_small_pass_in_all() -> None:
     assert waiting.patience(16, [away(10.0, 0.1)], 10.0) > 0
     late = away(10.12, 0.06)
     assert waiting.patience(16, [late], 10.12) == 0.0
-    waiting.begins()
+    waiting.ends()
     assert waiting.patience(16, [late], 10.12) > 0
 
 
@@ -45,7 +46,7 @@ def test_a_model_that_stays_away_is_waited_for_once() -> None:
     gone, waiting = away(10.0), anticipation()
     assert waiting.patience(16, [gone], 10.0) > 0
     assert waiting.patience(16, [gone], 10.031) == 0.0
-    waiting.begins()
+    waiting.ends()
     assert waiting.patience(16, [gone], 11.0) == 0.0
 
 
@@ -88,13 +89,15 @@ def test_passes_that_would_not_be_small_together_wait_for_nobody(tokens: int, ot
     assert anticipation().patience(tokens, [away(10.0, tokens=others)], 10.0) == 0.0
 
 
-def test_without_a_small_pass_to_go_by_nobody_is_waited_for() -> None:
+def test_without_small_passes_to_go_by_nobody_is_waited_for() -> None:
     waiting = Anticipation(LIMITS)
-    waiting.passed(1024, PASS_S)
+    for tokens in (1024, 1024, 16, 16, 16):
+        waiting.passed(tokens, PASS_S)
     assert waiting.patience(16, [away(10.0)], 10.0) == 0.0
 
 
 def test_several_ranks_have_room_for_more_that_is_small() -> None:
     waiting = Anticipation(Limits(micro_batches=8, micro_batch_tokens=1024))
-    waiting.passed(512, PASS_S)
+    for _ in range(4):
+        waiting.passed(512, PASS_S)
     assert waiting.patience(512, [away(10.0, tokens=512)], 10.0) > 0
