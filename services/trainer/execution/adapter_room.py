@@ -125,4 +125,4 @@ class AdapterRoom:
 
 
 def _taken_by(model: Model) -> int:
-    return 0 if model.host_bytes else model.adapter_bytes
+    return 0 if model.host_bytes and not model.leaving else model.adapter_bytes

@@ -47,7 +47,7 @@ def way_out(model: Model, nbytes: int, most: int, models: Iterable[Model], now: 
         models: the trainer's.
         now: `time.monotonic()`.
     """
-    there = [other for other in models if other.host_bytes]
+    there = [other for other in models if other.host_bytes and other is not model]
     found: Way | Model = Way.DISK
     if nbytes <= most:
         if sum(other.host_bytes for other in there) + nbytes <= most:
@@ -101,13 +101,21 @@ class HostRoom:
         while isinstance(way := way_out(model, nbytes, self.most, self._models.values(), now), Model):
             log.info("%s goes from the host to the disk", way.model_id)
             await self._drop(way)
+            if model.host_bytes:
+                # It made room for somebody else meanwhile.
+                return Way.HOST
             if self._is_wanted(model):
                 return Way.STAY
         if way is not Way.HOST:
             return way
         # From now on it is there: commands reach the ranks in order, also one that has it come back at once.
-        model.host_bytes = nbytes
-        if await self._move(model, True):
+        # Its room on the device is free only once they have done it.
+        model.host_bytes, model.leaving = nbytes, True
+        try:
+            moved = await self._move(model, True)
+        finally:
+            model.leaving = False
+        if moved:
             _TO_HOST.inc()
             return way
         model.host_bytes = 0

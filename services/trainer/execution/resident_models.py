@@ -77,8 +77,9 @@ class Model:
         lora: shape of its adapter; None of a model that trains all weights, and before it is created.
         adapter_bytes: that its adapter takes of each rank, gradient and moments included; 0 = it has none.
         host_bytes: that it takes of each rank's host, where it is then and not on the device; 0 = it is not.
+        leaving: it is on its way there, and its room on the device is not free yet.
         broken: why it could not be created; every later operation fails with this.
-        held: a control operation of the model is executing.
+        held: a control operation of the model is executing, or it comes back from the host.
         publishing: a snapshot or an export is on its way; another one waits for it.
         durable_seq: operation in the newest durable snapshot; -1 = none.
         unsaved_steps: optimizer steps since the last snapshot was asked for.
@@ -93,6 +94,7 @@ class Model:
     lora: LoraSpec | None = None
     adapter_bytes: int = 0
     host_bytes: int = 0
+    leaving: bool = False
     broken: TinsmithError | None = None
     held: bool = False
     publishing: bool = False

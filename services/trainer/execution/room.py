@@ -38,7 +38,9 @@ def longest_idle(models: Iterable[Model], now: float, idle_s: float = IDLE_S) ->
         idle_s: for how long at least.
     """
     idle = [
-        model for model in models if model.created and not model.is_busy and now - model.last_used >= idle_s
+        model
+        for model in models
+        if model.created and not model.is_busy and not model.leaving and now - model.last_used >= idle_s
     ]
     return min(idle, key=lambda model: model.last_used, default=None)
 

@@ -13,7 +13,7 @@ from services.trainer.execution import room
 from services.trainer.execution.adapter_room import _HOST_IDLE_S, AdapterRoom
 from services.trainer.execution.host_room import HostRoom, Way, way_out
 from services.trainer.execution.resident_models import Model
-from services.trainer.execution.room import IDLE_S
+from services.trainer.execution.room import IDLE_S, longest_idle
 
 MIB = 2**20
 NOW = 1000.0
@@ -206,3 +206,54 @@ async def test_two_that_leave_at_once_do_not_take_the_hosts_room_twice(
     await asyncio.gather(trainer.make("c"), trainer.make("d"))
     assert trainer.host.used() == 6 * MIB
     assert sorted(trainer.models) in (["a", "c", "d"], ["b", "c", "d"])
+
+
+async def test_one_that_another_waiter_sent_to_the_host_meanwhile_neither_goes_again_nor_to_the_disk() -> (
+    None
+):
+    trainer = Trainer(idle("x", 40, on_host=True), idle("a", 30))
+    drop, move = trainer.host._drop, trainer.host._move
+    dropping, may_go = asyncio.Event(), asyncio.Event()
+
+    async def slow_drop(made: Model) -> None:
+        # It is gone at once, and the ranks are told.
+        await drop(made)
+        dropping.set()
+        await may_go.wait()
+
+    async def slow_move(made: Model, to_host: bool) -> bool:
+        await asyncio.sleep(0.01)
+        return await move(made, to_host)
+
+    trainer.host._drop, trainer.host._move = slow_drop, slow_move
+    a = trainer.models["a"]
+    first = asyncio.create_task(trainer.room._leave(a))
+    await dropping.wait()
+    second = asyncio.create_task(trainer.room._leave(a))
+    while not a.host_bytes:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    may_go.set()
+    assert await asyncio.gather(first, second) == [True, True]
+    assert trainer.done == ["save a", "drop x", "save a", "a leaves"]
+    assert a.host_bytes == 6 * MIB and trainer.models["a"] is a
+
+
+async def test_the_room_of_one_that_leaves_is_free_only_once_it_has_left() -> None:
+    trainer = Trainer(idle("a", 30), idle("b", 20), host=2)
+    leaving, may_leave, move = asyncio.Event(), asyncio.Event(), trainer.host._move
+
+    async def slowly(made: Model, to_host: bool) -> bool:
+        leaving.set()
+        await may_leave.wait()
+        return await move(made, to_host)
+
+    trainer.host._move = slowly
+    making = asyncio.create_task(trainer.make("c"))
+    await leaving.wait()
+    await asyncio.sleep(0.01)
+    assert "c" not in trainer.models and trainer.room.used() == 20 * MIB
+    assert longest_idle(trainer.models.values(), time.monotonic()) is trainer.models["b"]
+    may_leave.set()
+    await making
+    assert (trainer.room.used(), trainer.host.used()) == (20 * MIB, 6 * MIB)
+    assert trainer.done == ["save a", "a leaves"]
