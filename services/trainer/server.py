@@ -110,6 +110,8 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
     if config.gpu_memory_share:
         keep_to_share(config.gpu_memory_share)
     check_same(config)
+    # Before anything is loaded, and before the ranks wait for one another.
+    own_host = host_memory(config.adapter_host_bytes, config.device)
     engine = Engine(
         model_path=config.model_path,
         device=config.device,
@@ -123,7 +125,7 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
         sharding=config.sharding,
     )
     logs.take_over()
-    (on_host,) = least([host_memory(config.adapter_host_bytes, config.device)], engine.device)
+    (on_host,) = least([own_host], engine.device)
     found = find_capacity(engine, config.memory_bytes, config.micro_batch_tokens)
     found = replace(found, adapter_host_bytes=on_host)
     log.info(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from services.common.contract import roles
-from services.common.contract.errors import Internal, InvalidRequest, TinsmithError
+from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.contract.loss_schema import check_datum, check_loss
 from services.common.contract.tensors import HostTensor
 from services.common.worlds.sharding import Sharding
@@ -281,10 +281,12 @@ class Engine:
         found: dict[str, dict[str, float] | TinsmithError] = {}
         adapters: list[tuple[str, LoraTenant, AdamSpec]] = []
         for model_id, adam in due:
-            tenant = self._tenants.get(model_id)
-            if tenant is None:
-                found[model_id] = not_here(model_id)
-            elif not tenant.has_gradient:
+            try:
+                tenant = self._tenant(model_id)
+            except ModelNotResident as error:
+                found[model_id] = error
+                continue
+            if not tenant.has_gradient:
                 tenant.clear_gradient()
                 found[model_id] = skipped(adam)
             elif isinstance(tenant, LoraTenant):
@@ -362,13 +364,12 @@ class Engine:
         return targets, spec.rank, value_head, self._full.dtype.itemsize, self.world_size
 
     def _room_to_keep(self) -> int:
-        """Bytes that passes, beside gradients of full models, and adapters may yet take of the device."""
-        held = sum(
-            self.adapter_bytes(each.adapter.spec)
-            for each in self._tenants.values()
-            if isinstance(each, LoraTenant) and each.away is None
-        )
-        return self.pass_room + max(0, self.adapter_room - held)
+        """Bytes that passes, with gradients of full models, and adapters may yet take of the device."""
+        tenants = self._tenants.values()
+        adapters = [each.adapter for each in tenants if isinstance(each, LoraTenant) and each.away is None]
+        held = sum(self.adapter_bytes(adapter.spec) for adapter in adapters)
+        gradients = sum(each.gradient_bytes for each in tenants if isinstance(each, FullModel))
+        return self.pass_room + gradients + max(0, self.adapter_room - held)
 
     def _refuse(self, work: Pass) -> dict[int, Failure]:
         """Operations that cannot run, found from the plan alone and so on all ranks alike."""

@@ -206,6 +206,11 @@ class FullModel:
         }
 
     @property
+    def gradient_bytes(self) -> int:
+        """What its gradient takes of the device at most."""
+        return self._elements * _GRADIENT_BYTES
+
+    @property
     def sharded(self) -> bool:
         """Whether the weights are spread over the ranks, so that all must call `snapshot`."""
         return self._sharded
@@ -218,7 +223,7 @@ class FullModel:
         are on their way to the host when this returns.
 
         Args:
-            pass_room: bytes that passes, beside gradients, and adapters may yet take of the device.
+            pass_room: bytes that passes, gradients of full models, and adapters may yet take of the device.
         """
         steps = self._steps
         item = next(iter(self._parameters.values())).element_size()
@@ -229,7 +234,7 @@ class FullModel:
 
     def _copied(self, tensors: Iterable[Tensor], size: int, pass_room: int) -> Copies:
         """Copies of tensors of `size` bytes, where there is room for them."""
-        fits = has_room(size, pass_room + self._elements * _GRADIENT_BYTES, self._device)
+        fits = has_room(size, pass_room, self._device)
         return Copies(copied(tensors, on_device=fits), torch.device(self._device))
 
     def _weights(self, mine: bool) -> Iterator[Tensor]:
