@@ -7,6 +7,7 @@ Invariant: what is in memory, and what is being made, never takes more than the 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,11 +17,15 @@ from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY
 from services.trainer.execution.host_room import HostRoom, Way
 from services.trainer.execution.resident_models import Model
-from services.trainer.execution.room import IDLE_S, Room
+from services.trainer.execution.room import IDLE_S, Room, deadline
 
 _MIB = 2**20
 _HOST_IDLE_S = 0.5
 """The same as `IDLE_S` of one that only goes to the host, from where it is back soon."""
+
+_LEAVING_S = 0.05
+_TRY_AGAIN_S = 1.0
+"""A device that has no memory is asked again after this: ranks empty their caches each time."""
 
 
 class AdapterRoom:
@@ -84,23 +89,33 @@ class AdapterRoom:
         async with self._room.hold(size, lambda: self._all_in_use(size)):
             yield size
 
-    async def bring_back(self, model: Model) -> None:
+    async def bring_back(self, model: Model, wanted: Callable[[], bool]) -> None:
         """Has an adapter come back from the host, which is held meanwhile. Others make room for it.
 
+        Args:
+            wanted: whether it still is to come back; where not, or where it is on the device after all,
+                nothing more is done.
+
         Raises:
-            Overloaded: they stayed in use for a minute.
-            Internal: a rank's device has no memory for it, with all others that are idle gone.
+            Overloaded: the others stayed in use for a minute.
+            Internal: a rank's device has no memory for it; the others stayed in use, or there are none.
         """
-        size = model.adapter_bytes
-        async with self._room.hold(size, lambda: self._all_in_use(size)):
-            while not await self.host.bring_back(model):
-                if not await self._room.make_way():
-                    raise Internal(
-                        f"out of device memory on an adapter of {size / _MIB:.0f} MiB that comes back from "
-                        "the host; send it again later, or have the operator give adapters less of the "
-                        "memory (--memory-gib)",
-                        OUT_OF_MEMORY,
-                    )
+        size, until = model.adapter_bytes, deadline()
+
+        def is_away() -> bool:
+            return model.host_bytes > 0 and wanted()
+
+        # Its room on the device may be its own yet.
+        while model.leaving:  # noqa: ASYNC110
+            await asyncio.sleep(_LEAVING_S)
+        async with self._room.hold(size, lambda: self._all_in_use(size), is_away) as held:
+            while held and is_away() and not await self.host.bring_back(model):
+                if await self._room.make_way():
+                    continue
+                others = self.used() - size
+                if others <= 0 or time.monotonic() >= until:
+                    raise _out_of_memory(size, others)
+                await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _leave(self, model: Model) -> bool:
         """Whether an idle adapter is off the device."""
@@ -122,6 +137,20 @@ class AdapterRoom:
             "try again later, or have the operator give the trainer more memory (--memory-gib)",
             "adapters_in_use",
         )
+
+
+def _out_of_memory(size: int, others: int) -> Internal:
+    stayed = (
+        f"while the others, of {others / _MIB:.0f} MiB, stayed for a minute"
+        if others > 0
+        else "with no other there"
+    )
+    return Internal(
+        f"out of device memory on an adapter of {size / _MIB:.0f} MiB that comes back from the host, "
+        f"{stayed}; send it again later, or have the operator give adapters less of the memory "
+        "(--memory-gib)",
+        OUT_OF_MEMORY,
+    )
 
 
 def _taken_by(model: Model) -> int:

@@ -99,9 +99,9 @@ class ControlOps:
             case _:
                 raise TypeError(f"{type(work).__name__} is no control operation")
 
-    async def bring_back(self, model: Model) -> None:
-        """Has a model come back from the host; raises as `AdapterRoom.bring_back`."""
-        await self._adapters.bring_back(model)
+    async def bring_back(self, model: Model, wanted: Callable[[], bool]) -> None:
+        """Has a model come back from the host; as `AdapterRoom.bring_back`."""
+        await self._adapters.bring_back(model, wanted)
 
     async def _create(self, model: Model, seq_id: int, work: Create) -> OperationResult:
         if model.created:

@@ -214,6 +214,7 @@ class Executor:
     def stop(self) -> None:
         """Begins nothing new and refuses new operations."""
         self._stopping = True
+        self._held_up.stop()
         self._wake.set()
 
     def abandon(self, error: TinsmithError) -> None:

@@ -38,6 +38,7 @@ class HeldUp:
         self._control = control
         self._finish = finish
         self._wake = wake
+        self._stopping = False
 
     def see_to(self, tasks: asyncio.TaskGroup) -> None:
         """Fails what waits for a model that could not be created, and has those come back from the host that
@@ -52,9 +53,17 @@ class HeldUp:
                 model.held = True
                 tasks.create_task(self._bring_back(model), name=f"{model.model_id} comes back")
 
+    def stop(self) -> None:
+        """Has none come back any more: what waits for room does not keep the trainer from ending."""
+        self._stopping = True
+
+    def _wants(self, model: Model) -> bool:
+        """Whether a model that comes back is still the one that is here, and runs again."""
+        return not self._stopping and self._models.get(model.model_id) is model
+
     async def _bring_back(self, model: Model) -> None:
         try:
-            await self._control.bring_back(model)
+            await self._control.bring_back(model, lambda: self._wants(model))
         except Overloaded as error:
             # As with one that is to be restored it is tried again.
             log.info("%s waits on the host: %s", model.model_id, error)

@@ -6,16 +6,18 @@ and the gateway has it restored. Adapters may go to the host instead (host_room.
 
 Invariants: what is here, and what is being made, never takes more than there is; a model with unfinished
 operations is never parked, and whatever is lost by dropping one is in its durable snapshot or in the journal
-after it.
+after it. Models leave for the one that has waited longest, and what is free without that is anybody's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from services.common.contract.errors import Overloaded
 from services.trainer.execution.resident_models import Model
@@ -27,6 +29,11 @@ IDLE_S = 5.0
 
 _WAIT_S = 60.0
 _LOOK_AGAIN_S = 0.2
+
+
+def deadline() -> float:
+    """Until when one that asks now waits, by `time.monotonic()`."""
+    return time.monotonic() + _WAIT_S
 
 
 def longest_idle(models: Iterable[Model], now: float, idle_s: float = IDLE_S) -> Model | None:
@@ -43,6 +50,20 @@ def longest_idle(models: Iterable[Model], now: float, idle_s: float = IDLE_S) ->
         if model.created and not model.is_busy and not model.leaving and now - model.last_used >= idle_s
     ]
     return min(idle, key=lambda model: model.last_used, default=None)
+
+
+@dataclass
+class _Turn:
+    """Of one that waits for room.
+
+    Attributes:
+        made: what others gave up for it. Until it has come no other takes that: small ones would take, one
+            after the other, what a large one waits for.
+        comes: set when it may be the first.
+    """
+
+    made: int = 0
+    comes: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Room:
@@ -69,6 +90,8 @@ class Room:
         self._taken_by = taken_by
         self._leave = leave
         self._idle_s = idle_s
+        self._turns: list[_Turn] = []
+        """Of those that wait, in the order in which they came."""
         self._held = 0
         """By models that are being made."""
 
@@ -77,31 +100,56 @@ class Room:
         return self._held + sum(map(self._taken_by, self._models.values()))
 
     @asynccontextmanager
-    async def hold(self, size: int, full: Callable[[], Overloaded]) -> AsyncIterator[None]:
-        """Holds room for a model that is made within the context.
+    async def hold(
+        self, size: int, full: Callable[[], Overloaded], wanted: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[bool]:
+        """Holds room for a model that is made within the context; whether it does: not for one that nobody
+        wants any more.
 
         Args:
             size: at most `most`.
             full: the error when the others stayed in use for a minute.
+            wanted: whether the model is still to be made; asked again and again.
         """
-        deadline = time.monotonic() + _WAIT_S
-        while self.used() + size > self.most:
-            if await self.make_way():
-                continue
-            if time.monotonic() >= deadline:
-                raise full()
-            await asyncio.sleep(_LOOK_AGAIN_S)
-        self._held += size
+        held = await self._take(size, full, wanted)
         try:
-            yield
+            yield held
         finally:
-            self._held -= size
+            self._held -= size if held else 0
 
-    async def make_way(self) -> bool:
-        """Has the model that is idle longest give its room up; whether one did."""
+    async def _take(self, size: int, full: Callable[[], Overloaded], wanted: Callable[[], bool]) -> bool:
+        until, mine = deadline(), _Turn()
+        self._turns.append(mine)
+        try:
+            while wanted():
+                first = self._turns[0]
+                kept = 0 if first is mine else first.made
+                if self.used() + kept + size <= self.most:
+                    self._held += size
+                    return True
+                if first is mine and (made := await self.make_way()):
+                    mine.made += made
+                    continue
+                if time.monotonic() >= until:
+                    raise full()
+                mine.comes.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_AGAIN_S):
+                        await mine.comes.wait()
+            return False
+        finally:
+            self._turns.remove(mine)
+            if self._turns:
+                self._turns[0].comes.set()
+
+    async def make_way(self) -> int:
+        """Has the model that is idle longest give its room up; how much that was, 0 = none did."""
         taking = [model for model in self._models.values() if self._taken_by(model)]
         idle = longest_idle(taking, time.monotonic(), self._idle_s)
-        if idle is None or not await self._leave(idle):
-            return False
+        if idle is None:
+            return 0
+        taken = self._taken_by(idle)
+        if not await self._leave(idle):
+            return 0
         log.info("%s made room", idle.model_id)
-        return True
+        return taken

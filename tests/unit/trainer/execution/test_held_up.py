@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -56,10 +56,13 @@ class Trainer:
         self.refusals: list[TinsmithError] = []
         self.asked = 0
 
-    async def bring_back(self, model: Model) -> None:
+    async def bring_back(self, model: Model, wanted: Callable[[], bool]) -> None:
         assert model.model_id == "away" and model.held
         self.asked += 1
-        await self.may_come.wait()
+        while wanted() and not self.may_come.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        if not wanted():
+            return
         if self.refusals:
             raise self.refusals.pop(0)
         model.host_bytes = 0
@@ -131,5 +134,29 @@ async def test_what_waits_for_a_model_that_went_meanwhile_is_told_so_once(tmp_pa
             await asyncio.sleep(0)
         trainer.executor.evict(trainer.models["away"], NotFound("another trainer has it"))
         trainer.may_come.set()
+        with pytest.raises(NotFound, match="another trainer"):
+            await waiting
+
+
+async def test_nothing_comes_back_to_a_trainer_that_stops(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.may_come.clear()
+        waiting = await trainer.ask(batch("away", 1))
+        while not trainer.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert trainer.models["away"].host_bytes and not trainer.models["away"].held
+    assert not waiting.done(), "it runs after the restart"
+
+
+async def test_a_model_that_is_gone_is_not_held_by_what_waited_for_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.may_come.clear()
+        waiting = await trainer.ask(batch("away", 1))
+        while not trainer.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        gone = trainer.models["away"]
+        trainer.executor.evict(gone, NotFound("another trainer has it"))
+        while gone.held:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         with pytest.raises(NotFound, match="another trainer"):
             await waiting

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.contract.errors import Internal
 from services.trainer.compute.data import LoraSpec
-from services.trainer.execution import room
+from services.trainer.execution import adapter_room, room
 from services.trainer.execution.adapter_room import _HOST_IDLE_S, AdapterRoom
 from services.trainer.execution.host_room import HostRoom, Way, way_out
 from services.trainer.execution.resident_models import Model
@@ -72,6 +72,7 @@ class Trainer:
         self.models = {made.model_id: made for made in models}
         self.done: list[str] = []
         self.refusals: list[bool] = []
+        self.wanted = True
         self.host = HostRoom(self.models, host * 6 * MIB, lambda _: 6 * MIB, self.move, self.drop)
         self.room = AdapterRoom(
             self.models, 20 * MIB, lambda spec: spec.rank * MIB, self.host, self.save, self.drop
@@ -100,7 +101,7 @@ class Trainer:
     async def bring_back(self, name: str) -> None:
         self.models[name].held = True
         try:
-            await self.room.bring_back(self.models[name])
+            await self.room.bring_back(self.models[name], lambda: self.wanted)
             self.models[name].last_used = time.monotonic()
         finally:
             self.models[name].held = False
@@ -135,10 +136,37 @@ async def test_on_a_device_without_memory_another_leaves_too() -> None:
     assert trainer.done == ["a finds no memory", "save b", "b leaves", "a comes back"]
 
 
-async def test_when_no_other_can_leave_it_stays_on_the_host_and_says_why() -> None:
+async def test_one_that_cannot_leave_at_once_does_so_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_room, "_TRY_AGAIN_S", 0.0)
+    trainer = Trainer(idle("a", 30, on_host=True), idle("b", 20), host=2)
+    trainer.refusals = [True, True, True]
+    save, tried = trainer.room._save, []
+
+    async def at_the_third_time(made: Model) -> bool:
+        # It has work meanwhile.
+        tried.append(made.model_id)
+        return len(tried) > 2 and await save(made)
+
+    trainer.room._save = at_the_third_time
+    await trainer.bring_back("a")
+    assert trainer.done == [*["a finds no memory"] * 3, "save b", "b leaves", "a comes back"]
+
+
+async def test_where_there_is_no_other_nobody_waits() -> None:
+    trainer = Trainer(idle("a", 30, on_host=True))
+    trainer.refusals = [True]
+    with pytest.raises(Internal, match="comes back from the host, with no other there"):
+        await trainer.bring_back("a")
+
+
+async def test_when_no_other_can_leave_it_stays_on_the_host_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "_WAIT_S", 0.0)
     trainer = Trainer(idle("a", 30, on_host=True), idle("b", 0), host=2)
     trainer.refusals = [True]
-    with pytest.raises(Internal, match="out of device memory on an adapter of 10 MiB") as caught:
+    told = "out of device memory on an adapter of 10 MiB .* while the others, of 10 MiB, stayed"
+    with pytest.raises(Internal, match=told) as caught:
         await trainer.bring_back("a")
     assert caught.value.code == "out_of_memory"
     assert trainer.models["a"].host_bytes and trainer.room.used() == 10 * MIB
@@ -184,14 +212,13 @@ async def test_one_that_is_wanted_while_it_leaves_comes_back_at_once(refused: bo
 
 async def test_one_that_makes_room_for_two_at_once_leaves_once() -> None:
     trainer = Trainer(idle("a", 30), idle("b", 20), host=2)
-    save, both = trainer.room._save, asyncio.Barrier(2)
+    save = trainer.room._save
 
-    async def together(made: Model) -> bool:
-        if made.model_id == "a":
-            await both.wait()
+    async def slowly(made: Model) -> bool:
+        await asyncio.sleep(0.01)
         return await save(made)
 
-    trainer.room._save = together
+    trainer.room._save = slowly
     await asyncio.gather(trainer.make("c"), trainer.make("d"))
     assert trainer.done.count("a leaves") == trainer.done.count("b leaves") == 1
     assert not any(done.startswith("drop") for done in trainer.done)
@@ -257,3 +284,61 @@ async def test_the_room_of_one_that_leaves_is_free_only_once_it_has_left() -> No
     await making
     assert (trainer.room.used(), trainer.host.used()) == (20 * MIB, 6 * MIB)
     assert trainer.done == ["save a", "a leaves"]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+async def test_one_that_is_not_wanted_any_more_waits_for_no_room_and_pushes_none_out(refused: bool) -> None:
+    others = [idle("b", 0), idle("c", 0)][: 1 if refused else 2]
+    trainer = Trainer(idle("a", 30, on_host=True), *others, host=2)
+    trainer.refusals = [True] if refused else []
+    back = asyncio.create_task(trainer.bring_back("a"))
+    await asyncio.sleep(0.01)
+    trainer.wanted = False
+    for other in others:
+        other.last_used -= 60
+    async with asyncio.timeout(5):
+        await back
+    assert trainer.done == (["a finds no memory"] if refused else [])
+    assert trainer.room.used() == 10 * MIB * len(others) and trainer.models["a"].host_bytes
+
+
+async def test_one_whose_leave_was_refused_asks_for_no_room_again() -> None:
+    trainer = Trainer(idle("a", 30), idle("b", 0))
+    may_leave = asyncio.Event()
+
+    async def refused(made: Model, to_host: bool) -> bool:
+        await may_leave.wait()
+        return False
+
+    trainer.host._move = refused
+    a = trainer.models["a"]
+    leaving = asyncio.create_task(trainer.room._leave(a))
+    while not a.leaving:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    back = asyncio.create_task(trainer.bring_back("a"))
+    await asyncio.sleep(0)
+    may_leave.set()
+    assert not await leaving
+    async with asyncio.timeout(5):
+        await back
+    assert trainer.room.used() == 20 * MIB and trainer.done == ["save a"]
+
+
+async def test_two_small_ones_do_not_take_in_turn_what_a_large_one_waits_for() -> None:
+    trainer = Trainer(idle("a", 30), idle("b", 0))
+    order = []
+
+    async def make(name: str, mib: int) -> None:
+        async with trainer.room.room(LoraSpec(mib)):
+            order.append(name)
+
+    large = asyncio.create_task(make("large", 20))
+    while trainer.room.used() > 10 * MIB:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    small = asyncio.create_task(make("small", 10))
+    await asyncio.sleep(0.3)
+    assert order == [], "what is free was made for the large one"
+    del trainer.models["b"]
+    async with asyncio.timeout(5):
+        await asyncio.gather(large, small)
+    assert order == ["large", "small"]
