@@ -360,7 +360,7 @@ def away(device: str, directory: Path) -> None:
     assert engine.move_adapter("travels", to_host=True)
     after = torch.cuda.memory_allocated() if device != "cpu" else 0
     assert before - after >= on_host
-    assert device == "cpu" or engine.page_locked.use().used >= on_host
+    assert device == "cpu" or torch.cuda.host_memory_stats()["active_bytes.current"] >= on_host
     # What takes its place on the device meanwhile.
     scratch = torch.full((on_host,), 255, dtype=torch.uint8, device=device)
     del scratch

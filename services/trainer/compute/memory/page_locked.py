@@ -68,14 +68,12 @@ class PageLocked:
         self._on_cuda = device != "cpu"
         self._most = most
         self._since = self._looked = time.monotonic()
+        self._found = Use(0, 0, 0)
 
     def use(self) -> Use:
-        """What it is now. Anybody may ask, at any time."""
-        found = torch.cuda.host_memory_stats() if self._on_cuda else {}
-        if not found:
-            return Use(0, 0, 0)
-        used, peak = found["active_bytes.current"], found["active_bytes.peak"]
-        return Use(used, found["allocated_bytes.current"] - used, peak)
+        """What it was when `tidy` last looked. Anybody may ask, at any time: the allocator itself lets nobody
+        in while it gives memory back."""
+        return self._found
 
     def tidy(self) -> None:
         """Gives back what is kept in vain; before a pass, or when nothing is computed."""
@@ -83,8 +81,20 @@ class PageLocked:
         if not self._on_cuda or now - self._looked < _LOOK_S:
             return
         self._looked = now
-        if goes_back(self.use(), self._most, now - self._since):
+        # What copies used that are done counts as used until the allocator is asked for more.
+        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+        self._found = _look()
+        if goes_back(self._found, self._most, now - self._since):
             torch.accelerator.empty_host_cache()
+            self._found = _look()
         if now - self._since >= UNUSED_S:
             self._since = now
             torch.cuda.reset_peak_host_memory_stats()
+
+
+def _look() -> Use:
+    found = torch.cuda.host_memory_stats()
+    if not found:
+        return Use(0, 0, 0)
+    used, peak = found["active_bytes.current"], found["active_bytes.peak"]
+    return Use(used, found["allocated_bytes.current"] - used, peak)

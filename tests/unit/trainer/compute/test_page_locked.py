@@ -39,15 +39,23 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.active, self.peak, self.held, self.freed = 0.0, 0, 0, 0, 0
+        self.asked = 0
         monkeypatch.setattr(page_locked.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "host_memory_stats", self.stats)
         monkeypatch.setattr(torch.cuda, "reset_peak_host_memory_stats", self.reset)
         monkeypatch.setattr(torch.accelerator, "empty_host_cache", self.empty)
+        monkeypatch.setattr(torch, "empty", self.allocate)
 
     def publish(self, size: int) -> None:
-        self.peak, self.held = max(self.peak, size), max(self.held, size)
+        """A copy that is done and gone: it is active until more memory is asked for."""
+        self.active, self.peak, self.held = size, max(self.peak, size), max(self.held, size)
+
+    def allocate(self, size: int, *, dtype: torch.dtype, pin_memory: bool) -> None:
+        assert size == 1 and pin_memory
+        self.active = 0
 
     def stats(self) -> dict[str, int]:
+        self.asked += 1
         return {
             "active_bytes.current": self.active,
             "active_bytes.peak": self.peak,
@@ -89,3 +97,14 @@ def test_a_cpu_has_none_and_asks_no_allocator(monkeypatch: pytest.MonkeyPatch) -
     cuda.now += 10 * UNUSED_S
     locked.tidy()
     assert cuda.freed == 0 and locked.use() == Use(0, 0, 0)
+
+
+def test_who_asks_what_is_used_does_not_wait_for_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    locked = PageLocked("cuda:0", MOST)
+    cuda.publish(6 * GIB)
+    assert locked.use() == Use(0, 0, 0) and cuda.asked == 0
+    cuda.now += 2
+    locked.tidy()
+    asked = cuda.asked
+    assert locked.use() == Use(0, 6 * GIB, 6 * GIB) and cuda.asked == asked
