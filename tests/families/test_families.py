@@ -24,7 +24,7 @@ from services.trainer.compute.lora.experts import find_experts
 from services.trainer.compute.lora.targets import find_linears, find_unadapted
 from services.trainer.files.export_format import adapter_files
 from tests.component.own_redis import redis_server
-from tests.component.sampler_process import (
+from tests.component.sampler.process import (
     MODEL_ID,
     Sampler,
     floats,

@@ -35,8 +35,8 @@ from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
 from services.trainer.compute.optimizer import AdapterOptimizer, Due, FlatBuffers, step_together
 from services.trainer.files.export_format import adapter_files, read_adapter
 from services.trainer.publish.cargo import on_host, whole_model
-from tests.component.engine_data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
-from tests.component.engine_reference import ReferenceModel
+from tests.component.engine.data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
+from tests.component.engine.reference import ReferenceModel
 from tests.unit.trainer.compute.plain import PlainExperts
 
 MEMORY = 640 << 20

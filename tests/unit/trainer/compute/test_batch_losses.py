@@ -12,7 +12,7 @@ from services.trainer.compute.batch_losses import BatchLosses
 from services.trainer.compute.collate import Collated, collate, idle_batch, in_order
 from services.trainer.compute.data import PassOp, Row, RowResult
 from services.trainer.compute.losses import LOSSES
-from tests.component.engine_data import ce_row, critic_row, is_row, with_input, work
+from tests.component.engine.data import ce_row, critic_row, is_row, with_input, work
 
 OPS = [
     PassOp("a", 1, "gspo", {"clip_low_threshold": 0.9}),

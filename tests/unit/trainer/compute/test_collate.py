@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from services.trainer.compute.collate import collate, in_order, row_output
-from tests.component.engine_data import ce_row, critic_row
+from tests.component.engine.data import ce_row, critic_row
 
 
 def test_a_row_with_many_targets_costs_the_rows_beside_it_nothing() -> None:

@@ -14,7 +14,7 @@ from services.trainer.compute.collate import collate
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.compute.split.exchange import Exchange
 from services.trainer.compute.split.share import Share
-from tests.component.engine_data import ce_row, critic_row
+from tests.component.engine.data import ce_row, critic_row
 from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
 
 PLAIN = Asked(heads=8, key_heads=4, elements=192, window=None, kernel=False, plain=True)

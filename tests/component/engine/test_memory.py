@@ -1,0 +1,86 @@
+"""A micro-batch that does not fit into memory runs in parts, and comes to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.trainer.compute.engine import Engine
+from tests.component.engine.data import NO_CLIP, ce_row, flat, op, trained_model, work
+
+pytestmark = pytest.mark.heavy
+
+
+def trained(engine: Engine) -> list[np.ndarray]:
+    """Two models after a step on two passes, of which the second adds to gradients that are there."""
+    for model_id in ("a", "b"):
+        trained_model(engine, model_id)
+    rows = [ce_row(seed, 6 + 5 * seed) for seed in range(4)]
+    for pair in (rows[:2], rows[2:]):
+        results = engine.run_pass(work((op("a"), pair), (op("b"), rows[:1])))
+        assert all(result.failure is None for result in results)
+    states = []
+    for model_id in ("a", "b"):
+        engine.optim_step(model_id, NO_CLIP)
+        states.append(flat(engine.state(model_id)))
+        engine.drop_model(model_id)
+    return states
+
+
+def of_cuda() -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def of_the_cpu() -> None:
+    """Asks for more than a process can address."""
+    torch.empty(1 << 50)
+
+
+@pytest.mark.parametrize("refused", [of_cuda, of_the_cpu])
+@pytest.mark.parametrize("where", ["score", "backward"])
+def test_a_batch_that_does_not_fit_is_split_until_it_does(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str, refused: Callable[[], None]
+) -> None:
+    expected = trained(engine)
+    score, backward, tokens = engine._base.score, engine._base.backward, [0]
+
+    def watched(given: torch.Tensor, *rest: Any) -> Any:
+        tokens[0] = given.shape[1]
+        if where == "score" and tokens[0] > 21:
+            refused()
+        return score(given, *rest)
+
+    def limited(loss: torch.Tensor) -> None:
+        backward(loss)
+        if where == "backward" and tokens[0] > 21:
+            refused()
+
+    monkeypatch.setattr(engine._base, "score", watched)
+    monkeypatch.setattr(engine._base, "backward", limited)
+    for found, wanted in zip(trained(engine), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sequence_that_does_not_fit_fails_its_operation_and_no_other(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained_model(engine, "big")
+    trained_model(engine, "small", seed=1)
+    score = engine._base.score
+
+    def limited(given: torch.Tensor, *rest: Any) -> Any:
+        if given.shape[1] > 40:
+            raise torch.OutOfMemoryError("no memory")
+        return score(given, *rest)
+
+    monkeypatch.setattr(engine._base, "score", limited)
+    results = engine.run_pass(
+        work((op("big"), [ce_row(1, 10), ce_row(2, 41)]), (op("small"), [ce_row(3, 7)]))
+    )
+    assert [result.failure is not None for result in results] == [True, True, False]
+    assert engine.optim_step("big", NO_CLIP)["skipped"] == 1
+    assert "skipped" not in engine.optim_step("small", NO_CLIP)

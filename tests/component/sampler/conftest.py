@@ -1,0 +1,75 @@
+"""One sampler process for all tests that need one, and the judge of its answers.
+
+Weight groups are numbered by the tests: test_sampler.py uses epochs below 10, test_full.py others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from functools import cache
+
+import pytest
+
+from services.common.process import rpc
+from tests.component.own_redis import redis_server
+from tests.component.sampler.process import (
+    MODEL_ID,
+    Sampler,
+    launch,
+    make_adapter,
+    make_model,
+    wait_ready,
+    write_snapshot,
+)
+from tests.reference import Reference
+from tinsmith.internal.v1 import sampler_pb2_grpc
+
+# (rank, what it adapts) of the stored snapshots; three of them, and the engine has two slots.
+STORED = {
+    1: (8, {}),
+    2: (4, {"mlp": False, "unembed": False}),
+    3: (16, {"attn": False}),
+}
+
+
+@pytest.fixture(scope="session")
+def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
+    directory = tmp_path_factory.mktemp("sampler")
+    model_dir = make_model(directory / "model", tied=True)
+    with redis_server(directory) as redis_url:
+        started = launch(
+            directory,
+            model_dir,
+            redis_url,
+            *("--max-loras", "2", "--max-sequences", "64"),
+            # Two of the tiny full models fit, a third pushes one out.
+            *("--full-snapshot-cache-gib", "0.001"),
+        )
+        for version, (rank, targets) in STORED.items():
+            write_snapshot(
+                started.data_dir.snapshot(MODEL_ID, version), make_adapter(version, rank, **targets), rank
+            )
+        try:
+            yield wait_ready(started)
+        finally:
+            assert started.stop() == 0, started.log.read_text()[-3000:]
+
+
+@pytest.fixture
+async def stub(sampler: Sampler) -> AsyncIterator[sampler_pb2_grpc.SamplerServiceStub]:
+    async with rpc.channel(sampler.address) as channel:
+        yield sampler_pb2_grpc.SamplerServiceStub(channel)
+
+
+@pytest.fixture(scope="session")
+def judge(sampler: Sampler):  # type: ignore[no-untyped-def]
+    """version -> the independent model of that stored snapshot (0 = base)."""
+
+    @cache
+    def made(version: int) -> Reference:
+        directory = sampler.data_dir.snapshot(MODEL_ID, version)
+        if (directory / "config.json").exists():
+            return Reference(directory)
+        return Reference(sampler.model_dir, directory if version else None)
+
+    return made

@@ -1,0 +1,163 @@
+"""A replica of several workers: each takes its slice, or its layers, of what all of them receive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common import weights
+from services.common.contract.tensors import TensorSpec
+from services.common.process import rpc
+from services.common.state import registry
+from services.common.state.redis_client import connect
+from tests.component.own_redis import redis_server
+from tests.component.sampler.process import (
+    BASE_MODEL,
+    MODEL_ID,
+    Sampler,
+    floats,
+    ints,
+    join,
+    launch,
+    make_adapter,
+    make_full,
+    make_model,
+    prompt,
+    request,
+    sample,
+    wait_ready,
+    write_full,
+    write_snapshot,
+)
+from tests.reference import Reference
+from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.v1 import models_pb2, sampling_pb2, types_pb2
+
+pytestmark = [pytest.mark.heavy, pytest.mark.long]
+
+TOLERANCE = 1e-4
+STORED, FULL, BROADCAST, STRANGE, HALF = 1, 2, 3, 4, 5
+SLICES, STAGES, BOTH = (2, 1), (1, 2), (2, 2)
+"""(tensor parallel, pipeline parallel)"""
+
+
+@pytest.fixture(params=[SLICES, STAGES, BOTH], ids=["slices", "stages", "both"])
+def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
+    found: tuple[int, int] = request.param
+    return found
+
+
+@pytest.fixture
+async def sampler(shape: tuple[int, int], tmp_path: Path) -> AsyncIterator[Sampler]:
+    # A head that is the embedding is there on the first and on the last stage.
+    model_dir = make_model(tmp_path / "model", tied=shape == STAGES)
+    options = ("--tensor-parallel-size", str(shape[0]), "--pipeline-parallel-size", str(shape[1]))
+    # Prompts are computed in several steps.
+    options += ("--max-sequences", "16", "--max-batched-tokens", "64")
+    with redis_server(tmp_path) as redis_url:
+        started = launch(
+            tmp_path, model_dir, redis_url, *options, "--max-loras", "2", "--kv-cache-gib", "0.25"
+        )
+        write_snapshot(started.data_dir.snapshot(MODEL_ID, STORED), make_adapter(STORED, 8), 8)
+        # Layers are 0 and 1.
+        strange = {
+            name.replace("layers.1", "layers.2"): one for name, one in make_adapter(STRANGE, 8).items()
+        }
+        write_snapshot(started.data_dir.snapshot(MODEL_ID, STRANGE), strange, 8)
+        full = make_full(model_dir, FULL)
+        write_full(started.data_dir.snapshot(MODEL_ID, FULL), model_dir, full)
+        # The last stage alone would miss it.
+        half = {name: one for name, one in full.items() if name != "model.norm.weight"}
+        write_full(started.data_dir.snapshot(MODEL_ID, HALF), model_dir, half)
+        try:
+            yield wait_ready(started)
+        finally:
+            assert started.stop() == 0, started.log.read_text()[-3000:]
+
+
+async def check(
+    stub: sampler_pb2_grpc.SamplerServiceStub, version: int, judge: Reference, length: int = 150
+) -> None:
+    """Scores of the prompt and of what is sampled are the reference's."""
+    result = await sample(stub, request(prompt(version, length), version, scores=True, max_tokens=12))
+    sequence = result.sequences[0]
+    expected = judge.sequence_logprobs(prompt(version, length) + ints(sequence.tokens))
+    found = torch.cat([floats(result.prompt_logprobs)[1:], floats(sequence.logprobs)])
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_several_workers_answer_as_the_reference_from_store_and_from_wire(
+    sampler: Sampler, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    workers = shape[0] * shape[1]
+    stored = sampler.data_dir.snapshot(MODEL_ID, STORED)
+    async with rpc.channel(sampler.address) as channel:
+        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        await check(stub, 0, Reference(sampler.model_dir))
+        await check(stub, STORED, Reference(sampler.model_dir, stored))
+        group = await join(stub, sampler, epoch=1, workers=workers)
+        tensors = make_adapter(BROADCAST, 16)
+        buffer, specs = weights.pack(tensors)
+        sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+        await stub.ReceiveSnapshot(_incoming(buffer, specs), timeout=150)
+        await sent
+        arrived = write_snapshot(tmp_path / "peft", tensors, 16)
+        await check(stub, BROADCAST, Reference(sampler.model_dir, arrived))
+        for version, why in ((STRANGE, "layers.2"), (HALF, "norm")):
+            refused = await stub.Sample(request(prompt(1, 5), version), timeout=120)
+            assert refused.error.category == types_pb2.ERROR_CATEGORY_USER and why in refused.error.message
+        await check(stub, FULL, Reference(sampler.data_dir.snapshot(MODEL_ID, FULL)))
+        await check(stub, STORED, Reference(sampler.model_dir, stored))
+        await _check_together(stub)
+        group.abort()
+    client = connect(sampler.redis_url)
+    (record,) = await registry.live(client, "sampler")
+    await client.aclose()
+    assert (record.base_model, record.world_size, record.pipeline_stages) == (BASE_MODEL, workers, shape[1])
+
+
+async def _check_together(stub: sampler_pb2_grpc.SamplerServiceStub) -> None:
+    """Requests that share steps, of which a pipeline computes several at once, sample what they do alone."""
+
+    def asked() -> list[sampler_pb2.SampleRequest]:
+        never = sampling_pb2.StopCondition(never={})
+        every = [
+            request(
+                prompt(seed, 5 + 30 * seed),
+                (0, STORED, BROADCAST)[seed % 3],
+                n=2,
+                seed=seed,
+                max_tokens=30,
+                stop=never,
+                frequency_penalty=0.5,
+            )
+            for seed in range(9)
+        ]
+        every[0].params.constraint.regex = "(ab|ba|a){12}"
+        every[0].params.stop.CopyFrom(sampling_pb2.StopCondition(model_eos={}))
+        return every
+
+    together = await asyncio.gather(*(sample(stub, wanted) for wanted in asked()))
+    alone = [await sample(stub, wanted) for wanted in asked()]
+    for one, other in zip(together, alone, strict=True):
+        assert [ints(found.tokens) for found in one.sequences] == [
+            ints(found.tokens) for found in other.sequences
+        ]
+
+
+def _incoming(buffer: torch.Tensor, specs: list[TensorSpec]) -> sampler_pb2.ReceiveSnapshotRequest:
+    return sampler_pb2.ReceiveSnapshotRequest(
+        epoch=1,
+        snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=BROADCAST),
+        lora=models_pb2.LoraConfig(rank=16, train_attn=True, train_mlp=True, train_unembed=True),
+        tensors=[
+            sampler_pb2.TensorSpec(name=spec.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=spec.shape)
+            for spec in specs
+        ],
+        checksum=weights.checksum(buffer),
+        timeout_seconds=120,
+    )

@@ -1,0 +1,126 @@
+"""A trainer world that dies or is asked to end: what comes back, and what is left behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+
+from services.trainer.__main__ import _DISMISSAL_S
+from tests.announced import find
+from tests.component.own_redis import redis_server
+from tests.component.trainer.world import (
+    TrainedModel,
+    TrainerWorld,
+    batch,
+    create,
+    forward_backward,
+    make_model,
+    status_of,
+    step,
+)
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"))
+
+
+def alive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that still run after waiting that long for their end."""
+    return list(psutil.wait_procs(processes, timeout=seconds)[1])
+
+
+def test_a_killed_world_comes_back_with_every_accepted_operation(
+    redis_url: str, model_dir: Path, tmp_path: Path
+) -> None:
+    data, more = batch(14), batch(15, rows=3)
+    first = TrainerWorld(redis_url, model_dir, tmp_path, 2, 0, "--micro-batch-tokens", "64")
+    model = TrainedModel(first)
+    try:
+        model.create()
+        results = [model.forward_backward(data), model.step()]
+        first.wait_durable(model.model_id, 2)
+        # The gradient of these is in no snapshot.
+        results += [model.forward_backward(more), model.forward_backward(data)]
+
+        # A rank that dies takes the whole world with it.
+        processes = first.processes()
+        psutil.Process(first.rank_pid(1)).kill()
+        assert first.process.wait(120) != 0
+        assert alive(processes, 60) == []
+    finally:
+        first.kill()
+
+    second = TrainerWorld(redis_url, model_dir, tmp_path, 2, 0, "--micro-batch-tokens", "64")
+    try:
+        assert status_of(second.send(model.sent[3])) is grpc.StatusCode.FAILED_PRECONDITION
+        # Not made afresh: it exists.
+        assert status_of(second.send(model.sent[0])) is grpc.StatusCode.FAILED_PRECONDITION
+        assert second.restore(model.model_id) == 2
+        assert second.restore(model.model_id) == 2
+        # Results from before the snapshot are still there for who never got them.
+        assert second.send(model.sent[1]).result() == results[0]
+        assert second.send(model.sent[2]).result() == results[1]
+        replayed = [second.send(operation) for operation in model.sent[3:]]
+        assert [call.result() for call in replayed] == results[2:]
+
+        # From here on it is as if nothing had happened.
+        model.world = second
+        twin = TrainedModel(second)
+        for kind in (
+            {"create_model": create()},
+            {"forward_backward": forward_backward(data)},
+            {"optim_step": step()},
+        ):
+            twin.run(**kind)
+        twin.forward_backward(more)
+        twin.forward_backward(data)
+        assert model.step() == twin.step()
+        for a, b in zip(model.forward(data), twin.forward(data), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+        # A launcher that is killed leaves no rank behind.
+        processes = second.processes()
+        second.process.kill()
+        assert alive(processes, 90) == []
+    finally:
+        second.kill()
+
+
+def test_sigterm_drains_and_leaves_nothing_behind(redis_url: str, model_dir: Path, tmp_path: Path) -> None:
+    world = TrainerWorld(redis_url, model_dir, tmp_path, 2, 0)
+    try:
+        model = TrainedModel(world)
+        model.create()
+        call = world.send(model.operation(forward_backward=forward_backward(batch(16, rows=40))))
+        time.sleep(0.05)
+        processes = world.processes()
+        started = time.monotonic()
+        world.process.send_signal(signal.SIGTERM)
+        assert world.process.wait(120) == 0
+        # The other rank was dismissed, and not ended by its alarm.
+        assert time.monotonic() - started < _DISMISSAL_S
+        assert alive(processes, 30) == []
+        assert list((tmp_path / "run").iterdir()) == []
+        assert find(world.redis, "trainer", world.name) is None
+        error = call.exception()
+        if error is not None:
+            assert isinstance(error, grpc.RpcError)
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        world.kill()

@@ -1,0 +1,418 @@
+"""The trainer service end to end: a world under the DeepSpeed launcher, real Redis, gRPC."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from services.common.state import keys
+from tests.component.own_redis import redis_server
+from tests.component.trainer.receiver import Receiver
+from tests.component.trainer.world import (
+    BASE_MODEL,
+    EPOCH,
+    VOCAB,
+    Datum,
+    TrainedModel,
+    TrainerWorld,
+    batch,
+    create,
+    forward_backward,
+    logprobs,
+    make_model,
+    status_of,
+    step,
+)
+from tinsmith.internal.v1 import operation_pb2, trainer_pb2
+from tinsmith.v1 import results_pb2, types_pb2
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", params=[(1, 0), (2, 3)], ids=["1-rank-zero-0", "2-ranks-zero-3"])
+def world(
+    request: pytest.FixtureRequest, redis_url: str, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrainerWorld]:
+    ranks, zero_stage = request.param
+    started = TrainerWorld(
+        redis_url, model_dir, tmp_path_factory.mktemp("data"), ranks, zero_stage, "--micro-batch-tokens", "64"
+    )
+    yield started
+    assert started.stop() == 0
+
+
+def test_the_world_announces_what_it_serves(world: TrainerWorld) -> None:
+    record = world.record
+    assert (record.base_model, record.vocab_size, record.context_length) == (BASE_MODEL, VOCAB, 128)
+    assert (record.world_size, record.arch, record.device) == (world.ranks, "Qwen3ForCausalLM", "cpu")
+
+
+def test_training_lowers_the_loss(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(1)
+    model.create()
+    losses = []
+    for _ in range(8):
+        losses.append(model.forward_backward(data).forward_backward.metrics["loss:sum"])
+        metrics = model.step().optim_step.metrics
+        assert metrics["grad_norm"] > 0
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_outputs_come_back_in_request_order_and_shape(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(2, rows=9)
+    model.create()
+    together = model.forward(data)
+    assert [len(row) for row in together] == [len(datum.tokens) - 1 for datum in data]
+    one_by_one = [model.forward([datum])[0] for datum in data]
+    for a, b in zip(together, one_by_one, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_operations_run_in_order_whatever_order_they_arrive_in(world: TrainerWorld) -> None:
+    data = batch(3)
+    in_order, shuffled = TrainedModel(world), TrainedModel(world)
+
+    def operations(model: TrainedModel) -> list[operation_pb2.Operation]:
+        kinds: list[dict[str, Any]] = [{"create_model": create()}]
+        for _ in range(3):
+            kinds += [{"forward_backward": forward_backward(data)}, {"optim_step": step()}]
+        kinds += [{"forward_backward": forward_backward(data, forward_only=True)}]
+        return [model.operation(**kind) for kind in kinds]
+
+    expected = [world.send(operation).result() for operation in operations(in_order)]
+    made = operations(shuffled)
+    first = world.send(made[0])
+    calls = [world.send(operation) for operation in reversed(made[1:])]
+    first.result()
+    found = [call.result() for call in reversed(calls)]
+    for a, b in zip(logprobs(expected[-1]), logprobs(found[-1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert found[1].optim_step.metrics["grad_norm"] > 0
+
+
+def test_a_repeated_operation_runs_once_and_gives_the_same_result(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(4)
+    model.create()
+    operation = model.operation(forward_backward=forward_backward(data))
+    results = [call.result() for call in [world.send(operation) for _ in range(3)]]
+    results.append(world.send(operation).result())
+    assert all(result == results[0] for result in results)
+    once = model.step().optim_step.metrics["grad_norm"]
+    other = TrainedModel(world)
+    other.create()
+    other.forward_backward(data)
+    assert other.step().optim_step.metrics["grad_norm"] == pytest.approx(once, rel=1e-5)
+
+
+def test_tenants_that_run_together_train_as_if_alone(world: TrainerWorld) -> None:
+    def train(model: TrainedModel, data: list[Datum], rank: int) -> list[Future[results_pb2.OperationResult]]:
+        kinds: list[dict[str, Any]] = [{"create_model": create(rank, seed=rank)}]
+        for _ in range(3):
+            kinds += [{"forward_backward": forward_backward(data)}, {"optim_step": step()}]
+        kinds += [{"forward_backward": forward_backward(data, forward_only=True)}]
+        return [world.send(model.operation(**kind)) for kind in kinds]
+
+    datas = {2: batch(5, rows=3), 4: batch(6, rows=8), 8: batch(7, rows=2)}
+    together = {rank: train(TrainedModel(world), data, rank) for rank, data in datas.items()}
+    for rank, data in datas.items():
+        calls = together[rank]
+        alone = [call.result() for call in train(TrainedModel(world), data, rank)]
+        for a, b in zip(logprobs(calls[-1].result()), logprobs(alone[-1]), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_a_refused_operation_takes_its_place_and_the_model_goes_on(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(8)
+    model.create()
+    bad = model.forward_backward([*data, Datum([1, 2, VOCAB])])
+    assert bad.error.category == types_pb2.ERROR_CATEGORY_USER
+    assert "vocabulary" in bad.error.message
+    assert model.step().optim_step.metrics["skipped"] == 1
+    model.forward_backward(data)
+    assert "skipped" not in model.step().optim_step.metrics
+
+
+def test_a_seq_id_that_was_used_up_elsewhere_is_passed_over(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(9)
+    model.create()
+    model.next_seq = 3
+    operation = model.operation(forward_backward=forward_backward(data))
+    assert world.send(operation, after=0).result().HasField("forward_backward")
+
+
+def test_an_unknown_model_is_not_resident(world: TrainerWorld) -> None:
+    model = TrainedModel(world)
+    model.next_seq = 1
+    call = world.send(model.operation(optim_step=step()))
+    assert status_of(call) is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_a_lower_epoch_is_fenced_off(world: TrainerWorld) -> None:
+    model = TrainedModel(world)
+    world.send(model.operation(create_model=create()), epoch=5).result()
+    call = world.send(model.operation(optim_step=step()), epoch=4)
+    assert status_of(call) is grpc.StatusCode.ABORTED
+
+
+def test_a_model_that_could_not_be_created_answers_every_operation(world: TrainerWorld) -> None:
+    model = TrainedModel(world)
+    created = model.run(create_model=create(rank=1000))
+    assert created.error.category == types_pb2.ERROR_CATEGORY_USER
+    assert "not created" in model.step().error.message
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_its_refusal_kept(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(18)
+    model.create()
+    before = model.forward(data)
+    huge = forward_backward(data)
+    for datum in huge.data:
+        weights = np.full(datum.loss_inputs["weights"].shape[0], 3e38, "<f4")
+        datum.loss_inputs["weights"].data = weights.tobytes()
+    model.run(forward_backward=huge)
+    refused = model.step()
+    assert (refused.error.code, refused.error.category) == (
+        "non_finite_gradient",
+        types_pb2.ERROR_CATEGORY_USER,
+    )
+    world.wait_durable(model.model_id, 3)
+    assert model.step().optim_step.metrics["skipped"] == 1
+    for a, b in zip(before, model.forward(data), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def save(name: str, overwrite: bool = False) -> operation_pb2.SaveState:
+    return operation_pb2.SaveState(checkpoint_id=f"weights/{name}", overwrite=overwrite)
+
+
+def load(model: TrainedModel, name: str, optimizer: bool) -> operation_pb2.LoadState:
+    return operation_pb2.LoadState(
+        source_model_id=model.model_id, checkpoint_id=f"weights/{name}", optimizer=optimizer
+    )
+
+
+def test_a_model_resumed_from_saved_state_goes_on_bit_for_bit(world: TrainerWorld) -> None:
+    data = batch(10)
+    original = TrainedModel(world)
+    original.create()
+    original.forward_backward(data)
+    original.step()
+    saved = original.run(save_state=save("here")).save_state
+    assert saved.path == f"tinker://{original.model_id}/weights/here"
+    directory = world.data_dir / "checkpoints" / original.model_id / "weights" / "here" / "3"
+    assert saved.size_bytes == sum(path.stat().st_size for path in directory.iterdir())
+
+    resumed = TrainedModel(world)
+    made = resumed.run(
+        create_model=operation_pb2.CreateModel(
+            base_model=BASE_MODEL, from_state=load(original, "here", optimizer=True)
+        )
+    )
+    assert made.create_model.lora.rank == 4
+    for model in (original, resumed):
+        model.forward_backward(data)
+        model.step()
+    for a, b in zip(original.forward(data), resumed.forward(data), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_loading_replaces_weights_and_drops_the_gradient(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(11)
+    model.create()
+    before = model.forward(data)
+    model.run(save_state=save("start"))
+    model.forward_backward(data)
+    model.step()
+    model.forward_backward(data)
+    assert model.run(load_state=load(model, "start", optimizer=False)).HasField("load_state")
+    for a, b in zip(before, model.forward(data), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert model.step().optim_step.metrics["skipped"] == 1
+
+
+def test_checkpoint_names_are_taken_until_overwritten(world: TrainerWorld) -> None:
+    model = TrainedModel(world)
+    model.create()
+    first = model.operation(save_state=save("name"))
+    assert world.send(first).result().HasField("save_state")
+    taken = model.run(save_state=save("name"))
+    assert (taken.error.code, taken.error.category) == ("checkpoint_exists", types_pb2.ERROR_CATEGORY_USER)
+    assert model.run(save_state=save("name", overwrite=True)).HasField("save_state")
+    missing = model.run(load_state=load(model, "other", optimizer=False))
+    assert missing.error.code == "checkpoint_not_found"
+
+
+def test_state_of_another_shape_is_refused_and_changes_nothing(world: TrainerWorld) -> None:
+    small, large, data = TrainedModel(world), TrainedModel(world), batch(12)
+    small.create(rank=2)
+    small.run(save_state=save("small"))
+    large.create(rank=8)
+    large.forward_backward(data)
+    refused = large.run(load_state=load(small, "small", optimizer=True))
+    assert refused.error.category == types_pb2.ERROR_CATEGORY_USER
+    assert "skipped" not in large.step().optim_step.metrics
+
+
+def test_a_snapshot_is_stored_in_peft_format_without_any_sampler(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(13)
+    model.create(rank=4)
+    model.forward_backward(data)
+    model.step()
+    result = model.run(save_for_sampler=operation_pb2.SaveForSampler(checkpoint_id="sampler_weights/v"))
+    assert (result.save_for_sampler.version, result.save_for_sampler.receivers) == (3, 0)
+    directory = world.data_dir / "snapshots" / model.model_id / "3"
+    assert result.save_for_sampler.size_bytes == sum(path.stat().st_size for path in directory.iterdir())
+    config = json.loads((directory / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 32, "LORA")
+    tensors = load_file(directory / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert tensors[key].shape == (4, 32)
+    assert tensors["base_model.model.lm_head.lora_B.weight"].shape == (VOCAB, 4)
+
+
+def test_snapshots_reach_every_live_receiver_bit_for_bit(world: TrainerWorld, redis_url: str) -> None:
+    model, data = TrainedModel(world), batch(17)
+    model.create(rank=4)
+    publish = {"save_for_sampler": operation_pb2.SaveForSampler(sampling_session_id="s:sample:0")}
+    with Receiver(redis_url, "one") as one, Receiver(redis_url, "two") as two:
+        model.forward_backward(data)
+        model.step()
+        result = model.run(**publish).save_for_sampler
+        assert result.receivers == 2
+        first_epoch = one.epoch
+        assert one.snapshots.keys() == two.snapshots.keys() == {(model.model_id, 3)}
+        stored = load_file(world.data_dir / "snapshots" / model.model_id / "3" / "adapter_model.safetensors")
+        for receiver in (one, two):
+            tensors = receiver.snapshots[model.model_id, 3]
+            assert result.wire_bytes >= sum(tensor.nbytes for tensor in tensors.values()) > 0
+            assert {f"base_model.model.{name}.weight" for name in tensors} == stored.keys()
+            for name, tensor in tensors.items():
+                np.testing.assert_array_equal(tensor, stored[f"base_model.model.{name}.weight"])
+        assert model.run(**publish).save_for_sampler.receivers == 2
+        assert one.epoch == first_epoch
+
+        # A receiver that is gone but still listed fails no publish, and is left out of the next.
+        two.vanish()
+        started = time.monotonic()
+        assert model.run(**publish).HasField("save_for_sampler")
+        assert model.run(**publish).save_for_sampler.receivers == 1
+        assert time.monotonic() - started < 20
+        assert one.epoch > first_epoch
+    assert model.run(**publish).save_for_sampler.receivers == 0
+
+
+def test_a_receiver_that_was_dead_before_the_group_formed_costs_no_deadline(
+    world: TrainerWorld, redis_url: str
+) -> None:
+    model = TrainedModel(world)
+    model.create(rank=4)
+    with Receiver(redis_url, "live"), Receiver(redis_url, "dead") as dead:
+        dead.vanish()
+        started = time.monotonic()
+        result = model.run(save_for_sampler=operation_pb2.SaveForSampler(sampling_session_id="s:sample:1"))
+        assert result.save_for_sampler.receivers == 1
+        # Forming a group may take 20 s before it is given up.
+        assert time.monotonic() - started < 18
+
+
+def test_an_unloaded_model_is_gone_and_can_be_restored(world: TrainerWorld) -> None:
+    model = TrainedModel(world)
+    model.create()
+    world.wait_durable(model.model_id, 0)
+    assert model.run(unload_model=operation_pb2.UnloadModel()).HasField("unload_model")
+    assert world.status(model.model_id) is None
+    call = world.send(model.operation(optim_step=step()))
+    assert status_of(call) is grpc.StatusCode.FAILED_PRECONDITION
+    assert world.restore(model.model_id) == 0
+
+
+def test_a_parked_model_frees_its_memory_and_comes_back_bit_for_bit(world: TrainerWorld) -> None:
+    model, data = TrainedModel(world), batch(19)
+    model.create()
+    model.forward_backward(data)
+    model.step()
+    before = model.forward(data)
+    world.stub.Park(trainer_pb2.ParkRequest(model_id=model.model_id, epoch=EPOCH), timeout=120)
+    assert world.status(model.model_id) is None
+    call = world.send(model.operation(optim_step=step()))
+    assert status_of(call) is grpc.StatusCode.FAILED_PRECONDITION
+    assert world.restore(model.model_id) == 2
+    forward = model.operation(forward_backward=forward_backward(data, forward_only=True))
+    after = logprobs(world.send(forward, after=2).result())
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(grpc.RpcError) as caught:
+        world.stub.Park(trainer_pb2.ParkRequest(model_id=model.model_id, epoch=EPOCH - 1), timeout=120)
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+
+
+def test_a_copy_from_before_a_model_moved_is_dropped_and_does_not_become_durable(world: TrainerWorld) -> None:
+    model = TrainedModel(world)
+    model.create()
+    world.wait_durable(model.model_id, 0)
+    model.forward_backward(batch(19))
+    moved = EPOCH + 1
+    world.redis.set(keys.epoch(model.model_id), moved)
+    assert world.restore(model.model_id, moved, moved) == 0
+    known = world.status(model.model_id)
+    assert known is not None and known.applied_seq_id == 0
+    assert world.restore(model.model_id, moved, moved) == 0
+
+    world.send(model_step(model.model_id, 1), epoch=moved).result()
+    world.redis.set(keys.epoch(model.model_id), moved + 1)
+    away = trainer_pb2.ParkRequest(model_id=model.model_id, epoch=moved + 1, moved_epoch=moved + 1)
+    world.stub.Park(away, timeout=120)
+    assert world.status(model.model_id) is None
+    location = world.redis.hget(keys.journal_meta(model.model_id), "location")
+    assert not location.endswith(str(moved + 1).encode())
+
+
+def model_step(model_id: str, seq_id: int) -> operation_pb2.Operation:
+    return operation_pb2.Operation(model_id=model_id, seq_id=seq_id, optim_step=step())
+
+
+def test_only_a_closed_model_is_deleted_and_what_has_a_name_stays(world: TrainerWorld) -> None:
+    model = TrainedModel(world)
+    model.create()
+    for checkpoint_id in ("", "sampler_weights/kept"):
+        model.run(save_for_sampler=operation_pb2.SaveForSampler(checkpoint_id=checkpoint_id))
+    model.run(save_state=save("kept"))
+    world.wait_durable(model.model_id, 0)
+    delete = trainer_pb2.DeleteModelRequest(model_id=model.model_id, snapshots=True, kept_versions=[2])
+    with pytest.raises(grpc.RpcError) as caught:
+        world.stub.DeleteModel(delete, timeout=120)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    world.redis.hset(keys.journal_meta(model.model_id), "closed", b"over")
+    for _ in range(2):
+        world.stub.DeleteModel(delete, timeout=120)
+        assert world.status(model.model_id) is None
+        assert not (world.data_dir / "state" / model.model_id).exists()
+        snapshots = world.data_dir / "snapshots" / model.model_id
+        assert [path.name for path in snapshots.iterdir()] == ["2"]
+        assert (world.data_dir / "checkpoints" / model.model_id / "weights" / "kept").is_dir()
+
+
+def test_a_model_without_durable_snapshot_cannot_be_restored(world: TrainerWorld) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        world.restore("nobody:train:0")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND

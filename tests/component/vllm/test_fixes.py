@@ -1,0 +1,165 @@
+"""What vLLM is told and corrected in, on parts of its own: its sampler, masks of grammars, its settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import ModelRegistry, _custom_ops
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
+
+from services.sampler.config import HeadDtype, SamplerConfig
+from services.sampler.engine.settings import engine_args
+from services.sampler.worker import cpu_rotations, text_models
+from services.sampler.worker.v1 import sampling
+from tests.component.sampler.process import make_model
+
+pytestmark = pytest.mark.heavy
+
+VOCAB, TOPK = 64, 4
+LOGITS = 4 * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+ALLOWED = 5
+"""The only token that the grammar of the first of two requests leaves."""
+
+
+class Runner:
+    """Does with logits what the V1 model runner does with them in a step."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.sampler = Sampler()
+        self.input_batch = SimpleNamespace(generators={}, num_reqs=2, req_ids=["constrained", "free"])
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(2, bool))
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Any:
+        logits = LOGITS.clone()
+        if grammar is not None:
+            scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens={})
+            batch: Any = self.input_batch
+            gpu_model_runner.apply_grammar_bitmask(scheduled, grammar, batch, logits)
+        return self.sampler(logits, metadata())
+
+
+def metadata() -> SamplingMetadata:
+    nothing = torch.zeros(2)
+    return SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=TOPK,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=nothing,
+        presence_penalties=nothing,
+        repetition_penalties=nothing,
+        output_token_ids=[[], []],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+
+
+def grammar() -> GrammarOutput:
+    words = np.zeros((1, VOCAB // 32), np.int32)
+    words[0, ALLOWED // 32] = 1 << (ALLOWED % 32)
+    return GrammarOutput(["constrained"], words)
+
+
+@pytest.fixture
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is corrected in vLLM's modules is vLLM's own again afterwards."""
+    monkeypatch.setattr(gpu_model_runner, "apply_grammar_bitmask", gpu_model_runner.apply_grammar_bitmask)
+    monkeypatch.setattr(_custom_ops, "rotary_embedding", _custom_ops.rotary_embedding)
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_log_probabilities_are_the_models_own_whatever_a_grammar_leaves() -> None:
+    runner = Runner()
+    sampling.correct(runner)
+    own = LOGITS.log_softmax(-1)
+    # A step without a grammar, after one with it, takes nothing of it.
+    for asked in (grammar(), None, grammar()):
+        output = runner.sample_tokens(asked)
+        sampled = [ALLOWED if asked else int(LOGITS[0].argmax()), int(LOGITS[1].argmax())]
+        assert output.sampled_token_ids.flatten().tolist() == sampled
+        told = output.logprobs_tensors.logprobs
+        torch.testing.assert_close(told[:, 0], own[torch.arange(2), sampled])
+        torch.testing.assert_close(told[:, 1:], own.topk(TOPK).values)
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_without_the_correction_they_are_of_what_the_grammar_leaves() -> None:
+    told = Runner().sample_tokens(grammar()).logprobs_tensors.logprobs
+    assert told[0, 0] == 0.0
+
+
+def rotations(contiguous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Queries of two heads and keys of one as latent attention has them, rotated by vLLM's kernel, and
+    without it."""
+    size, positions = 16, torch.arange(3, 8)
+    random = torch.Generator().manual_seed(1)
+    # The last numbers of each head, of which the first have no position.
+    heads = [torch.randn(len(positions), n, 8 + size, generator=random)[..., 8:] for n in (2, 1)]
+    if contiguous:
+        heads = [each.contiguous() for each in heads]
+    angles = torch.randn(10, size // 2, generator=random)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    expected = RotaryEmbedding.forward_static(
+        positions, *(each.clone() for each in heads), size, size, table, False
+    )
+    _custom_ops.rotary_embedding(positions, *heads, size, table, False)
+    return heads, list(expected)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.usefixtures("unpatched")
+def test_every_head_of_a_token_is_rotated(contiguous: bool) -> None:
+    cpu_rotations.apply()
+    torch.testing.assert_close(*rotations(contiguous))
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_without_the_correction_the_first_head_is_rotated_alone() -> None:
+    (queries, _), (expected, _) = rotations(contiguous=True)
+    torch.testing.assert_close(queries[0, 0], expected[0, 0])
+    assert (queries[0, 1] - expected[0, 1]).abs().max() > 0.1
+
+
+def imported(module: str) -> str:
+    """What a new process writes to its log while it imports a model of Qwen3.5 from a module."""
+    program = f"from {module} import Qwen3_5ForCausalLM; print(Qwen3_5ForCausalLM.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    return done.stderr if done.returncode else done.stdout
+
+
+@pytest.mark.skipif(text_models.complete(), reason="torchvision is installed, and nothing is to be corrected")
+def test_a_text_model_of_qwen_3_5_is_vllms_own_without_torchvision() -> None:
+    text_models.register()
+    registered: Any = ModelRegistry.models["Qwen3_5ForCausalLM"]
+    own = "vllm.model_executor.models.qwen3_5"
+    assert imported(registered.module_name).splitlines()[-1] == own
+    assert "No module named 'torchvision'" in imported(own)
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_the_head_computes_in_what_was_asked_for(
+    tmp_path: Path, asked: HeadDtype, dtype: torch.dtype
+) -> None:
+    model = make_model(tmp_path / "model", tied=True)
+    config = SamplerConfig("s", "a/b", str(model), tmp_path, "", dtype="bfloat16", head_dtype=asked)
+    found = engine_args(config, "cpu").create_engine_config().model_config
+    assert (found.head_dtype, found.dtype) == (dtype, torch.bfloat16)
