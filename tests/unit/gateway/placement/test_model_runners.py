@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.common.state.registry import ServiceRecord
+from services.common.state.registry import Announcer, ServiceRecord
 from services.gateway.placement.model_runners import MIXED, MixedRunners, mixed, sentence
+from tests.unit.gateway.edges import Edges
 
 
 def sampler(name: str, runner: str, base_model: str = "org/one", state: str = "ready") -> ServiceRecord:
@@ -52,3 +53,18 @@ def test_a_gateway_says_it_once_until_they_are_alike_again(caplog: pytest.LogCap
     assert MIXED.collect()[0].samples[0].value == 0
     runners.look([first, second])
     assert len(caplog.records) == 2
+
+
+async def test_a_gateway_hears_of_it_from_the_registry(
+    edges: Edges, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = edges.announcers["sampler"]
+    await first.update(msgspec.structs.replace(first.record, model_runner="v1"))
+    other = msgspec.structs.replace(first.record, id="sampler-1", incarnation="other", model_runner="v2")
+    second = Announcer(edges.redis, other)
+    await second.start()
+    try:
+        await edges.discovery.refresh()
+    finally:
+        await second.stop()
+    assert "(v1: sampler-0; v2: sampler-1)" in caplog.text
