@@ -108,6 +108,11 @@ HEALTH: dict[str, list[Panel]] = {
             "short",
             {"{{pod}}": now("tinsmith_keys_file_wrong_lines")},
         ),
+        (
+            "Base models with different model runners",
+            "short",
+            {"most": now("tinsmith_mixed_runner_models", "namespace", "max")},
+        ),
     ],
     "Redis": [
         (

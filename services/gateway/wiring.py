@@ -55,6 +55,7 @@ from services.gateway.inference.sessions import InferenceSessions
 from services.gateway.inference.streams import SampleStreams
 from services.gateway.inference.tokenizer_files import TokenizerFiles
 from services.gateway.inference.tokenizers import Tokenizers
+from services.gateway.placement.model_runners import MixedRunners
 from services.gateway.placement.news import PlacementNews
 from services.gateway.placement.placements import Placements
 from services.gateway.records.stores import Stores
@@ -174,6 +175,8 @@ class Gateway:
         self.admission = admission = Admission(limits.waiting_sequences, memory.samples)
         placements = Placements(gateway_id, time.monotonic)
         replicas = Replicas(discovery.samplers, placements, answers)
+        runners = MixedRunners()
+        discovery.samplers.listen(lambda: runners.look(discovery.samplers.all()))
         samples = SampleDispatcher(
             client, stores, replicas, discovery.gateways, gateway_id, admission, timelines, futures, sampling
         )

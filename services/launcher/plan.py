@@ -87,6 +87,7 @@ class Options:
     kv_cache_dtype: str = "auto"
     head_dtype: str = "auto"
     quantization: str = "auto"
+    model_runner: str = "auto"
     speculative_ngram_tokens: int = 0
     checkpoint_store: str = ""
     redis_appendfsync: str = "everysec"
@@ -318,7 +319,7 @@ def _sampler(options: Options, index: int, model: Model, place: Place) -> Proces
     argv += _given("--max-sequences", options.max_sequences)
     argv += _given("--max-batched-tokens", options.max_batched_tokens)
     argv += ["--kv-cache-dtype", options.kv_cache_dtype, "--head-dtype", options.head_dtype]
-    argv += ["--quantization", options.quantization]
+    argv += ["--quantization", options.quantization, "--model-runner", options.model_runner]
     argv += ["--speculative-ngram-tokens", str(options.speculative_ngram_tokens)]
     computes = _on(place)
     if place.gpus:

@@ -24,6 +24,7 @@ from services.common.state import keys, redis_client, registry
 from services.common.state.poison import Poison
 from services.common.storage.data_dir import DataDir
 from services.common.tls.wires import Identity, Role, identity
+from services.gateway.placement import model_runners
 from services.launcher import machine, usage
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
@@ -44,6 +45,7 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
         records = [record for kind in registry.KINDS for record in await registry.live(client, kind)]
         report["storage"] = await _storage(client, data)
         report["limits"], report["owners"] = usage.limits(records), await usage.collect(client)
+        report["mixed_runners"] = model_runners.mixed(records)
         report["set_aside"] = [asdict(met) for met in await Poison(client).listed()]
     except RedisError as error:
         report["error"] = f"Redis does not answer: {error}"
@@ -124,6 +126,8 @@ def show(report: dict[str, Any]) -> str:
         )
     for entry in report["services"]:
         lines += ["", _headline(entry), *_details(entry)]
+    for base_model, runners in report.get("mixed_runners", {}).items():
+        lines += ["", model_runners.sentence(base_model, runners)]
     if "storage" in report:
         lines += ["", *_space(report["storage"])]
     if report.get("limits") or report.get("owners"):

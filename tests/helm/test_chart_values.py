@@ -59,6 +59,7 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"sampler": {"maxLoraRank": 24}},
         {"sampler": {"headDtype": "bfloat16"}},
         {"sampler": {"speculativeNgramTokens": 129}},
+        {"sampler": {"modelRunner": "v3"}},
         {"sampler": {"pipelineParallelSize": 0}},
         {"sampler": {"quantization": "fp8"}},
         {"data": {"accessMode": "ReadOnlyMany"}},
@@ -103,6 +104,7 @@ def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any
             {"sampler": {"quantization": "fp8_per_block"}, "device": "cuda", "dtype": "float32"},
             "fp8_per_block is for bfloat16, and dtype says float32",
         ),
+        ({"sampler": {"modelRunner": "v2"}}, "sampler.modelRunner v2 is for device cuda"),
         (
             {"sampler": {"speculativeNgramTokens": 2, "pipelineParallelSize": 2}},
             "sampler.speculativeNgramTokens does not go with sampler.pipelineParallelSize",

@@ -2,5 +2,5 @@
 
 Invariant: a choice depends on what is known here and nothing else; it is never waited for.
 
-Imported by sampling and the wiring; imports results (how to listen).
+Imported by sampling, the wiring and the command line; imports results (how to listen).
 """

@@ -301,6 +301,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "and full models are not sampled then (default: auto, as the model's files are)",
         ),
         Setting(
+            "model-runner",
+            _one_of(AUTO, "v1", "v2"),
+            AUTO,
+            "which of vLLM's two computes the steps of samplers: with another one a seed gives other tokens "
+            "(default: auto, v1 on a CPU and where tokens are drafted, else what vLLM takes)",
+        ),
+        Setting(
             "speculative-ngram-tokens",
             _whole(0, 128),
             0,

@@ -298,7 +298,9 @@ def _hf_config(config: SamplerConfig) -> Any:
         return get_config(config.model_path, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise InvalidRequest(
-            f"vLLM cannot read what kind of model {config.base_model} is: {str(error).splitlines()[0]}"
+            f"vLLM cannot read what kind of model {config.base_model} is: "
+            f"{str(error).splitlines()[0].rstrip(' .')}; mend its config.json, or serve a model whose "
+            "model_type the installed vLLM or transformers knows: code that comes with a model is not run"
         ) from error
 
 

@@ -169,7 +169,7 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
         assert flag not in (*trainer.argv, *sampler.argv)
     said = dict(itertools.pairwise(sampler.argv))
     assert (said["--head-dtype"], said["--speculative-ngram-tokens"]) == ("auto", "0")
-    assert said["--quantization"] == "auto"
+    assert (said["--quantization"], said["--model-runner"]) == ("auto", "auto")
     given = options(
         tmp_path,
         max_context=4096,
@@ -179,13 +179,14 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
         head_dtype="float32",
         speculative_ngram_tokens=4,
         quantization="fp8_per_channel",
+        model_runner="v1",
     )
     _, trainer, sampler, *_ = plan.processes(given, [1, 2], launch)
     said = dict(itertools.pairwise(trainer.argv)) | dict(itertools.pairwise(sampler.argv))
     assert (said["--max-context"], said["--micro-batch-tokens"]) == ("4096", "512")
     assert (said["--kv-cache-gib"], said["--max-sequences"]) == ("2.0", "9")
     assert (said["--head-dtype"], said["--speculative-ngram-tokens"]) == ("float32", "4")
-    assert said["--quantization"] == "fp8_per_channel"
+    assert (said["--quantization"], said["--model-runner"]) == ("fp8_per_channel", "v1")
     assert (said["--max-lora-rank"], said["--max-loras"]) == ("128", "8")
 
 

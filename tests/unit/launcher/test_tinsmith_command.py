@@ -151,6 +151,13 @@ def test_status_says_what_cannot_be_read() -> None:
     assert "cannot be read: tinsmith:session:{a}: no such field (7 times, 5 s ago)" in shown
 
 
+def test_status_says_which_samplers_of_a_base_model_have_different_model_runners() -> None:
+    runners = {"org/one": {"v1": ["sampler-0"], "v2": ["sampler-1", "sampler-2"]}}
+    shown = status.show({"processes": [], "services": [], "mixed_runners": runners})
+    assert "samplers of org/one have different model runners (v1: sampler-0; v2: sampler-1, " in shown
+    assert "different model runners" not in status.show({"processes": [], "services": []})
+
+
 def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
     trainer = {
         "world_size": 2,

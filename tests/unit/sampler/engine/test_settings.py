@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import pytest
 from pydantic import BaseModel
@@ -12,13 +15,69 @@ from transformers import AutoConfig
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import SamplerConfig
-from services.sampler.engine.settings import adapts, check_attention, check_text, engine_args, refusals
+from services.sampler.engine.settings import (
+    adapts,
+    check_attention,
+    check_text,
+    checked_args,
+    engine_args,
+    refusals,
+)
 from services.sampler.worker import text_models
 
 
 def config_of(directory: Path, family: str, **settings: object) -> SamplerConfig:
     AutoConfig.for_model(family, num_hidden_layers=2, **settings).save_pretrained(directory)
     return SamplerConfig("sampler-0", "org/model", str(directory), directory, "redis://127.0.0.1/0")
+
+
+@pytest.fixture
+def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Whom a test looked for on the network, which is not there. What is tried again is tried at once."""
+    asked: list[Any] = []
+
+    def refused(*address: Any, **_: Any) -> NoReturn:
+        asked.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refused)
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ({"model_type": "unheard_of"}, "model type `unheard_of`"),
+        ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}, "contains custom code"),
+        ({"architectures": ["UnheardOfForCausalLM"]}, "Should have a `model_type` key"),
+        ("not json", "not a valid JSON file"),
+    ],
+    ids=["an unknown type", "code of its own", "no type", "no settings"],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_of_a_kind_that_nobody_knows_is_refused_with_what_to_do(
+    tmp_path: Path, nobody_is_asked: list[Any], written: object, says: str, device: str
+) -> None:
+    text = written if isinstance(written, str) else json.dumps(written)
+    (tmp_path / "config.json").write_text(text)
+    config = SamplerConfig("sampler-0", "org/model", str(tmp_path), tmp_path, "redis://127.0.0.1/0")
+    with pytest.raises(InvalidRequest) as refused:
+        checked_args(config, device)
+    told = str(refused.value)
+    assert told.startswith("vLLM cannot read what kind of model org/model is: ") and says in told
+    assert "mend its config.json, or serve a model whose model_type" in told
+    assert "\n" not in told and not nobody_is_asked
+
+
+def test_a_model_in_a_directory_is_checked_without_a_network(
+    tmp_path: Path, nobody_is_asked: list[Any]
+) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    config = config_of(tmp_path, "llama", architectures=["LlamaForCausalLM"], **sizes)
+    assert checked_args(replace(config, kv_cache_gib=1), "cpu").model == str(tmp_path)
+    assert not nobody_is_asked
 
 
 def test_linear_attention_in_float32_is_refused_on_a_cpu(tmp_path: Path) -> None:
