@@ -6,7 +6,8 @@ and the gateway has it restored. Adapters may go to the host instead (host_room.
 
 Invariants: what is here, and what is being made, never takes more than there is; a model with unfinished
 operations is never parked, and whatever is lost by dropping one is in its durable snapshot or in the journal
-after it. Models leave for the one that has waited longest, and what is free without that is anybody's.
+after it. Models leave for the one that has waited longest, and what frees itself meanwhile is its too: small
+ones would take, one after the other, what a large one waits for. What it found free is anybody's.
 """
 
 from __future__ import annotations
@@ -52,17 +53,29 @@ def longest_idle(models: Iterable[Model], now: float, idle_s: float = IDLE_S) ->
     return min(idle, key=lambda model: model.last_used, default=None)
 
 
+def beside(free: int, first: int, spare: int) -> int:
+    """What others may have of what is free, while one has waited longest. Pure.
+
+    Args:
+        first: what that one waits for.
+        spare: what is left of what it found free, and could not do with.
+    """
+    return free - first if free >= first else min(free, spare)
+
+
 @dataclass
 class _Turn:
     """Of one that waits for room.
 
     Attributes:
-        made: what others gave up for it. Until it has come no other takes that: small ones would take, one
-            after the other, what a large one waits for.
+        size: what it waits for.
+        spare: what others may have yet of what was free when it became the first of those that wait; None =
+            it is not, or nobody has looked since.
         comes: set when it may be the first.
     """
 
-    made: int = 0
+    size: int
+    spare: int | None = None
     comes: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -118,17 +131,13 @@ class Room:
             self._held -= size if held else 0
 
     async def _take(self, size: int, full: Callable[[], Overloaded], wanted: Callable[[], bool]) -> bool:
-        until, mine = deadline(), _Turn()
+        until, mine = deadline(), _Turn(size)
         self._turns.append(mine)
         try:
             while wanted():
-                first = self._turns[0]
-                kept = 0 if first is mine else first.made
-                if self.used() + kept + size <= self.most:
-                    self._held += size
+                if self._takes(mine):
                     return True
-                if first is mine and (made := await self.make_way()):
-                    mine.made += made
+                if self._turns[0] is mine and await self.make_way():
                     continue
                 if time.monotonic() >= until:
                     raise full()
@@ -142,14 +151,22 @@ class Room:
             if self._turns:
                 self._turns[0].comes.set()
 
-    async def make_way(self) -> int:
-        """Has the model that is idle longest give its room up; how much that was, 0 = none did."""
+    def _takes(self, mine: _Turn) -> bool:
+        """Takes what one waits for, if there is so much for it; whether it did."""
+        first, free = self._turns[0], self.most - self.used()
+        if first.spare is None:
+            first.spare = free
+        if mine.size > (free if mine is first else beside(free, first.size, first.spare)):
+            return False
+        first.spare -= mine.size
+        self._held += mine.size
+        return True
+
+    async def make_way(self) -> bool:
+        """Has the model that is idle longest give its room up; whether there is one, and it did."""
         taking = [model for model in self._models.values() if self._taken_by(model)]
         idle = longest_idle(taking, time.monotonic(), self._idle_s)
-        if idle is None:
-            return 0
-        taken = self._taken_by(idle)
-        if not await self._leave(idle):
-            return 0
+        if idle is None or not await self._leave(idle):
+            return False
         log.info("%s made room", idle.model_id)
-        return taken
+        return True

@@ -4,7 +4,8 @@ Invariant: an adapter is on the device of all ranks or of none. Each rank moves 
 computes, its masters, its moments and its gradient. Where a rank has no memory for that, it stays everywhere
 where it is, and nothing of it has changed.
 
-Both functions are called on all ranks alike, and agree: that is their only wait.
+Both functions are called on all ranks alike, and agree. They wait for that, for memory, and for copies only
+where the host has no page-locked memory.
 """
 
 from __future__ import annotations

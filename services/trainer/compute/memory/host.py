@@ -1,8 +1,9 @@
 """Tensors whose memory is on the host while nobody computes with them.
 
 Invariant: what comes back has the bits that left, in the tensors that they were in: the memory below these
-goes and comes, so views of them stay good. Nobody waits for a copy: on CUDA what is done with the device's
-memory, and with the host's, comes after it on the same stream.
+goes and comes, so views of them stay good. Nobody waits for a copy, where the host's memory is page-locked
+(staging.py): on CUDA what is done with the device's memory, and with the host's, comes after it on the same
+stream.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from services.trainer.compute.memory import staging
 
 _LEAST_PIECE = 2**20
 """Bytes. Page-locked memory comes in powers of two, so that a piece of any other size would take more."""
@@ -51,7 +54,7 @@ class Away:
         """The values go to the host, and the device's memory is free."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             for part, piece in _parts(tensor, copy):
-                piece.copy_(part, non_blocking=True)
+                staging.copy(piece, part)
             tensor.untyped_storage().resize_(0)
 
     def take_room(self) -> None:
@@ -72,14 +75,14 @@ class Away:
         """The values come into the device's memory, which was taken, and the host's is free."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             for part, piece in _parts(tensor, copy):
-                part.copy_(piece, non_blocking=True)
+                staging.copy(part, piece)
         self._copies = []
 
 
 def _room(tensor: Tensor) -> list[Tensor]:
     if tensor.device.type == "cpu":
         return [torch.empty(tensor.nbytes, dtype=torch.uint8)]
-    return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in pieces(tensor.nbytes)]
+    return [staging.room([size], torch.uint8) for size in pieces(tensor.nbytes)]
 
 
 def _parts(tensor: Tensor, copy: Sequence[Tensor]) -> zip[tuple[Tensor, Tensor]]:

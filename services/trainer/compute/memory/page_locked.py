@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from services.common.process.process import machine_memory
+from services.trainer.compute.memory import staging
 from services.trainer.compute.memory.capacity import ranks_here
 
 OF_THE_MACHINE = 1 / 8
@@ -82,7 +83,7 @@ class PageLocked:
             return
         self._looked = now
         # What copies used that are done counts as used until the allocator is asked for more.
-        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+        staging.room([1], torch.uint8)
         self._found = _look()
         if goes_back(self._found, self._most, now - self._since):
             torch.accelerator.empty_host_cache()

@@ -1,6 +1,7 @@
 """Tensors on their way between the host and a device, for which nobody waits but who needs them.
 
-Invariant: the host's side of a copy that is under way is page-locked and lives until the copy is done.
+Invariant: the host's side of a copy that is under way is page-locked and lives until the copy is done. Where
+the host has no such memory there is no copy under way (staging.py): it is done when it is begun.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from services.trainer.compute.memory import staging
 from services.trainer.compute.memory.failures import free_cache
 
 
@@ -18,7 +20,10 @@ def on_device(values: Tensor, device: str) -> Tensor:
     """Values of the host on a device, where they are once what was started there before is done."""
     if device == "cpu":
         return values
-    return values.pin_memory().to(device, non_blocking=True)
+    staged = staging.room(values.shape, values.dtype).copy_(values)
+    there = torch.empty(values.shape, dtype=values.dtype, device=device)
+    staging.copy(there, staged)
+    return there
 
 
 class ToHost:
@@ -27,7 +32,7 @@ class ToHost:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
         given = [tensor.detach() for tensor in tensors]
-        self._copies = [tensor if tensor.device.type == "cpu" else _page_locked(tensor) for tensor in given]
+        self._copies = [tensor if tensor.device.type == "cpu" else _on_host(tensor) for tensor in given]
         if any(tensor.device.type == "cuda" for tensor in given):
             self._event = torch.cuda.Event()
             self._event.record()
@@ -104,10 +109,11 @@ def _copy(values: Tensor, on_device: bool) -> Tensor:
             return values.clone(memory_format=torch.contiguous_format)
         except torch.OutOfMemoryError:
             free_cache()
-    return _page_locked(values)
+    return _on_host(values)
 
 
-def _page_locked(values: Tensor) -> Tensor:
+def _on_host(values: Tensor) -> Tensor:
     """A copy on the host, under way."""
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return pinned.copy_(values, non_blocking=True)
+    copy = staging.room(values.shape, values.dtype)
+    staging.copy(copy, values)
+    return copy

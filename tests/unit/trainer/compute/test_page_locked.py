@@ -50,8 +50,8 @@ class Cuda:
         """A copy that is done and gone: it is active until more memory is asked for."""
         self.active, self.peak, self.held = size, max(self.peak, size), max(self.held, size)
 
-    def allocate(self, size: int, *, dtype: torch.dtype, pin_memory: bool) -> None:
-        assert size == 1 and pin_memory
+    def allocate(self, shape: list[int], *, dtype: torch.dtype, pin_memory: bool) -> None:
+        assert shape == [1] and pin_memory
         self.active = 0
 
     def stats(self) -> dict[str, int]:

@@ -1,0 +1,142 @@
+"""In which order those get room that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.common.contract.errors import Overloaded
+from services.trainer.compute.data import LoraSpec
+from services.trainer.execution import room
+from services.trainer.execution.resident_models import Model
+from services.trainer.execution.room import Room, beside
+
+MOST = 100
+_LONG = 0.05
+"""Seconds in which everybody who waits has looked several times."""
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_LOOK_AGAIN_S", 0.005)
+
+
+class Waiters:
+    """Room for 100, of which models that are in use have some."""
+
+    def __init__(self, **in_use: int) -> None:
+        self.models = {name: self._in_use(name, size) for name, size in in_use.items()}
+        self.room = Room(self.models, MOST, lambda model: model.adapter_bytes, self._leave)
+        self.came: list[str] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _in_use(self, name: str, size: int) -> Model:
+        return Model(name, created=True, lora=LoraSpec(1), adapter_bytes=size, held=True)
+
+    async def _leave(self, model: Model) -> bool:
+        del self.models[model.model_id]
+        return True
+
+    async def ask(self, name: str, size: int) -> asyncio.Task[None]:
+        """One more comes, and waits if it has to."""
+
+        async def make() -> None:
+            async with self.room.hold(size, lambda: Overloaded("all are in use")):
+                self.came.append(name)
+                self.models[name] = self._in_use(name, size)
+
+        task = asyncio.create_task(make())
+        self._tasks.append(task)
+        await asyncio.sleep(_LONG)
+        return task
+
+    async def unload(self, name: str) -> None:
+        """A client is done with one, which leaves for nobody."""
+        del self.models[name]
+        await asyncio.sleep(_LONG)
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def waiters(**in_use: int) -> AsyncIterator[Waiters]:
+    made = Waiters(**in_use)
+    async with asyncio.timeout(30):
+        yield made
+        await made.end()
+
+
+def test_others_have_what_the_first_found_free_and_once_it_fits_what_it_does_not_need() -> None:
+    assert beside(30, first=60, spare=20) == 20
+    assert beside(10, first=60, spare=20) == 10
+    assert beside(60, first=60, spare=20) == 0
+    assert beside(100, first=60, spare=20) == 40
+
+
+async def test_small_ones_do_not_take_for_ever_what_frees_itself_while_a_large_one_waits() -> None:
+    async with waiters(a=30, b=30, c=40) as found:
+        await found.ask("large", 90)
+        for name in ("a", "b"):
+            await found.ask(f"small after {name}", 30)
+            await found.unload(name)
+        assert found.came == []
+        await found.unload("c")
+        assert found.came == ["large"]
+        await found.unload("large")
+        assert sorted(found.came) == ["large", "small after a", "small after b"]
+
+
+async def test_what_a_large_one_found_free_and_could_not_use_others_may_take_once() -> None:
+    async with waiters(a=50, b=30) as found:
+        await found.ask("large", 60)
+        await found.ask("small", 20)
+        assert found.came == ["small"], "the large one loses nothing: it waits for others to leave"
+        await found.unload("small")
+        await found.ask("too", 20)
+        assert found.came == ["small"]
+        await found.unload("a")
+        assert found.came == ["small", "large"]
+
+
+async def test_room_for_the_first_is_its_own_before_it_has_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with waiters(a=50, b=30) as found:
+        monkeypatch.setattr(room, "_LOOK_AGAIN_S", 60.0)
+        await found.ask("large", 60)
+        await found.unload("a")
+        # 70 are free, of which 20 were so before.
+        await found.ask("small", 20)
+        assert found.came == []
+        await found.ask("smaller", 10)
+        assert found.came == ["smaller", "large"]
+
+
+async def test_after_one_has_waited_in_vain_its_room_is_anybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with waiters(a=50, b=50) as found:
+        monkeypatch.setattr(room, "_WAIT_S", 2 * _LONG)
+        large = await found.ask("large", 80)
+        monkeypatch.setattr(room, "_WAIT_S", 60.0)
+        await found.ask("small", 20)
+        await found.unload("a")
+        with pytest.raises(Overloaded):
+            await large
+        await asyncio.sleep(_LONG)
+        assert found.came == ["small"]
+
+
+async def test_idle_ones_leave_for_the_first_and_for_nobody_else() -> None:
+    async with waiters(a=50, b=40) as found:
+        await found.ask("large", 70)
+        await found.ask("small", 20)
+        idle = found.models["a"]
+        idle.held, idle.last_used = False, time.monotonic() - room.IDLE_S
+        await asyncio.sleep(_LONG)
+        assert found.came == [] and "a" not in found.models, "60 are free, and 10 of them anybody's"
+        await found.unload("b")
+        assert sorted(found.came) == ["large", "small"]
