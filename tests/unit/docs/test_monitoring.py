@@ -139,5 +139,5 @@ def test_every_metric_of_the_services_is_on_a_dashboard() -> None:
 
 
 def test_the_files_are_what_the_script_writes() -> None:
-    script = str(ROOT / "scripts" / "dashboards.py")
-    assert subprocess.run([sys.executable, script, "--check"], check=False).returncode == 0
+    command = [sys.executable, "-m", "scripts.dashboards", "--check"]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0

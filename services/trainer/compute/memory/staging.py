@@ -13,11 +13,17 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+from prometheus_client import Counter
 from torch import Tensor
 
 from services.common.process.process import free_machine_memory
 
 log = logging.getLogger(__name__)
+
+REFUSED = Counter(
+    "tinsmith_page_locked_refused_total",
+    "Times that the first rank's host refused page-locked memory, so that a copy was waited for",
+)
 
 _REFUSALS = {1: "invalid value", 2: "memory allocation", 801: "not supported"}
 """CUDA's errors that are of the request itself; any other one is of what the device did before."""
@@ -63,6 +69,7 @@ def room(
     except RuntimeError as error:
         if not is_refusal(error):
             raise
+        REFUSED.inc()
         _say_once(str(error).partition("\n")[0])
     wanted, free = math.prod(shape) * dtype.itemsize, free_machine_memory()
     if wanted > max(_FEW, free):

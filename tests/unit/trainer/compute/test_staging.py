@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from torch import Tensor
 
 from services.trainer.compute.memory import staging
@@ -39,20 +40,24 @@ class Host:
         return torch.full(tuple(shape), 7, dtype=dtype)
 
 
+def refused() -> float:
+    return REGISTRY.get_sample_value("tinsmith_page_locked_refused_total") or 0.0
+
+
 def test_where_the_host_refuses_page_locked_memory_a_copy_goes_by_pageable_memory() -> None:
-    values = torch.randn(3, 5).bfloat16()
+    before, values = refused(), torch.randn(3, 5).bfloat16()
     host = Host(OUT_OF_MEMORY, OUT_OF_MEMORY)
     copy = staging.room(values.shape, values.dtype, host)
     assert not copy.is_pinned() and copy.shape == values.shape and copy.dtype == values.dtype
     staging.copy(copy, values)
     assert torch.equal(copy, values)
-    assert host.asked == 2
+    assert host.asked == 2 and refused() == before + 1
 
 
 def test_it_is_asked_again_once_what_is_kept_has_gone_back() -> None:
-    host = Host(OUT_OF_MEMORY)
+    before, host = refused(), Host(OUT_OF_MEMORY)
     assert staging.room([2], torch.uint8, host).tolist() == [7, 7]
-    assert host.asked == 2
+    assert host.asked == 2 and refused() == before
 
 
 def test_it_is_said_once_and_not_of_every_copy(caplog: pytest.LogCaptureFixture) -> None:
