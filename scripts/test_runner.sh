@@ -14,6 +14,6 @@ if [ ! -e "$triton/.done" ]; then
 fi
 export PYTHONPATH=$PWD/tests/interpreter:$triton${PYTHONPATH:+:$PYTHONPATH}
 export TRITON_INTERPRET=1 TINSMITH_MODEL_RUNNER=v2
-[ $# -gt 0 ] || set -- tests/interpreter tests/component/sampler/test_{sampler,answers,drafts,full,moves,streams}.py \
-  tests/component/sampler/test_parallel_workers.py
+[ $# -gt 0 ] || set -- tests/interpreter \
+  tests/component/sampler/test_{sampler,answers,broadcasts,drafts,full,moves,streams,parallel_workers}.py
 exec "$python" -m pytest "$@"

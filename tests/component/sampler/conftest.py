@@ -1,6 +1,6 @@
 """One sampler process for all tests that need one, and the judge of its answers.
 
-Weight groups are numbered by the tests: test_sampler.py uses epochs below 10, test_full.py others.
+Weight groups are numbered by the tests: test_broadcasts.py uses epochs below 10, test_full.py others.
 """
 
 from __future__ import annotations
