@@ -4,10 +4,11 @@ Who waits inside the engine waits in the order of arrival, whoever it is. So no 
 engine generates at once, and a little beside it, so that it never runs dry while gateways send the next ones.
 The others wait in the gateways, where API keys take turns.
 
-Invariants: what is taken on and has not ended never exceeds `sequences + queued`; nothing is taken on to wait
-for its weights that would make what waits exceed `queued`, so requests that need not wait find room beside
-those that do. One request alone may be larger than either, and what goes on with other weights, when its own
-have moved, waits for them whatever waits.
+Invariants: what is taken on and has not ended never exceeds `sequences + queued`, but for one request that
+came while the engine was not full: a group of many samples would never find so many places at once beside
+single ones, which take each that falls free. Nothing is taken on to wait for its weights that would make what
+waits exceed `queued`, unless nothing else does, so requests that need not wait find room beside those that
+do. What goes on with other weights, when its own have moved, waits for them whatever waits.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Admission:
 
     def _check(self, sequences: int, ready: bool, late: int) -> None:
         most = self._capacity.sequences + self._capacity.queued
-        if self.taken and self.taken + sequences > most:
+        if self.taken >= self._capacity.sequences and self.taken + sequences > most:
             raise Overloaded(
                 f"this sampler has {self.taken} sequences and takes on at most {most}; send the request "
                 "again, or to another one"

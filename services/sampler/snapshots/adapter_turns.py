@@ -5,8 +5,9 @@ as long as those before it have requests: with a steady stream for each slot the
 ever. So no more adapters than there are slots are let into the engine at once, and they take turns.
 
 Invariants: the requests that run are of no more adapters than there are slots. Nobody starves: an adapter
-that others wait for takes on nothing new after its turn, the one first that has had its slot longest; a slot
-that falls free goes to the adapter whose request has waited longest.
+that others wait for takes on nothing new after its turn, the one first that has had its slot longest, and the
+next one too if that does not fall free within another turn; a slot that falls free goes to the adapter whose
+request has waited longest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ TURN_S = 2.0
 class _Slot:
     began: float
     running: set[int] = field(default_factory=set)
-    closed: bool = False
+    closed_at: float | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self.closed_at is not None
 
 
 class AdapterTurns:
@@ -84,15 +89,21 @@ class AdapterTurns:
         return wait
 
     def _close(self, now: float) -> Wait:
-        """Closes as many slots as adapters wait for one in vain, but none within its turn."""
+        """Closes as many slots as adapters wait for one in vain, but none within its turn; and others for
+        those that then take longer than a turn to fall free: a sample may be of an hour."""
         free = self._slots - len(self._active)
         wanted = sum(adapter not in self._active for adapter in self._waiting) - free
         until = None
         for slot in self._active.values():
             over = slot.began + TURN_S
-            slot.closed = wanted > 0 and now >= over
-            if slot.closed:
-                wanted -= 1
-            elif wanted > 0:
+            if wanted <= 0:
+                slot.closed_at = None
+                continue
+            if now >= over:
+                if slot.closed_at is None:
+                    slot.closed_at = now
+                over = slot.closed_at + TURN_S
+                wanted -= now < over
+            if now < over:
                 until = over if until is None else min(until, over)
         return Wait(until)

@@ -62,6 +62,8 @@ class FullSnapshots:
         self._entered: dict[int, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._swap: asyncio.Task[None] | None = None
+        self._coming: Weights = None
+        """What is on its way into the engine."""
         self._refusals: OrderedDict[SnapshotKey, str] = OrderedDict()
         self._lost = asyncio.Event()
 
@@ -123,7 +125,7 @@ class FullSnapshots:
             DataLoss, DeadlineExceeded: as Engine.stage_weights.
         """
         nbytes = incoming.nbytes
-        stage_id, dropped = self._staging.reserve(incoming.key, nbytes)
+        stage_id, dropped = self._staging.reserve(incoming.key, nbytes, self._coming)
         try:
             if dropped := [*self._unwanted, *dropped]:
                 self._unwanted.clear()
@@ -179,7 +181,7 @@ class FullSnapshots:
 
     async def _put(self, weights: Weights) -> None:
         started = time.monotonic()
-        source = self._source(weights)
+        source, self._coming = self._source(weights), weights
         try:
             if source is not None:
                 await self._engine.check_weights(source, SWAP_TIMEOUT_S)
@@ -189,6 +191,8 @@ class FullSnapshots:
             self._fail(self._turns.refused(), error)
         else:
             await self._replace(weights, source, started)
+        finally:
+            self._coming = None
         self._go_on()
         for listener in self._listeners:
             await listener(self.weights)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from services.sampler.engine.snapshot_key import SnapshotKey
+from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 
 
 @dataclass
@@ -33,8 +33,11 @@ class Staging:
         self._next_id = 1
         self._staged: OrderedDict[SnapshotKey, _Staged] = OrderedDict()
 
-    def reserve(self, key: SnapshotKey, nbytes: int) -> tuple[int | None, list[int]]:
+    def reserve(self, key: SnapshotKey, nbytes: int, used: Weights = None) -> tuple[int | None, list[int]]:
         """Makes room for a snapshot of `nbytes` that is about to arrive.
+
+        Args:
+            used: what is on its way into the engine, and stays.
 
         Returns:
             (the id to keep it under, or None when it is not to be kept; the ids to drop before).
@@ -46,7 +49,7 @@ class Staging:
         for other in list(self._staged):
             if self._used() + size <= self._budget:
                 break
-            if self._staged[other].complete:
+            if self._staged[other].complete and other != used:
                 dropped.append(self._staged.pop(other).stage_id)
         if self._used() + size > self._budget:
             return None, dropped

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
+from redis.exceptions import RedisError
+
 from services.common.contract import roles
 from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.process import failpoints
@@ -71,7 +73,7 @@ class ControlOps:
         """The result of an operation.
 
         Raises:
-            ModelNotResident: it is to be restored before it can be created.
+            ModelNotResident: it is to be restored before it can be created, or nobody knows whether it is.
             TinsmithError, OSError: the operation failed.
         """
         work, seq_id = operation.work, operation.seq_id
@@ -106,7 +108,12 @@ class ControlOps:
     async def _create(self, model: Model, seq_id: int, work: Create) -> OperationResult:
         if model.created:
             raise InvalidRequest(f"model {model.model_id} exists already")
-        if await self._durable(model.model_id) is not None:
+        try:
+            exists = await self._durable(model.model_id) is not None
+        except (RedisError, OSError) as error:
+            # Whoever sent it looks for it, as long as that takes, and sends it again.
+            raise ModelNotResident(f"whether model {model.model_id} exists is not known: {error}") from error
+        if exists:
             # Made afresh it would lack everything up to its snapshot, which the journal no longer has.
             raise ModelNotResident(f"model {model.model_id} exists; restore it")
         lora, saved, optimizer = work.lora, None, False

@@ -54,6 +54,8 @@ from tinsmith.internal.v1 import operation_pb2
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 2 * 1024**3
+_STILL_S = 0.05
+"""For so long at most operations begin without the event loop having a turn."""
 READ_ASIDE_BYTES = 64 * 1024
 """Larger operations take longer to read than the event loop may stand still."""
 
@@ -156,15 +158,16 @@ class Executor:
         Raises:
             ExceptionGroup: the world failed.
         """
-        begun = False
+        begun: float | None = None
+        """Since when operations begin, one after the other."""
         async with asyncio.TaskGroup() as control_ops:
             while not self._stopping:
                 self._wake.clear()
                 self._held_up.see_to(control_ops)
                 decision, cursor, alone = self._decide()
-                if begun and isinstance(decision, NextPass):
+                if begun is not None and isinstance(decision, NextPass):
                     # What has begun asks the world first: models that are stepped come back together.
-                    begun = False
+                    begun = None
                     await asyncio.sleep(0)
                     continue
                 if isinstance(decision, NextPass) and not alone and (patience := self._patience(decision)):
@@ -175,15 +178,21 @@ class Executor:
                 self._cursor = cursor
                 match decision:
                     case None:
+                        begun = None
                         self._anticipation.ends()
                         await self._wake.wait()
                     case NextControlOp(model_id, seq_id):
                         model = self._models[model_id]
-                        model.held = begun = True
+                        model.held = True
+                        begun = time.monotonic() if begun is None else begun
                         self._control_running += 1
                         task = control_ops.create_task(self._control_op(model), name=f"{model_id}:{seq_id}")
                         if alone:
                             await asyncio.wait([task])
+                        elif time.monotonic() - begun > _STILL_S:
+                            # A thousand models may have one to begin.
+                            begun = None
+                            await asyncio.sleep(0)
                     case NextPass():
                         await self._pass(decision)
 
@@ -224,7 +233,8 @@ class Executor:
 
     def evict(self, model: Model, error: TinsmithError) -> None:
         """Forgets a model; whoever waits for one of its operations gets the error."""
-        self._models.pop(model.model_id, None)
+        if self._models.get(model.model_id) is model:
+            del self._models[model.model_id]
         for operation in model.sequence.give_up():
             self._count(operation, -1)
             if not operation.result.done():

@@ -41,6 +41,8 @@ RELOADED = Counter("tinsmith_models_reloaded_total", "Models that were brought b
 
 Evict = Callable[[Model, TinsmithError], None]
 _LOOK_AGAIN_S = 0.05
+_PATIENCE_S = 1.0
+"""With which a snapshot that was taken waits for results."""
 _RESTORING = 4
 """Models whose states are read at once: after a start all of them are asked for together."""
 
@@ -74,9 +76,12 @@ class Residency:
         self._models = models
         self._states = states
         self._data = data
-        self._restoring: dict[str, asyncio.Task[int]] = {}
+        self._restoring: dict[str, tuple[int, asyncio.Task[int]]] = {}
+        """With the last move that each knows of."""
         self._reading = asyncio.Semaphore(_RESTORING)
-        self.durable = DurableStore(data, staging, pointers, self._take, self._epoch_of, self._note_durable)
+        self.durable = DurableStore(
+            data, staging, pointers, self._answered, self._take, self._epoch_of, self._note_durable
+        )
         self.full = FullModels(models, max_full_models, self._make_way)
         host = HostRoom(models, host_bytes, host_bytes_of, self._move, self._let_go)
         self.adapters = AdapterRoom(models, adapter_bytes, bytes_of, host, self._settle, self._let_go)
@@ -100,12 +105,16 @@ class Residency:
             StaleEpoch: another gateway leads the model.
             DataLoss: the snapshot is damaged.
         """
-        task = self._restoring.get(model_id)
+        known, task = self._restoring.get(model_id, (moved, None))
+        while task is not None and known < moved:
+            # What it comes to may be from before the model moved.
+            await asyncio.wait([task])
+            known, task = self._restoring.get(model_id, (moved, None))
         if task is None:
             task = asyncio.create_task(
                 self._restore(model_id, epoch, moved, evict), name=f"restore {model_id}"
             )
-            self._restoring[model_id] = task
+            self._restoring[model_id] = moved, task
             task.add_done_callback(lambda _: self._restoring.pop(model_id, None))
         seq_id = await asyncio.shield(task)
         if model_id in self._models:
@@ -225,7 +234,11 @@ class Residency:
         if model.unsaved_steps:
             model.unsaved_steps = model.unsaved_bytes = 0
             self.durable.changed(model.model_id)
-        await self.durable.settle(model.model_id)
+        await self.durable.settle(model.model_id, lambda: self._is_idle(model))
+        return self._is_idle(model)
+
+    def _is_idle(self, model: Model) -> bool:
+        """Whether a model has no work, and is still here."""
         return self._models.get(model.model_id) is model and not model.is_busy
 
     async def _move(self, model: Model, to_host: bool) -> bool:
@@ -241,6 +254,13 @@ class Residency:
         # Gone at once: an operation that arrives now is answered that the model is to be restored.
         del self._models[model.model_id]
         await self._world.call(DropModel(model.model_id))
+
+    async def _answered(self, model_id: str) -> None:
+        """Returns when all operations of a model that have been executed have their results: files of an
+        export take minutes to write."""
+        model = self._models.get(model_id)
+        if model is not None and (unfinished := model.unfinished(up_to=model.sequence.applied)):
+            await asyncio.wait(unfinished)
 
     async def _take(self, model_id: str) -> DurableSnapshot | None:
         model = self._models.get(model_id)
@@ -261,12 +281,17 @@ class Residency:
         return DurableSnapshot(saved, results)
 
     async def _results(self, model: Model, seq_id: int) -> dict[int, OperationResult] | None:
-        """Results of the last operations up to one, once it and all before have theirs; None: it is gone."""
+        """Results of the last operations up to one, once it and all before have theirs; None: it is gone, or
+        some of them take longer."""
         # The journal will be trimmed up to this operation, so nothing before it may still lack a result.
         unfinished = model.unfinished(up_to=seq_id)
         if unfinished:
-            await asyncio.wait(unfinished)
-        if self._models.get(model.model_id) is not model or model.unfinished(up_to=seq_id):
+            await asyncio.wait(unfinished, timeout=_PATIENCE_S)
+        if self._models.get(model.model_id) is not model:
+            return None
+        if model.unfinished(up_to=seq_id):
+            # They are waited for where that keeps no other model's snapshot from being written.
+            self.durable.changed(model.model_id)
             return None
         return {number: result for number, result in model.sequence.results.items() if number <= seq_id}
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -30,6 +31,8 @@ IDLE_S = 5.0
 
 _WAIT_S = 60.0
 _LOOK_AGAIN_S = 0.2
+_SEEN_S = 0.1
+"""For so long what was seen to be free answers who finds that too little."""
 
 
 def deadline() -> float:
@@ -107,6 +110,9 @@ class Room:
         """Of those that wait, in the order in which they came."""
         self._held = 0
         """By models that are being made."""
+        self._seen, self._seen_until = 0, -math.inf
+        """What was free when somebody last looked: with a thousand that wait, each of which looks again and
+        again, to add up what all of a thousand models take costs more than a core has."""
 
     def used(self) -> int:
         """What models take at present."""
@@ -153,7 +159,13 @@ class Room:
 
     def _takes(self, mine: _Turn) -> bool:
         """Takes what one waits for, if there is so much for it; whether it did."""
-        first, free = self._turns[0], self.most - self.used()
+        first, now = self._turns[0], time.monotonic()
+        if mine is not first and first.spare is not None and now < self._seen_until:
+            seen = beside(self._seen, first.size, first.spare)
+            if mine.size > seen:
+                return False
+        free = self._seen = self.most - self.used()
+        self._seen_until = now + _SEEN_S
         if first.spare is None:
             first.spare = free
         if mine.size > (free if mine is first else beside(free, first.size, first.spare)):

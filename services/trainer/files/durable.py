@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _RESULTS = "results.msgpack"
 _CONCURRENT_WRITES = 2
 _KEPT_S = 10.0
+_LOOK_AGAIN_S = 0.2
 _REST = 4.0
 """Together the writers rest this many times as long as they write: training comes first."""
 _MOST_REST_S = 30.0
@@ -78,7 +79,9 @@ class DurableStore:
 
     Args:
         staging: as of `read_state`.
-        take: gives a model's newest snapshot, which is released here; None when the model is gone.
+        answered: returns when what a model's newest state covers has its results.
+        take: gives a model's newest snapshot, which is released here; None when the model is gone, or has
+            `changed`.
         epoch_of: highest fencing epoch seen for a model.
         on_durable: told (model_id, seq_id) once a snapshot is durable.
     """
@@ -88,6 +91,7 @@ class DurableStore:
         data: DataDir,
         staging: Path,
         pointers: Pointers,
+        answered: Callable[[str], Awaitable[None]],
         take: Callable[[str], Awaitable[DurableSnapshot | None]],
         epoch_of: Callable[[str], int],
         on_durable: Callable[[str, int], None],
@@ -95,6 +99,7 @@ class DurableStore:
         self._data = data
         self._staging = staging
         self._pointers = pointers
+        self._answered = answered
         self._take = take
         self._epoch_of = epoch_of
         self._on_durable = on_durable
@@ -115,12 +120,12 @@ class DurableStore:
                 self._write_all(model_id), name=f"durable {model_id}"
             )
 
-    async def settle(self, model_id: str) -> None:
-        """Returns when nothing of this model is left to write."""
-        writer = self._writers.get(model_id)
-        if writer is not None:
+    async def settle(self, model_id: str, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Returns when nothing of this model is left to write, or that is not wanted any more: a model that
+        trains on may always have something."""
+        while (writer := self._writers.get(model_id)) is not None and wanted():
             self._hurry[model_id].set()
-            await asyncio.wait([writer])
+            await asyncio.wait([writer], timeout=_LOOK_AGAIN_S)
 
     async def drain(self) -> None:
         """Returns when nothing is left to write. From now on writers do not rest."""
@@ -180,9 +185,11 @@ class DurableStore:
     async def _write_all(self, model_id: str) -> None:
         try:
             while model_id in self._changed:
-                self._changed.discard(model_id)
                 try:
+                    # Not in a slot, which others would lack meanwhile.
+                    await self._answered(model_id)
                     async with self._slots:
+                        self._changed.discard(model_id)
                         rest = await self._write_newest(model_id)
                 except Exception:
                     # The journal keeps what the snapshot would have covered; the next one makes up for it.

@@ -28,6 +28,7 @@ from services.trainer.compute.engine import Engine
 from services.trainer.compute.exchange import part_seconds
 from services.trainer.compute.full.shards import Writing
 from services.trainer.compute.lora.snapshot import Snapshot
+from services.trainer.compute.memory.failures import OUT_OF_MEMORY, is_out_of_memory
 from services.trainer.world.channel import Channel, WorldFailure, execute
 from services.trainer.world.commands import (
     Command,
@@ -63,6 +64,20 @@ def _file_bytes(directory: str) -> int:
         return sum(path.stat().st_size for path in Path(directory).iterdir())
     except OSError:
         return 0
+
+
+def _read_only(work: Callable[[], T]) -> T:
+    """What changes no model, and so fails alone where it finds no memory.
+
+    Raises:
+        Internal: it found none.
+    """
+    try:
+        return work()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise Internal(f"no memory for a copy of the model: {error}", OUT_OF_MEMORY) from error
 
 
 @dataclass(eq=False)
@@ -172,11 +187,12 @@ class World:
         """What a function comes to on a thread beside the engine's, where a snapshot comes to the host.
 
         Raises:
+            Internal: there is no memory for it.
             WorldFailure: the world broke meanwhile, or it takes longer than any command may.
         """
         # As many as there may be snapshots at once.
         thread = WorkerThread("snapshot")
-        future = asyncio.wrap_future(thread.submit(work))
+        future = asyncio.wrap_future(thread.submit(lambda: _read_only(work)))
         thread.close()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await self._ended(future, "a snapshot", self._timeout)
@@ -326,7 +342,7 @@ class World:
         if self._engine.gathers(model_id, optimizer=optimizer):
             snapshot = self._execute(ReadState(model_id, optimizer))
         else:
-            snapshot = self._engine.snapshot(model_id, optimizer=optimizer)
+            snapshot = _read_only(lambda: self._engine.snapshot(model_id, optimizer=optimizer))
         return self._changed_by[model_id], snapshot
 
     def _write(self, model_id: str, directory: str) -> tuple[int, Writing]:

@@ -2,10 +2,10 @@
 
 Per token and block the backward pass keeps what goes into and comes out of each linear, and about a third as
 much again: norms, activations, rotations. The factor is checked against what PyTorch keeps, see
-tests/unit/trainer/compute/memory/test_capacity.py. With activation checkpointing a block keeps its input alone, and
-one block at a time is computed again. Attention by matrices of scores, which an architecture with sinks or
-capped scores has, keeps those too, as many as the square of the tokens, and so do the masks of a sliding
-window where no kernel goes without them, in a sequence that is longer than the window.
+tests/unit/trainer/compute/memory/test_capacity.py. With activation checkpointing a block keeps its input
+alone, and one block at a time is computed again. Attention by matrices of scores, which an architecture with
+sinks or capped scores has, keeps those too, as many as the square of the tokens, and so do the masks of a
+sliding window where no kernel goes without them, in a sequence that is longer than the window.
 
 Of a sequence that all ranks compute together each has an equal part, and beside it what the exchange around
 attention takes: queries, keys, values and outputs, as they are sent and as they come, while a block is

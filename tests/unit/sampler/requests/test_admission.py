@@ -86,11 +86,21 @@ def test_whatever_ends_a_request_it_holds_nothing_afterwards(admission: Admissio
     assert (admission.taken, admission.waiting) == (0, 0)
 
 
-def test_a_request_that_is_larger_than_the_engine_is_taken_on_alone() -> None:
+def test_a_request_that_is_larger_than_the_engine_is_taken_on_when_that_is_not_full() -> None:
     admission = Admission(Capacity(sequences=8, queued=2))
     with admission.place(512, ready=True, late=0):
         assert admission.taken == 512
         with pytest.raises(Overloaded, match="at most 10"), admission.place(1, ready=True, late=0):
             pass
-    with admission.place(1, ready=True, late=0), pytest.raises(Overloaded):
+    with admission.place(8, ready=True, late=0), pytest.raises(Overloaded):
         admission.place(512, ready=True, late=0).__enter__()
+
+
+def test_a_group_of_many_samples_finds_its_places_beside_single_ones_that_come_all_the_time() -> None:
+    """A gateway sends it once its samples have places in all replicas together: not in one of them."""
+    admission = Admission(Capacity.of(64))
+    with ExitStack() as singles:
+        for _ in range(63):
+            singles.enter_context(admission.place(1, ready=True, late=0))
+        with admission.place(64, ready=True, late=0), pytest.raises(Overloaded):
+            admission.place(64, ready=True, late=0).__enter__()

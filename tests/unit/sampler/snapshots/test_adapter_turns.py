@@ -140,3 +140,21 @@ def test_nobody_starves_while_twice_as_many_busy_tenants_as_slots_come_back_for_
     # Two others are before it, each for a turn and its last generation.
     assert max(waits) < 2 * (TURN_S + longest) + 0.1
     assert min(served.values()) > 0.8 * max(served.values())
+
+
+def test_a_sample_of_an_hour_in_the_oldest_slot_does_not_keep_who_waits_from_the_other() -> None:
+    clocked = busy((1, A), (2, B))
+    clocked.arrive((3, C))
+    clocked.now += TURN_S
+    # A has had its slot longest, and takes on nothing new.
+    assert clocked.settle().until == clocked.now + TURN_S
+    clocked.arrive((4, B))
+    clocked.settle()
+    assert 4 in clocked.running
+    clocked.now += TURN_S
+    clocked.arrive((5, B))
+    clocked.settle()
+    assert 5 not in clocked.running
+    clocked.finish(2, 4)
+    clocked.settle()
+    assert clocked.running == {1, 3}

@@ -78,6 +78,25 @@ async def test_a_full_model_without_room_takes_part_in_the_transfer_and_is_not_k
     assert (engine.staged, snapshots.resident()) == ([None], [])
 
 
+async def test_a_full_model_on_its_way_into_the_engine_stays_while_the_next_one_arrives(
+    engine: Engine, snapshots: Snapshots
+) -> None:
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
+    await snapshots.receive(full())
+    engine.gate.clear()
+    sampling = asyncio.create_task(sampled(snapshots, FULL))
+    while not engine.swaps:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    # There is no room for both: it goes to the store alone.
+    arriving = asyncio.create_task(snapshots.receive(full(SnapshotKey("session:train:1", 2))))
+    await asyncio.sleep(0.05)
+    assert engine.dropped_staged == []
+    engine.gate.set()
+    assert await sampling == FULL
+    await arriving
+    assert (engine.staged, engine.dropped_staged) == ([1, None], [])
+
+
 async def test_a_damaged_full_model_leaves_the_group_and_is_dropped_with_the_next_one(
     engine: Engine, snapshots: Snapshots
 ) -> None:

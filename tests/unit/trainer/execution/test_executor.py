@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis.exceptions
 from prometheus_client import REGISTRY
 
 from services.common.contract.errors import InvalidRequest, ModelNotResident, Unavailable
@@ -18,6 +19,7 @@ from services.trainer import convert
 from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row
 from services.trainer.convert import Forward, Target
 from services.trainer.execution import executor as module
+from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import READ_ASIDE_BYTES, Executor
 from services.trainer.execution.measures import count_pass
 from services.trainer.execution.resident_models import Model, Rejected
@@ -82,6 +84,38 @@ async def test_what_waits_is_known_by_the_class_of_its_owner_until_it_has_its_re
     assert taking.queued_bytes > 0
     taking.abandon(Unavailable("stopping"))
     assert (taking.queued_by_class(), taking.queued_bytes) == ({"light": 0, "heavy": 0}, 0)
+
+
+async def test_a_creation_that_meets_redis_away_is_asked_for_again_and_the_trainer_goes_on(
+    tmp_path: Path,
+) -> None:
+    nothing: Any = None
+
+    async def durable(model_id: str) -> int | None:
+        raise redis.exceptions.ConnectionError("refused")
+
+    control = ControlOps(
+        *(nothing, nothing, nothing, nothing, nothing),
+        changed=nothing,
+        durable=durable,
+        full=nothing,
+        adapters=nothing,
+        snapshot_steps=1,
+    )
+    crashes = CrashLedger[tuple[str, int]](tmp_path / "crashes", tuple[str, int], "trainer")
+    models: dict[str, Model] = {}
+    target = Target("org/base", 64, True)
+    executing = Executor(nothing, models, control, target, Limits(1, 64), crashes)
+    running = asyncio.create_task(executing.run())
+    asked = operation_pb2.Operation(model_id="s:train:0", seq_id=0)
+    asked.create_model.base_model, asked.create_model.lora.rank = "org/base", 8
+    result = executing.submit(asked, await executing.read(asked), -1, 1)
+    assert isinstance(result, asyncio.Future)
+    with pytest.raises(ModelNotResident, match="refused"):
+        await asyncio.wait_for(result, 60)
+    assert not models and not running.done()
+    executing.stop()
+    await running
 
 
 class _Instead:

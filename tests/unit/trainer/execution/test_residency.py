@@ -16,7 +16,7 @@ from services.common.storage.data_dir import DataDir
 from services.trainer.compute.data import ModelState
 from services.trainer.execution import residency as module
 from services.trainer.execution.residency import Residency
-from services.trainer.execution.resident_models import Model
+from services.trainer.execution.resident_models import Model, Operation, new_sequence
 from services.trainer.execution.states import States, staging_of
 from services.trainer.files import durable
 from services.trainer.files.base import Base
@@ -67,11 +67,11 @@ class Trainer:
         self._data = data
         self._state = state
 
-    def stored(self, model_id: str) -> str:
-        meta = Meta("org/base", "org/base", model_id, SEQ_ID, self._state.step, self._state.lora)
-        snapshot = DurableSnapshot(SavedState(meta, self._state), {SEQ_ID: RESULT})
-        durable._write_files(self._data.state(model_id) / f"{SEQ_ID}-1", snapshot)
-        self.pointers.pointer = (SEQ_ID, f"{SEQ_ID}-1")
+    def stored(self, model_id: str, seq_id: int = SEQ_ID) -> str:
+        meta = Meta("org/base", "org/base", model_id, seq_id, self._state.step, self._state.lora)
+        snapshot = DurableSnapshot(SavedState(meta, self._state), {seq_id: RESULT})
+        durable._write_files(self._data.state(model_id) / f"{seq_id}-1", snapshot)
+        self.pointers.pointer = (seq_id, f"{seq_id}-1")
         return model_id
 
     async def restore(self, model_id: str, epoch: int, moved: int = 0) -> int:
@@ -128,9 +128,45 @@ async def test_those_that_wait_for_room_keep_no_other_from_being_read(trainer: T
     assert not any(task.done() for task in waiting)
     for task in waiting:
         task.cancel()
-    for task in (under_way := list(trainer.residency._restoring.values())):
+    for task in (under_way := [task for _, task in trainer.residency._restoring.values()]):
         task.cancel()
     await asyncio.gather(*waiting, *under_way, return_exceptions=True)
+
+
+async def test_who_knows_of_a_move_does_not_get_what_one_who_does_not_has_read(trainer: Trainer) -> None:
+    trainer.stored(MODEL)
+    trainer.engine.gate.clear()
+    first = asyncio.create_task(trainer.restore(MODEL, epoch=1))
+    await until(lambda: trainer.engine.waiting == 1)
+    # Its gateway gave up. Another trainer had the model, and took it further.
+    trainer.stored(MODEL, seq_id=9)
+    second = asyncio.create_task(trainer.restore(MODEL, epoch=3, moved=3))
+    await asyncio.sleep(0.05)
+    trainer.engine.gate.set()
+    assert await first == SEQ_ID
+    assert await second == 9
+
+
+async def test_exports_that_take_long_keep_no_other_models_snapshot_from_being_written(
+    trainer: Trainer,
+) -> None:
+    names = [ids.model_id("s", number) for number in range(durable._CONCURRENT_WRITES + 1)]
+    lora, result = trainer._state.lora, asyncio.get_running_loop().create_future
+    for name in names:
+        trainer.models[name] = Model(name, new_sequence(SEQ_ID), created=True, lora=lora)
+        # What `_make_way` is asked of the last one: it has nothing that runs.
+        if name != names[-1]:
+            export = Operation(
+                seq_id=2, units=None, model_id=name, work=cast(Any, None), size=1, result=result()
+            )
+            trainer.models[name].sequence.unfinished[2] = export
+        trainer.residency.durable.changed(name)
+    trainer.pointers.epoch = 0
+    async with asyncio.timeout(60):
+        assert await trainer.residency._make_way(trainer.models[names[-1]])
+    for writer in (writers := list(trainer.residency.durable._writers.values())):
+        writer.cancel()
+    await asyncio.gather(*writers, return_exceptions=True)
 
 
 async def test_a_copy_from_before_the_models_last_move_is_dropped_and_read_anew(trainer: Trainer) -> None:

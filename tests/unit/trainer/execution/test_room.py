@@ -23,6 +23,7 @@ _LONG = 0.05
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_LOOK_AGAIN_S", 0.005)
+    monkeypatch.setattr(room, "_SEEN_S", 0.0)
 
 
 class Waiters:
@@ -140,3 +141,33 @@ async def test_idle_ones_leave_for_the_first_and_for_nobody_else() -> None:
         assert found.came == [] and "a" not in found.models, "60 are free, and 10 of them anybody's"
         await found.unload("b")
         assert sorted(found.came) == ["large", "small"]
+
+
+async def test_a_thousand_that_wait_look_at_a_thousand_models_a_few_times_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "_SEEN_S", 0.5)
+    models = {name: Model(name, created=True, lora=LoraSpec(1), held=True) for name in map(str, range(100))}
+    looked = 0
+
+    def taken(model: Model) -> int:
+        nonlocal looked
+        looked += 1
+        return 1
+
+    async def leave(model: Model) -> bool:
+        return False
+
+    full = Room(models, 100, taken, leave)
+
+    async def wait() -> None:
+        async with full.hold(1, lambda: Overloaded("all are in use")):
+            pass
+
+    waiting = [asyncio.create_task(wait()) for _ in range(100)]
+    # Each looks again some eighty times meanwhile.
+    await asyncio.sleep(0.4)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert looked < 100 * 100 * 4

@@ -69,6 +69,10 @@ def trained(model_state: ModelState) -> Trained:
     return Trained(model_state)
 
 
+async def answered(model_id: str) -> None:
+    """All there is has its results."""
+
+
 def make(
     tmp_path: Path, pointers: PointersInMemory, take: Callable[[str], Awaitable[DurableSnapshot | None]]
 ) -> tuple[DurableStore, list[tuple[str, int]]]:
@@ -77,6 +81,7 @@ def make(
         DataDir(tmp_path),
         tmp_path / "staging",
         pointers,
+        answered,
         take,
         lambda _: 1,
         lambda model, seq: told.append((model, seq)),
@@ -94,6 +99,27 @@ async def test_the_newest_state_comes_back_with_its_results(tmp_path: Path, trai
     assert found is not None
     assert (found.seq_id, found.saved.state, found.results) == (4, trained.state, {4: RESULT})
     assert told == [(MODEL, 4)]
+
+
+async def test_who_does_not_want_it_any_more_does_not_wait_for_a_model_that_trains_on(
+    tmp_path: Path, trained: Trained
+) -> None:
+    store, told = make(tmp_path, PointersInMemory(), trained.take)
+
+    async def train() -> None:
+        while True:
+            trained.seq_id += 1
+            store.changed(MODEL)
+            await asyncio.sleep(0)
+
+    training = asyncio.create_task(train())
+    async with asyncio.timeout(60):
+        while not store._writers:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await store.settle(MODEL, wanted=lambda: len(told) < 3)
+    assert store._writers
+    training.cancel()
+    await store.settle(MODEL)
 
 
 async def test_snapshots_of_the_last_seconds_are_kept_for_a_pointer_that_redis_lost(

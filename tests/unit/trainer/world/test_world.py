@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 import torch
 
-from services.common.contract.errors import InvalidRequest, ModelNotResident, TinsmithError
+from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.process.threads import WorkerThread
 from services.trainer.compute.data import (
     AdamSpec,
@@ -144,6 +144,26 @@ async def test_steps_go_on_while_a_state_comes_to_the_host_and_only_so_many_are_
     engine.kept[-1].may_go.set()
     seq_id, state = await states[-1]
     assert (seq_id, state.step) == (9, 2)
+
+
+async def test_a_snapshot_without_memory_fails_alone(
+    thread: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Rank0()
+    world = World(thread, cast(Engine, engine), Channel(0, 1, timedelta(seconds=5)), 60)
+
+    def full(*_: object, **__: object) -> FullSnapshot:
+        raise RuntimeError("can't allocate memory: a copy takes 5 bytes of the host that has 1")
+
+    await world.step(STEP)
+    with pytest.raises(Internal, match="can't allocate memory"):
+        await world.beside(full)
+    with monkeypatch.context() as patched, pytest.raises(Internal, match="can't allocate memory"):
+        patched.setattr(engine, "snapshot", full)
+        async with world.snapshot("m"):
+            pass
+    async with world.snapshot("m") as (seq_id, _):
+        assert seq_id == 7
 
 
 async def test_a_snapshot_that_does_not_come_to_the_host_ends_the_world(thread: WorkerThread) -> None:
