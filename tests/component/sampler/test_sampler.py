@@ -317,11 +317,11 @@ async def test_who_does_not_wait_to_the_end_hears_how_far_a_sample_is(stub) -> N
 
 
 async def test_a_request_that_is_given_up_frees_its_place_and_a_full_queue_refuses(stub) -> None:
-    long = request(prompt(7, 4), n=60, max_tokens=500, stop=NEVER)
+    long = request(prompt(7, 4), n=64, max_tokens=500, stop=NEVER)
     call = stub.Sample(long, timeout=120)
     await until_running(stub, lambda running: running == 1)
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await stub.Sample(request([1], n=21), timeout=150)
+        await stub.Sample(request([1], n=17), timeout=150)
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await stub.EndSample(sampler_pb2.EndSampleRequest(request_id=long.request_id), timeout=60)
     with pytest.raises(grpc.aio.AioRpcError) as error:
