@@ -48,7 +48,7 @@ models: setup ## write what adapters train of each family of models anew into do
 	@TINSMITH_WRITE_MODELS=1 $(PY) -m pytest -q tests/unit/trainer/compute/test_models.py
 
 compatibility: setup ## write what of the SDK works anew into docs/compatibility.md
-	@TINSMITH_WRITE_COMPATIBILITY=1 $(PY) -m pytest tests/cluster/test_compatibility.py
+	@TINSMITH_WRITE_COMPATIBILITY=1 $(PY) -m pytest tests/cluster/contract/test_compatibility.py
 
 test-families: setup ## what samplers compute of each family of models that vLLM runs on a CPU, beside transformers and PEFT
 	@FAMILIES=all $(PY) -m pytest tests/families
@@ -67,7 +67,7 @@ test-abuse: setup ## hostile requests of every kind beside a bystander, and thei
 
 test-ecosystem: setup ## the cookbook's recipes and their table (docs/cookbook.md), clients of every kind, versions of the SDK
 	@COOKBOOK_TABLE=docs/cookbook.md $(PY) -m pytest tests/ecosystem
-	@$(PY) -m pytest tests/cluster/test_examples.py tests/cluster/test_inference.py tests/cluster/test_compatibility.py
+	@$(PY) -m pytest tests/cluster/documents/test_examples.py tests/cluster/sampling/test_inference.py tests/cluster/contract/test_compatibility.py
 	@$(PY) -m pytest tests/sdks
 
 test-soak: setup ## sessions that come and go, and what is left of them (MINUTES=n, default 60)

@@ -1,6 +1,6 @@
 """A downloaded adapter is an ordinary PEFT adapter to vLLM as it is.
 
-That PEFT computes with one what the trainer does is asserted in tests/cluster/test_exports.py.
+That PEFT computes with one what the trainer does is asserted in tests/cluster/training/test_exports.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tinker import types
 
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster
-from tests.cluster.test_moves import Rollouts
+from tests.cluster.sampling.test_moves import Rollouts
 from tinsmith.v1 import service_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """Versions of the tinker SDK against one cluster: which steps each can do stands in docs/compatibility.md.
 
 `make test-sdks` runs it: it installs every version, without its dependencies, which are those of the
-project's own environment. `make test-sdks WRITE=1` writes the table anew. tests/cluster/test_sdk_versions.py
-is its short form.
+project's own environment. `make test-sdks WRITE=1` writes the table anew. Its short form is
+tests/cluster/contract/test_sdk_versions.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.compatibility import page
 from tests.cluster.conftest import Cluster, model_dir, start_cluster, stop_cluster
+from tests.cluster.contract.compatibility import page
 from tests.sdks import table
 from tests.sdks.releases import VERSIONS, steps
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
-from tests.cluster.test_grpc import Session, tensor
+from tests.cluster.contract.test_grpc import Session, tensor
 from tests.reference import Reference
 from tinsmith.v1 import checkpoints_pb2, models_pb2, results_pb2, sampling_pb2, service_pb2_grpc
 

@@ -24,8 +24,8 @@ from click.testing import CliRunner
 from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
 
-from tests.cluster.compatibility import sdk
 from tests.cluster.conftest import BASE_MODEL, Cluster
+from tests.cluster.contract.compatibility import sdk
 
 WORKS, REFUSED, CLIENT_ONLY, WRONG = "works", "refused", "client only", "WRONG"
 SECONDS = 300

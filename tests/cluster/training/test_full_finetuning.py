@@ -11,8 +11,8 @@ from tinker import types
 
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, Cluster
-from tests.cluster.test_checkpoints import train
-from tests.cluster.test_training_numbers import ADAM
+from tests.cluster.training.test_checkpoints import train
+from tests.cluster.training.test_training_numbers import ADAM
 from tests.reference import Reference
 
 PROBE = [batches.cross_entropy(60, 30)]

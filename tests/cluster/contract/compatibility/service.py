@@ -10,8 +10,8 @@ import torch
 from tinker.lib.retry_handler import RetryConfig
 
 from tests.cluster import batches
-from tests.cluster.compatibility.walk import ClientOnly, Walk, probe
 from tests.cluster.conftest import BASE_MODEL, CONTEXT
+from tests.cluster.contract.compatibility.walk import ClientOnly, Walk, probe
 
 _CONSOLE = "a constant of the SDK: a page of the hosted service, which knows nothing of this cluster"
 

@@ -15,8 +15,8 @@ from tinker import types
 from tinker.lib.retry_handler import RetryConfig
 
 from services.launcher.cli import main as tinsmith
-from tests.cluster.compatibility.walk import ClientOnly, Walk, probe
 from tests.cluster.conftest import BASE_MODEL
+from tests.cluster.contract.compatibility.walk import ClientOnly, Walk, probe
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.compatibility import command_line, page, rest, sampling, sdk, service, training
-from tests.cluster.compatibility.walk import PROBES, WRONG, Row, Walk
 from tests.cluster.conftest import Cluster
+from tests.cluster.contract.compatibility import command_line, page, rest, sampling, sdk, service, training
+from tests.cluster.contract.compatibility.walk import PROBES, WRONG, Row, Walk
 
 PROBED = (service, training, sampling, rest, command_line)
 WRITE = "TINSMITH_WRITE_COMPATIBILITY"

@@ -10,8 +10,8 @@ from unittest import mock
 
 import tinker
 
-from tests.cluster.compatibility.walk import ClientOnly, Walk, probe, window
 from tests.cluster.conftest import BASE_MODEL
+from tests.cluster.contract.compatibility.walk import ClientOnly, Walk, probe, window
 
 NOT_CALLED = {"checkpoint push-hf"}
 """Commands whose other end is not this cluster."""

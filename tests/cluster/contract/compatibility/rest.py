@@ -7,8 +7,8 @@ from datetime import UTC, date, datetime, timedelta
 
 from tinker import types
 
-from tests.cluster.compatibility.walk import Walk, probe, window
 from tests.cluster.conftest import BASE_MODEL
+from tests.cluster.contract.compatibility.walk import Walk, probe, window
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -10,9 +10,9 @@ from tinker import types
 from tinker.lib.retry_handler import RetryConfig
 
 from tests.cluster import batches
-from tests.cluster.compatibility.service import _CONSOLE
-from tests.cluster.compatibility.walk import ClientOnly, Walk, probe
 from tests.cluster.conftest import BASE_MODEL
+from tests.cluster.contract.compatibility.service import _CONSOLE
+from tests.cluster.contract.compatibility.walk import ClientOnly, Walk, probe
 
 LOSSES: dict[str, dict[str, float | str]] = {
     "cross_entropy": {},

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.compatibility import page
 from tests.cluster.conftest import Cluster
+from tests.cluster.contract.compatibility import page
 from tests.sdks import table
 from tests.sdks.releases import SOME, Unavailable, steps
 

@@ -7,7 +7,7 @@ import tinker
 from tinker import types
 
 from tests.cluster.conftest import BASE_MODEL, Cluster
-from tests.cluster.test_snapshots import GREEDY, PROMPTS, answers, train_a_step
+from tests.cluster.sampling.test_snapshots import GREEDY, PROMPTS, answers, train_a_step
 from tests.reference import Reference
 
 

@@ -15,7 +15,7 @@ from tests.cluster.conftest import BASE_MODEL, Cluster
 from tests.go_example import can_be_built, go_example
 from tests.node_example import node_example
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def told(cluster: Cluster) -> dict[str, str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import Cluster
-from tests.cluster.test_examples import run
+from tests.cluster.documents.test_examples import run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SAYS = {
     "docs/grpc.md": (r'"trainable":\s*true', r"^\d+\.\d+$", r"^\[\d+[\d, ]*\]$"),
     "docs/inference.md": (r"^\d+$", r"TextBlock\("),

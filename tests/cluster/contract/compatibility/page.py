@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from tests.cluster.compatibility.walk import Row
+from tests.cluster.contract.compatibility.walk import Row
 
-PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[4] / "docs" / "compatibility.md"
 _ORDER = (
     *("ServiceClient", "optimizer", "TrainingClient", "loss_fn", "AdamParams", "kind of sampling client"),
     *("SamplingClient", "SamplingParams", "chunk", "RestClient", "AdminClient", "APIFuture", "auth"),
