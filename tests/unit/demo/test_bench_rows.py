@@ -10,7 +10,7 @@ import pytest
 
 import bench.__main__ as program
 from bench.counted import loss_memory
-from bench.requests import cost, latency, waiting
+from bench.requests import cost, latency, recorder, waiting
 from bench.rows import Row, alternate, ratio_row
 from bench.sampling import publishing, raw_broadcast
 from bench.sampling import throughput as sampling
@@ -42,9 +42,21 @@ def test_one_slow_repetition_does_not_move_the_ratio() -> None:
 
 
 def test_a_process_is_charged_for_the_time_that_it_had_a_core_not_for_what_passed() -> None:
-    row = cost.cost_row("gateway", spent=1.0, elapsed=50.0, at_least=1000.0)
+    row = cost.cost_row("gateway", spent=[1.0, 0.5, 4.0], elapsed=[50.0, 40.0, 90.0], at_least=1000.0)
     assert (row.value, row.holds) == (2000.0, True)
+    assert (row.details["lowest"], row.details["highest"]) == (500.0, 4000.0)
     assert (row.details["core_ms_per_sample"], row.details["samples_per_s_on_this_machine"]) == (0.5, 40.0)
+
+
+def test_what_the_sdk_sent_is_sent_again_with_another_body() -> None:
+    first = b"POST /api/v1/asample HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nX-API-Key: k\r\n\r\nabc"
+    second = b"POST /api/v1/retrieve_future HTTP/1.1\r\ncontent-length: 2\r\n\r\nde"
+    unfinished = second[:-1]
+    one, other = recorder.requests_in(first + second + unfinished)
+    assert (one.path, one.body, other.path, other.body) == ("asample", b"abc", "retrieve_future", b"de")
+    head, body = one.with_body(b"longer")
+    assert head.endswith(b"\r\nX-API-Key: k\r\ncontent-length: 6\r\n\r\n")
+    assert recorder.requests_in(head + body)[0].body == b"longer"
 
 
 def test_the_largest_difference_is_found_and_not_a_number_is_infinite() -> None:
