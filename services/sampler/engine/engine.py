@@ -24,9 +24,6 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.triton_utils import HAS_TRITON
-from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.contract.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
@@ -34,7 +31,7 @@ from services.common.contract.sample_schema import Scoring
 from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
 from services.common.weights.medium import Medium
-from services.sampler.config import SamplerConfig, check_device, device_environment
+from services.sampler.config import SamplerConfig, check_device
 from services.sampler.engine import answers
 from services.sampler.engine.child import STACKS_SIGNAL
 from services.sampler.engine.params import checked, vllm_params
@@ -50,7 +47,7 @@ from services.sampler.engine.sampling import (
     begun,
     served,
 )
-from services.sampler.engine.settings import EngineStats, adapts, checked_args, refusals
+from services.sampler.engine.settings import adapts, started
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.engine.workers import ENDED, Workers
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
@@ -80,15 +77,8 @@ class Engine:
         if config.device not in ("auto", device):
             raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
         check_device(device, config.kv_cache_dtype, config.quantization)
-        os.environ.update(device_environment(config, device, triton=HAS_TRITON))
-        arguments = checked_args(config, device)
         self._config = config
-        # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU. Without a usage
-        # context it takes 128 and 2048 on any.
-        context = UsageContext.OPENAI_API_SERVER
-        loggers: Any = [EngineStats] if config.metrics_port else None
-        with refusals(config):
-            self._llm = AsyncLLM.from_engine_args(arguments, usage_context=context, stat_loggers=loggers)
+        self._llm = started(config, device)
         model, settings = self._llm.model_config, self._llm.vllm_config
         self.model_runner = "v2" if settings.use_v2_model_runner else "v1"
         log.info("vLLM's model runner %s computes the steps", self.model_runner.upper())

@@ -6,7 +6,9 @@ raw model's, a request without a seed gets another stream on every replica, and 
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +19,16 @@ from prometheus_client import REGISTRY
 from pydantic import ValidationError
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.transformers_utils.config import get_config
+from vllm.triton_utils import HAS_TRITON
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from services.common.contract.errors import InvalidRequest
 from services.common.process.process import machine_memory
-from services.sampler.config import GIB, SamplerConfig
+from services.sampler.config import GIB, SamplerConfig, device_environment
 from services.sampler.engine import cpu_cache
 from services.sampler.engine.cpu_cache import CpuCache
 from services.sampler.worker import text_models
@@ -50,6 +56,28 @@ _CPU_LATENT = (512, 64)
 _PICTURES = ("qwen3_5", "qwen3_5_moe")
 # Residency decides what is resident; vLLM's own cache must never evict by itself.
 _UNLIMITED_ADAPTERS = 1_000_000
+
+
+def started(config: SamplerConfig, device: str) -> AsyncLLM:
+    """vLLM's front end on "cpu" or "cuda", with its engine. Blocks until the model is loaded.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    disable_envs_cache()
+    os.environ.update(device_environment(config, device, triton=HAS_TRITON))
+    arguments = checked_args(config, device)
+    # vLLM's defaults for a server: 1024 sequences in steps of 8192 tokens on a large GPU. Without a usage
+    # context it takes 128 and 2048 on any.
+    context = UsageContext.OPENAI_API_SERVER
+    loggers: Any = [EngineStats] if config.metrics_port else None
+    with refusals(config):
+        llm = AsyncLLM.from_engine_args(arguments, usage_context=context, stat_loggers=loggers)
+    # For every request it would read the environment, and ask the tokenizer what ends a text.
+    enable_envs_cache()
+    renderer: Any = llm.renderer
+    renderer.get_eos_token_id = functools.cache(renderer.get_eos_token_id)
+    return llm
 
 
 def checked_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
