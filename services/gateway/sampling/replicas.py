@@ -25,7 +25,7 @@ from services.gateway.placement.able import Able
 from services.gateway.placement.choose_replica import Wanted
 from services.gateway.placement.placements import Placements
 from services.gateway.sampling.tries import Rests, Silent, Stalled
-from services.gateway.sampling.words import TELL_S, Words
+from services.gateway.sampling.words import COMES_S, TELL_S, Words
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
@@ -40,7 +40,6 @@ _ASKED_FOR_AT_ONCE = 32
 _SAMPLE, _STREAM = (f"/tinsmith.internal.v1.SamplerService/{name}" for name in ("Sample", "StreamSample"))
 _KEPT_S = 60.0
 """A replica keeps no sample longer than this that nobody asks for; see `Generations` of samplers."""
-
 
 Follower = Callable[[Sequence[sampler_pb2.SequenceDelta]], None]
 """Is told tokens of a sample as they come. A sample that is run again, because its replica was lost, is told
@@ -203,9 +202,8 @@ class Replicas:
             # A dead gateway may leave tens of thousands: calls for all at once would not be answered in time.
             async with self._asking:
                 until = until or clock() + _KEPT_S
-                replicas = [
-                    one for one in self._samplers.serving(base_model) if one.incarnation not in without
-                ]
+                serving = self._samplers.serving(base_model)
+                replicas = [one for one in serving if one.incarnation not in without]
                 asked = [one for one in replicas if self._silent.may_ask(one.incarnation, clock())]
                 known = await asyncio.gather(*(self._knows(replica, request_id) for replica in asked))
             for replica, has in zip(asked, known, strict=True):
@@ -272,8 +270,7 @@ class Replicas:
         raise nothing
 
     def end(self, request_id: str, keep: bool = False) -> bool:
-        """Has the replica that runs a sample for this gateway end it, whoever else waits for it there;
-        whether one does.
+        """Has the replica that runs a sample for this gateway end it, whoever waits there; whether one does.
 
         Args:
             keep: the sample is answered with what it has come to.
@@ -289,8 +286,11 @@ class Replicas:
         asked = sampler_pb2.EndSampleRequest(request_id=request_id, keep=keep)
 
         async def end() -> bool:
+            nonlocal until
             reply = await self._stub(replica).EndSample(asked, timeout=TELL_S, metadata=subject.metadata())
-            return reply.known or not keep
+            # One that it does not know has ended by itself, or is yet to come: its call goes another way.
+            until = min(until, clock() + COMES_S)
+            return reply.known
 
         def wanted() -> bool:
             return self._runs_on.get(request_id) is replica if keep else clock() < until

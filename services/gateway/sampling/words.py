@@ -18,6 +18,9 @@ from services.gateway.dispatch.plan import backoff
 
 log = logging.getLogger(__name__)
 
+COMES_S = 5.0
+"""How long a sample may be on its way to the replica that is to run it, and does not know it before."""
+
 TELL_S = 10.0
 """How long a replica may take to answer a word."""
 

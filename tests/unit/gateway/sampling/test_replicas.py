@@ -195,6 +195,43 @@ async def test_a_stream_that_joined_what_runs_without_progress_is_ended() -> Non
     assert sampler.ended == ["s:sample:0:0"]
 
 
+@asynccontextmanager
+async def being_called(sampler: ScriptedSampler) -> AsyncIterator[tuple[Replicas, str]]:
+    """The id of a sample that a replica is called for, until the context ends."""
+    request = sampler_pb2.SampleRequest(request_id="s:sample:0:0", num_samples=1)
+    wanted = module.wanted_by(request, full=False)
+    sampler.gate.clear()
+    async with served(sampler, "sampler-0") as record, services(record) as found:
+        replicas = over(found)
+        calling = asyncio.create_task(replicas.call(record, request, wanted, "ann"))
+        await sampler.arrived.wait()
+        yield replicas, request.request_id
+        calling.cancel()
+        await replicas.stop()
+
+
+async def test_the_end_of_a_sample_that_is_yet_to_reach_its_replica_is_said_until_it_is_known_there() -> None:
+    sampler = ScriptedSampler("a")
+    sampler.early = 4
+    async with being_called(sampler) as (replicas, name):
+        assert replicas.end(name)
+    assert sampler.ended == [name]
+
+
+async def test_the_end_of_a_sample_that_its_replica_never_knows_is_said_for_a_few_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "COMES_S", 0.3)
+    sampler = ScriptedSampler("a")
+    sampler.early = 1000
+    async with being_called(sampler) as (replicas, name):
+        assert replicas.end(name)
+        async with asyncio.timeout(5):
+            await replicas._words.stop()
+        assert not replicas._words.says("end at sampler-0", name)
+    assert 1 < 1000 - sampler.early < 8
+
+
 def of_each_kind(able: str) -> tuple[ServiceRecord, ServiceRecord]:
     """A replica that runs the base model alone, and one that runs this besides."""
     restricted = {"adapts": False, "full_models": False}
