@@ -17,7 +17,7 @@ from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY
 from services.trainer.execution.host_room import HostRoom, Way
 from services.trainer.execution.resident_models import Model
-from services.trainer.execution.room import IDLE_S, Room, deadline
+from services.trainer.execution.room import IDLE_S, Leave, Room, deadline
 
 _MIB = 2**20
 _HOST_IDLE_S = 0.5
@@ -36,7 +36,8 @@ class AdapterRoom:
         most: bytes that adapters may take of each rank.
         bytes_of: what an adapter takes; raises InvalidRequest when there can be none of that shape.
         host: where idle ones go first.
-        save: brings a model's durable snapshot up to date; whether the model is idle then, and still here.
+        save: brings a model's durable snapshot up to date; whether it is, and the model is idle and still
+            here.
         drop: takes a model out of `models` and off the engine.
     """
 
@@ -46,7 +47,7 @@ class AdapterRoom:
         most: int,
         bytes_of: Callable[[LoraSpec], int],
         host: HostRoom,
-        save: Callable[[Model], Awaitable[bool]],
+        save: Leave,
         drop: Callable[[Model], Awaitable[None]],
     ) -> None:
         idle_s = _HOST_IDLE_S if host.most else IDLE_S
@@ -105,21 +106,24 @@ class AdapterRoom:
         def is_away() -> bool:
             return model.host_bytes > 0 and wanted()
 
+        def waits() -> bool:
+            return is_away() and time.monotonic() < until
+
         # Its room on the device may be its own yet.
         while model.leaving:  # noqa: ASYNC110
             await asyncio.sleep(_LEAVING_S)
         async with self._room.hold(size, lambda: self._all_in_use(size), is_away) as held:
             while held and is_away() and not await self.host.bring_back(model):
-                if await self._room.make_way():
+                if await self._room.make_way(waits):
                     continue
                 others = self.used() - size
                 if others <= 0 or time.monotonic() >= until:
                     raise _out_of_memory(size, others)
                 await asyncio.sleep(_TRY_AGAIN_S)
 
-    async def _leave(self, model: Model) -> bool:
+    async def _leave(self, model: Model, wanted: Callable[[], bool]) -> bool:
         """Whether an idle adapter is off the device."""
-        if not await self._save(model):
+        if not await self._save(model, wanted):
             return False
         if model.host_bytes:
             # It made room for somebody else meanwhile.

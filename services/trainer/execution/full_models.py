@@ -6,12 +6,12 @@ many are here at once.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from services.common.contract.errors import Overloaded
 from services.trainer.execution.resident_models import Model
-from services.trainer.execution.room import Room
+from services.trainer.execution.room import Leave, Room
 
 SNAPSHOT_BYTES = 512 * 1024**2
 """Bytes of operations after which a snapshot is due whatever the steps: far below the journal's bound."""
@@ -34,7 +34,7 @@ class FullModels:
         park: has an idle model leave, its durable snapshot up to date; whether it did.
     """
 
-    def __init__(self, models: dict[str, Model], most: int, park: Callable[[Model], Awaitable[bool]]) -> None:
+    def __init__(self, models: dict[str, Model], most: int, park: Leave) -> None:
         self._room = Room(models, most, lambda model: int(model.is_full), park)
 
     @asynccontextmanager

@@ -222,20 +222,21 @@ class Residency:
         await self._world.call(DropModel(model.model_id))
         log.info("dropped %s: another trainer went on with it", model.model_id)
 
-    async def _make_way(self, model: Model) -> bool:
-        """Has a model leave that may come back; whether it did."""
-        if not await self._settle(model):
+    async def _make_way(self, model: Model, wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Has a model leave that may come back, unless that is not wanted any more; whether it did."""
+        if not await self._settle(model, wanted):
             return False
         await self._let_go(model)
         return True
 
-    async def _settle(self, model: Model) -> bool:
-        """Brings a model's durable snapshot up to date; whether it is idle then, and still here."""
+    async def _settle(self, model: Model, wanted: Callable[[], bool]) -> bool:
+        """Brings a model's durable snapshot up to date; whether it is, and the model is idle and still here.
+        Where that is not wanted any more the snapshot is written all the same, and nobody waits for it."""
         if model.unsaved_steps:
             model.unsaved_steps = model.unsaved_bytes = 0
             self.durable.changed(model.model_id)
-        await self.durable.settle(model.model_id, lambda: self._is_idle(model))
-        return self._is_idle(model)
+        settled = await self.durable.settle(model.model_id, lambda: wanted() and self._is_idle(model))
+        return settled and self._is_idle(model)
 
     def _is_idle(self, model: Model) -> bool:
         """Whether a model has no work, and is still here."""

@@ -34,6 +34,10 @@ _LOOK_AGAIN_S = 0.2
 _SEEN_S = 0.1
 """For so long what was seen to be free answers who finds that too little."""
 
+Leave = Callable[[Model, Callable[[], bool]], Awaitable[bool]]
+"""Has an idle model do what it does before its room is another's; whether it did. It asks again and again
+whether that is still wanted: its durable snapshot is written after others', and they may take any time."""
+
 
 def deadline() -> float:
     """Until when one that asks now waits, by `time.monotonic()`."""
@@ -98,7 +102,7 @@ class Room:
         models: dict[str, Model],
         most: int,
         taken_by: Callable[[Model], int],
-        leave: Callable[[Model], Awaitable[bool]],
+        leave: Leave,
         idle_s: float = IDLE_S,
     ) -> None:
         self._models = models
@@ -127,7 +131,7 @@ class Room:
 
         Args:
             size: at most `most`.
-            full: the error when the others stayed in use for a minute.
+            full: the error when the others stayed in use for a minute, or their snapshots to be written.
             wanted: whether the model is still to be made; asked again and again.
         """
         held = await self._take(size, full, wanted)
@@ -138,12 +142,16 @@ class Room:
 
     async def _take(self, size: int, full: Callable[[], Overloaded], wanted: Callable[[], bool]) -> bool:
         until, mine = deadline(), _Turn(size)
+
+        def waits() -> bool:
+            return wanted() and time.monotonic() < until
+
         self._turns.append(mine)
         try:
             while wanted():
                 if self._takes(mine):
                     return True
-                if self._turns[0] is mine and await self.make_way():
+                if self._turns[0] is mine and await self.make_way(waits):
                     continue
                 if time.monotonic() >= until:
                     raise full()
@@ -174,11 +182,12 @@ class Room:
         self._held += mine.size
         return True
 
-    async def make_way(self) -> bool:
-        """Has the model that is idle longest give its room up; whether there is one, and it did."""
+    async def make_way(self, wanted: Callable[[], bool]) -> bool:
+        """Has the model that is idle longest give its room up; whether there is one, and it did while that
+        was wanted."""
         taking = [model for model in self._models.values() if self._taken_by(model)]
         idle = longest_idle(taking, time.monotonic(), self._idle_s)
-        if idle is None or not await self._leave(idle):
+        if idle is None or not await self._leave(idle, wanted):
             return False
         log.info("%s made room", idle.model_id)
         return True

@@ -120,12 +120,15 @@ class DurableStore:
                 self._write_all(model_id), name=f"durable {model_id}"
             )
 
-    async def settle(self, model_id: str, wanted: Callable[[], bool] = lambda: True) -> None:
+    async def settle(self, model_id: str, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Returns when nothing of this model is left to write, or that is not wanted any more: a model that
-        trains on may always have something."""
-        while (writer := self._writers.get(model_id)) is not None and wanted():
+        trains on may always have something. Whether nothing is."""
+        while (writer := self._writers.get(model_id)) is not None:
+            if not wanted():
+                return False
             self._hurry[model_id].set()
             await asyncio.wait([writer], timeout=_LOOK_AGAIN_S)
+        return True
 
     async def drain(self) -> None:
         """Returns when nothing is left to write. From now on writers do not rest."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -36,7 +37,7 @@ class Trainer:
         self.host = HostRoom(self.models, 0, bytes_of, self.move, self.drop)
         self.room = AdapterRoom(self.models, 100 * MIB, bytes_of, self.host, self.save, self.drop)
 
-    async def save(self, made: Model) -> bool:
+    async def save(self, made: Model, wanted: Callable[[], bool]) -> bool:
         self.done.append(f"save {made.model_id}")
         return True
 
@@ -104,7 +105,7 @@ async def test_a_model_that_gets_work_while_it_is_saved_stays(monkeypatch: pytes
     monkeypatch.setattr(room, "_WAIT_S", 0.0)
     trainer = Trainer(adapter("a", 60))
 
-    async def save(made: Model) -> bool:
+    async def save(made: Model, wanted: Callable[[], bool]) -> bool:
         made.held = True
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -60,7 +61,7 @@ class Trainer:
         self.done: list[str] = []
         self.full = FullModels(self.models, most, self.park)
 
-    async def park(self, made: Model) -> bool:
+    async def park(self, made: Model, wanted: Callable[[], bool]) -> bool:
         del self.models[made.model_id]
         self.done.append(f"park {made.model_id}")
         return True
@@ -93,7 +94,7 @@ async def test_a_model_that_gets_work_while_it_is_parked_stays(monkeypatch: pyte
     monkeypatch.setattr(room, "_WAIT_S", 0.0)
     trainer = Trainer(model("a", used=time.monotonic() - IDLE_S - 1))
 
-    async def park(made: Model) -> bool:
+    async def park(made: Model, wanted: Callable[[], bool]) -> bool:
         made.held = True
         return False
 

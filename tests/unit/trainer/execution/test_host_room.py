@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -78,7 +79,7 @@ class Trainer:
             self.models, 20 * MIB, lambda spec: spec.rank * MIB, self.host, self.save, self.drop
         )
 
-    async def save(self, made: Model) -> bool:
+    async def save(self, made: Model, wanted: Callable[[], bool]) -> bool:
         self.done.append(f"save {made.model_id}")
         return self.models.get(made.model_id) is made and not made.is_busy
 
@@ -142,10 +143,10 @@ async def test_one_that_cannot_leave_at_once_does_so_later(monkeypatch: pytest.M
     trainer.refusals = [True, True, True]
     save, tried = trainer.room._save, []
 
-    async def at_the_third_time(made: Model) -> bool:
+    async def at_the_third_time(made: Model, wanted: Callable[[], bool]) -> bool:
         # It has work meanwhile.
         tried.append(made.model_id)
-        return len(tried) > 2 and await save(made)
+        return len(tried) > 2 and await save(made, wanted)
 
     trainer.room._save = at_the_third_time
     await trainer.bring_back("a")
@@ -214,9 +215,9 @@ async def test_one_that_makes_room_for_two_at_once_leaves_once() -> None:
     trainer = Trainer(idle("a", 30), idle("b", 20), host=2)
     save = trainer.room._save
 
-    async def slowly(made: Model) -> bool:
+    async def slowly(made: Model, wanted: Callable[[], bool]) -> bool:
         await asyncio.sleep(0.01)
-        return await save(made)
+        return await save(made, wanted)
 
     trainer.room._save = slowly
     await asyncio.gather(trainer.make("c"), trainer.make("d"))
@@ -254,9 +255,9 @@ async def test_one_that_another_waiter_sent_to_the_host_meanwhile_neither_goes_a
 
     trainer.host._drop, trainer.host._move = slow_drop, slow_move
     a = trainer.models["a"]
-    first = asyncio.create_task(trainer.room._leave(a))
+    first = asyncio.create_task(trainer.room._leave(a, lambda: True))
     await dropping.wait()
-    second = asyncio.create_task(trainer.room._leave(a))
+    second = asyncio.create_task(trainer.room._leave(a, lambda: True))
     while not a.host_bytes:  # noqa: ASYNC110
         await asyncio.sleep(0)
     may_go.set()
@@ -312,7 +313,7 @@ async def test_one_whose_leave_was_refused_asks_for_no_room_again() -> None:
 
     trainer.host._move = refused
     a = trainer.models["a"]
-    leaving = asyncio.create_task(trainer.room._leave(a))
+    leaving = asyncio.create_task(trainer.room._leave(a, lambda: True))
     while not a.leaving:  # noqa: ASYNC110
         await asyncio.sleep(0)
     back = asyncio.create_task(trainer.bring_back("a"))

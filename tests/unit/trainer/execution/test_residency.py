@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +14,11 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.common.contract import ids
+from services.common.contract.errors import Overloaded
 from services.common.storage.data_dir import DataDir
-from services.trainer.compute.data import ModelState
+from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.execution import residency as module
+from services.trainer.execution import room
 from services.trainer.execution.residency import Residency
 from services.trainer.execution.resident_models import Model, Operation, new_sequence
 from services.trainer.execution.states import States, staging_of
@@ -49,6 +53,9 @@ class Engine:
 
     async def state(self, model_id: str) -> tuple[int, ModelState]:
         return SEQ_ID, self._state
+
+    async def write_state(self, model_id: str, directory: str) -> tuple[int, int]:
+        return SEQ_ID, self._state.step
 
 
 class Trainer:
@@ -167,6 +174,33 @@ async def test_exports_that_take_long_keep_no_other_models_snapshot_from_being_w
     for writer in (writers := list(trainer.residency.durable._writers.values())):
         writer.cancel()
     await asyncio.gather(*writers, return_exceptions=True)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(1)], ids=["full", "adapter"])
+async def test_who_waits_for_room_does_not_wait_longer_for_those_who_write_snapshots(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec | None
+) -> None:
+    def one_more() -> AbstractAsyncContextManager[object]:
+        return trainer.residency.adapters.room(lora) if lora else trainer.residency.full.room()
+
+    monkeypatch.setattr(room, "_WAIT_S", 0.3)
+    idle = Model(MODEL, new_sequence(SEQ_ID), created=True, lora=lora, unsaved_steps=1)
+    idle.adapter_bytes, idle.last_used = 2**30 if lora else 0, time.monotonic() - room.IDLE_S
+    trainer.models[MODEL] = idle
+    # What is written here never ends.
+    for _ in range(durable._CONCURRENT_WRITES):
+        await trainer.residency.durable._slots.acquire()
+    for _ in range(2):
+        async with asyncio.timeout(30):
+            with pytest.raises(Overloaded, match="try again later"):
+                async with one_more():
+                    pass
+    assert trainer.models == {MODEL: idle}, "it is not dropped before it is durable"
+    monkeypatch.setattr(room, "_WAIT_S", 60.0)
+    trainer.pointers.epoch = 0
+    trainer.residency.durable._slots.release()
+    async with asyncio.timeout(30), one_more():
+        assert (trainer.models, trainer.pointers.marked) == ({}, [SEQ_ID])
 
 
 async def test_a_copy_from_before_the_models_last_move_is_dropped_and_read_anew(trainer: Trainer) -> None:

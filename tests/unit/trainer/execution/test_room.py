@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -38,7 +38,7 @@ class Waiters:
     def _in_use(self, name: str, size: int) -> Model:
         return Model(name, created=True, lora=LoraSpec(1), adapter_bytes=size, held=True)
 
-    async def _leave(self, model: Model) -> bool:
+    async def _leave(self, model: Model, wanted: Callable[[], bool]) -> bool:
         del self.models[model.model_id]
         return True
 
@@ -155,7 +155,7 @@ async def test_a_thousand_that_wait_look_at_a_thousand_models_a_few_times_a_seco
         looked += 1
         return 1
 
-    async def leave(model: Model) -> bool:
+    async def leave(model: Model, wanted: Callable[[], bool]) -> bool:
         return False
 
     full = Room(models, 100, taken, leave)
