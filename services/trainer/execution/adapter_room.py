@@ -67,7 +67,7 @@ class AdapterRoom:
         return self._room.used()
 
     @asynccontextmanager
-    async def room(self, spec: LoraSpec, *, had_before: bool = False) -> AsyncIterator[int]:
+    async def room(self, model_id: str, spec: LoraSpec, *, had_before: bool = False) -> AsyncIterator[int]:
         """Holds room for an adapter that is made within the context; its bytes, which its model is to keep.
 
         Args:
@@ -87,7 +87,7 @@ class AdapterRoom:
                 "operator give the trainer more memory (--memory-gib)",
                 "beyond_trainer_memory",
             )
-        async with self._room.hold(size, lambda: self._all_in_use(size)):
+        async with self._room.hold(model_id, size, lambda: self._all_in_use(size)):
             yield size
 
     async def bring_back(self, model: Model, wanted: Callable[[], bool]) -> None:
@@ -112,7 +112,7 @@ class AdapterRoom:
         # Its room on the device may be its own yet.
         while model.leaving:  # noqa: ASYNC110
             await asyncio.sleep(_LEAVING_S)
-        async with self._room.hold(size, lambda: self._all_in_use(size), is_away) as held:
+        async with self._room.hold(model.model_id, size, lambda: self._all_in_use(size), is_away) as held:
             while held and is_away() and not await self.host.bring_back(model):
                 if await self._room.make_way(waits):
                     continue

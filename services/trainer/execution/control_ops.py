@@ -126,7 +126,8 @@ class ControlOps:
                 )
                 lora, saved = found.meta.lora, found.state
             create = CreateModel(model.model_id, seq_id, lora, saved, optimizer)
-            async with self._full.room() if lora is None else self._adapters.room(lora) as size:
+            name = model.model_id
+            async with self._full.room(name) if lora is None else self._adapters.room(name, lora) as size:
                 await self._world.call(create)
                 model.created, model.lora, model.adapter_bytes = True, lora, size or 0
         except (TinsmithError, OSError) as error:

@@ -38,13 +38,13 @@ class FullModels:
         self._room = Room(models, most, lambda model: int(model.is_full), park)
 
     @asynccontextmanager
-    async def room(self) -> AsyncIterator[None]:
+    async def room(self, model_id: str) -> AsyncIterator[None]:
         """Holds room for a full model that is made within the context.
 
         Raises:
             Overloaded: all full models stayed in use for a minute.
         """
-        async with self._room.hold(1, self._all_in_use):
+        async with self._room.hold(model_id, 1, self._all_in_use):
             yield
 
     def _all_in_use(self) -> Overloaded:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from prometheus_client import Counter
@@ -138,7 +139,10 @@ class Residency:
         if meta is None:
             raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
         # Room may take a minute, so whoever waits for it has no state in memory and keeps no other out.
-        room = self.full.room() if meta.lora is None else self.adapters.room(meta.lora, had_before=True)
+        if meta.lora is None:
+            room: AbstractAsyncContextManager[int | None] = self.full.room(model_id)
+        else:
+            room = self.adapters.room(model_id, meta.lora, had_before=True)
         async with room as size, self._reading:
             snapshot = await self.durable.read(model_id)
             if snapshot is None:

@@ -7,12 +7,14 @@ and the gateway has it restored. Adapters may go to the host instead (host_room.
 Invariants: what is here, and what is being made, never takes more than there is; a model with unfinished
 operations is never parked, and whatever is lost by dropping one is in its durable snapshot or in the journal
 after it. Models leave for the one that has waited longest, and what frees itself meanwhile is its too: small
-ones would take, one after the other, what a large one waits for. What it found free is anybody's.
+ones would take, one after the other, what a large one waits for. What it found free is anybody's. One that
+has waited in vain and asks again soon has waited since it first asked: else who comes late would pass it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import logging
 import math
@@ -31,6 +33,10 @@ IDLE_S = 5.0
 
 _WAIT_S = 60.0
 _LOOK_AGAIN_S = 0.2
+_REMEMBERED = 1024
+_REMEMBERED_S = 60.0
+"""Of so many that waited in vain, and for so long, is it known where they waited: who still wants the model
+asks again within seconds."""
 _SEEN_S = 0.1
 """For so long what was seen to be free answers who finds that too little."""
 
@@ -76,13 +82,12 @@ class _Turn:
 
     Attributes:
         size: what it waits for.
-        spare: what others may have yet of what was free when it became the first of those that wait; None =
-            it is not, or nobody has looked since.
+        since: when it asked, or first asked.
         comes: set when it may be the first.
     """
 
     size: int
-    spare: int | None = None
+    since: float
     comes: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -111,7 +116,12 @@ class Room:
         self._leave = leave
         self._idle_s = idle_s
         self._turns: list[_Turn] = []
-        """Of those that wait, in the order in which they came."""
+        """Of those that wait, in the order in which they first came."""
+        self._spare: int | None = None
+        """What others than the first of them may have yet of what was free when it became that; None = nobody
+        has looked since. Who gets before it with an earlier turn finds what it found."""
+        self._since: dict[str, tuple[float, float]] = {}
+        """Of models that waited in vain, in that order: since when, and until when that is remembered."""
         self._held = 0
         """By models that are being made."""
         self._seen, self._seen_until = 0, -math.inf
@@ -124,29 +134,36 @@ class Room:
 
     @asynccontextmanager
     async def hold(
-        self, size: int, full: Callable[[], Overloaded], wanted: Callable[[], bool] = lambda: True
+        self,
+        model_id: str,
+        size: int,
+        full: Callable[[], Overloaded],
+        wanted: Callable[[], bool] = lambda: True,
     ) -> AsyncIterator[bool]:
         """Holds room for a model that is made within the context; whether it does: not for one that nobody
         wants any more.
 
         Args:
+            model_id: the model's, which waits where it did when it lately waited in vain.
             size: at most `most`.
             full: the error when the others stayed in use for a minute, or their snapshots to be written.
             wanted: whether the model is still to be made; asked again and again.
         """
-        held = await self._take(size, full, wanted)
+        held = await self._take(model_id, size, full, wanted)
         try:
             yield held
         finally:
             self._held -= size if held else 0
 
-    async def _take(self, size: int, full: Callable[[], Overloaded], wanted: Callable[[], bool]) -> bool:
-        until, mine = deadline(), _Turn(size)
+    async def _take(
+        self, model_id: str, size: int, full: Callable[[], Overloaded], wanted: Callable[[], bool]
+    ) -> bool:
+        until, mine = deadline(), _Turn(size, self._first_asked(model_id, time.monotonic()))
 
         def waits() -> bool:
             return wanted() and time.monotonic() < until
 
-        self._turns.append(mine)
+        bisect.insort(self._turns, mine, key=lambda turn: turn.since)
         try:
             while wanted():
                 if self._takes(mine):
@@ -154,6 +171,7 @@ class Room:
                 if self._turns[0] is mine and await self.make_way(waits):
                     continue
                 if time.monotonic() >= until:
+                    self._remember(model_id, mine.since, time.monotonic())
                     raise full()
                 mine.comes.clear()
                 with contextlib.suppress(TimeoutError):
@@ -161,24 +179,35 @@ class Room:
                         await mine.comes.wait()
             return False
         finally:
+            if self._turns[0] is mine:
+                self._spare = None
             self._turns.remove(mine)
             if self._turns:
                 self._turns[0].comes.set()
 
+    def _first_asked(self, model_id: str, now: float) -> float:
+        since, until = self._since.pop(model_id, (now, now))
+        return since if now < until else now
+
+    def _remember(self, model_id: str, since: float, now: float) -> None:
+        self._since[model_id] = since, now + _REMEMBERED_S
+        if len(self._since) > _REMEMBERED:
+            del self._since[next(iter(self._since))]
+
     def _takes(self, mine: _Turn) -> bool:
         """Takes what one waits for, if there is so much for it; whether it did."""
         first, now = self._turns[0], time.monotonic()
-        if mine is not first and first.spare is not None and now < self._seen_until:
-            seen = beside(self._seen, first.size, first.spare)
+        if mine is not first and self._spare is not None and now < self._seen_until:
+            seen = beside(self._seen, first.size, self._spare)
             if mine.size > seen:
                 return False
         free = self._seen = self.most - self.used()
         self._seen_until = now + _SEEN_S
-        if first.spare is None:
-            first.spare = free
-        if mine.size > (free if mine is first else beside(free, first.size, first.spare)):
+        if self._spare is None:
+            self._spare = free
+        if mine.size > (free if mine is first else beside(free, first.size, self._spare)):
             return False
-        first.spare -= mine.size
+        self._spare -= mine.size
         self._held += mine.size
         return True
 

@@ -49,7 +49,7 @@ class Trainer:
         self.done.append(f"drop {made.model_id}")
 
     async def make(self, name: str, mib: int) -> None:
-        async with self.room.room(LoraSpec(mib)) as size:
+        async with self.room.room(name, LoraSpec(mib)) as size:
             await asyncio.sleep(0.01)
             self.models[name] = adapter(name, size // MIB)
 
@@ -78,7 +78,7 @@ async def test_an_adapter_that_never_fits_is_refused_with_both_numbers() -> None
 
 async def test_one_that_was_here_before_comes_back_even_so() -> None:
     trainer = Trainer(adapter("a", 60))
-    async with trainer.room.room(LoraSpec(101), had_before=True) as size:
+    async with trainer.room.room("b", LoraSpec(101), had_before=True) as size:
         assert size == 100 * MIB
     assert trainer.done == ["save a", "drop a"]
 

@@ -69,7 +69,7 @@ class Trainer:
 
 async def test_an_idle_model_is_parked_to_make_room() -> None:
     trainer = Trainer(model("a", used=time.monotonic() - IDLE_S - 1))
-    async with trainer.full.room():
+    async with trainer.full.room("new"):
         assert trainer.done == ["park a"]
 
 
@@ -79,14 +79,14 @@ async def test_an_adapter_makes_no_room_for_a_full_model(monkeypatch: pytest.Mon
     trainer = Trainer(model("a"), model("adapter", used=long_ago, lora=LORA))
     trainer.models["a"].held = True
     with pytest.raises(Overloaded):
-        async with trainer.full.room():
+        async with trainer.full.room("new"):
             pass
     assert trainer.done == []
 
 
 async def test_nothing_is_parked_while_there_is_room() -> None:
     trainer = Trainer(model("a"), model("adapter", lora=LORA), most=2)
-    async with trainer.full.room():
+    async with trainer.full.room("new"):
         assert trainer.done == []
 
 
@@ -100,7 +100,7 @@ async def test_a_model_that_gets_work_while_it_is_parked_stays(monkeypatch: pyte
 
     trainer.full = FullModels(trainer.models, 1, park)
     with pytest.raises(Overloaded, match="--max-full-models"):
-        async with trainer.full.room():
+        async with trainer.full.room("new"):
             pass
     assert "a" in trainer.models
 
@@ -109,7 +109,7 @@ async def test_models_wait_for_room_one_after_the_other() -> None:
     trainer = Trainer()
 
     async def make(name: str) -> None:
-        async with trainer.full.room():
+        async with trainer.full.room(name):
             await asyncio.sleep(0.01)
             trainer.models[name] = model(name, used=time.monotonic() - IDLE_S - 1)
 

@@ -95,7 +95,7 @@ class Trainer:
         self.done.append(f"drop {made.model_id}")
 
     async def make(self, name: str) -> None:
-        async with self.room.room(LoraSpec(10)) as size:
+        async with self.room.room(name, LoraSpec(10)) as size:
             await asyncio.sleep(0)
             self.models[name] = Model(name, created=True, lora=LoraSpec(10), adapter_bytes=size)
 
@@ -330,7 +330,7 @@ async def test_two_small_ones_do_not_take_in_turn_what_a_large_one_waits_for() -
     order = []
 
     async def make(name: str, mib: int) -> None:
-        async with trainer.room.room(LoraSpec(mib)):
+        async with trainer.room.room(name, LoraSpec(mib)):
             order.append(name)
 
     large = asyncio.create_task(make("large", 20))

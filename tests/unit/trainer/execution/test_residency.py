@@ -181,7 +181,7 @@ async def test_who_waits_for_room_does_not_wait_longer_for_those_who_write_snaps
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec | None
 ) -> None:
     def one_more() -> AbstractAsyncContextManager[object]:
-        return trainer.residency.adapters.room(lora) if lora else trainer.residency.full.room()
+        return trainer.residency.adapters.room("new", lora) if lora else trainer.residency.full.room("new")
 
     monkeypatch.setattr(room, "_WAIT_S", 0.3)
     idle = Model(MODEL, new_sequence(SEQ_ID), created=True, lora=lora, unsaved_steps=1)

@@ -46,7 +46,7 @@ class Waiters:
         """One more comes, and waits if it has to."""
 
         async def make() -> None:
-            async with self.room.hold(size, lambda: Overloaded("all are in use")):
+            async with self.room.hold(name, size, lambda: Overloaded("all are in use")):
                 self.came.append(name)
                 self.models[name] = self._in_use(name, size)
 
@@ -131,6 +131,63 @@ async def test_after_one_has_waited_in_vain_its_room_is_anybodys(monkeypatch: py
         assert found.came == ["small"]
 
 
+async def test_one_that_has_waited_in_vain_and_asks_again_waits_where_it_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with waiters(a=50, b=50) as found:
+        monkeypatch.setattr(room, "_WAIT_S", 2 * _LONG)
+        large = await found.ask("large", 80)
+        monkeypatch.setattr(room, "_WAIT_S", 60.0)
+        await found.ask("later", 80)
+        with pytest.raises(Overloaded):
+            await large
+        await found.ask("large", 80)
+        await found.unload("a")
+        await found.unload("b")
+        assert found.came == ["large"]
+        await found.unload("large")
+        assert found.came == ["large", "later"]
+        await found.ask("large", 80)
+        await found.ask("last", 80)
+        await found.unload("later")
+        assert found.came[2:] == ["large"], "what it waited for is had, and it waits as one that comes anew"
+
+
+async def test_one_that_takes_its_former_place_leaves_others_no_more_than_they_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with waiters(a=50, b=50) as found:
+        monkeypatch.setattr(room, "_WAIT_S", 2 * _LONG)
+        large = await found.ask("large", 90)
+        monkeypatch.setattr(room, "_WAIT_S", 60.0)
+        await found.ask("later", 80)
+        with pytest.raises(Overloaded):
+            await large
+        await asyncio.sleep(_LONG)
+        await found.unload("a")
+        await found.ask("large", 90)
+        await found.ask("small", 20)
+        assert found.came == [], "50 are free, and the one that was first meanwhile has waited for them"
+
+
+@pytest.mark.parametrize(("bound", "most"), [("_REMEMBERED", 1), ("_REMEMBERED_S", 0.0)])
+async def test_where_one_waited_is_remembered_of_few_and_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, bound: str, most: float
+) -> None:
+    monkeypatch.setattr(room, bound, most)
+    async with waiters(a=100) as found:
+        monkeypatch.setattr(room, "_WAIT_S", 0.0)
+        for name in ("large", "other"):
+            with pytest.raises(Overloaded):
+                await (await found.ask(name, 80))
+        assert len(found.room._since) <= 2
+        monkeypatch.setattr(room, "_WAIT_S", 60.0)
+        await found.ask("later", 80)
+        await found.ask("large", 80)
+        await found.unload("a")
+        assert found.came == ["later"]
+
+
 async def test_idle_ones_leave_for_the_first_and_for_nobody_else() -> None:
     async with waiters(a=50, b=40) as found:
         await found.ask("large", 70)
@@ -160,11 +217,11 @@ async def test_a_thousand_that_wait_look_at_a_thousand_models_a_few_times_a_seco
 
     full = Room(models, 100, taken, leave)
 
-    async def wait() -> None:
-        async with full.hold(1, lambda: Overloaded("all are in use")):
+    async def wait(name: str) -> None:
+        async with full.hold(name, 1, lambda: Overloaded("all are in use")):
             pass
 
-    waiting = [asyncio.create_task(wait()) for _ in range(100)]
+    waiting = [asyncio.create_task(wait(f"waits {number}")) for number in range(100)]
     # Each looks again some eighty times meanwhile.
     await asyncio.sleep(0.4)
     for task in waiting:
