@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,15 @@ import psutil
 import tinker
 from tinker import types
 
+from examples.demo import cluster
+from services.launcher.tiny_model import make_tiny_model
+
 BASE_MODEL = "bench/qwen3-23m"
 RANK = 16
 SEED = 0
 CPU = ("--device", "cpu", "--dtype", "float32")
 """What clusters and yardsticks run on, and in."""
+_TINY_VOCAB = 512
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,29 @@ class Stack:
     def new_model(self) -> tinker.TrainingClient:
         """A fresh adapter of rank RANK on every linear layer and the output head."""
         return self.service.create_lora_training_client(BASE_MODEL, rank=RANK, seed=SEED).result()
+
+
+@contextmanager
+def on_a_tiny_model(stack: Stack) -> Iterator[Stack]:
+    """A cluster of its own on the model of the tests, beside another that rests: its passes are short, so
+    what is measured is the passage through the services."""
+    scratch = stack.scratch / "tiny"
+    model_dir, data_dir = make_tiny_model(scratch / "model", vocab=_TINY_VOCAB), scratch / "data"
+    with cluster.start(BASE_MODEL, str(model_dir), data_dir, lambda _: None, *CPU) as running:
+        to = running.endpoint
+        with tinker.ServiceClient(base_url=to.base_url, api_key=to.api_key) as service:
+            yield replace(
+                stack,
+                service=service,
+                base_url=to.base_url,
+                grpc_address=to.grpc_address,
+                api_key=to.api_key,
+                data_dir=data_dir,
+                model_dir=model_dir,
+                scratch=scratch,
+                vocab=_TINY_VOCAB,
+                pid=running.pid,
+            )
 
 
 def random_tokens(rng: np.random.Generator, vocab: int, rows: int, length: int) -> list[list[int]]:

@@ -55,12 +55,14 @@ class _Connection(asyncio.Protocol):
             answer.set_exception(RuntimeError(f"{head!r}: {rest[:size]!r}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._answer is not None:
+        self._transport = None
+        if self._answer is not None and not self._answer.done():
             self._answer.set_exception(exc or EOFError("the gateway closed a connection"))
 
     async def post(self, request: Recorded, body: dict[str, Any]) -> Any:
         """The answer to a recorded request with another body."""
-        assert self._transport is not None
+        if self._transport is None:
+            raise EOFError("the gateway closed a connection")
         self._answer = asyncio.get_running_loop().create_future()
         for piece in request.with_body(json.dumps(body).encode()):
             self._transport.write(piece)
@@ -106,12 +108,13 @@ class _Load:
             await resolved.setdefault(request_id, loop.create_future())
             await post(self._fetch, {**json.loads(self._fetch.body), "request_id": request_id})
 
-        polling = asyncio.create_task(self._polled(connections[0], len(prompts), resolved))
         try:
-            await asyncio.gather(*(one(self._body(prompt)) for prompt in prompts))
-            await polling
+            # Whatever ends the polls ends the job.
+            async with asyncio.TaskGroup() as group:
+                polling = group.create_task(self._polled(connections[0], resolved))
+                await asyncio.gather(*(one(self._body(prompt)) for prompt in prompts))
+                polling.cancel()
         finally:
-            polling.cancel()
             for connection in connections:
                 connection.close()
 
@@ -119,18 +122,15 @@ class _Load:
         loop = asyncio.get_running_loop()
         return (await loop.create_connection(_Connection, self._host, self._port))[1]
 
-    async def _polled(
-        self, connection: _Connection, count: int, resolved: dict[str, asyncio.Future[None]]
-    ) -> None:
+    async def _polled(self, connection: _Connection, resolved: dict[str, asyncio.Future[None]]) -> None:
         """Tells which are resolved, as the SDK asks: one poll after the other, each with what was fetched."""
         loop = asyncio.get_running_loop()
         told: list[str] = []
-        while count:
+        while True:
             body = {**json.loads(self._poll.body), "prev_cursor": self._cursor, "retrieved_request_ids": told}
             page = json.loads(await connection.post(self._poll, body))
             self._cursor = page["cursor"]
             told = [completion["request_id"] for completion in page["completions"]]
-            count -= len(told)
             for request_id in told:
                 resolved.setdefault(request_id, loop.create_future()).set_result(None)
 
@@ -142,11 +142,11 @@ class _Load:
         return body
 
 
-def load() -> Callable[[Any], float]:
-    """Records one sample of the SDK; a job is answered with its seconds."""
+def load(held: ExitStack) -> Callable[[Any], float]:
+    """Records one sample of the SDK, whose session lives as long as what is held; a job is answered with its
+    seconds."""
     base_url, api_key, vocab = sys.argv[1:4]
     rng = np.random.default_rng()
-    held = ExitStack()
     recorder = held.enter_context(Recorder(base_url).running())
     service = held.enter_context(tinker.ServiceClient(base_url=recorder.url(), api_key=api_key))
     client = service.create_sampling_client(base_model=BASE_MODEL)
@@ -163,4 +163,5 @@ def load() -> Callable[[Any], float]:
 
 
 if __name__ == "__main__":
-    answer_jobs(load)
+    with ExitStack() as session:
+        answer_jobs(lambda: load(session))

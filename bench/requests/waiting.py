@@ -18,10 +18,8 @@ import tinker
 
 from bench.child import Child
 from bench.rows import Row, alternate, milliseconds, seconds
-from bench.stack import BASE_MODEL, CPU, RANK, SEED, Stack, next_token_datum, random_tokens, train
+from bench.stack import BASE_MODEL, Stack, next_token_datum, on_a_tiny_model, random_tokens, train
 from bench.training.exactness import trainer_logprobs
-from examples.demo import cluster
-from services.launcher.tiny_model import make_tiny_model
 
 WAITING = 2000
 HEARTBEATS = 300
@@ -30,7 +28,6 @@ _AT_ONCE = 100
 _PROMPT_TOKENS = 16
 _TRAINING, _TRAIN_ROWS, _TRAIN_TOKENS = 3, 32, 128
 _FORWARDS = 20
-_TINY_VOCAB = 512
 # What a trainer on a CPU computes at once unless it is told otherwise.
 _MICRO_BATCH_TOKENS = 1024
 
@@ -127,28 +124,24 @@ def small_forwards(stack: Stack) -> list[Row]:
 def small_forwards_on_a_tiny_model(stack: Stack) -> list[Row]:
     """The same on the model of the tests, whose passes are short, with the tenants in processes of their own:
     what a small request takes where its own passage through the services counts."""
-    model_dir = make_tiny_model(stack.scratch / "tiny", vocab=_TINY_VOCAB)
-    running = cluster.start(BASE_MODEL, str(model_dir), stack.scratch / "tiny-data", lambda _: None, *CPU)
-    with running, contextlib.ExitStack() as tenants:
-        to = running.endpoint
-        with tinker.ServiceClient(base_url=to.base_url, api_key=to.api_key) as service:
-            model = service.create_lora_training_client(BASE_MODEL, rank=RANK, seed=SEED).result()
-            short = random_tokens(np.random.default_rng(12), _TINY_VOCAB, 1, _PROMPT_TOKENS + 1)
+    with on_a_tiny_model(stack) as tiny, contextlib.ExitStack() as tenants:
+        model = tiny.new_model()
+        short = random_tokens(np.random.default_rng(12), tiny.vocab, 1, _PROMPT_TOKENS + 1)
 
-            def forwards(times: int) -> list[float]:
-                return [seconds(lambda: trainer_logprobs(model, short)) for _ in range(times)]
+        def forwards(times: int) -> list[float]:
+            return [seconds(lambda: trainer_logprobs(model, short)) for _ in range(times)]
 
-            forwards(5)
-            idle = forwards(_FORWARDS)
-            arguments = [to.base_url, to.api_key, str(_TINY_VOCAB)]
-            for number in range(_TRAINING):
-                log = stack.scratch / f"tenant-{number}.log"
-                tenant = tenants.enter_context(
-                    contextlib.closing(Child("bench.requests.tenant", arguments, {}, log))
-                )
-                tenant.ask({})
-            forwards(5)
-            busy = forwards(3 * _FORWARDS)
+        forwards(5)
+        idle = forwards(_FORWARDS)
+        arguments = [tiny.base_url, tiny.api_key, str(tiny.vocab)]
+        for number in range(_TRAINING):
+            log = tiny.scratch / f"tenant-{number}.log"
+            tenant = tenants.enter_context(
+                contextlib.closing(Child("bench.requests.tenant", arguments, {}, log))
+            )
+            tenant.ask({})
+        forwards(5)
+        busy = forwards(3 * _FORWARDS)
     return [
         Row(
             "forward of 16 tokens beside three tenants that train 32 x 128 on a tiny model, p50",
