@@ -25,6 +25,8 @@ from bench.stack import BASE_MODEL, random_tokens
 
 PROMPT_TOKENS = 16
 _CONNECTIONS = 64
+_JOB_S = 600.0
+"""A job that takes longer does not end, and its bench should say so."""
 
 
 class _Connection(asyncio.Protocol):
@@ -49,6 +51,9 @@ class _Connection(asyncio.Protocol):
             return
         assert self._answer is not None
         answer, self._answer, self._received = self._answer, None, rest[size:]
+        if answer.done():
+            # Given up meanwhile.
+            return
         if head.split(b" ", 2)[1] == b"200":
             answer.set_result(rest[:size])
         else:
@@ -110,7 +115,7 @@ class _Load:
 
         try:
             # Whatever ends the polls ends the job.
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.timeout(_JOB_S), asyncio.TaskGroup() as group:
                 polling = group.create_task(self._polled(connections[0], resolved))
                 await asyncio.gather(*(one(self._body(prompt)) for prompt in prompts))
                 polling.cancel()

@@ -64,6 +64,7 @@ def started(config: SamplerConfig, device: str) -> AsyncLLM:
     Raises:
         InvalidRequest: with what to change.
     """
+    # An engine that this process had before has kept the environment as it was then.
     disable_envs_cache()
     os.environ.update(device_environment(config, device, triton=HAS_TRITON))
     arguments = checked_args(config, device)
