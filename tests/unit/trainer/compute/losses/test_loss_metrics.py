@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.trainer.compute.losses import combine_metrics
-from tests.unit.trainer.compute.policy_batches import (
+from tests.unit.trainer.compute.losses.policy_batches import (
     CLIPPED_LOSSES,
     POLICY_LOSSES,
     compute,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.trainer.compute.losses import combine_metrics
-from tests.unit.trainer.compute.policy_batches import compute, loss_and_gradient
+from tests.unit.trainer.compute.losses.policy_batches import compute, loss_and_gradient
 
 VALUES = torch.tensor([0.5, 2.0, -1.0, 3.0, 0.0])
 OLD = torch.tensor([0.4, 0.5, -0.5, 1.0, 0.0])

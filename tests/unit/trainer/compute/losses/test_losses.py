@@ -7,7 +7,7 @@ import torch
 
 from services.common.contract.loss_schema import LOSS_SCHEMAS
 from services.trainer.compute.losses import LOSSES
-from tests.unit.trainer.compute.policy_batches import (
+from tests.unit.trainer.compute.losses.policy_batches import (
     CLIP,
     CLIPPED_LOSSES,
     POLICY_LOSSES,
