@@ -37,6 +37,11 @@ class Groups:
         """Rows of each group. The host waits for the device unless it knows them."""
         return tuple(self._sizes().tolist()) if self._known is None else self._known
 
+    @cached_property
+    def each(self) -> int:
+        """Rows of every group, if the host knows that all have equally many; else 0."""
+        return self._known[0] if self._known and len(set(self._known)) == 1 else 0
+
     def clear_empty(self, made: Tensor) -> None:
         """Zeroes what belongs to groups without rows, of [groups, ...]: some devices leave what was there
         before (pytorch/pytorch#172439)."""
@@ -68,6 +73,8 @@ def product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """x [rows, k] times the matrix of each row's group, of [groups, k, n]: [rows, n]. Differentiable."""
     if len(groups) == 1:
         return x @ matrices[0]
+    if _is_batched(groups, x, matrices):
+        return torch.bmm(_by_group(x, groups), matrices).flatten(0, 1)
     if not is_grouped(x, matrices):
         parts = zip(x.split(groups.rows), matrices, strict=True)
         return torch.cat([part @ matrix for part, matrix in parts])
@@ -86,6 +93,8 @@ def outer(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     """left^T [m, rows] times right [rows, n] of each group's rows: [groups, m, n]."""
     if len(groups) == 1:
         return (left.T @ right)[None]
+    if _is_batched(groups, left, right):
+        return torch.bmm(_by_group(left, groups).transpose(1, 2), _by_group(right, groups))
     if not is_grouped(left, right):
         parts = zip(left.split(groups.rows), right.split(groups.rows), strict=True)
         return torch.stack([part.T @ other for part, other in parts])
@@ -93,6 +102,16 @@ def outer(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     found = made[0] if len(made) == 1 else torch.cat(made)
     groups.clear_empty(found)
     return found
+
+
+def _is_batched(groups: Groups, *operands: Tensor) -> bool:
+    """Whether one batched product does it: of groups of equally many rows, where no kernel takes any groups.
+    A CPU's grouped product is a loop over them."""
+    return bool(groups.each) and (operands[0].device.type == "cpu" or not is_grouped(*operands))
+
+
+def _by_group(rows: Tensor, groups: Groups) -> Tensor:
+    return rows.unflatten(0, (len(groups), groups.each))
 
 
 def is_grouped(*operands: Tensor) -> bool:

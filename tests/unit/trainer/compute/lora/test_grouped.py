@@ -53,10 +53,13 @@ COMPANIES = {
 
 @pytest.mark.parametrize("name", [Q, V])
 @pytest.mark.parametrize("company", COMPANIES)
-def test_each_segment_has_its_own_adapter_and_gradient(company: str, name: str) -> None:
+@pytest.mark.parametrize("tokens", [(5, 1, 9, 4), (5, 5, 5, 5)], ids=["of any length", "of one length"])
+def test_each_segment_has_its_own_adapter_and_gradient(
+    company: str, name: str, tokens: tuple[int, ...]
+) -> None:
     linear, router = hooked(name)
     adapters = COMPANIES[company]
-    sizes = [5, 1, 9, 4][: len(adapters)]
+    sizes = tokens[: len(adapters)]
     x = torch.randn(1, sum(sizes), 8, generator=torch.Generator().manual_seed(9), requires_grad=True)
     weights = torch.randn(sum(sizes), SHAPES[name].out_features, generator=torch.Generator().manual_seed(8))
     gradients = [torch.ones_like(each.flat) for each in adapters]
