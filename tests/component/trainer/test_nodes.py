@@ -169,6 +169,7 @@ def test_two_nodes_train_as_one_machine_does_and_come_back_when_a_follower_dies(
         follower.kill()
 
 
+@pytest.mark.long
 def test_two_machines_with_a_network_of_their_own_train_and_publish_as_one_does(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "tests.component.trainer.two_machines", str(tmp_path)]
     apart = ["unshare", "--user", "--map-root-user", "--net"]

@@ -42,7 +42,7 @@ def test_a_step_of_experts_changes_what_comes_out(alone: Report) -> None:
     assert not any(".experts." in name for name in alone.trained["without"].adapter)
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (3, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [pytest.param(2, 0, marks=pytest.mark.long), (3, 3)])
 def test_several_ranks_come_to_what_one_comes_to(
     experts: Path, alone: Report, ranks: int, stage: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
