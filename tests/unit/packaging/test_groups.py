@@ -1,4 +1,4 @@
-"""Component tests that share what takes long to start run in one process."""
+"""Component tests that share what takes long to start, or a file, run in one process."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def test_what_is_shared_is_started_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-v", "-p", "plugin", "-n", "2", "--dist", "loadgroup"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    ran = re.findall(r"\[(gw\d)\].* PASSED test_(\w+)_\w\.py::", done.stdout)
+    ran = re.findall(r"\[(gw\d)\].* PASSED test_(\w+)\.py::", done.stdout)
     assert len(ran) == 8 * 2 * (len(SHARED) + 1)
     processes = defaultdict(set)
-    for process, name in ran:
-        processes[name].add(process)
-    assert all(len(processes[name]) == 1 for name in SHARED), processes
+    for process, file in ran:
+        name = file.rpartition("_")[0]
+        processes[name if name in SHARED else file].add(process)
+    assert all(len(each) == 1 for each in processes.values()), processes
     assert {process for process, _ in ran} == {"gw0", "gw1"}
