@@ -1,98 +1,182 @@
-"""Corrects vLLM's functions for adapters on a CPU (`vllm.lora.ops.torch_ops` of vLLM 0.32), in each worker.
+"""Corrects what vLLM computes for adapters on a CPU (`PunicaWrapperCPU` of vLLM 0.32), in each worker.
 
-"No adapter" is index -1, and the CPU functions index the stacked weights with it: base-model rows get
-whatever is (or was) in the *last* adapter slot. The functions here skip such rows. They also run one matrix
-product per run of equal adapters instead of gathering a copy of the weights for every row, which for the
-output head is the vocabulary times the rank per token.
+"No adapter" is slot -1, and vLLM's functions index the stacked weights with it: base-model rows get whatever
+is (or was) in the *last* slot. And they gather a copy of the weights for every row, which for the output head
+is the vocabulary times the rank per token. Here rows are brought into the order of their adapters, once for
+each step, and each adapter multiplies all of its rows at once.
 
-Invariant: after `apply`, every row of every matrix product uses the adapter of its own request, and a row
-of a base-model request uses none (for rows of prompts that are scored, see adapter_rows.py).
+Invariant: every row of every matrix product uses the adapter of its own request, and a row of a base-model
+request uses none (for rows of prompts that are scored, see adapter_rows.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from vllm.lora.punica_wrapper import punica_cpu
-
-Run = tuple[int, int, int]
-"""Rows [start, end) use adapter slot `slot`."""
+from torch import Tensor
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
-def apply() -> None:
-    """Puts the corrected functions in place."""
-    for name, function in _CPU_FUNCTIONS.items():
-        if not hasattr(punica_cpu, name):
-            raise RuntimeError(
-                f"this vLLM has no punica_cpu.{name}; check services/sampler/worker/cpu_adapters.py"
-            )
-        setattr(punica_cpu, name, function)
+class Rows(NamedTuple):
+    """The rows of a step by adapter."""
+
+    slots: list[int]
+    """Of each run of rows, in the order of adapters; -1 = none."""
+    counts: list[int]
+    """Rows of each run."""
+    order: Tensor | None
+    """[rows], the row at each place of that order. None: they are in it."""
+    back: Tensor | None
+    """[rows], the place of each row."""
 
 
-def _runs(indices: torch.Tensor, lengths: torch.Tensor | None = None) -> list[Run]:
-    if lengths is None:
-        indices, lengths = torch.unique_consecutive(indices, return_counts=True)
-    runs, start = [], 0
-    for slot, length in zip(indices.tolist(), lengths.tolist(), strict=True):
+def by_adapter(slots: Tensor) -> Rows:
+    """Rows in the order of their adapters.
+
+    Args:
+        slots: [rows], the slot of each; -1 = none.
+    """
+    found, counts = torch.unique_consecutive(slots, return_counts=True)
+    order = back = None
+    if len(found.unique()) < len(found):
+        order = slots.argsort(stable=True)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        found, counts = torch.unique_consecutive(slots[order], return_counts=True)
+    return Rows(found.tolist(), counts.tolist(), order, back)
+
+
+class CpuAdapters(PunicaWrapperCPU):
+    """What layers ask for the part of their adapters. Stacked weights are [slots, 1, out, in]."""
+
+    _tokens: Rows | None = None
+    _sampled: Rows | None = None
+    """By adapter, since layers asked for them in this step."""
+
+    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+        super().update_metadata(*args, **kwargs)
+        self._tokens = self._sampled = None
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        """y += scale * x A^T B^T in each slice; y: [tokens, all slices], x: [tokens, in]."""
+        rows, x, y = self._token_rows(), _flat(x), _flat(y)
+        x = _ordered(x, rows).float()
+        low = [_shrunk(x, a, rows, scale) for a in lora_a_stacked]
+        _expand(y, low, lora_b_stacked, output_slices, 0, rows)
+
+    def add_lora_logits(
+        self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
+    ) -> None:
+        """y += scale * x A^T B^T; y: [sampled tokens, vocabulary], x: [sampled tokens, in]."""
+        if self._sampled is None:
+            self._sampled = by_adapter(self.sampler_indices)
+        rows, x, y = self._sampled, _flat(x), _flat(y)
+        low = _shrunk(_ordered(x, rows).float(), lora_a_stacked, rows, scale)
+        # The stacked head may be padded beyond the logits.
+        _expand(y, [low], [lora_b_stacked], [y.shape[1]], 0, rows)
+
+    def add_lora_embedding(self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, *_: Any, **__: Any) -> None:
+        """y += x B^T; y: [tokens, out], x: [tokens, rank]."""
+        self.add_expand(y, [x], (lora_b_stacked,), (y.shape[-1],))
+
+    def add_shrink(
+        self,
+        y: Sequence[Tensor] | Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        scale: float,
+        **_: Any,
+    ) -> None:
+        """y[i] = scale * x A[i]^T; y: [slices, tokens, rank], x: [tokens, in]."""
+        rows = self._token_rows()
+        x = _ordered(_flat(x), rows).float()
+        for out, a in zip(y, lora_a_stacked, strict=True):
+            low = _shrunk(x, a, rows, scale)
+            out[:, : low.shape[1]] = low if rows.back is None else low[rows.back]
+
+    def add_expand(
+        self,
+        y: Tensor,
+        x: Sequence[Tensor] | Tensor,
+        lora_b_stacked: tuple[Tensor, ...],
+        output_slices: tuple[int, ...],
+        offset_start: int = 0,
+        **_: Any,
+    ) -> None:
+        """y += x[i] B[i]^T in each slice; y: [tokens, all slices], x: [slices, tokens, rank]."""
+        rows = self._token_rows()
+        _expand(
+            _flat(y), [_ordered(each, rows) for each in x], lora_b_stacked, output_slices, offset_start, rows
+        )
+
+    def _token_rows(self) -> Rows:
+        if self._tokens is None:
+            self._tokens = by_adapter(self.token_lora_indices)
+        return self._tokens
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.view(-1, x.shape[-1])
+
+
+def _ordered(x: Tensor, rows: Rows) -> Tensor:
+    return x if rows.order is None else x.index_select(0, rows.order)
+
+
+def _shrunk(x: Tensor, a: Tensor, rows: Rows, scale: float) -> Tensor:
+    """scale * x A^T by adapter, [rows, rank]; 0 for rows without one. x: [rows, in], in order."""
+    low = x.new_zeros(len(x), a.shape[-2])
+    weights = a[:, 0].transpose(1, 2).unbind()
+    for slot, mine, out in zip(rows.slots, x.split(rows.counts), low.split(rows.counts), strict=True):
         if slot >= 0:
-            runs.append((start, start + length, slot))
-        start += length
-    return runs
-
-
-def _shrink(x: torch.Tensor, stacked: torch.Tensor, out: torch.Tensor, runs: list[Run], scale: float) -> None:
-    """out[rows, :r] = scale * x[rows] A^T for each run; other rows 0. stacked: [slots, 1, r, in]."""
-    out.zero_()
-    for start, end, slot in runs:
-        a = stacked[slot].flatten(0, -2).to(out.dtype)
-        out[start:end, : a.shape[0]] = scale * (x[start:end].to(out.dtype) @ a.T)
+            torch.mm(mine, weights[slot].to(x.dtype), out=out)
+    return low.mul_(scale)
 
 
 def _expand(
-    x: torch.Tensor, stacked: torch.Tensor, out: torch.Tensor, runs: list[Run], offset: int, add: bool
+    y: Tensor,
+    low: Sequence[Tensor],
+    stacked: Sequence[Tensor],
+    widths: Sequence[int],
+    offset: int,
+    rows: Rows,
 ) -> None:
-    """out[rows, offset:] += x[rows] B^T for each run. stacked: [slots, 1, width, r]."""
-    for start, end, slot in runs:
-        b = stacked[slot].flatten(0, -2).to(out.dtype)
-        target = out[start:end, offset : offset + b.shape[0]]
-        # The stacked output head may be padded beyond the logits.
-        delta = x[start:end].to(out.dtype) @ b[: target.shape[1]].T
-        target.add_(delta) if add else target.copy_(delta)
+    """Adds low[i] B[i]^T by adapter to columns of y. low[i]: [rows, rank], in order."""
+    for each, b, width in zip(low, stacked, widths, strict=True):
+        target, each = y[:, offset : offset + width], each.to(y.dtype)
+        offset += width
+        # Where rows have no order to come back from, they are added to where they are.
+        delta = target if rows.back is None else y.new_zeros(target.shape)
+        weights = b[:, 0, :width].transpose(1, 2).unbind()
+        for slot, mine, out in zip(
+            rows.slots, each.split(rows.counts), delta.split(rows.counts), strict=True
+        ):
+            if slot >= 0:
+                out.addmm_(mine, weights[slot].to(y.dtype))
+        if rows.back is not None:
+            target += delta[rows.back]
 
 
-def _sgmv_shrink(x: Any, w: Any, out: Any, starts: Any, lengths: Any, slots: Any, *rest: Any) -> None:
-    _shrink(x, w, out, _runs(slots, lengths), rest[-1])
+def correct(manager: Any) -> None:
+    """Has the layers of an engine's adapters ask `CpuAdapters`.
 
-
-def _sgmv_expand(x: Any, w: Any, out: Any, starts: Any, lengths: Any, slots: Any, *rest: Any) -> None:
-    _expand(x, w, out, _runs(slots, lengths), 0, rest[-1])
-
-
-def _sgmv_expand_slice(x: Any, w: Any, out: Any, starts: Any, lengths: Any, slots: Any, *rest: Any) -> None:
-    offset, _, add = rest[-3:]
-    _expand(x, w, out, _runs(slots, lengths), offset, add)
-
-
-def _bgmv_shrink(x: Any, w: Any, out: Any, slots: Any, scaling: float = 1.0) -> None:
-    _shrink(x, w, out, _runs(slots), scaling)
-
-
-def _bgmv_expand(x: Any, w: Any, out: Any, slots: Any, add_inputs: bool = True) -> None:
-    _expand(x, w, out, _runs(slots), 0, add_inputs)
-
-
-def _bgmv_expand_slice(
-    x: Any, w: Any, out: Any, slots: Any, slice_offset: int, slice_size: int, add_inputs: bool = True
-) -> None:
-    _expand(x, w, out, _runs(slots), slice_offset, add_inputs)
-
-
-_CPU_FUNCTIONS = {
-    "sgmv_shrink": _sgmv_shrink,
-    "sgmv_expand": _sgmv_expand,
-    "sgmv_expand_slice": _sgmv_expand_slice,
-    "bgmv_shrink": _bgmv_shrink,
-    "bgmv_expand": _bgmv_expand,
-    "bgmv_expand_slice": _bgmv_expand_slice,
-}
+    Args:
+        manager: vLLM's manager of adapters; its layers hold the wrapper that it has made for them.
+    """
+    for wrapper in manager.punica_wrapper_mapping.values():
+        if type(wrapper) is not PunicaWrapperCPU:
+            raise RuntimeError(
+                f"this vLLM's adapters on a CPU are {type(wrapper).__name__}'s; check {__name__}"
+            )
+        wrapper.__class__ = CpuAdapters

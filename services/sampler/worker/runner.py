@@ -37,7 +37,8 @@ class Runner(ABC):
     def install(self) -> None:
         """Has it do all that vLLM lacks."""
         if self._of.device.type == "cpu":
-            cpu_adapters.apply()
+            if getattr(self._of, "lora_config", None):
+                cpu_adapters.correct(self._of.lora_manager._adapter_manager)
             cpu_rotations.apply()
         self.correct_sampling()
         self.score_prompts()
