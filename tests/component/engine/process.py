@@ -1,26 +1,51 @@
-"""Plays a scenario on every rank of a world under DeepSpeed's launcher, and collects the reports."""
+"""Plays a scenario on every rank of a world, in processes of its own, and collects the reports.
+
+What ranks import takes longer than most of what they play. So a process imports it once, and each rank is a
+fork of that one, which has computed nothing and has no threads.
+"""
 
 from __future__ import annotations
 
-import base64
-import json
+import importlib
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
+import time
+import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import pytest
 
 from services.launcher.machine import free_port
 from services.trainer.compute.base_model import init_distributed
 from services.trainer.compute.engine import Engine
 
-ROOT = Path(__file__).parents[3]
+IMPORTED = [__name__, "deepspeed", "transformers.models.qwen3.modeling_qwen3"]
+_TIMEOUT_S = 500
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+
+class World(msgspec.Struct):
+    """What the ranks of a world are told."""
+
+    module: str
+    """Of this package; its `scenario` is what they play."""
+    directory: Path
+    """Of the model."""
+    out: Path
+    """A directory for the reports, which all ranks see."""
+    stage: int
+    offload: bool
+    dtype: str
+
+
+here: World
+"""The world of this process, in those that `play` starts."""
 
 
 def play(
@@ -43,50 +68,90 @@ def play(
         offload: full models hold their optimizer on the CPU.
         dtype: element type that models compute in.
     """
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
-    command = [
-        *(sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--no_local_rank"),
-        *("--master_addr=127.0.0.1", f"--master_port={free_port()}", "--module"),
-        *(f"{__package__}.{module}", str(directory), str(stage), str(int(offload)), str(out)),
-        dtype,
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as launched:
-        try:
-            printed, _ = launched.communicate(timeout=500)
-        except BaseException:
-            # With the launcher alone its ranks would go on.
-            os.killpg(launched.pid, signal.SIGKILL)
-            raise
-    assert launched.returncode == 0, printed
+    run_ranks(_play, ranks, out, World(module, directory, out, stage, offload, dtype))
     files = [out / f"rank{rank}.msgpack" for rank in range(ranks)]
     return [msgspec.msgpack.decode(file.read_bytes(), type=kind) for file in files]
 
 
-def run_rank(scenario: Callable[[Engine], msgspec.Struct]) -> None:
-    """What a module that `play` starts does: the scenario on this rank's engine, then its report."""
-    directory, stage, offload, out, dtype = sys.argv[1:6]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def run_ranks(work: Callable[..., None], ranks: int, out: Path, *args: object) -> None:
+    """Runs `work(*args)` on every rank of a world that torch.distributed finds by the environment. Fails with
+    what the first that failed has printed, and ends the others."""
+    port = free_port()
+    processes = [
+        _context().Process(target=_run, args=(rank, ranks, port, out / f"rank{rank}.log", work, args))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + _TIMEOUT_S
+    try:
+        while any(process.exitcode is None for process in processes):
+            failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+            if failed or time.monotonic() > deadline:
+                break
+            multiprocessing.connection.wait(
+                [process.sentinel for process in processes if process.exitcode is None], timeout=1
+            )
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    bad = next((rank for rank, process in enumerate(processes) if process.exitcode), None)
+    if bad is not None:
+        printed = (out / f"rank{bad}.log").read_text(errors="replace")
+        pytest.fail(f"rank {bad} ended with {processes[bad].exitcode}:\n{printed}")
+
+
+def _context() -> ForkServerContext:
+    """Whose processes are forks of one that has imported what they use."""
+    context = multiprocessing.get_context("forkserver")
+    with pytest.MonkeyPatch.context() as environment:
+        # What is imported looks at them then.
+        environment.setenv("OMP_NUM_THREADS", "1")
+        environment.setenv("DS_ACCELERATOR", "cpu")
+        context.set_forkserver_preload(IMPORTED)
+        forkserver.ensure_running()
+    return context
+
+
+def _run(
+    rank: int, ranks: int, port: int, log: Path, work: Callable[..., None], args: tuple[object, ...]
+) -> None:
+    with log.open("wb") as printed:
+        for descriptor in (1, 2):
+            os.dup2(printed.fileno(), descriptor)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
+    status = 1
+    try:
+        work(*args)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Threads of a world whose others failed may not end.
+        os._exit(status)
+
+
+def _play(world: World) -> None:
+    """What a rank does: the scenario on its engine, then its report."""
+    global here
+    here = world
+    rank = int(os.environ["RANK"])
     init_distributed("cpu")
     engine = Engine(
-        model_path=directory,
+        model_path=str(world.directory),
         device="cpu",
-        dtype=dtype,
-        zero_stage=int(stage),
+        dtype=world.dtype,
+        zero_stage=world.stage,
         rank=rank,
-        world_size=world_size,
-        offload_optimizer=bool(int(offload)),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        offload_optimizer=world.offload,
     )
-    (Path(out) / f"rank{rank}.msgpack").write_bytes(msgspec.msgpack.encode(scenario(engine)))
+    scenario = importlib.import_module(f"{__package__}.{world.module}").scenario
+    (world.out / f"rank{rank}.msgpack").write_bytes(msgspec.msgpack.encode(scenario(engine)))

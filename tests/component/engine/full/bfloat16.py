@@ -11,7 +11,6 @@ from services.trainer.compute.data import ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from tests.component.engine.data import is_row, with_input
 from tests.component.engine.full.world import ADAM_FULL, PROBE, STEPS, Player, saved, state_of
-from tests.component.engine.process import run_rank
 
 STAGES = (2, 3)
 
@@ -49,7 +48,3 @@ def scenario(engine: Engine) -> Report:
         played.states.append(state_of(engine, "full"))
         engine.drop_model("full")
     return report
-
-
-if __name__ == "__main__":
-    run_rank(scenario)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +19,8 @@ from services.common.contract.tensors import HostTensor, from_values
 from services.trainer.compute.data import ModelState, Pass, Row, RowResult, ShardedState
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.model import FullModel
+from tests.component.engine import process
 from tests.component.engine.data import ADAM, LORA, ce_row, is_row, op, with_input, work
-from tests.component.engine.process import run_rank
 
 ADAM_FULL = msgspec.structs.replace(ADAM, learning_rate=0.05)
 STEPS: list[tuple[str, list[Row]]] = [
@@ -71,7 +70,7 @@ class Player:
 
 def shared_directory() -> str:
     """A new one, the same on all ranks."""
-    name = [tempfile.mkdtemp(dir=sys.argv[4]) if dist.get_rank() == 0 else ""]
+    name = [tempfile.mkdtemp(dir=process.here.out) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
     return name[0]
 
@@ -178,7 +177,3 @@ def scenario(engine: Engine) -> Report:
     engine.drop_model("again")
     report.probes["reloaded"] = player.run("full", 70, "cross_entropy", PROBE, forward_only=True)
     return report
-
-
-if __name__ == "__main__":
-    run_rank(scenario)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from services.trainer.compute.memory.host import Away
 from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.tenant import LoraTenant, step_adapters
 from tests.component.engine.data import on_all_ranks
+from tests.component.engine.process import run_ranks
 
 HIDDEN = 21
 TARGETS = {"layers.0.self_attn.q_proj": LinearShape(HIDDEN, 37), "layers.0.mlp.up": LinearShape(HIDDEN, 5)}
@@ -170,12 +171,11 @@ def scenario(dtype: torch.dtype) -> Report:
     return report
 
 
-def run_rank(rank: int, ranks: int, directory: Path) -> None:
-    torch.set_num_threads(1)
+def run_rank(directory: Path) -> None:
     # So that snapshots come in several pieces, and not all of one size.
     parts._AT_ONCE = 50
-    store = dist.FileStore(str(directory / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     for name, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16}.items():
         (directory / f"{name}-{rank}").write_bytes(msgspec.msgpack.encode(scenario(dtype)))
     dist.destroy_process_group()
@@ -183,13 +183,7 @@ def run_rank(rank: int, ranks: int, directory: Path) -> None:
 
 def play(ranks: int, directory: Path) -> dict[str, list[Report]]:
     """What the ranks of a world report, by element type of the base model."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, ranks, directory)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=2 * TIMEOUT.total_seconds())
-        assert process.exitcode == 0
+    run_ranks(run_rank, ranks, directory, directory)
     return {
         name: [
             msgspec.msgpack.decode((directory / f"{name}-{rank}").read_bytes(), type=Report)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from tests.component.engine.data import ADAM, ce_row, op, trained_model, work
-from tests.component.engine.process import run_rank
 
 WHOLE, WITHOUT = LoraSpec(8, seed=3), LoraSpec(4, seed=5, train_mlp=False)
 ROWS = {"whole": [ce_row(1, 20), ce_row(2, 7)], "without": [ce_row(3, 12), ce_row(4, 9)]}
@@ -51,7 +50,3 @@ def everywhere(state: ModelState) -> ModelState:
 def is_step(found: object) -> bool:
     assert isinstance(found, dict), found
     return True
-
-
-if __name__ == "__main__":
-    run_rank(scenario)

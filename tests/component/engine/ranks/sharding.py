@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import msgspec
@@ -13,8 +12,8 @@ from services.common.worlds.sharding import Sharding
 from services.trainer.compute.data import ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.model import FullModel
+from tests.component.engine import process
 from tests.component.engine.data import ADAM, LORA, NO_CLIP, ce_row, op, trained_model, work
-from tests.component.engine.process import run_rank
 
 RANKS = 4
 WAYS = {
@@ -119,7 +118,7 @@ def scenario(engine: Engine) -> Reports:
 
 def _engine(sharding: Sharding) -> Engine:
     return Engine(
-        model_path=sys.argv[1],
+        model_path=str(process.here.directory),
         device="cpu",
         dtype="float32",
         zero_stage=3,
@@ -127,7 +126,3 @@ def _engine(sharding: Sharding) -> Engine:
         world_size=dist.get_world_size(),
         sharding=sharding,
     )
-
-
-if __name__ == "__main__":
-    run_rank(scenario)

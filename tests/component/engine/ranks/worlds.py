@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from services.trainer.compute.engine import Engine
-from tests.component.engine.process import run_rank
 from tests.component.engine.ranks import slow_rank, steps, world
 from tests.component.engine.split import bfloat16, memory, models, operations
 
@@ -36,7 +35,3 @@ def scenario(engine: Engine) -> Reports:
         bfloat16.scenario(engine) if several else None,
         slow_rank.scenario(engine) if several else None,
     )
-
-
-if __name__ == "__main__":
-    run_rank(scenario)

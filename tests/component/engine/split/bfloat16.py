@@ -5,14 +5,13 @@ The same sequences in bfloat16 by all ranks together and each by one rank, and i
 
 from __future__ import annotations
 
-import sys
-
 import msgspec
 import torch.distributed as dist
 
 from services.common.contract.tensors import HostTensor
 from services.trainer.compute.data import PassOp, RowResult
 from services.trainer.compute.engine import Engine
+from tests.component.engine import process
 from tests.component.engine.data import trained_model, work
 from tests.component.engine.split.operations import CASES, gradient, together
 
@@ -49,7 +48,7 @@ def numbers(engine: Engine, case: str, *, split: bool) -> Numbers:
 def scenario(exact: Engine) -> Report:
     """In a world whose engine computes in float32."""
     engine = Engine(
-        model_path=sys.argv[1],
+        model_path=str(process.here.directory),
         device="cpu",
         dtype="bfloat16",
         zero_stage=0,
