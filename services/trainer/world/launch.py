@@ -1,4 +1,5 @@
-"""How a trainer world is started: on this machine with the DeepSpeed launcher, or a node of several.
+"""How a trainer world is started: one rank in this very process, several on this machine with the DeepSpeed
+launcher, or a node of several machines.
 
 Invariant: the world lives and ends as one. A rank that dies takes the others with it (the launcher
 ends them); SIGTERM drains rank 0, which dismisses the others; and when this process is killed
@@ -14,19 +15,23 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import psutil
 
 from services.common.worlds.nodes import Nodes
 
+_HOST = "127.0.0.1"
+_TRAINER = "services.trainer"
+
 
 def launch_command(ranks: int, master_port: int, args: list[str], gpus: Sequence[str] = ()) -> list[str]:
     """Command line of a world of `ranks` processes of `python -m services.trainer ARGS` on this machine.
 
-    Send it SIGTERM to stop: it exits 0 once all ranks have ended (at most 30 s for each). It exits with
-    a rank's status when that rank failed. `master_port` must be free; it is only bound on 127.0.0.1.
-    OMP_NUM_THREADS is set to an equal share of the cores unless the environment sets it. `gpus` names
-    the GPU of each rank; without it a CUDA_VISIBLE_DEVICES in the environment chooses them.
+    Send it SIGTERM to stop: it exits 0 once all ranks have ended (of several, at most 30 s for each). It
+    exits with a rank's status when that rank failed. `master_port` must be free; it is only bound on
+    127.0.0.1. OMP_NUM_THREADS is set to an equal share of the cores unless the environment sets it. `gpus`
+    names the GPU of each rank; without it a CUDA_VISIBLE_DEVICES in the environment chooses them.
     """
     world = base64.urlsafe_b64encode(json.dumps({"localhost": _devices(ranks, gpus)}).encode()).decode()
     return [
@@ -34,12 +39,12 @@ def launch_command(ranks: int, master_port: int, args: list[str], gpus: Sequence
         "-m",
         "services.trainer.world.launch",
         f"--world_info={world}",
-        "--master_addr=127.0.0.1",
         f"--master_port={master_port}",
+        f"--master_addr={_HOST}",
         "--no_local_rank",
         "--log_level=warning",
         "--module",
-        "services.trainer",
+        _TRAINER,
         *args,
     ]
 
@@ -79,13 +84,16 @@ def _devices(ranks: int, gpus: Sequence[str]) -> list[int] | list[str]:
 
 
 def main() -> None:
-    """Runs the DeepSpeed launcher in this process with the arguments of `launch_command`."""
+    """With the arguments of `launch_command`: this process is the only rank, or the DeepSpeed launcher."""
     from services.common.process.process import die_with_parent
 
+    world, port = (word.partition("=")[2] for word in sys.argv[1:3])
+    devices = json.loads(base64.urlsafe_b64decode(world))["localhost"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(devices))))
+    if len(devices) == 1:
+        _become_the_rank(str(devices[0]), port, sys.argv[sys.argv.index(_TRAINER) + 1 :])
     if os.getppid() != 0 and os.getpid() != 1:
         die_with_parent(signal.SIGTERM)
-    ranks = len(json.loads(base64.urlsafe_b64decode(sys.argv[1].split("=", 1)[1]))["localhost"])
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
     # The launcher exits 1 when it is asked to stop; the signals seen here tell that from a failed rank.
     seen, notify = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -97,6 +105,19 @@ def main() -> None:
     except SystemExit:
         if not _stop_was_asked(seen):
             raise
+
+
+def _become_the_rank(device: str, port: str, args: list[str]) -> NoReturn:
+    """A launcher would be half a gigabyte and some seconds, and one rank has nobody to end with."""
+    os.environ |= {
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": port,
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "CUDA_VISIBLE_DEVICES": device,
+    }
+    os.execv(sys.executable, [sys.executable, "-u", "-m", _TRAINER, *args])
 
 
 def _stop_was_asked(seen: int) -> bool:

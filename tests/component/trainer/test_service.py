@@ -67,6 +67,12 @@ def test_the_world_announces_what_it_serves(world: TrainerWorld) -> None:
     assert (record.world_size, record.arch, record.device) == (world.ranks, "Qwen3ForCausalLM", "cpu")
 
 
+def test_a_single_rank_is_the_process_that_was_started(world: TrainerWorld) -> None:
+    # Several are the children of a launcher.
+    assert (world.rank_pid(0) == world.process.pid) == (world.ranks == 1)
+    assert len(world.processes()) == (1 if world.ranks == 1 else 1 + world.ranks)
+
+
 def test_training_lowers_the_loss(world: TrainerWorld) -> None:
     model, data = TrainedModel(world), batch(1)
     model.create()
