@@ -27,7 +27,7 @@ pytestmark = pytest.mark.heavy
 
 
 @pytest.fixture
-def worlds(tmp_path: Path) -> Iterator[tuple[TrainerWorld, TrainerWorld]]:
+def trainers(tmp_path: Path) -> Iterator[tuple[TrainerWorld, TrainerWorld]]:
     model_dir = make_model(tmp_path / "tiny")
     found: list[TrainerWorld] = []
     with redis_server(tmp_path) as url:
@@ -41,9 +41,9 @@ def worlds(tmp_path: Path) -> Iterator[tuple[TrainerWorld, TrainerWorld]]:
 
 
 def test_a_trainer_that_was_cut_off_changes_nothing_and_catches_up(
-    worlds: tuple[TrainerWorld, TrainerWorld],
+    trainers: tuple[TrainerWorld, TrainerWorld],
 ) -> None:
-    cut_off, other = worlds
+    cut_off, other = trainers
     model = TrainedModel(cut_off)
     model.create()
     model.forward_backward(batch(0, 12))

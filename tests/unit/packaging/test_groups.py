@@ -1,4 +1,4 @@
-"""Component tests that share what takes long to start, or a file, run in one process."""
+"""Tests of components and clusters that share what takes long to start, or a file, run in one process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from tests.component import conftest
-from tests.component.conftest import SHARED
+from tests import groups
+from tests.groups import SHARED
 
 USES = """
 import time
@@ -23,8 +23,8 @@ def test_something({uses}number):
 
 
 def test_what_is_shared_is_started_once(tmp_path: Path) -> None:
-    assert conftest.__file__
-    shutil.copy(conftest.__file__, tmp_path / "conftest.py")
+    assert groups.__file__
+    shutil.copy(groups.__file__, tmp_path / "conftest.py")
     fixtures = "\n".join(f"@pytest.fixture(scope='session')\ndef {name}(): pass" for name in SHARED)
     (tmp_path / "plugin.py").write_text(f"import pytest\n{fixtures}\n")
     for name in SHARED:

@@ -1,10 +1,10 @@
-"""Who of the component tests shares what, where several processes run them."""
+"""Who shares what of the tests that several processes run (scripts/test.sh)."""
 
 from __future__ import annotations
 
 import pytest
 
-SHARED = ("sampler", "worlds")
+SHARED = ("sampler", "worlds", "cluster")
 """What is started once, and takes a while: those who use it stay in one process."""
 
 
