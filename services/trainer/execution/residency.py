@@ -31,7 +31,7 @@ from services.trainer.execution.full_models import FullModels
 from services.trainer.execution.host_room import HostRoom
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
 from services.trainer.execution.states import States
-from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers
+from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers, still_written
 from services.trainer.world.commands import CreateModel, DropModel, MoveAdapter
 from services.trainer.world.world import World
 
@@ -103,6 +103,7 @@ class Residency:
 
         Raises:
             SnapshotNotFound: it has none.
+            ModelBusy: one is still being written.
             StaleEpoch: another gateway leads the model.
             DataLoss: the snapshot is damaged.
         """
@@ -124,7 +125,8 @@ class Residency:
 
     async def _restore(self, model_id: str, epoch: int, moved: int, evict: Evict) -> int:
         # A snapshot still being written would move the pointer under the replay.
-        await self.durable.settle(model_id)
+        if not await self.durable.settle(model_id):
+            raise still_written(model_id)
         model = self._models.get(model_id)
         if model is not None and model.sequence.epoch < moved:
             await self._discard(model, evict)
@@ -201,7 +203,7 @@ class Residency:
 
         Raises:
             ModelOpen: it may still be brought back.
-            ModelBusy: operations of it are not done.
+            ModelBusy: operations of it are not done, or a snapshot is still being written.
             OSError: its files cannot be deleted.
         """
         if not await self.durable.is_closed(model_id):

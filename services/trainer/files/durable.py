@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 from google.protobuf.message import DecodeError
 
-from services.common.contract.errors import DataLoss
+from services.common.contract.errors import DataLoss, ModelBusy
 from services.common.process import failpoints
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import publish_directory
@@ -35,6 +35,8 @@ _RESULTS = "results.msgpack"
 _CONCURRENT_WRITES = 2
 _KEPT_S = 10.0
 _LOOK_AGAIN_S = 0.2
+_SETTLED_S = 600.0
+"""Whoever waits for a writer waits no longer, so that a disk that hangs holds up nobody but its writer."""
 _REST = 4.0
 """Together the writers rest this many times as long as they write: training comes first."""
 _MOST_REST_S = 30.0
@@ -122,9 +124,14 @@ class DurableStore:
 
     async def settle(self, model_id: str, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Returns when nothing of this model is left to write, or that is not wanted any more: a model that
-        trains on may always have something. Whether nothing is."""
+        trains on may always have something. Or when it has taken too long. Whether nothing is left."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _SETTLED_S
         while (writer := self._writers.get(model_id)) is not None:
             if not wanted():
+                return False
+            if clock() > deadline:
+                log.error("the snapshot of %s is still being written after %.0f s", model_id, _SETTLED_S)
                 return False
             self._hurry[model_id].set()
             await asyncio.wait([writer], timeout=_LOOK_AGAIN_S)
@@ -174,10 +181,12 @@ class DurableStore:
         """Deletes all snapshots of a closed model that is not here any more.
 
         Raises:
+            ModelBusy: one is still being written.
             OSError: the files cannot be deleted.
         """
         # What is still being written would appear after the deletion.
-        await self.settle(model_id)
+        if not await self.settle(model_id):
+            raise still_written(model_id)
         await asyncio.to_thread(delete_state, self._data, model_id)
 
     async def _directory(self, model_id: str) -> Path | None:
@@ -234,6 +243,14 @@ class DurableStore:
         await failpoints.reach("trainer.after_pointer")
         self._on_durable(model_id, seq_id)
         await asyncio.to_thread(_delete_older, parent, location)
+
+
+def still_written(model_id: str) -> ModelBusy:
+    """Says that a snapshot was waited for long enough."""
+    return ModelBusy(
+        f"the snapshot of model {model_id} has been written for {_SETTLED_S:.0f} s and is not done; look "
+        "whether the trainer's data directory takes writes"
+    )
 
 
 def _write_files(target: Path, snapshot: DurableSnapshot) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.common.contract.errors import DataLoss
+from services.common.contract.errors import DataLoss, ModelBusy
 from services.common.storage.data_dir import DataDir
 from services.trainer.compute.data import ModelState
 from services.trainer.files import durable
@@ -120,6 +120,29 @@ async def test_who_does_not_want_it_any_more_does_not_wait_for_a_model_that_trai
     assert store._writers
     training.cancel()
     await store.settle(MODEL)
+
+
+async def test_nobody_waits_for_ever_for_a_disk_that_hangs(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(durable, "_SETTLED_S", 0.1)
+    hangs = asyncio.Event()
+
+    async def take(model_id: str) -> DurableSnapshot | None:
+        await hangs.wait()
+        return await trained.take(model_id)
+
+    store, told = make(tmp_path, PointersInMemory(), take)
+    store.changed(MODEL)
+    async with asyncio.timeout(60):
+        assert not await store.settle(MODEL)
+        with pytest.raises(ModelBusy, match="has been written for 0 s and is not done"):
+            await store.delete(MODEL)
+    assert f"the snapshot of {MODEL} is still being written" in caplog.text
+    hangs.set()
+    monkeypatch.setattr(durable, "_SETTLED_S", 60.0)
+    assert await store.settle(MODEL)
+    assert told == [(MODEL, 0)]
 
 
 async def test_snapshots_of_the_last_seconds_are_kept_for_a_pointer_that_redis_lost(
