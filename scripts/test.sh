@@ -22,10 +22,12 @@ for part in "${parts[@]}"; do
   threads=()
   case $part in
     unit | helm) how=(-n "$at_once" --dist worksteal) ;;
-    component | cluster)
-      how=(-n "$beside" --dist loadgroup)
-      threads=("OMP_NUM_THREADS=$((cores / beside))")
-      ;;
+    component | cluster) how=(-n "$beside" --dist loadgroup) ;;
+    # Of each test a sampler of its own.
+    families) how=(-n "$beside" --dist load) ;;
+  esac
+  case $part in
+    component | cluster | families) threads=("OMP_NUM_THREADS=$((cores / beside))") ;;
   esac
   echo "== tests/$part"
   env "${threads[@]}" .venv/bin/python -m pytest "tests/$part" -m "not long" "${how[@]}"
