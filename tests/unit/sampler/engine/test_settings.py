@@ -31,6 +31,24 @@ def config_of(directory: Path, family: str, **settings: object) -> SamplerConfig
     return SamplerConfig("sampler-0", "org/model", str(directory), directory, "redis://127.0.0.1/0")
 
 
+@pytest.mark.parametrize(
+    ("settings", "sequences"),
+    [
+        ({}, 256),
+        ({"tensor_parallel_size": 2}, 512),
+        ({"max_batched_tokens": 64}, 64),
+        ({"max_sequences": 32}, 32),
+    ],
+)
+def test_on_a_cpu_it_generates_as_many_sequences_at_once_as_vllm_by_itself(
+    tmp_path: Path, settings: dict[str, int], sequences: int
+) -> None:
+    config = replace(config_of(tmp_path, "qwen3"), **settings)
+    assert engine_args(config, "cpu").max_num_seqs == sequences
+    # A GPU's own number is vLLM's to choose.
+    assert engine_args(config, "cuda").max_num_seqs == (settings.get("max_sequences") or None)
+
+
 @pytest.fixture
 def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Whom a test looked for on the network, which is not there. What is tried again is tried at once."""
