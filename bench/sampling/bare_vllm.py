@@ -60,8 +60,6 @@ def _load(model_dir: str, lora: bool) -> Callable[[Any], float]:
         dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 30,
-        max_num_batched_tokens=2048,
-        distributed_executor_backend="uni",
         **options,
     )
 

@@ -13,8 +13,9 @@ from bench.training.exactness import newest_snapshot
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 64, 128
 BASE_REPETITIONS, ADAPTER_REPETITIONS, ONE_TOKEN_REPETITIONS = 2, 1, 30
-GROUP, GROUP_TOKENS = 16, 32
-"""Answers to each prompt, and their tokens, of a batch of 1,024 sequences."""
+GROUP, GROUP_TOKENS, ADAPTED_TOKENS = 16, 32, 8
+"""Answers to each prompt, and their tokens, of a batch of 1,024 sequences; fewer tokens where they have
+adapters, for which vLLM's own functions take several times as long on a CPU."""
 
 
 def base_model(stack: Stack) -> list[Row]:
@@ -30,11 +31,12 @@ def base_model(stack: Stack) -> list[Row]:
     finally:
         bare.close()
     name = "sampling, base model: API / plain LLM.generate"
-    return [ratio_row(name, ours, theirs, PROMPTS * NEW_TOKENS, at_least=0.9), first]
+    return [ratio_row(name, ours, theirs, PROMPTS * NEW_TOKENS, at_least=0.95), first]
 
 
 def adapters(stack: Stack) -> list[Row]:
-    """Four adapters mixed in one batch, against LLM.generate with the same adapters."""
+    """Four adapters mixed in one batch, of 64 sequences and of 1,024, against LLM.generate with the same
+    adapters."""
     rng = np.random.default_rng(3)
     clients, directories = [], []
     for _ in range(ADAPTERS):
@@ -44,11 +46,21 @@ def adapters(stack: Stack) -> list[Row]:
         directories.append(newest_snapshot(stack.data_dir, str(model.model_id)))
     bare = BareVllm(stack.model_dir, stack.threads, True, stack.scratch / "bare-vllm-lora.log")
     try:
-        ours, theirs = _compare(stack, clients, bare, directories, ADAPTER_REPETITIONS)
+        few = _compare(stack, clients, bare, directories, ADAPTER_REPETITIONS)
+        many = _compare(stack, clients, bare, directories, ADAPTER_REPETITIONS, ADAPTED_TOKENS, GROUP)
     finally:
         bare.close()
-    name = f"sampling, {ADAPTERS} adapters mixed: API / LLM.generate with LoRA"
-    return [ratio_row(name, ours, theirs, PROMPTS * NEW_TOKENS, at_least=0.9)]
+    mixed, generate = f"sampling, {ADAPTERS} adapters mixed", "API / LLM.generate with LoRA"
+    at_once = PROMPTS * GROUP
+    return [
+        ratio_row(f"{mixed}: {generate}", *few, PROMPTS * NEW_TOKENS, at_least=1.0),
+        ratio_row(
+            f"{mixed}, {at_once:,} sequences at once: {generate}",
+            *many,
+            at_once * ADAPTED_TOKENS,
+            at_least=1.0,
+        ),
+    ]
 
 
 def many_sequences(stack: Stack) -> list[Row]:
