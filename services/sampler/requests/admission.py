@@ -6,9 +6,9 @@ The others wait in the gateways, where API keys take turns.
 
 Invariants: what is taken on and has not ended never exceeds `sequences + queued`, but for one request that
 came while the engine was not full: a group of many samples would never find so many places at once beside
-single ones, which take each that falls free. Nothing is taken on to wait for its weights that would make what
-waits exceed `queued`, unless nothing else does, so requests that need not wait find room beside those that
-do. What goes on with other weights, when its own have moved, waits for them whatever waits.
+single ones, which take each that falls free. For the same reason what is taken on to wait for its weights
+exceeds `queued` by one request at most, so requests that need not wait find room beside those that do. What
+goes on with other weights, when its own have moved, waits for them whatever waits.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Admission:
                 f"the engine has not begun with {late} of its sequences, for want of memory or time; send "
                 "the request again, or to another one"
             )
-        if not ready and self.waiting and self.waiting + sequences > self._capacity.queued:
+        if not ready and self.waiting >= self._capacity.queued:
             raise Overloaded(
-                f"{self.waiting} sequences wait for other weights than those in the engine, and at most "
-                f"{self._capacity.queued} may; send the request again, or to another one"
+                f"{self.waiting} sequences wait for other weights than those in the engine, and while "
+                f"{self._capacity.queued} do no more may; send the request again, or to another one"
             )

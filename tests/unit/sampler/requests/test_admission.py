@@ -61,6 +61,16 @@ def test_a_request_that_is_larger_than_the_queue_may_wait_for_its_weights_alone(
         take(admission, held, 1, ready=False)
 
 
+def test_a_group_that_is_larger_than_the_queue_waits_for_its_weights_beside_single_ones_that_always_do(
+    admission: Admission, held: ExitStack
+) -> None:
+    for _ in range(15):
+        take(admission, held, 1, ready=False)
+    with admission.place(48, False, 0), pytest.raises(Overloaded, match="63 sequences wait"):
+        take(admission, held, 1, ready=False)
+    take(admission, held, 1, ready=False)
+
+
 def test_what_enters_the_engine_waits_no_more(admission: Admission, held: ExitStack) -> None:
     with admission.place(16, False, 0) as place:
         place.enter()
