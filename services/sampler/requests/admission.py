@@ -6,14 +6,18 @@ The others wait in the gateways, where API keys take turns.
 
 Invariants: what is taken on and has not ended never exceeds `sequences + queued`, but for one request that
 came while the engine was not full: a group of many samples would never find so many places at once beside
-single ones, which take each that falls free. For the same reason what is taken on to wait for its weights
-exceeds `queued` by one request at most, so requests that need not wait find room beside those that do. What
-goes on with other weights, when its own have moved, waits for them whatever waits.
+single ones, which take each that falls free. Nor would several gateways between them ever leave the engine
+less than full: once a group was turned away, it is not filled up for some seconds. For the same reason what
+is taken on to wait for its weights exceeds `queued` by one request at most, so requests that need not wait
+find room beside those that do. What goes on with other weights, when its own have moved, waits for them
+whatever waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +26,10 @@ from services.common.contract.errors import Overloaded
 LATE_S = 5.0
 """A sequence that the engine has had for this long without a first token waits there: its keys and values do
 not fit beside those of the others, or too many prompts are before it."""
+
+GROUP_S = 2.0
+"""For so long after a group was turned away, small requests leave it the last place of the engine. Gateways
+ask again sooner."""
 
 _QUEUED_SHARE = 4
 _LEAST_QUEUED = 16
@@ -73,13 +81,19 @@ class Place:
 class Admission:
     """What one sampler has taken on.
 
+    Args:
+        clock: seconds.
+
     Attributes:
         taken: sequences of requests that have not ended.
         waiting: of these, what waits for its weights and is not in the engine.
     """
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, clock: Callable[[], float] = time.monotonic) -> None:
         self._capacity = capacity
+        self._clock = clock
+        self._group_until = -math.inf
+        """So long a group that was turned away may come again."""
         self.taken = 0
         self.waiting = 0
 
@@ -104,11 +118,10 @@ class Admission:
             place.give_up()
 
     def _check(self, sequences: int, ready: bool, late: int) -> None:
-        most = self._capacity.sequences + self._capacity.queued
-        if self.taken >= self._capacity.sequences and self.taken + sequences > most:
+        if self._is_full_for(sequences):
             raise Overloaded(
-                f"this sampler has {self.taken} sequences and takes on at most {most}; send the request "
-                "again, or to another one"
+                f"this sampler has {self.taken} sequences, of at most {self._most}, and no room for "
+                f"{sequences} more now; send the request again, or to another one"
             )
         if late > self._capacity.queued:
             raise Overloaded(
@@ -120,3 +133,17 @@ class Admission:
                 f"{self.waiting} sequences wait for other weights than those in the engine, and while "
                 f"{self._capacity.queued} do no more may; send the request again, or to another one"
             )
+
+    @property
+    def _most(self) -> int:
+        return self._capacity.sequences + self._capacity.queued
+
+    def _is_full_for(self, sequences: int) -> bool:
+        engine_full = self.taken >= self._capacity.sequences
+        if sequences > self._capacity.queued:
+            is_full = engine_full and self.taken + sequences > self._most
+            self._group_until = self._clock() + GROUP_S if is_full else -math.inf
+            return is_full
+        if self._clock() < self._group_until:
+            return self.taken + sequences >= self._capacity.sequences
+        return engine_full and self.taken + sequences > self._most

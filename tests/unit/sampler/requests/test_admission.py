@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from services.common.contract.errors import Overloaded
-from services.sampler.requests.admission import Admission, Capacity
+from services.sampler.requests.admission import GROUP_S, Admission, Capacity
 
 CAPACITY = Capacity(sequences=64, queued=16)
 
@@ -37,7 +37,7 @@ def test_what_exceeds_the_engine_and_its_small_queue_is_refused_at_once_and_fits
 ) -> None:
     with admission.place(20, True, 0):
         take(admission, held, 60)
-        with pytest.raises(Overloaded, match="80 sequences and takes on at most 80"):
+        with pytest.raises(Overloaded, match="80 sequences, of at most 80, and no room for 1 more"):
             take(admission, held, 1)
     take(admission, held, 20)
     assert admission.taken == 80
@@ -100,7 +100,7 @@ def test_a_request_that_is_larger_than_the_engine_is_taken_on_when_that_is_not_f
     admission = Admission(Capacity(sequences=8, queued=2))
     with admission.place(512, ready=True, late=0):
         assert admission.taken == 512
-        with pytest.raises(Overloaded, match="at most 10"), admission.place(1, ready=True, late=0):
+        with pytest.raises(Overloaded, match="of at most 10"), admission.place(1, ready=True, late=0):
             pass
     with admission.place(8, ready=True, late=0), pytest.raises(Overloaded):
         admission.place(512, ready=True, late=0).__enter__()
@@ -114,3 +114,50 @@ def test_a_group_of_many_samples_finds_its_places_beside_single_ones_that_come_a
             singles.enter_context(admission.place(1, ready=True, late=0))
         with admission.place(64, ready=True, late=0), pytest.raises(Overloaded):
             admission.place(64, ready=True, late=0).__enter__()
+
+
+def test_a_group_that_was_turned_away_finds_its_places_whoever_else_keeps_the_engine_full() -> None:
+    """As another gateway does, which does not know of the group."""
+    now = 0.0
+    admission = Admission(CAPACITY, lambda: now)
+    singles: list[ExitStack] = []
+
+    def single() -> bool:
+        place = ExitStack()
+        try:
+            place.enter_context(admission.place(1, ready=True, late=0))
+        except Overloaded:
+            return False
+        singles.append(place)
+        return True
+
+    def fill() -> None:
+        while single():
+            pass
+
+    fill()
+    assert admission.taken == 80
+    with pytest.raises(Overloaded):
+        admission.place(64, ready=True, late=0).__enter__()
+    for _ in range(17):
+        singles.pop().close()
+        fill()
+    assert admission.taken == 63
+    with admission.place(64, ready=True, late=0):
+        assert admission.taken == 127
+    # Nobody waits any more, and the engine never runs dry.
+    fill()
+    assert admission.taken == 80
+
+
+def test_a_group_that_does_not_come_again_keeps_nobody_out_for_long() -> None:
+    now = 0.0
+    admission = Admission(CAPACITY, lambda: now)
+    with ExitStack() as taken:
+        taken.enter_context(admission.place(64, ready=True, late=0))
+        with pytest.raises(Overloaded):
+            admission.place(17, ready=True, late=0).__enter__()
+        with pytest.raises(Overloaded):
+            admission.place(1, ready=True, late=0).__enter__()
+        now = GROUP_S
+        taken.enter_context(admission.place(1, ready=True, late=0))
