@@ -87,13 +87,14 @@ def main() -> None:
     """With the arguments of `launch_command`: this process is the only rank, or the DeepSpeed launcher."""
     from services.common.process.process import die_with_parent
 
+    if os.getppid() != 0 and os.getpid() != 1:
+        # The rank that this becomes keeps it.
+        die_with_parent(signal.SIGTERM)
     world, port = (word.partition("=")[2] for word in sys.argv[1:3])
     devices = json.loads(base64.urlsafe_b64decode(world))["localhost"]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(devices))))
     if len(devices) == 1:
         _become_the_rank(str(devices[0]), port, sys.argv[sys.argv.index(_TRAINER) + 1 :])
-    if os.getppid() != 0 and os.getpid() != 1:
-        die_with_parent(signal.SIGTERM)
 
     # The launcher exits 1 when it is asked to stop; the signals seen here tell that from a failed rank.
     seen, notify = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
+import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import pytest
 
 from services.common.contract.errors import Internal, InvalidRequest, TinsmithError
 from services.common.worlds.sharding import Sharding
+from services.launcher.machine import free_port
 from services.trainer import config
 from services.trainer.server import load
 from services.trainer.world.channel import Channel, WorldFailure
@@ -121,6 +128,34 @@ def test_the_launch_command_has_a_device_for_each_rank(monkeypatch: pytest.Monke
     assert devices(launch_command(2, 29511, [], ["1", "3"])) == ["1", "3"]
     with pytest.raises(ValueError, match="4 trainer ranks"):
         launch_command(4, 29511, [])
+
+
+STARTS = """
+import subprocess, sys, time
+print(subprocess.Popen(sys.argv[1:]).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_single_rank_ends_with_who_started_it_also_while_it_imports(tmp_path: Path) -> None:
+    flags = ["--model", "a/b=/nowhere", "--data-dir", str(tmp_path)]
+    command = [sys.executable, "-c", STARTS, *launch_command(1, free_port(), flags)]
+    # Where there is no Redis it would wait for one.
+    environment = {**os.environ, "TINSMITH_REDIS_URL": f"redis://127.0.0.1:{free_port()}/0"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as starter:
+        assert starter.stdout is not None
+        rank = psutil.Process(int(starter.stdout.readline()))
+        try:
+            deadline = time.monotonic() + 60
+            while "-u" not in rank.cmdline():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            starter.kill()
+            rank.wait(60)
+        finally:
+            starter.kill()
+            if rank.is_running():
+                rank.kill()
 
 
 class TwoRanks(Channel):
