@@ -7,10 +7,10 @@ The others wait in the gateways, where API keys take turns.
 Invariants: what is taken on and has not ended never exceeds `sequences + queued`, but for one request that
 came while the engine was not full: a group of many samples would never find so many places at once beside
 single ones, which take each that falls free. Nor would several gateways between them ever leave the engine
-less than full: once a group was turned away, it is not filled up for some seconds. For the same reason what
-is taken on to wait for its weights exceeds `queued` by one request at most, so requests that need not wait
-find room beside those that do. What goes on with other weights, when its own have moved, waits for them
-whatever waits.
+less than full: once a group was turned away, it is not filled up for some seconds, and groups and small ones
+have turns at that. For the same reason what is taken on to wait for its weights exceeds `queued` by one
+request at most, so requests that need not wait find room beside those that do. What goes on with other
+weights, when its own have moved, waits for them whatever waits.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class Admission:
         self._clock = clock
         self._group_until = -math.inf
         """So long a group that was turned away may come again."""
+        self._groups_turn = True
+        """Whether a place is kept for a group: not before a small request was taken on after the last one."""
         self.taken = 0
         self.waiting = 0
 
@@ -109,6 +111,9 @@ class Admission:
             Overloaded: not now.
         """
         self._check(sequences, ready, late)
+        self._groups_turn = not self._is_group(sequences)
+        if not self._groups_turn:
+            self._group_until = -math.inf
         self.taken += sequences
         self.waiting += sequences
         place = Place(self, sequences)
@@ -119,6 +124,8 @@ class Admission:
 
     def _check(self, sequences: int, ready: bool, late: int) -> None:
         if self._is_full_for(sequences):
+            if self._is_group(sequences) and self._groups_turn:
+                self._group_until = self._clock() + GROUP_S
             raise Overloaded(
                 f"this sampler has {self.taken} sequences, of at most {self._most}, and no room for "
                 f"{sequences} more now; send the request again, or to another one"
@@ -138,12 +145,10 @@ class Admission:
     def _most(self) -> int:
         return self._capacity.sequences + self._capacity.queued
 
+    def _is_group(self, sequences: int) -> bool:
+        return sequences > self._capacity.queued
+
     def _is_full_for(self, sequences: int) -> bool:
-        engine_full = self.taken >= self._capacity.sequences
-        if sequences > self._capacity.queued:
-            is_full = engine_full and self.taken + sequences > self._most
-            self._group_until = self._clock() + GROUP_S if is_full else -math.inf
-            return is_full
-        if self._clock() < self._group_until:
+        if not self._is_group(sequences) and self._clock() < self._group_until:
             return self.taken + sequences >= self._capacity.sequences
-        return engine_full and self.taken + sequences > self._most
+        return self.taken >= self._capacity.sequences and self.taken + sequences > self._most

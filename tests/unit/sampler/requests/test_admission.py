@@ -154,10 +154,38 @@ def test_a_group_that_does_not_come_again_keeps_nobody_out_for_long() -> None:
     now = 0.0
     admission = Admission(CAPACITY, lambda: now)
     with ExitStack() as taken:
-        taken.enter_context(admission.place(64, ready=True, late=0))
+        for _ in range(64):
+            taken.enter_context(admission.place(1, ready=True, late=0))
         with pytest.raises(Overloaded):
             admission.place(17, ready=True, late=0).__enter__()
         with pytest.raises(Overloaded):
             admission.place(1, ready=True, late=0).__enter__()
         now = GROUP_S
         taken.enter_context(admission.place(1, ready=True, late=0))
+
+
+def test_groups_that_come_all_the_time_keep_no_single_sample_out() -> None:
+    now = 0.0
+    admission = Admission(CAPACITY, lambda: now)
+    with ExitStack() as first:
+        first.enter_context(admission.place(64, ready=True, late=0))
+        with ExitStack() as second:
+            for _ in range(16):
+                second.enter_context(admission.place(1, ready=True, late=0))
+            with pytest.raises(Overloaded):
+                admission.place(64, ready=True, late=0).__enter__()
+            first.close()
+            second.enter_context(admission.place(64, ready=True, late=0))
+            # The next group is turned away before a single sample has had its turn: nothing is kept for it.
+            with pytest.raises(Overloaded):
+                admission.place(64, ready=True, late=0).__enter__()
+            held = second.pop_all()
+        with held, ExitStack() as single:
+            admission.taken -= 10
+            single.enter_context(admission.place(1, ready=True, late=0))
+            with pytest.raises(Overloaded):
+                admission.place(64, ready=True, late=0).__enter__()
+            # Now it is the group's turn again.
+            with pytest.raises(Overloaded):
+                admission.place(1, ready=True, late=0).__enter__()
+            admission.taken += 10
