@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TypeVar
@@ -84,22 +84,20 @@ def run_ranks(work: Callable[..., None], ranks: int, out: Path, *args: object) -
     for process in processes:
         process.start()
     deadline = time.monotonic() + _TIMEOUT_S
+    bad: list[int] = []
     try:
-        while any(process.exitcode is None for process in processes):
-            failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-            if failed or time.monotonic() > deadline:
-                break
-            multiprocessing.connection.wait(
-                [process.sentinel for process in processes if process.exitcode is None], timeout=1
-            )
+        while not bad and any(process.exitcode is None for process in processes):
+            connection.wait([each.sentinel for each in processes if each.exitcode is None], timeout=1)
+            bad = [rank for rank, process in enumerate(processes) if process.exitcode]
+            if not bad and time.monotonic() > deadline:
+                bad = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     finally:
         for process in processes:
             process.kill()
             process.join()
-    bad = next((rank for rank, process in enumerate(processes) if process.exitcode), None)
-    if bad is not None:
-        printed = (out / f"rank{bad}.log").read_text(errors="replace")
-        pytest.fail(f"rank {bad} ended with {processes[bad].exitcode}:\n{printed}")
+    if bad:
+        printed = (out / f"rank{bad[0]}.log").read_text(errors="replace")
+        pytest.fail(f"rank {bad[0]} of {ranks} failed, or took more than {_TIMEOUT_S} s:\n{printed}")
 
 
 def _context() -> ForkServerContext:
