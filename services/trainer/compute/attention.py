@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -30,6 +31,10 @@ FLAT_ATTENTION = "tinsmith_flat"
 """Its name as transformers' `attn_implementation`."""
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+# Fewer heads of keys than of queries are let through by torch 2.11 unasked, and by later ones for the asking.
+_SHARED_HEADS: dict[str, Any] = {
+    name: True for name in signature(varlen_attn).parameters if name == "enable_gqa"
+}
 # Their frequencies depend on the longest sequence of a batch.
 _ROPE_OF_THE_BATCH = {"dynamic", "longrope"}
 
@@ -225,7 +230,7 @@ def _fused(
         longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        **_SHARED_HEADS,
     )
     assert isinstance(output, Tensor)
     return output[None]
