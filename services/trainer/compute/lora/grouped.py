@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from services.trainer.compute.lora.adapter import HEAD, VALUE_HEAD, Adapter, layout_of, matrix
 from services.trainer.compute.lora.experts import adapted_experts
-from services.trainer.compute.lora.products import Cut, Groups, outer, product
+from services.trainer.compute.lora.products import Cut, Groups, add_product, outer, product
 from services.trainer.compute.memory.transfer import on_device
 
 
@@ -70,6 +70,9 @@ class _Stack:
             self._layout, self._size = layout_of(targets, rank, value_head)
         self._weights = self._stacked(adapters)
         self._gradients = self._zeros() if segments[0].gradient is not None else None
+        # Made once and asked for in each pass: a view costs the host as much as the launch of a kernel.
+        self._matrices: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
         self.tokens = sum(segment.tokens for segment in segments)
         self.whole = self.cut(0, self.tokens)
         # What makes autograd go through linears whose input needs no gradient.
@@ -107,18 +110,29 @@ class _Stack:
     def matrices(self, key: str) -> Tensor:
         """What the adapters have of a name, for each group of rows: [adapters, ...], of experts' matrices
         those of the first expert before those of the next [experts * adapters, ...]."""
-        found = matrix(self._weights, self._layout[key])
-        return found if found.dim() == 3 else found.transpose(0, 1).flatten(0, 1)
+        found = self._matrices.get(key)
+        if found is None:
+            found = matrix(self._weights, self._layout[key])
+            if found.dim() == 3:
+                self._matrices[key] = found
+            else:
+                # A copy of all that experts have, which is not kept.
+                found = found.transpose(0, 1).flatten(0, 1)
+        return found
 
-    def accumulate(self, key: str, left: Tensor, right: Tensor, groups: Groups) -> None:
-        """Adds left^T right of each group's rows to the gradient of its matrix; groups as in `matrices`."""
-        assert self._gradients is not None
-        gradient = matrix(self._gradients, self._layout[key])
-        gradient = gradient if gradient.dim() == 3 else gradient.transpose(0, 1)
-        if len(groups) == 1 and gradient.dtype == left.dtype:
-            gradient.view(gradient.shape[-2:]).addmm_(left.T, right)
+    def accumulate(self, key: str, left: Tensor, right: Tensor, groups: Groups, scale: float = 1.0) -> None:
+        """Adds scale left^T right of each group's rows to the gradient of its matrix; groups as in
+        `matrices`."""
+        gradient = self._sums.get(key)
+        if gradient is None:
+            assert self._gradients is not None
+            gradient = matrix(self._gradients, self._layout[key])
+            gradient = gradient if gradient.dim() == 3 else gradient.transpose(0, 1)
+            self._sums[key] = gradient
+        if len(groups) == 1:
+            add_product(gradient.view(gradient.shape[-2:]), left.T, right, scale)
         else:
-            gradient.add_(outer(left, right, groups).view_as(gradient))
+            gradient.add_(outer(left, right, groups).view_as(gradient), alpha=scale)
 
     def product(self, key: str, x: Tensor, groups: Groups, scale: Tensor | float = 1.0) -> Tensor:
         """Rows x [rows, in] times scale and the transposed matrix of each row's group: [rows, out]."""
@@ -197,21 +211,30 @@ def _shape(adapter: Adapter) -> tuple[object, ...]:
 
 
 class _Adapted(torch.autograd.Function):
-    """output + x A^T B^T * scale, with each token's own A, B and scale. `output` may be of more precision
-    than x and the matrices, as logits are: what is added to it has theirs."""
+    """Adds x A^T B^T * scale to `output`, with each token's own A, B and scale. `output` may be of more
+    precision than x and the matrices, as logits are: what is added to it has theirs."""
 
     @staticmethod
     def forward(
         ctx: Any, output: Tensor, x: Tensor, _anchor: Tensor, stack: _Stack, name: str, cut: Cut
     ) -> Tensor:
-        flat, made = x.reshape(-1, x.shape[-1]), output.reshape(-1, output.shape[-1])
+        flat, made = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
         a, b = stack.matrices(f"{name}.lora_A"), stack.matrices(f"{name}.lora_B")
-        low = product(flat, a.transpose(1, 2), cut.groups).mul_(cut.scale)
+        low = product(flat, a.transpose(1, 2), cut.groups)
+        # One number for all tokens goes into a product; others are multiplied here.
+        scale = cut.scale
+        if isinstance(scale, Tensor):
+            low.mul_(scale)
+            scale = 1.0
         ctx.save_for_backward(x, low)
-        ctx.stack, ctx.name, ctx.cut = stack, name, cut
-        if len(cut.groups) == 1 and made.dtype == low.dtype:
-            return made.addmm(low, b[0].T).view_as(output)
-        return (made + product(low, b.transpose(1, 2), cut.groups)).view_as(output)
+        ctx.stack, ctx.name, ctx.cut, ctx.left = stack, name, cut, scale
+        # What the linear made is nobody's but ours: a copy of it would be as long as what is computed here.
+        ctx.mark_dirty(output)
+        if len(cut.groups) == 1:
+            add_product(made, low, b[0].T, scale)
+        else:
+            made.add_(product(low, b.transpose(1, 2), cut.groups), alpha=scale)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -221,8 +244,8 @@ class _Adapted(torch.autograd.Function):
         # A sum's gradient is one number seen everywhere, which a kernel does not take for a matrix.
         above = grad.reshape(-1, grad.shape[-1]).to(x.dtype).contiguous()
         flat = x.reshape(-1, x.shape[-1])
-        inner = product(above, stack.matrices(f"{name}.lora_B"), groups).mul_(scale)
-        stack.accumulate(f"{name}.lora_B", above, low, groups)
+        inner = _scaled(product(above, stack.matrices(f"{name}.lora_B"), groups), scale)
+        stack.accumulate(f"{name}.lora_B", above, low, groups, ctx.left)
         stack.accumulate(f"{name}.lora_A", inner, flat, groups)
         below = None
         if ctx.needs_input_grad[1]:
@@ -239,16 +262,25 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.stack, ctx.key, ctx.groups, ctx.scale = stack, key, groups, scale
-        return product(x, stack.matrices(key).transpose(1, 2), groups).mul_(scale)
+        return _scaled(product(x, stack.matrices(key).transpose(1, 2), groups), scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         (x,) = ctx.saved_tensors
-        above = (grad * ctx.scale).to(x.dtype).contiguous()
+        above = (grad if _is_one(ctx.scale) else grad * ctx.scale).to(x.dtype).contiguous()
         ctx.stack.accumulate(ctx.key, above, x, ctx.groups)
         below = product(above, ctx.stack.matrices(ctx.key), ctx.groups) if ctx.needs_input_grad[0] else None
         return below, None, None, None, None, None
+
+
+def _is_one(scale: Tensor | float) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1.0
+
+
+def _scaled(made: Tensor, scale: Tensor | float) -> Tensor:
+    """In place."""
+    return made if _is_one(scale) else made.mul_(scale)
 
 
 class LoraRouter:

@@ -5,7 +5,6 @@ Invariant: a group's matrix meets that group's rows and no others, and a group w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,6 +40,21 @@ class Groups:
     def each(self) -> int:
         """Rows of every group, if the host knows that all have equally many; else 0."""
         return self._known[0] if self._known and len(set(self._known)) == 1 else 0
+
+    @cached_property
+    def calls(self) -> list[tuple[slice, Tensor, int]]:
+        """What each call of a kernel takes: some of the groups, where their rows end, and of how many of them
+        nothing is wanted. In a call after the first one all rows before its own are a group, since how many
+        these are only the device knows."""
+        count = len(self)
+        calls = 1 if count <= _KERNEL_GROUPS else -(-count // (_KERNEL_GROUPS - 1))
+        each = -(-count // calls)
+        found = []
+        for begin in range(0, count, each):
+            others = min(begin, 1)
+            some = slice(begin - others, min(begin + each, count))
+            found.append((some, self.ends[some], others))
+        return found
 
     def clear_empty(self, made: Tensor) -> None:
         """Zeroes what belongs to groups without rows, of [groups, ...]: some devices leave what was there
@@ -78,7 +92,7 @@ def product(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     if not is_grouped(x, matrices):
         parts = zip(x.split(groups.rows), matrices, strict=True)
         return torch.cat([part @ matrix for part, matrix in parts])
-    calls = list(_calls(groups))
+    calls = groups.calls
     if len(calls) == 1:
         return F.grouped_mm(x, matrices, offs=groups.ends)
     made, number = x.new_zeros(()), torch.arange(len(x), device=x.device)[:, None]
@@ -98,10 +112,20 @@ def outer(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     if not is_grouped(left, right):
         parts = zip(left.split(groups.rows), right.split(groups.rows), strict=True)
         return torch.stack([part.T @ other for part, other in parts])
-    made = [F.grouped_mm(left.T, right, offs=ends)[others:] for _, ends, others in _calls(groups)]
+    made = [F.grouped_mm(left.T, right, offs=ends)[others:] for _, ends, others in groups.calls]
     found = made[0] if len(made) == 1 else torch.cat(made)
     groups.clear_empty(found)
     return found
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Adds scale left [m, k] right [k, n] to a matrix [m, n], which may be of more precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=scale)
+    elif total.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, alpha=scale, out=total)
+    else:
+        total.add_(left @ right, alpha=scale)
 
 
 def _is_batched(groups: Groups, *operands: Tensor) -> bool:
@@ -122,16 +146,3 @@ def is_grouped(*operands: Tensor) -> bool:
         for operand in operands
         for stride in operand.stride()
     )
-
-
-def _calls(groups: Groups) -> Iterator[tuple[slice, Tensor, int]]:
-    """What each call of a kernel takes: some of the groups, where their rows end, and of how many of them
-    nothing is wanted. In a call after the first one all rows before its own are a group, since how many these
-    are only the device knows."""
-    count = len(groups)
-    calls = 1 if count <= _KERNEL_GROUPS else -(-count // (_KERNEL_GROUPS - 1))
-    each = -(-count // calls)
-    for begin in range(0, count, each):
-        others = min(begin, 1)
-        some = slice(begin - others, min(begin + each, count))
-        yield some, groups.ends[some], others
