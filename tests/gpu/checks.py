@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bench.gpu import exactness
@@ -32,6 +33,7 @@ from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.lora.parts import Part
 from services.trainer.compute.lora.products import is_grouped
 from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
+from services.trainer.compute.norms import fuse_norms
 from services.trainer.compute.optimizer import AdapterOptimizer, Due, FlatBuffers, step_together
 from services.trainer.files.export_format import adapter_files, read_adapter
 from services.trainer.publish.cargo import on_host, whole_model
@@ -184,6 +186,30 @@ def experts(device: str, count: int) -> None:
     assert _error(given.grad.float().cpu(), alone.grad) < 3e-2
     for total, master, has in zip(sums, masters, sizes, strict=True):
         assert _error(total.cpu(), master.grad) < 3e-2 if has else not total.any()
+
+
+def norms(device: str, directory: Path) -> None:
+    """Fused norms and their gradient are in bfloat16 as near to the model's own in float32 as its own are."""
+    del directory
+    generator = torch.Generator().manual_seed(5)
+    exact, plain, fused = (Qwen3RMSNorm(256, eps=1e-6) for _ in range(3))
+    for norm in (exact, plain, fused):
+        norm.requires_grad_(False).weight.copy_(1 + torch.linspace(-0.3, 0.3, 256))
+    plain.to(device, torch.bfloat16)
+    fuse_norms(fused.to(device, torch.bfloat16))
+    x, above = (torch.randn(300, 256, generator=generator).bfloat16() for _ in range(2))
+
+    def computed(norm: nn.Module, given: Tensor, slope: Tensor) -> list[Tensor]:
+        given = given.detach().requires_grad_()
+        made = norm(given)
+        made.backward(slope)
+        assert given.grad is not None
+        return [made.detach().float().cpu(), given.grad.float().cpu()]
+
+    expected = computed(exact, x.float(), above.float())
+    pairs = [computed(norm, x.to(device), above.to(device)) for norm in (plain, fused)]
+    for own, found, wanted in zip(*pairs, expected, strict=True):
+        assert _error(found, wanted) <= 1.1 * _error(own, wanted)
 
 
 def parts(device: str, directory: Path) -> None:
@@ -382,6 +408,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 ALONE: dict[str, Callable[[str, Path], None]] = {
     "checkpointing changes no number": checkpointed,
+    "fused norms are norms": norms,
     "parts step as the whole does": parts,
     "what is announced fits": capacity,
     "what is sent is what was taken": sent,

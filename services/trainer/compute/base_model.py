@@ -31,6 +31,7 @@ from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
+from services.trainer.compute.norms import fuse_norms
 from services.trainer.compute.sharding import quantized
 from services.trainer.compute.sharding.stage3 import held_bytes, share_replicas, stage3
 from services.trainer.compute.split.asked import Asked, splits
@@ -306,6 +307,7 @@ def load_model(
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ValueError(f"{model_path}: {type(model).__name__} has no linear output head; use another model")
     model.requires_grad_(False).eval()
+    fuse_norms(model)
     if activation_checkpointing:
         checkpoint_blocks(model)
     return model
