@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bench.gpu import exactness
@@ -27,13 +27,14 @@ from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.full.shards import SavedShards
+from services.trainer.compute.kernels.norms import fuse_norms
+from services.trainer.compute.kernels.rotations import fuse_rotations
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.experts import shapes_of
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.lora.parts import Part
 from services.trainer.compute.lora.products import is_grouped
 from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
-from services.trainer.compute.norms import fuse_norms
 from services.trainer.compute.optimizer import AdapterOptimizer, Due, FlatBuffers, step_together
 from services.trainer.files.export_format import adapter_files, read_adapter
 from services.trainer.publish.cargo import on_host, whole_model
@@ -208,6 +209,38 @@ def norms(device: str, directory: Path) -> None:
 
     expected = computed(exact, x.float(), above.float())
     pairs = [computed(norm, x.to(device), above.to(device)) for norm in (plain, fused)]
+    for own, found, wanted in zip(*pairs, expected, strict=True):
+        assert _error(found, wanted) <= 1.1 * _error(own, wanted)
+
+
+def rotations(device: str, directory: Path) -> None:
+    """Attention whose rotation has fewer kernels is, with its gradient, in bfloat16 as near to the model's
+    own in float32 as that is itself; and nothing happened to any other attention."""
+    del directory
+    generator = torch.Generator().manual_seed(6)
+    config = AutoConfig.for_model(
+        "qwen3", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+    )
+    config._attn_implementation = "eager"
+    exact, plain, fused = (Qwen3Attention(config, 0).requires_grad_(False) for _ in range(3))
+    for attention in (plain, fused):
+        attention.load_state_dict(exact.state_dict())
+        attention.to(device, torch.bfloat16)
+    fuse_rotations(fused)
+    assert fused.forward.__func__ is not Qwen3Attention.forward is plain.forward.__func__
+    x, above = (torch.randn(1, 90, 256, generator=generator).bfloat16() for _ in range(2))
+    angles = torch.rand(1, 90, 32, generator=generator).repeat(1, 1, 2) * 6
+
+    def computed(attention: Any, dtype: torch.dtype, where: str) -> list[Tensor]:
+        given = x.to(where, dtype, copy=True).requires_grad_()
+        turns = (angles.cos().to(where, dtype), angles.sin().to(where, dtype))
+        made, _ = attention(given, position_embeddings=turns, attention_mask=None)
+        made.backward(above.to(where, dtype))
+        assert given.grad is not None
+        return [made.detach().float().cpu(), given.grad.float().cpu()]
+
+    expected = computed(exact, torch.float32, "cpu")
+    pairs = [computed(each, torch.bfloat16, device) for each in (plain, fused)]
     for own, found, wanted in zip(*pairs, expected, strict=True):
         assert _error(found, wanted) <= 1.1 * _error(own, wanted)
 
@@ -409,6 +442,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 ALONE: dict[str, Callable[[str, Path], None]] = {
     "checkpointing changes no number": checkpointed,
     "fused norms are norms": norms,
+    "fused rotations are rotations": rotations,
     "parts step as the whole does": parts,
     "what is announced fits": capacity,
     "what is sent is what was taken": sent,

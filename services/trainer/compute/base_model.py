@@ -27,11 +27,12 @@ from services.common.weights.rendezvous import tcp_store
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
+from services.trainer.compute.kernels.norms import fuse_norms
+from services.trainer.compute.kernels.rotations import fuse_rotations
 from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
-from services.trainer.compute.norms import fuse_norms
 from services.trainer.compute.sharding import quantized
 from services.trainer.compute.sharding.stage3 import held_bytes, share_replicas, stage3
 from services.trainer.compute.split.asked import Asked, splits
@@ -308,6 +309,7 @@ def load_model(
         raise ValueError(f"{model_path}: {type(model).__name__} has no linear output head; use another model")
     model.requires_grad_(False).eval()
     fuse_norms(model)
+    fuse_rotations(model)
     if activation_checkpointing:
         checkpoint_blocks(model)
     return model

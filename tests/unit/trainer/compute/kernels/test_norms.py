@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from services.trainer.compute.norms import fuse_norms, is_plain
+from services.trainer.compute.kernels.norms import fuse_norms, is_plain
 
 PLAIN = {
     "llama": "LlamaRMSNorm",

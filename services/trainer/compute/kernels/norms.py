@@ -1,10 +1,7 @@
-"""Norms of a model in one kernel each, where the device has one.
+"""Norms in one kernel each.
 
 Written out as transformers does, a norm is eight kernels forward and more backward, each of which reads and
 writes all there is: on a GPU a good part of a pass.
-
-Invariant: only a class of norms that was seen to compute the root mean square as torch does is replaced, and
-only on CUDA; on a CPU every number is the model's own.
 """
 
 from __future__ import annotations
