@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import checks
+from tests.gpu import checks, pieces
 
 pytestmark = pytest.mark.heavy
 
@@ -25,18 +25,18 @@ def test_numbers_are_those_of_transformers(tmp_path: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 16])
 def test_attention_of_a_flat_batch_is_that_of_float32(window: int | None) -> None:
-    checks.attention(DEVICE, window)
+    pieces.attention(DEVICE, window)
 
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_grouped_adapters_are_a_loop_over_them(count: int) -> None:
-    checks.grouped(DEVICE, count)
+    pieces.grouped(DEVICE, count)
 
 
 @pytest.mark.parametrize("count", [1, 3, 17])
 def test_adapters_of_experts_are_a_loop_over_tokens_and_experts(count: int) -> None:
     """Of 17 adapters there are more groups than one kernel takes."""
-    checks.experts(DEVICE, count)
+    pieces.experts(DEVICE, count)
 
 
 def test_a_batch_that_does_not_fit_runs_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

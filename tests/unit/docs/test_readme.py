@@ -17,6 +17,7 @@ from services.launcher.settings import options
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 RESULTS = json.loads((ROOT / "bench" / "results" / "cpu-2-cores.json").read_text())
+GPU_RESULTS = json.loads((ROOT / "bench" / "results" / "gpu-nvidia-h200.json").read_text())
 MACHINE = options.Machine(cores=tuple(range(64)), gpus=tuple("01234567"), cuda_build=True, addresses={})
 
 
@@ -44,8 +45,34 @@ def numbers(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def gpu_numbers(results: dict[str, Any]) -> str:
+    """What a GPU did with the larger model, as the README shows it."""
+    model = results["model"]
+    lines = [
+        f"On one {results['device']}, {results['measured'][:10]}, forward and backward of Qwen3-8B, "
+        f"{model['family'].partition(', ')[2]}, in {model['dtype']}:",
+        "",
+        "| tokens | adapters of rank 32 | tokens/s | PEFT, one adapter | | MFU | peak GiB | PEFT's |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        found = re.match(r"training Qwen3-8B, (\d+) tokens, (\d+) adapters", row["name"])
+        if found is None:
+            continue
+        figures = row["details"]
+        ours, theirs = figures["ours_tokens_per_s"], figures["peft_tokens_per_s"]
+        memory = f"{figures['ours_peak_gib']:.0f} | {figures['peft_peak_gib']:.0f}"
+        lines.append(
+            f"| {int(found[1]):,} | {found[2]} | {ours:,.0f} | {theirs:,.0f} | {row['value']:.2f} x "
+            f"| {figures['ours_mfu']:.0%} | {memory} |"
+        )
+    return "\n".join(lines)
+
+
 def test_the_numbers_are_those_that_were_measured() -> None:
     assert numbers(RESULTS) in README
+    assert gpu_numbers(GPU_RESULTS) in README
+    assert f"{GPU_RESULTS['seconds']} s; [all of it](bench/results/gpu-nvidia-h200.json)" in README
 
 
 def test_the_quickstart_in_the_readme_is_the_one_that_runs() -> None:
