@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 
 from bench.gpu import device as devices
-from bench.gpu.shapes import RANK, Shape, fill, lengths, write_without_weights
+from bench.gpu.shapes import ANSWER, ANSWERS, PROMPT, RANK, Shape, fill, lengths, write_without_weights
 from services.common.contract.errors import TinsmithError
 from services.common.contract.tensors import from_values
 from services.trainer.compute.data import AdamSpec, LoraSpec, MicroBatch, Pass, PassOp, Row
@@ -84,16 +84,10 @@ class OurSide:
         sequences = [rng.integers(0, self._shape.vocab, length) for length in lengths(tokens, adapters)]
         work = one_micro_batch(self._models, sequences)
         before = devices.out_of_memory_events(self._device)
-        failures: list[str] = []
-
-        def step() -> None:
-            results = self._engine.run_pass(work)
-            failures.extend(result.failure.message for result in results if result.failure is not None)
-
-        found = devices.measure(step, self._device, limit_s)
-        if failures:
+        found, failed = self._measured(work, limit_s)
+        if failed:
             self._forget()
-            return {"failed": failures[0]}
+            return {"failed": failed}
         split = devices.out_of_memory_events(self._device) - before
         return {"seconds": found.seconds, "peak_bytes": found.peak_bytes, "out_of_memory_and_split": split}
 
@@ -119,6 +113,38 @@ class OurSide:
                     raise answer
         self._forget()
         return {"seconds": [seconds]}
+
+    def prefix(self, limit_s: float) -> dict[str, object]:
+        """Times passes over answers to one prompt, with what they share computed once and for each anew.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        if not self._engine.shares_prefixes:
+            return {"left_out": "this device computes every sequence by itself"}
+        self._have(1)
+        rng = np.random.default_rng(0)
+        prompt = rng.integers(0, self._shape.vocab, PROMPT)
+        answers = [rng.integers(0, self._shape.vocab, ANSWER) for _ in range(ANSWERS)]
+        work = one_micro_batch(self._models, [np.concatenate([prompt, answer]) for answer in answers])
+        seconds: dict[str, object] = {}
+        for shares in (False, True):
+            self._engine.shares_prefixes = shares
+            found, failed = self._measured(work, limit_s)
+            if failed:
+                return {"failed": failed}
+            seconds["shared" if shares else "apart"] = min(found.seconds)
+        return seconds
+
+    def _measured(self, work: Pass, limit_s: float) -> tuple[devices.Measured, str]:
+        """What passes take, and why one failed."""
+        failures: list[str] = []
+
+        def step() -> None:
+            results = self._engine.run_pass(work)
+            failures.extend(result.failure.message for result in results if result.failure is not None)
+
+        return devices.measure(step, self._device, limit_s), next(iter(failures), "")
 
     def _have(self, adapters: int) -> None:
         """So many models are there; after a failure, or of another number before, all are made afresh."""

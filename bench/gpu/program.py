@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import machine
 from bench.child import Child
-from bench.gpu.shapes import GRIDS, RANK, SHAPES, Grid, lengths
+from bench.gpu.shapes import ANSWER, ANSWERS, GRIDS, PROMPT, RANK, SHAPES, Grid, lengths
 from bench.rows import Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,9 +151,12 @@ def run(
     rows = _exactness(device, scratch, clock)
     for shape in grid.shapes:
         answers: Answers = {}
+        shared: dict[str, Any] = {}
         for side in ("ours", "peft"):
             tell(f"{shape}, {side}")
             with Side(side, shape, device, scratch, clock) as worker:
+                if side == "ours":
+                    shared = worker.ask("prefix", limit_s=CELL_S)
                 for adapters in grid.adapters:
                     for tokens in grid.tokens:
                         answers[side, shape, adapters, tokens] = worker.ask(
@@ -161,6 +164,7 @@ def run(
                         )
                     if side == "ours":
                         answers[side, shape, adapters, 0] = worker.ask("step", adapters=adapters)
+        rows.append(_prefix(shared, shape))
         for adapters in grid.adapters:
             rows += [_cell(answers, shape, adapters, tokens, peak) for tokens in grid.tokens]
             rows.append(_step(answers["ours", shape, adapters, 0], shape, adapters))
@@ -221,6 +225,17 @@ def _cell(answers: Answers, shape: str, adapters: int, tokens: int, peak: float 
     if len(rates) < 2:
         return Row(name, 0.0, "not compared", details=details)
     return Row(name, rates["ours"] / rates["peft"], "x tokens/s", details=details)
+
+
+def _prefix(answer: dict[str, Any], shape: str) -> Row:
+    name = (
+        f"training {shape}, {ANSWERS} answers of {ANSWER} tokens to a prompt of {PROMPT}: "
+        "shared prefix / without"
+    )
+    if "shared" not in answer:
+        return Row(name, 0.0, "not measured", details=dict(answer))
+    details = {f"{key}_ms": round(1e3 * seconds, 1) for key, seconds in answer.items()}
+    return Row(name, answer["apart"] / answer["shared"], "x", details=details)
 
 
 def _step(answer: dict[str, Any], shape: str, adapters: int) -> Row:

@@ -96,6 +96,8 @@ GRIDS = {
 }
 LONGEST = 8192
 """Tokens of a sequence, at most."""
+PROMPT, ANSWER, ANSWERS = 512, 64, 16
+"""Tokens of a prompt and of each answer to it, and how many answers there are: a group as RL has them."""
 
 
 def lengths(tokens: int, adapters: int) -> list[int]:

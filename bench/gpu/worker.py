@@ -17,7 +17,7 @@ Answer = dict[str, Any]
 
 
 def main(side: str, shape: str, device: str, scratch: Path) -> Callable[[Any], Answer]:
-    """What answers this side's jobs: "train", "step" and "errors", with their arguments."""
+    """What answers this side's jobs: "train", "step", "prefix" and "errors", with their arguments."""
     import torch
 
     from bench.gpu.shapes import SHAPES
@@ -27,7 +27,7 @@ def main(side: str, shape: str, device: str, scratch: Path) -> Callable[[Any], A
         from bench.gpu.engine import OurSide
 
         ours = OurSide(SHAPES[shape], device, scratch)
-        jobs = {"train": ours.train, "step": ours.step}
+        jobs = {"train": ours.train, "step": ours.step, "prefix": ours.prefix}
     elif side == "peft":
         from bench.gpu.yardstick import PeftSide
 

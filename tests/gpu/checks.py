@@ -65,6 +65,25 @@ def checkpointed(device: str, directory: Path) -> None:
     np.testing.assert_allclose(trained[1], trained[0], rtol=1e-5, atol=1e-6)
 
 
+def shared(device: str, directory: Path) -> None:
+    """Answers to one prompt train to the same whether it is computed once or for each of them."""
+    engine = start(small_model(directory), device, "bfloat16")
+    assert engine.shares_prefixes
+    rng = np.random.default_rng(9)
+    prompt = rng.integers(0, VOCAB, 48)
+    sequences = [np.concatenate([prompt, rng.integers(0, VOCAB, length)]) for length in (20, 33, 7)]
+    found = []
+    for shares in (True, False):
+        engine.shares_prefixes = shares
+        before = trained_model(engine, "m")
+        results = _run(engine, one_micro_batch(["m"], sequences))
+        logprobs = np.concatenate([result.outputs["logprobs"].values() for result in results])
+        found.append((logprobs, exactness._gradient(engine, "m", before)))
+        engine.drop_model("m")
+    for one, other in zip(*found, strict=True):
+        assert np.linalg.norm(one - other) <= 2e-2 * np.linalg.norm(other)
+
+
 def capacity(device: str, directory: Path) -> None:
     """What is announced of a given memory is computed within it."""
     gc.collect()
@@ -225,6 +244,8 @@ ALONE: dict[str, Callable[[str, Path], None]] = {
     "checkpointing changes no number": checkpointed,
     "fused norms are norms": pieces.norms,
     "fused rotations are rotations": pieces.rotations,
+    "trees are attended to": pieces.trees,
+    "a prompt is computed once": shared,
     "parts step as the whole does": pieces.parts,
     "what is announced fits": capacity,
     "what is sent is what was taken": sent,

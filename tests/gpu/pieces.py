@@ -22,6 +22,8 @@ from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.lora.parts import Part
 from services.trainer.compute.lora.products import is_grouped
 from services.trainer.compute.optimizer import AdapterOptimizer, Due, FlatBuffers, step_together
+from services.trainer.compute.prefix.flash import FlashAttention
+from services.trainer.compute.prefix.trial import works
 from tests.component.engine.data import NO_CLIP
 from tests.unit.trainer.compute.plain import PlainExperts
 
@@ -44,6 +46,12 @@ def attention(device: str, window: int | None) -> None:
 
     for found, expected in zip(computed(device, torch.bfloat16), computed("cpu", torch.float32), strict=True):
         assert _error(found, expected) < 2e-2
+
+
+def trees(device: str, directory: Path) -> None:
+    """FlashAttention, called for the pieces of a tree, comes to attention over it. A CPU has none."""
+    del directory
+    assert works(device, FlashAttention()) == (device == "cuda")
 
 
 def grouped(device: str, count: int) -> None:

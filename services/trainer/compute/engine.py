@@ -46,6 +46,7 @@ from services.trainer.compute.memory.page_locked import PageLocked
 from services.trainer.compute.memory.room import without_room
 from services.trainer.compute.memory.use import by_purpose, pass_bytes
 from services.trainer.compute.optimizer import FlatBuffers
+from services.trainer.compute.prefix.trial import attends_to_trees
 from services.trainer.compute.rounds import Rounds
 from services.trainer.compute.tenant import (
     LoraTenant,
@@ -148,8 +149,7 @@ class Engine:
         self.arch = self._base.arch
         self.collective = self._base.collective
         self.splits = self._base.exchange is not None
-        # On CUDA no kernel attends to a tree.
-        shares = self._base.flat and device == "cpu"
+        shares = attends_to_trees(self._base.asked, self._device)
         self._rounds = Rounds(self._base, self._router, self._tenants, rank, world_size, shares)
 
     @property

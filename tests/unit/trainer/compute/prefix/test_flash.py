@@ -1,0 +1,200 @@
+"""Attention over trees by calls of a kernel whose outputs are merged, with a kernel in plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from services.trainer.compute import attention
+from services.trainer.compute.prefix import flash
+from services.trainer.compute.prefix.flash import FlashAttention, Run, attend_pieces, seen_of
+from services.trainer.compute.prefix.layout import TreeRun, lay_out
+from services.trainer.compute.prefix.trial import attends_to_trees, works
+from services.trainer.compute.split.asked import Asked
+from services.trainer.order.prefixes import prefix_tree
+
+
+class Plain:
+    """Scores of all pairs, in the precision of what is given."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        scores = self._scores(query, key, runs, causal, scale)
+        sums = scores.logsumexp(-1)
+        shares = (scores - sums[..., None]).exp()
+        made = torch.einsum("hqk,khd->qhd", shares, _repeated(value, query).float())
+        return made.to(query.dtype), sums
+
+    def backward(
+        self,
+        above: Tensor,
+        given: tuple[Tensor, Tensor, Tensor],
+        made: tuple[Tensor, Tensor],
+        runs: tuple[Run, Run],
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = given
+        output, sums = made
+        shares = (self._scores(query, key, runs, causal, scale) - sums[..., None]).exp()
+        above, group = above.float(), query.shape[1] // key.shape[1]
+        inner = torch.einsum("qhd,khd->hqk", above, _repeated(value, query).float())
+        slopes = shares * (inner - (above * output.float()).sum(-1).T[..., None]) * scale
+        dquery = torch.einsum("hqk,khd->qhd", slopes, _repeated(key, query).float())
+        dkey = torch.einsum("hqk,qhd->khd", slopes, query.float()).unflatten(1, (-1, group)).sum(2)
+        dvalue = torch.einsum("hqk,qhd->khd", shares, above).unflatten(1, (-1, group)).sum(2)
+        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+
+    @staticmethod
+    def _scores(query: Tensor, key: Tensor, runs: tuple[Run, Run], causal: bool, scale: float) -> Tensor:
+        scores = torch.einsum("qhd,khd->hqk", query.float(), _repeated(key, query).float()) * scale
+        owners = [
+            torch.repeat_interleave(torch.arange(len(run.offsets) - 1), run.offsets.diff()) for run in runs
+        ]
+        hidden = owners[0][:, None] != owners[1]
+        if causal:
+            hidden |= torch.arange(len(query))[:, None] < torch.arange(len(key))
+        return scores.masked_fill(hidden, -torch.inf)
+
+
+class Wrong(Plain):
+    """Takes what was merged for its own."""
+
+    def backward(
+        self,
+        above: Tensor,
+        given: tuple[Tensor, Tensor, Tensor],
+        made: tuple[Tensor, Tensor],
+        runs: tuple[Run, Run],
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        own = self.forward(*given, runs, causal, scale)
+        return super().backward(above, given, own, runs, causal, scale)
+
+
+class Absent(Plain):
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("no kernel image is available")
+
+
+def _repeated(keys: Tensor, query: Tensor) -> Tensor:
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+
+
+# A root of 6 tokens, below it one of 4 with two below, and one of 3; beside it a sequence and a second tree.
+LENGTHS = (6, 4, 5, 2, 3, 7, 8, 1)
+TREES = [(0, TreeRun((6, 4, 5, 2, 3), ((0, 6, 20), (6, 10, 17)))), (6, TreeRun((8, 1), ((0, 8, 9),)))]
+PARENTS = (-1, 0, 1, 1, 0, -1, -1, 6)
+
+
+def seen_by() -> Tensor:
+    """bool [T, T], by walking up from each piece."""
+    piece = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    order = torch.arange(sum(LENGTHS))
+    found = torch.zeros(len(order), len(order), dtype=torch.bool)
+    for token in order.tolist():
+        at = int(piece[token])
+        found[token] |= (piece == at) & (order <= token)
+        while (at := PARENTS[at]) >= 0:
+            found[token] |= piece == at
+    return found
+
+
+def test_merged_calls_are_attention_over_the_whole_tree_and_so_is_their_gradient() -> None:
+    generator = torch.Generator().manual_seed(4)
+    total, scale = sum(LENGTHS), 0.3
+    query, above = (torch.randn(total, 4, 8, generator=generator) for _ in range(2))
+    key, value = (torch.randn(total, 2, 8, generator=generator) for _ in range(2))
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    seen = seen_of(LENGTHS, TREES, "cpu")
+    assert [(each.start, each.stop, each.end) for each in seen] == [(0, 6, 20), (6, 10, 17), (27, 35, 36)]
+    assert [each.below.offsets.tolist() for each in seen] == [[0, 14], [0, 7], [0, 1]]
+
+    ours, plain = ([each.clone().requires_grad_() for each in (query, key, value)] for _ in range(2))
+    made = attend_pieces(*ours, Run(offsets, max(LENGTHS)), seen, scale, Plain())
+    scores = torch.einsum("qhd,khd->hqk", plain[0], _repeated(plain[1], query)) * scale
+    shares = scores.masked_fill(~seen_by(), -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", shares, _repeated(plain[2], query))
+    torch.testing.assert_close(made, expected)
+    made.backward(above)
+    expected.backward(above)
+    for mine, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("window", [None, 64], ids=["no window", "a window that nobody leaves"])
+def test_a_layer_comes_to_the_same_by_it(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
+    prompt = rng.integers(0, 9, 20)
+    answers = [np.concatenate([prompt, rng.integers(0, 9, length)]) for length in (11, 5, 16)]
+    sequences = [tokens.astype("<i4").tobytes() for tokens in (*answers, rng.integers(9, 18, 13))]
+    layout = lay_out([(sequences, prefix_tree(sequences, 4))])
+    cut = attention.Sequences.laid_out(layout, "cpu")
+    assert layout.trees and cut.longest == 36
+    module: Any = nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    generator = torch.Generator().manual_seed(8)
+    given = [torch.randn(1, heads, len(layout.tokens), 16, generator=generator) for heads in (4, 2, 2)]
+
+    def computed(sequences: attention.Sequences) -> list[Tensor]:
+        leaves = [each.clone().requires_grad_() for each in given]
+        made, _ = attention.attend(module, *leaves, window, sequences=sequences)
+        return [made.detach(), *torch.autograd.grad(made.square().sum(), leaves)]
+
+    expected = computed(cut)
+    seen = seen_of(layout.lengths, layout.trees, "cpu")
+    monkeypatch.setattr(attention, "_has_kernel", lambda query, value: True)
+    monkeypatch.setattr(flash, "FlashAttention", Plain)
+    for found, wanted in zip(computed(replace(cut, seen=seen)), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_device_is_asked_before_anything_depends_on_it() -> None:
+    assert works("cpu", Plain())
+
+
+def test_a_kernel_that_cannot_be_given_what_was_merged_is_found_out() -> None:
+    assert not works("cpu", Wrong())
+
+
+def test_a_kernel_that_is_not_there_is_found_out() -> None:
+    assert not works("cpu", Absent())
+
+
+def layer(*, window: int | None = None, kernel: bool = True) -> Asked:
+    return Asked(4, 2, 768, window, kernel, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shares"),
+    [([], False), ([layer(kernel=False)], True), ([layer(window=16)], True)],
+    ids=["one sequence at a time", "float32", "windows"],
+)
+def test_on_a_cpu_every_flat_model_attends_to_trees(asked: list[Asked], shares: bool) -> None:
+    assert attends_to_trees(asked, "cpu") == shares
+
+
+@pytest.mark.parametrize("other", [layer(window=16), layer(kernel=False)], ids=["a window", "no kernel"])
+def test_on_a_gpu_one_layer_of_another_kind_is_enough_for_none_to(other: Asked) -> None:
+    assert not attends_to_trees([layer(), other], "cuda")
+
+
+def test_torchs_kernel_is_called_as_it_can_be() -> None:
+    """Shapes and arguments, where there is no GPU."""
+    query = torch.empty(12, 4, 64, dtype=torch.bfloat16, device="meta")
+    key, value = (torch.empty(20, 2, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    queries, keys = (Run(torch.empty(2, dtype=torch.int32, device="meta"), size) for size in (12, 20))
+    kernel, runs = FlashAttention(), (queries, keys)
+    output, sums = kernel.forward(query, key, value, runs, False, 0.125)
+    assert (output.shape, sums.shape, sums.dtype) == (query.shape, (4, 12), torch.float32)
+    found = kernel.backward(output, (query, key, value), (output, sums), runs, False, 0.125)
+    assert [each.shape for each in found] == [query.shape, key.shape, value.shape]
