@@ -96,7 +96,8 @@ def run_ranks(work: Callable[..., None], ranks: int, out: Path, *args: object) -
             process.kill()
             process.join()
     if bad:
-        printed = (out / f"rank{bad[0]}.log").read_text(errors="replace")
+        log = out / f"rank{bad[0]}.log"
+        printed = log.read_text(errors="replace") if log.exists() else "(it ended before it had a log)"
         pytest.fail(f"rank {bad[0]} of {ranks} failed, or took more than {_TIMEOUT_S} s:\n{printed}")
 
 
