@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 
 from bench.gpu import device as devices
-from bench.gpu.shapes import ANSWER, ANSWERS, PROMPT, RANK, Shape, fill, lengths, write_without_weights
+from bench.gpu.shapes import RANK, Shape, fill, lengths, write_without_weights
 from services.common.contract.errors import TinsmithError
 from services.common.contract.tensors import from_values
 from services.trainer.compute.data import AdamSpec, LoraSpec, MicroBatch, Pass, PassOp, Row
@@ -114,8 +114,13 @@ class OurSide:
         self._forget()
         return {"seconds": [seconds]}
 
-    def prefix(self, limit_s: float) -> dict[str, object]:
-        """Times passes over answers to one prompt, with what they share computed once and for each anew.
+    def prefix(
+        self, prompts: int, prompt: int, answers: int, answer: int, limit_s: float
+    ) -> dict[str, object]:
+        """Times passes over answers to prompts, with what they share computed once and for each anew.
+
+        Args:
+            prompts: how many, each of `prompt` tokens, with so many `answers` of `answer` tokens.
 
         Raises:
             torch.OutOfMemoryError: it does not fit.
@@ -123,17 +128,24 @@ class OurSide:
         if not self._engine.shares_prefixes:
             return {"left_out": "this device computes every sequence by itself"}
         self._have(1)
-        rng = np.random.default_rng(0)
-        prompt = rng.integers(0, self._shape.vocab, PROMPT)
-        answers = [rng.integers(0, self._shape.vocab, ANSWER) for _ in range(ANSWERS)]
-        work = one_micro_batch(self._models, [np.concatenate([prompt, answer]) for answer in answers])
+        rng, sequences = np.random.default_rng(0), []
+        for _ in range(prompts):
+            begin = rng.integers(0, self._shape.vocab, prompt)
+            sequences += [
+                np.concatenate([begin, rng.integers(0, self._shape.vocab, answer)]) for _ in range(answers)
+            ]
+        work = one_micro_batch(self._models, sequences)
         seconds: dict[str, object] = {}
-        for shares in (False, True):
-            self._engine.shares_prefixes = shares
-            found, failed = self._measured(work, limit_s)
-            if failed:
-                return {"failed": failed}
-            seconds["shared" if shares else "apart"] = min(found.seconds)
+        try:
+            for name, shares in (("apart", False), ("shared", True)):
+                self._engine.shares_prefixes = shares
+                found, failed = self._measured(work, limit_s)
+                if failed:
+                    self._forget()
+                    return {"failed": failed}
+                seconds[name] = min(found.seconds)
+        finally:
+            self._engine.shares_prefixes = True
         return seconds
 
     def _measured(self, work: Pass, limit_s: float) -> tuple[devices.Measured, str]:

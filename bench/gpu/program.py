@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import machine
 from bench.child import Child
-from bench.gpu.shapes import ANSWER, ANSWERS, GRIDS, PROMPT, RANK, SHAPES, Grid, lengths
+from bench.gpu.shapes import GRIDS, GROUPS, RANK, SHAPES, Grid, lengths
 from bench.rows import Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,12 +151,12 @@ def run(
     rows = _exactness(device, scratch, clock)
     for shape in grid.shapes:
         answers: Answers = {}
-        shared: dict[str, Any] = {}
+        shared: list[dict[str, Any]] = []
         for side in ("ours", "peft"):
             tell(f"{shape}, {side}")
             with Side(side, shape, device, scratch, clock) as worker:
                 if side == "ours":
-                    shared = worker.ask("prefix", limit_s=CELL_S)
+                    shared = [worker.ask("prefix", **group, limit_s=CELL_S) for group in GROUPS]
                 for adapters in grid.adapters:
                     for tokens in grid.tokens:
                         answers[side, shape, adapters, tokens] = worker.ask(
@@ -164,7 +164,7 @@ def run(
                         )
                     if side == "ours":
                         answers[side, shape, adapters, 0] = worker.ask("step", adapters=adapters)
-        rows.append(_prefix(shared, shape))
+        rows += [_prefix(answer, shape, group) for answer, group in zip(shared, GROUPS, strict=True)]
         for adapters in grid.adapters:
             rows += [_cell(answers, shape, adapters, tokens, peak) for tokens in grid.tokens]
             rows.append(_step(answers["ours", shape, adapters, 0], shape, adapters))
@@ -227,13 +227,11 @@ def _cell(answers: Answers, shape: str, adapters: int, tokens: int, peak: float 
     return Row(name, rates["ours"] / rates["peft"], "x tokens/s", details=details)
 
 
-def _prefix(answer: dict[str, Any], shape: str) -> Row:
-    name = (
-        f"training {shape}, {ANSWERS} answers of {ANSWER} tokens to a prompt of {PROMPT}: "
-        "shared prefix / without"
-    )
+def _prefix(answer: dict[str, Any], shape: str, group: dict[str, int]) -> Row:
+    of = "{answers} answers of {answer} tokens to each of {prompts} prompts of {prompt}".format(**group)
+    name = f"training {shape}, {of}: shared prefix / without"
     if "shared" not in answer:
-        return Row(name, 0.0, "not measured", details=dict(answer))
+        return _not_measured(name, answer)
     details = {f"{key}_ms": round(1e3 * seconds, 1) for key, seconds in answer.items()}
     return Row(name, answer["apart"] / answer["shared"], "x", details=details)
 
@@ -242,10 +240,13 @@ def _step(answer: dict[str, Any], shape: str, adapters: int) -> Row:
     name = f"optimizer step of {adapters} adapters of {shape}"
     if "seconds" in answer:
         return Row(name, 1e3 * answer["seconds"][0], "ms")
+    return _not_measured(name, answer)
+
+
+def _not_measured(name: str, answer: dict[str, Any]) -> Row:
     known = answer.get("failed") == "out of memory"
-    return Row(
-        name, 0.0, "not measured", details={"did_not_fit": answer["failed"]} if known else dict(answer)
-    )
+    details = {"did_not_fit": answer["failed"]} if known else dict(answer)
+    return Row(name, 0.0, "not measured", details=details)
 
 
 def save(directory: Path, name: str, device: str, rows: list[Row], seconds: float) -> Path:

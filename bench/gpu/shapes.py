@@ -96,8 +96,11 @@ GRIDS = {
 }
 LONGEST = 8192
 """Tokens of a sequence, at most."""
-PROMPT, ANSWER, ANSWERS = 512, 64, 16
-"""Tokens of a prompt and of each answer to it, and how many answers there are: a group as RL has them."""
+GROUPS = (
+    {"prompts": 1, "prompt": 512, "answers": 16, "answer": 64},
+    {"prompts": 32, "prompt": 64, "answers": 4, "answer": 64},
+)
+"""Answers to prompts, by their numbers and tokens: one group as RL has them, and many small ones."""
 
 
 def lengths(tokens: int, adapters: int) -> list[int]:

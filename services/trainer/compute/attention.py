@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from services.trainer.compute.memory.transfer import on_device
 from services.trainer.compute.prefix.attention import Rules, attend_tree
-from services.trainer.compute.prefix.flash import Run, Seen, attend_pieces, seen_of
+from services.trainer.compute.prefix.flash import Level, Run, attend_pieces, levels_of
 from services.trainer.compute.prefix.layout import Layout, TreeRun
 from services.trainer.compute.split.asked import Asked
 from services.trainer.compute.split.exchange import Exchange
@@ -49,8 +49,8 @@ class Sequences:
         offsets: int32 [lengths + 1], where each begins, and the end.
         positions: int64 [1, T], each token's place in its own sequence.
         trees: those of `Layout`: pieces that see others. Any other piece is a sequence.
-        seen: the pieces that others continue; none on a CPU, which does not ask.
-        longest: tokens of the longest sequence, where there are trees.
+        levels: the pieces that others continue; none on a CPU, which does not ask.
+        longest: tokens of the longest sequence, as far as `laid_out` knows.
         split: the batch is this rank's part of one sequence.
         asked: each layer notes here what it asks for.
     """
@@ -59,7 +59,7 @@ class Sequences:
     offsets: Tensor
     positions: Tensor
     trees: tuple[tuple[int, TreeRun], ...] = ()
-    seen: tuple[Seen, ...] = ()
+    levels: tuple[Level, ...] = ()
     longest: int = 0
     split: Split | None = None
     asked: list[Asked] | None = None
@@ -78,10 +78,10 @@ class Sequences:
         """How a layout is cut."""
         offsets = nn.functional.pad(torch.tensor(layout.lengths).cumsum(0), (1, 0)).int()
         positions = torch.from_numpy(layout.positions)[None]
-        seen = seen_of(layout.lengths, layout.trees, device) if layout.trees and device != "cpu" else ()
+        levels = levels_of(layout.lengths, layout.trees, device) if layout.trees and device != "cpu" else ()
         places = on_device(offsets, device), on_device(positions, device)
         longest = int(layout.positions.max()) + 1
-        return cls(layout.lengths, *places, layout.trees, seen, longest)
+        return cls(layout.lengths, *places, layout.trees, levels, longest)
 
     @classmethod
     def part(cls, share: Share, exchange: Exchange, device: str) -> Sequences:
@@ -188,7 +188,7 @@ def attend(
         return sequences.split.exchange.attend(within, query, key, value), None
     if kernel and not sequences.trees:
         return _fused(query, key, value, window, sequences, scaling), None
-    if kernel and sequences.seen and (window is None or window >= sequences.longest):
+    if kernel and sequences.levels and (window is None or window >= sequences.longest):
         return _pieces(query, key, value, sequences, scaling), None
     runs = list(sequences.runs())
     sizes = [run.tokens if isinstance(run, TreeRun) else run[0] * run[1] for run in runs]
@@ -240,7 +240,7 @@ def _fused(
         longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        **_SHARED_HEADS,
+        **(_SHARED_HEADS if key.shape[1] != query.shape[1] else {}),
     )
     assert isinstance(output, Tensor)
     return output[None]
@@ -250,7 +250,7 @@ def _pieces(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, sca
     own = Run(sequences.offsets, max(sequences.lengths))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attend_pieces(q, k, v, own, sequences.seen, scale)[None]
+    return attend_pieces(q, k, v, own, sequences.levels, scale)[None]
 
 
 def _tree(

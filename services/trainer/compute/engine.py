@@ -149,7 +149,7 @@ class Engine:
         self.arch = self._base.arch
         self.collective = self._base.collective
         self.splits = self._base.exchange is not None
-        shares = attends_to_trees(self._base.asked, self._device)
+        shares = attends_to_trees(self._base.asked, self.context_length, self._device)
         self._rounds = Rounds(self._base, self._router, self._tenants, rank, world_size, shares)
 
     @property

@@ -21,8 +21,8 @@ BLOCK = 16
 """Tokens. A piece of less would cost more to keep apart than to compute again."""
 
 WORTH = 4
-"""A tree is computed where it saves at least one of so many tokens. Attention over a tree is several times as
-slow as over sequences, which a header that all of a data set begins with does not make up for."""
+"""A tree is computed where it saves at least one of so many tokens. Attention over a tree takes longer than
+over sequences, on a CPU several times, which a header that a whole data set has does not make up for."""
 
 _TOKEN_BYTES = 4
 

@@ -228,7 +228,7 @@ class _Adapted(torch.autograd.Function):
             scale = 1.0
         ctx.save_for_backward(x, low)
         ctx.stack, ctx.name, ctx.cut, ctx.left = stack, name, cut, scale
-        # What the linear made is nobody's but ours: a copy of it would be as long as what is computed here.
+        # What the linear made is nobody's but ours, and a copy of it takes as long as what is computed here.
         ctx.mark_dirty(output)
         if len(cut.groups) == 1:
             add_product(made, low, b[0].T, scale)
@@ -361,4 +361,7 @@ class LoraRouter:
 
 
 def _adapted(stack: _Stack, name: str, x: Tensor, output: Tensor, cut: Cut) -> Tensor:
+    if output._is_view():
+        # A linear with a bias makes one. Autograd follows what changes a view by more copies than this one.
+        output = output.clone()
     return cast(Tensor, _Adapted.apply(output, x, stack.anchor, stack, name, cut))

@@ -1,9 +1,9 @@
 """Attention over a flat batch with trees of pieces, by FlashAttention.
 
-Every piece meets itself in one call for all of them; then the tokens below a piece that others continue meet
-that piece, in a call for each. What the calls come to is merged by the logarithms of the sums of their
-exponentials, and the backward pass of each is given what was merged: what it finds then is its part of the
-gradient, as between the blocks of ring attention (Liu et al. 2023).
+Every piece meets itself in one call for all of them; then the tokens below pieces that others continue meet
+those pieces, in a call for all pieces that have as many above them. What the calls come to is merged by the
+logarithms of the sums of their exponentials, and the backward pass of each is given what was merged: what it
+finds then is its part of the gradient, as between the blocks of ring attention (Liu et al. 2023).
 
 Invariant: a token meets each one that it sees in one call, and no other token in any. Calls are merged in
 float32, in the same order every time.
@@ -36,18 +36,18 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A piece that others continue: the tokens from `stop` to `end` see those from `start` to `stop`.
+class Level:
+    """Pieces that others continue, of which none is above another one, and what is below them.
 
     Attributes:
-        below, piece: these tokens, each as one sequence.
+        below: the tokens that see them, in the flat batch, and `piece`: their own; int64, or a run of them.
+        queries, keys: the same as sequences, one of each for a piece.
     """
 
-    start: int
-    stop: int
-    end: int
-    below: Run
-    piece: Run
+    below: Tensor | slice
+    piece: Tensor | slice
+    queries: Run
+    keys: Run
 
 
 class Kernel(Protocol):
@@ -133,20 +133,38 @@ class FlashAttention:
         return cast(tuple[Tensor, Tensor, Tensor], found)
 
 
-def seen_of(lengths: Sequence[int], trees: Sequence[tuple[int, TreeRun]], device: str) -> tuple[Seen, ...]:
-    """The pieces that others continue, of a flat batch; as of `Layout`."""
+def levels_of(lengths: Sequence[int], trees: Sequence[tuple[int, TreeRun]], device: str) -> tuple[Level, ...]:
+    """The pieces of a flat batch that others continue, by how many are above them; as of `Layout`."""
     starts = list(accumulate(lengths, initial=0))
-    places = [
-        (starts[first] + start, starts[first] + stop, starts[first] + end)
-        for first, tree in trees
-        for start, stop, end in tree.seen
-    ]
-    sizes = [[[0, end - stop], [0, stop - start]] for start, stop, end in places]
-    offsets = on_device(torch.tensor(sizes, dtype=torch.int32), device)
-    return tuple(
-        Seen(start, stop, end, Run(below, end - stop), Run(piece, stop - start))
-        for (start, stop, end), (below, piece) in zip(places, offsets, strict=True)
-    )
+    levels: list[list[tuple[int, int, int]]] = []
+    for first, tree in trees:
+        above: list[int] = []
+        for start, stop, end in (tuple(starts[first] + place for place in seen) for seen in tree.seen):
+            while above and above[-1] <= start:
+                above.pop()
+            levels += [[]] if len(above) == len(levels) else []
+            levels[len(above)].append((start, stop, end))
+            above.append(end)
+    return tuple(_level(places, device) for places in levels)
+
+
+def _level(places: Sequence[tuple[int, int, int]], device: str) -> Level:
+    below = [(stop, end) for _, stop, end in places]
+    piece = [(start, stop) for start, stop, _ in places]
+    return Level(_tokens(below, device), _tokens(piece, device), _run(below, device), _run(piece, device))
+
+
+def _tokens(runs: Sequence[tuple[int, int]], device: str) -> Tensor | slice:
+    """Those of runs. Of one alone nothing has to be gathered."""
+    if len(runs) == 1:
+        return slice(*runs[0])
+    return on_device(torch.cat([torch.arange(*run) for run in runs]), device)
+
+
+def _run(runs: Sequence[tuple[int, int]], device: str) -> Run:
+    sizes = [stop - start for start, stop in runs]
+    offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+    return Run(on_device(offsets, device), max(sizes))
 
 
 def attend_pieces(
@@ -154,7 +172,7 @@ def attend_pieces(
     key: Tensor,
     value: Tensor,
     own: Run,
-    seen: Sequence[Seen],
+    levels: Sequence[Level],
     scale: float,
     kernel: Kernel | None = None,
 ) -> Tensor:
@@ -169,7 +187,7 @@ def attend_pieces(
         [T, heads, size].
     """
     given = query, key, value
-    return cast(Tensor, _Attention.apply(*given, own, tuple(seen), scale, kernel or FlashAttention()))
+    return cast(Tensor, _Attention.apply(*given, own, tuple(levels), scale, kernel or FlashAttention()))
 
 
 class _Attention(torch.autograd.Function):
@@ -180,23 +198,22 @@ class _Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         own: Run,
-        seen: tuple[Seen, ...],
+        levels: tuple[Level, ...],
         scale: float,
         kernel: Kernel,
     ) -> Tensor:
         output, sums = kernel.forward(query, key, value, (own, own), True, scale)
         merged = output.float()
-        for each in seen:
-            below, piece = slice(each.stop, each.end), slice(each.start, each.stop)
-            runs = each.below, each.piece
+        for level in levels:
+            below, piece, runs = level.below, level.piece, (level.queries, level.keys)
             made, found = kernel.forward(query[below], key[piece], value[piece], runs, False, scale)
-            before = sums[:, below].clone()
-            sums[:, below] = torch.logaddexp(before, found)
-            merged[below] *= _shares(before, sums[:, below])
-            merged[below] += made * _shares(found, sums[:, below])
+            before = sums[:, below]
+            after = torch.logaddexp(before, found)
+            merged[below] = merged[below] * _shares(before, after) + made * _shares(found, after)
+            sums[:, below] = after
         output = merged.to(output.dtype)
         ctx.save_for_backward(query, key, value, output, sums)
-        ctx.own, ctx.seen, ctx.scale, ctx.kernel = own, seen, scale, kernel
+        ctx.own, ctx.levels, ctx.scale, ctx.kernel = own, levels, scale, kernel
         return output
 
     @staticmethod
@@ -205,15 +222,14 @@ class _Attention(torch.autograd.Function):
         above, own, scale, kernel = grads[0].contiguous(), ctx.own, ctx.scale, ctx.kernel
         found = kernel.backward(above, (query, key, value), (output, sums), (own, own), True, scale)
         dquery, dkey, dvalue = (each.float() for each in found)
-        for each in ctx.seen:
-            below, piece = slice(each.stop, each.end), slice(each.start, each.stop)
-            given, made = (
-                (query[below], key[piece], value[piece]),
-                (output[below], sums[:, below].contiguous()),
-            )
-            found = kernel.backward(above[below], given, made, (each.below, each.piece), False, scale)
-            for total, part in zip((dquery[below], dkey[piece], dvalue[piece]), found, strict=True):
-                total += part
+        for level in ctx.levels:
+            below, piece, runs = level.below, level.piece, (level.queries, level.keys)
+            given = query[below], key[piece], value[piece]
+            made = output[below], sums[:, below].contiguous()
+            found = kernel.backward(above[below], given, made, runs, False, scale)
+            dquery[below] += found[0]
+            dkey[piece] += found[1]
+            dvalue[piece] += found[2]
         gradients = dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
         return (*gradients, None, None, None, None)
 

@@ -14,57 +14,70 @@ from torch import Tensor
 
 from services.trainer.compute.exchange import least
 from services.trainer.compute.prefix.attention import Rules, attend_tree
-from services.trainer.compute.prefix.flash import FlashAttention, Kernel, Run, attend_pieces, seen_of
+from services.trainer.compute.prefix.flash import FlashAttention, Kernel, Run, attend_pieces, levels_of
 from services.trainer.compute.prefix.layout import TreeRun
 from services.trainer.compute.split.asked import Asked
 
 log = logging.getLogger(__name__)
 
-_HEADS, _KEY_HEADS, _SIZE = 4, 2, 64
-_TREE = TreeRun((40, 24, 17), ((0, 40, 81),))
-"""Two pieces that continue one of 40 tokens."""
+_TREES = (
+    # Three pieces above one another, of more tokens than a kernel's block; and what one token continues.
+    TreeRun((200, 70, 33, 1, 17), ((0, 200, 321), (200, 270, 304))),
+    TreeRun((40, 1), ((0, 40, 41),)),
+)
+_ABOVE = ((-1, 0, 1, 1, 0), (-1, 0))
+"""Of each piece the one that it continues."""
 _BESIDE = 30
-"""Tokens of a sequence after it."""
+"""Tokens of a sequence after them."""
 _ERROR = 2e-2
 """Of a norm: what bfloat16 may be away from float32."""
 
 
-def attends_to_trees(asked: Sequence[Asked], device: str) -> bool:
+def attends_to_trees(asked: Sequence[Asked], context_length: int, device: str) -> bool:
     """Whether every layer of a model attends to trees, on every rank. All ranks call it.
 
     Args:
         asked: of each layer; none of an architecture that computes one sequence at a time.
+        context_length: most tokens of a sequence, which a window may not be shorter than.
     """
     if not asked or device == "cpu":
         return bool(asked)
-    if not all(layer.kernel and layer.window is None for layer in asked):
+    if not all(layer.kernel and layer.within(context_length).window is None for layer in asked):
         return False
-    return bool(least([int(works(device, FlashAttention()))], device)[0])
+    shapes = {(layer.heads, layer.key_heads, layer.size) for layer in asked}
+    mine = all(works(device, FlashAttention(), *shape) for shape in sorted(shapes))
+    return bool(least([int(mine)], device)[0])
 
 
-def works(device: str, kernel: Kernel) -> bool:
-    """Whether a kernel comes to plain attention, forward and backward, where calls of it are merged."""
-    lengths = *_TREE.lengths, _BESIDE
+def works(device: str, kernel: Kernel, heads: int = 4, key_heads: int = 2, size: int = 64) -> bool:
+    """Whether a kernel comes to plain attention, forward and backward, where calls of it are merged.
+
+    Args:
+        heads, key_heads, size: of what is attended to.
+    """
+    lengths = *_TREES[0].lengths, *_TREES[1].lengths, _BESIDE
     generator = torch.Generator().manual_seed(0)
     query, key, value, above = (
-        torch.randn(sum(lengths), count, _SIZE, generator=generator).bfloat16()
-        for count in (_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS)
+        torch.randn(sum(lengths), count, size, generator=generator).bfloat16()
+        for count in (heads, key_heads, key_heads, heads)
     )
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    trees = [(0, _TREES[0]), (len(_TREES[0].lengths), _TREES[1])]
 
     def merged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        seen = seen_of(lengths, [(0, _TREE)], device)
-        return attend_pieces(query, key, value, Run(ends, max(lengths)), seen, _SIZE**-0.5, kernel)
+        levels = levels_of(lengths, trees, device)
+        return attend_pieces(query, key, value, Run(ends, max(lengths)), levels, size**-0.5, kernel)
 
     try:
         on_device = [each.to(device) for each in (query, key, value, above)]
         found = [each.float().cpu() for each in _with_gradients(merged, *on_device)]
-    except RuntimeError as error:
+    except Exception as error:
         log.warning("prefixes are not shared, as attention over trees fails here: %s", error)
         return False
     expected = _with_gradients(_plain, *(each.float() for each in (query, key, value, above)))
     errors = [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
-    if max(errors) < _ERROR:
+    # What is not a number is not less than anything.
+    if all(error < _ERROR for error in errors):
         return True
     log.warning("prefixes are not shared, as attention over trees is wrong here by %s", errors)
     return False
@@ -81,12 +94,22 @@ def _with_gradients(
 
 def _plain(*given: Tensor) -> Tensor:
     """The same on a CPU, in float32."""
-    first, *rest = _TREE.lengths
-    in_tree = [torch.arange(first), *(first + torch.arange(length) for length in rest)]
-    runs = [(_TREE, torch.cat(in_tree)), (TreeRun((_BESIDE,), ()), torch.arange(_BESIDE))]
-    halves = [each.transpose(0, 1).split([_TREE.tokens, _BESIDE], dim=1) for each in given]
+    runs = [*_TREES, TreeRun((_BESIDE,), ())]
+    rules = Rules(given[0].shape[-1] ** -0.5)
+    parts = [each.transpose(0, 1).split([run.tokens for run in runs], dim=1) for each in given]
     made = [
-        attend_tree(query, key, value, positions, run, Rules(_SIZE**-0.5))
-        for (run, positions), query, key, value in zip(runs, *halves, strict=True)
+        attend_tree(query, key, value, _positions(run, above), run, rules)
+        for run, above, query, key, value in zip(runs, (*_ABOVE, (-1,)), *parts, strict=True)
     ]
     return torch.cat(made, dim=1).transpose(0, 1)
+
+
+def _positions(run: TreeRun, above: Sequence[int]) -> Tensor:
+    """Each token's place in its sequence: int64 [tokens]."""
+    ends: list[int] = []
+    places = []
+    for length, parent in zip(run.lengths, above, strict=True):
+        start = 0 if parent < 0 else ends[parent]
+        ends.append(start + length)
+        places.append(torch.arange(start, start + length))
+    return torch.cat(places)

@@ -34,6 +34,11 @@ class Asked:
         return replace(self, window=None) if seen else self
 
     @property
+    def size(self) -> int:
+        """Of a head, where those of queries, keys and values are alike."""
+        return self.elements // (2 * (self.heads + self.key_heads))
+
+    @property
     def masked(self) -> bool:
         """Who sees whom takes a matrix, in a sequence that is longer than the window."""
         return self.window is not None and not self.kernel

@@ -12,7 +12,8 @@ from torch import nn
 from services.trainer.compute.kernels.rotations import NAME, _Rotation, fuse_rotations, is_plain
 
 PLAIN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "deepseek_v3")
-OTHER = ("phi3", "gpt_oss", "glm4_moe", "qwen3_next", "qwen3_5")
+OTHER = ("phi3", "gpt_oss", "glm4_moe", "qwen3_next", "qwen3_5", "modernbert_decoder")
+"""The last one computes in float32 whatever it is given."""
 
 
 def module_of(family: str) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from services.trainer.compute import attention
 from services.trainer.compute.prefix import flash
-from services.trainer.compute.prefix.flash import FlashAttention, Run, attend_pieces, seen_of
+from services.trainer.compute.prefix.flash import FlashAttention, Run, attend_pieces, levels_of
 from services.trainer.compute.prefix.layout import TreeRun, lay_out
 from services.trainer.compute.prefix.trial import attends_to_trees, works
 from services.trainer.compute.split.asked import Asked
@@ -79,6 +79,22 @@ class Wrong(Plain):
         return super().backward(above, given, own, runs, causal, scale)
 
 
+class NotANumber(Plain):
+    """Its gradient of keys is none."""
+
+    def backward(
+        self,
+        above: Tensor,
+        given: tuple[Tensor, Tensor, Tensor],
+        made: tuple[Tensor, Tensor],
+        runs: tuple[Run, Run],
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dquery, dkey, dvalue = super().backward(above, given, made, runs, causal, scale)
+        return dquery, dkey * torch.nan, dvalue
+
+
 class Absent(Plain):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
@@ -115,12 +131,16 @@ def test_merged_calls_are_attention_over_the_whole_tree_and_so_is_their_gradient
     query, above = (torch.randn(total, 4, 8, generator=generator) for _ in range(2))
     key, value = (torch.randn(total, 2, 8, generator=generator) for _ in range(2))
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    seen = seen_of(LENGTHS, TREES, "cpu")
-    assert [(each.start, each.stop, each.end) for each in seen] == [(0, 6, 20), (6, 10, 17), (27, 35, 36)]
-    assert [each.below.offsets.tolist() for each in seen] == [[0, 14], [0, 7], [0, 1]]
+    levels = levels_of(LENGTHS, TREES, "cpu")
+    first, second = levels
+    assert isinstance(first.below, Tensor) and isinstance(first.piece, Tensor)
+    assert first.below.tolist() == [*range(6, 20), 35] and first.piece.tolist() == [*range(6), *range(27, 35)]
+    assert (first.queries.offsets.tolist(), first.keys.offsets.tolist()) == ([0, 14, 15], [0, 6, 14])
+    assert (first.queries.longest, first.keys.longest) == (14, 8)
+    assert (second.below, second.piece) == (slice(10, 17), slice(6, 10))
 
     ours, plain = ([each.clone().requires_grad_() for each in (query, key, value)] for _ in range(2))
-    made = attend_pieces(*ours, Run(offsets, max(LENGTHS)), seen, scale, Plain())
+    made = attend_pieces(*ours, Run(offsets, max(LENGTHS)), levels, scale, Plain())
     scores = torch.einsum("qhd,khd->hqk", plain[0], _repeated(plain[1], query)) * scale
     shares = scores.masked_fill(~seen_by(), -torch.inf).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", shares, _repeated(plain[2], query))
@@ -151,23 +171,21 @@ def test_a_layer_comes_to_the_same_by_it(window: int | None, monkeypatch: pytest
         return [made.detach(), *torch.autograd.grad(made.square().sum(), leaves)]
 
     expected = computed(cut)
-    seen = seen_of(layout.lengths, layout.trees, "cpu")
+    levels = levels_of(layout.lengths, layout.trees, "cpu")
     monkeypatch.setattr(attention, "_has_kernel", lambda query, value: True)
     monkeypatch.setattr(flash, "FlashAttention", Plain)
-    for found, wanted in zip(computed(replace(cut, seen=seen)), expected, strict=True):
+    for found, wanted in zip(computed(replace(cut, levels=levels)), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_device_is_asked_before_anything_depends_on_it() -> None:
-    assert works("cpu", Plain())
+@pytest.mark.parametrize("shape", [(4, 2, 64), (3, 3, 32)], ids=["shared keys", "keys of each head"])
+def test_a_kernel_that_is_right_is_taken(shape: tuple[int, int, int]) -> None:
+    assert works("cpu", Plain(), *shape)
 
 
-def test_a_kernel_that_cannot_be_given_what_was_merged_is_found_out() -> None:
-    assert not works("cpu", Wrong())
-
-
-def test_a_kernel_that_is_not_there_is_found_out() -> None:
-    assert not works("cpu", Absent())
+@pytest.mark.parametrize("kernel", [Wrong(), NotANumber(), Absent()], ids=lambda each: type(each).__name__)
+def test_a_kernel_that_comes_to_something_else_is_found_out(kernel: Plain) -> None:
+    assert not works("cpu", kernel)
 
 
 def layer(*, window: int | None = None, kernel: bool = True) -> Asked:
@@ -180,12 +198,12 @@ def layer(*, window: int | None = None, kernel: bool = True) -> Asked:
     ids=["one sequence at a time", "float32", "windows"],
 )
 def test_on_a_cpu_every_flat_model_attends_to_trees(asked: list[Asked], shares: bool) -> None:
-    assert attends_to_trees(asked, "cpu") == shares
+    assert attends_to_trees(asked, 512, "cpu") == shares
 
 
 @pytest.mark.parametrize("other", [layer(window=16), layer(kernel=False)], ids=["a window", "no kernel"])
 def test_on_a_gpu_one_layer_of_another_kind_is_enough_for_none_to(other: Asked) -> None:
-    assert not attends_to_trees([layer(), other], "cuda")
+    assert not attends_to_trees([layer(), other], 512, "cuda")
 
 
 def test_torchs_kernel_is_called_as_it_can_be() -> None:
