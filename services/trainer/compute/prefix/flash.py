@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -114,8 +115,6 @@ class FlashAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
         queries, keys = runs
-        # Nothing is dropped, so nothing is drawn.
-        drawn = torch.zeros(2, dtype=torch.uint64, device=above.device)
         found = torch.ops.aten._flash_attention_backward(
             above,
             *given,
@@ -126,11 +125,17 @@ class FlashAttention:
             keys.longest,
             0.0,
             causal,
-            drawn,
+            _drawn(above.device),
             torch.empty(0, device=above.device),
             scale=scale,
         )
         return cast(tuple[Tensor, Tensor, Tensor], found)
+
+
+@cache
+def _drawn(device: torch.device) -> Tensor:
+    """The state of what draws whom to drop. Nobody is."""
+    return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
 def levels_of(lengths: Sequence[int], trees: Sequence[tuple[int, TreeRun]], device: str) -> tuple[Level, ...]:
