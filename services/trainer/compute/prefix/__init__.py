@@ -3,5 +3,5 @@
 Invariant: each sequence's numbers and gradient are those of the sequence alone, however it is cut into
 pieces.
 
-Imported by the rest of compute; imports order.
+Imported by the rest of compute; imports order, and of compute exchange, memory and split.
 """
