@@ -80,6 +80,32 @@ def test_each_segment_has_its_own_adapter_and_gradient(
         torch.testing.assert_close(gradient - 1, added, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linears_output_is_added_to_in_place_where_that_is_no_view(bias: bool) -> None:
+    """Through a view that is changed autograd goes by several copies of it."""
+    linear = nn.Linear(8, 12, bias=bias).requires_grad_(False)
+    router = LoraRouter()
+    router.hook(linear, Q)
+    one = adapter(1, 8, Q)
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    gradient = torch.zeros_like(one.flat)
+    made: list[torch.Tensor] = []
+    with router.route([Segment(5, one, gradient, True)]):
+        # Before the router's hook has added to it.
+        linear.register_forward_hook(lambda module, args, output: made.append(output), prepend=True)
+        y = linear(x * 1)
+        kinds = [type(function).__name__ for function, _ in y.grad_fn.next_functions if function]
+        y.square().sum().backward()
+    assert (y.data_ptr() == made[0].data_ptr()) == (not bias)
+    assert kinds[0] == ("CloneBackward0" if bias else "UnsafeViewBackward0")
+    alone, master = x.detach()[0].requires_grad_(), one.flat.clone().requires_grad_()
+    expected = by_hand(linear, alone, one, master, Q)
+    expected.square().sum().backward()
+    assert x.grad is not None and alone.grad is not None and master.grad is not None
+    torch.testing.assert_close(x.grad[0], alone.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(gradient, master.grad, rtol=1e-4, atol=1e-3)
+
+
 def test_a_loss_of_one_segment_gives_the_others_no_gradient() -> None:
     linear, router = hooked(Q)
     adapters = [adapter(1, 2, Q), adapter(2, 5, Q)]
