@@ -16,7 +16,8 @@ import uvloop
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Internal, TinsmithError
-from services.common.process import collector, rpc
+from services.common.process import rpc
+from services.common.process.memory import collector
 from services.common.process.process import allow_open_files, setup_process, wait_for_signal
 from services.common.process.tasks import cancel_all
 from services.common.state import known_models, redis_client, versions

@@ -16,8 +16,9 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Draining
-from services.common.process import collector, process, rpc
+from services.common.process import process, rpc
 from services.common.process.carrier.answering import Carrier
+from services.common.process.memory import collector
 from services.common.process.tasks import cancel_all
 from services.common.state import redis_client, registry, versions
 from services.common.state.claim import Claim

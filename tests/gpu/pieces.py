@@ -21,7 +21,8 @@ from services.trainer.compute.lora.experts import shapes_of
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.lora.parts import Part
 from services.trainer.compute.lora.products import is_grouped
-from services.trainer.compute.optimizer import AdapterOptimizer, Due, FlatBuffers, step_together
+from services.trainer.compute.memory.buffers import FlatBuffers
+from services.trainer.compute.optimizer import AdapterOptimizer, Due, step_together
 from services.trainer.compute.prefix.flash import FlashAttention
 from services.trainer.compute.prefix.trial import works
 from tests.component.engine.data import NO_CLIP
@@ -75,7 +76,8 @@ def grouped(device: str, count: int) -> None:
     stacked = torch.stack([adapter.low for adapter in adapters])
     assert is_grouped(x, stacked[:, : rank * features].unflatten(1, (rank, features)).transpose(1, 2))
 
-    sums = [torch.zeros_like(adapter.flat) for adapter in adapters]
+    # Of fresh ones nothing counts that was there.
+    sums = [torch.full_like(adapter.flat, torch.nan) for adapter in adapters]
     placed = zip(sizes, adapters, sums, strict=True)
     with router.route([Segment(tokens, adapter, total, True) for tokens, adapter, total in placed]):
         y = linear(x)
@@ -130,7 +132,7 @@ def experts(device: str, count: int) -> None:
     first: list[Tensor] = []
     for again in (False, True):
         given.grad = None
-        sums = [torch.zeros_like(adapter.low, dtype=torch.float32) for adapter in adapters]
+        sums = [torch.full_like(adapter.low, torch.nan, dtype=torch.float32) for adapter in adapters]
         with router.route([Segment(*each, True) for each in zip(sizes, adapters, sums, strict=True)]):
             y = on_device(given, chosen.to(device), weights.to(device))
             y.backward(above.to(device))
@@ -218,7 +220,7 @@ def parts(device: str, directory: Path) -> None:
     """What ranks step of an adapter, one part after another, is bit for bit what one rank steps of all."""
     del directory
     generator = torch.Generator().manual_seed(7)
-    buffers = FlatBuffers(device)
+    buffers = FlatBuffers()
     for size, ranks in ((100_003, 2), (70_001, 3), (40, 3)):
         masters = torch.randn(size, generator=generator).to(device)
         shares = [Part(size, ranks, rank) for rank in range(ranks)]

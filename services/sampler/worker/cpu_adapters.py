@@ -31,6 +31,11 @@ class Rows(NamedTuple):
     back: Tensor | None
     """[rows], the place of each row."""
 
+    @property
+    def adapted(self) -> bool:
+        """Whether any row has an adapter. What a layer does around none takes as long as a small product."""
+        return self.slots != [-1]
+
 
 def by_adapter(slots: Tensor) -> Rows:
     """Rows in the order of their adapters.
@@ -70,8 +75,10 @@ class CpuAdapters(PunicaWrapperCPU):
         **_: Any,
     ) -> None:
         """y += scale * x A^T B^T in each slice; y: [tokens, all slices], x: [tokens, in]."""
-        rows, x, y = self._token_rows(), _flat(x), _flat(y)
-        x = _ordered(x, rows).float()
+        rows = self._token_rows()
+        if not rows.adapted:
+            return
+        x, y = _ordered(_flat(x), rows).float(), _flat(y)
         low = [_shrunk(x, a, rows, scale) for a in lora_a_stacked]
         _expand(y, low, lora_b_stacked, output_slices, 0, rows)
 
@@ -81,8 +88,11 @@ class CpuAdapters(PunicaWrapperCPU):
         """y += scale * x A^T B^T; y: [sampled tokens, vocabulary], x: [sampled tokens, in]."""
         if self._sampled is None:
             self._sampled = by_adapter(self.sampler_indices)
-        rows, x, y = self._sampled, _flat(x), _flat(y)
-        low = _shrunk(_ordered(x, rows).float(), lora_a_stacked, rows, scale)
+        rows = self._sampled
+        if not rows.adapted:
+            return
+        x, y = _ordered(_flat(x), rows).float(), _flat(y)
+        low = _shrunk(x, lora_a_stacked, rows, scale)
         # The stacked head may be padded beyond the logits.
         _expand(y, [low], [lora_b_stacked], [y.shape[1]], 0, rows)
 

@@ -37,6 +37,7 @@ from services.common.contract.errors import (
     InvalidRequest,
 )
 from services.common.contract.tensors import TensorSpec
+from services.common.process.memory import allocator
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
 from services.sampler.worker import full_weights, text_models
@@ -84,6 +85,8 @@ class WorkerExtension:
         if self.device.type == "cpu" and self.model_runner.parallel_config.pipeline_parallel_size > 1:
             # The first batch makes room for what a stage receives. On a CPU vLLM leaves its warm-up out.
             self.execute_dummy_batch()
+        if self.device.type == "cpu":
+            allocator.keep_freed_memory()
         self.tinsmith_state = _State(installed(self))
         if self.device.type != "cuda":
             return ""

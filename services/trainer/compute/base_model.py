@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from services.common.process.memory import allocator
 from services.common.weights.rendezvous import tcp_store
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
@@ -152,6 +153,8 @@ class BaseModel:
     ) -> None:
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
+        if device == "cpu":
+            allocator.keep_freed_memory()
         init_distributed(device)
         import deepspeed
 

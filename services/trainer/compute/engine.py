@@ -40,12 +40,12 @@ from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape, la
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.snapshot import Snapshot
 from services.trainer.compute.memory import page_locked
+from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.capacity import adapter_bytes, adapter_host_bytes
 from services.trainer.compute.memory.failures import failure as failure_of
 from services.trainer.compute.memory.page_locked import PageLocked
 from services.trainer.compute.memory.room import without_room
 from services.trainer.compute.memory.use import by_purpose, pass_bytes
-from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.prefix.trial import attends_to_trees
 from services.trainer.compute.rounds import Rounds
 from services.trainer.compute.tenant import (
@@ -106,7 +106,8 @@ class Engine:
         """
         element = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         sharding = sharding or Sharding()
-        self._router = LoraRouter()
+        self._buffers = FlatBuffers()
+        self._router = LoraRouter(self._buffers)
         self._base = BaseModel(
             model_path,
             device=device,
@@ -137,7 +138,6 @@ class Engine:
         self._tenants: dict[str, LoraTenant | FullModel] = {}
         self._in_pass = 0
         """Bytes that the last pass took, as it was counted."""
-        self._buffers = FlatBuffers(self._device)
         self._writer = ShardWriter()
         self.page_locked = PageLocked(self._device, page_locked.share())
         self.vocab_size = self._base.vocab_size

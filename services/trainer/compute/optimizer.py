@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from services.trainer.compute.data import AdamSpec
 from services.trainer.compute.lora.parts import everyones
+from services.trainer.compute.memory.buffers import FlatBuffers
 
 _BLOCK = 2**15
 """Elements whose float64 copy stays in a core's cache."""
@@ -29,37 +30,6 @@ _STEP_BLOCK = 2**22
 """Elements of a full model that step at once, whose values before are kept to measure the change."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-KEPT_BYTES = 256 * 1024**2
-
-
-class FlatBuffers:
-    """Flat float32 tensors of one device that are used again, by size. One thread uses them.
-
-    On CPUs a fresh tensor of some megabytes costs as much as several passes over it, since the kernel clears
-    it page after page; an optimizer step of a small adapter would spend most of its time on that.
-
-    Invariant: a tensor has one user at a time, and what lies unused is bounded.
-    """
-
-    def __init__(self, device: str | torch.device, kept_bytes: int = KEPT_BYTES) -> None:
-        self._device = device
-        self._left = kept_bytes
-        self._unused: dict[int, list[Tensor]] = {}
-
-    def take(self, elements: int) -> Tensor:
-        """float32 [elements], with whatever is in it."""
-        unused = self._unused.get(elements)
-        if not unused:
-            return torch.empty(elements, dtype=torch.float32, device=self._device)
-        self._left += unused[-1].nbytes
-        return unused.pop()
-
-    def give(self, tensor: Tensor) -> None:
-        """Takes a tensor back that nobody uses any more."""
-        if tensor.nbytes <= self._left:
-            self._left -= tensor.nbytes
-            self._unused.setdefault(tensor.numel(), []).append(tensor)
 
 
 class AdapterOptimizer:
@@ -186,7 +156,7 @@ def step_together(
         if step.adam.grad_clip_norm > 0:
             step.gradient.mul_(min(1.0, step.adam.grad_clip_norm / (norms[number] + 1e-6)))
     flats = [due[number].optimizer.flat for number in finite]
-    before = [buffers.take(flat.numel()).copy_(flat) for flat in flats]
+    before = [buffers.take(flat.numel(), flat.device).copy_(flat) for flat in flats]
     for group in _alike([due[number] for number in finite]):
         _apply(group)
     if flats:
@@ -258,10 +228,14 @@ def _square_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
     float64 copy of the whole would have to be fetched from fresh memory. On devices without any copy.
     """
     if tensors[0].device.type == "cpu":
-        return [
-            torch.stack([block.double().square_().sum() for block in values.split(_BLOCK)]).sum()
-            for values in tensors
-        ]
+        scratch = torch.empty(_BLOCK, dtype=torch.float64)
+        return [torch.stack([_dot(block, scratch) for block in each.split(_BLOCK)]).sum() for each in tensors]
     blocks = [values.split(_DEVICE_BLOCK) for values in tensors]
     norms = torch.stack(torch._foreach_norm([block for each in blocks for block in each])).double()
     return [part.square().sum() for part in norms.split([len(each) for each in blocks])]
+
+
+def _dot(block: Tensor, scratch: Tensor) -> Tensor:
+    """The sum of the squares of a block, in float64; in half the time of a square and a sum."""
+    copy = scratch[: block.numel()].copy_(block)
+    return torch.dot(copy, copy)

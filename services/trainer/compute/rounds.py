@@ -226,7 +226,10 @@ class Rounds:
             if grad:
                 model.backward(computed.total(collective=model.collective))
             # Within the context, as the gradients are kept when it ends: nothing may fail after that.
-            return computed.leave()
+            leaving = computed.leave()
+        if segments and grad:
+            self._note_added(ops, batch)
+        return leaving
 
     def _run_split(self, model: BaseModel | FullModel, ops: Sequence[PassOp], row: Row) -> Leaving:
         """One sequence of which each rank computes a part, forward and backward. Each has the loss of all.
@@ -255,14 +258,25 @@ class Rounds:
             )
             failpoints.hit("trainer.mid_split")
             model.backward(computed.total(collective=model.collective))
-            return computed.leave()
+            leaving = computed.leave()
+        if segments:
+            self._note_added(ops, part)
+        return leaving
 
     def _segments(self, ops: Sequence[PassOp], batch: Collated, grad: bool) -> list[Segment]:
         segments = []
         for number, tokens in batch.ops:
             op = ops[number]
-            tenant = self._tenants[op.model_id]
-            assert isinstance(tenant, LoraTenant)
+            tenant = self._adapted(op)
             gradient, fresh = tenant.gradient(op.seq_id) if grad else (None, False)
             segments.append(Segment(tokens, tenant.adapter, gradient, fresh))
         return segments
+
+    def _note_added(self, ops: Sequence[PassOp], batch: Collated) -> None:
+        for number, _ in batch.ops:
+            self._adapted(ops[number]).note_added(ops[number].seq_id)
+
+    def _adapted(self, op: PassOp) -> LoraTenant:
+        tenant = self._tenants[op.model_id]
+        assert isinstance(tenant, LoraTenant)
+        return tenant

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,16 +21,10 @@ from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.lora.adapter import Adapter
 from services.trainer.compute.lora.parts import begin_sum, gathered, wait
 from services.trainer.compute.lora.snapshot import AdapterSnapshot, NoSnapshot, Snapshot
+from services.trainer.compute.memory.buffers import KEPT_BYTES, FlatBuffers
 from services.trainer.compute.memory.host import Away
 from services.trainer.compute.memory.transfer import copied
-from services.trainer.compute.optimizer import (
-    KEPT_BYTES,
-    MOMENTS,
-    AdapterOptimizer,
-    Due,
-    FlatBuffers,
-    step_together,
-)
+from services.trainer.compute.optimizer import MOMENTS, AdapterOptimizer, Due, step_together
 from services.trainer.order.microbatch import deal
 
 
@@ -60,6 +55,19 @@ class Tenant(Protocol):
         """Forgets the gradient and the failures since the last step."""
 
 
+@dataclass
+class _Sum:
+    """What an operation's gradient is summed up in.
+
+    Attributes:
+        flat: float32 [part.padded], once it was asked for.
+        fresh: nothing was added, and what is in it does not count.
+    """
+
+    flat: Tensor | None = None
+    fresh: bool = True
+
+
 class LoraTenant:
     """An adapter and its AdamW.
 
@@ -69,7 +77,7 @@ class LoraTenant:
     gradient's values is equal on every rank.
 
     Args:
-        buffers: of the device of the masters; gradients are taken from it and given back.
+        buffers: gradients are taken from it and given back.
 
     Attributes:
         adapter: the masters.
@@ -88,7 +96,7 @@ class LoraTenant:
         self._buffers = buffers
         self._total: Tensor | None = None
         self._closed = False
-        self._open: dict[int, Tensor | None] = {}
+        self._open: dict[int, _Sum] = {}
         self._failures: dict[int, Failure] = {}
 
     @property
@@ -100,13 +108,19 @@ class LoraTenant:
         return self._closed or bool(self._open)
 
     def begin(self, seq_id: int) -> None:
-        self._open.setdefault(seq_id, None)
+        self._open.setdefault(seq_id, _Sum())
 
     def gradient(self, seq_id: int) -> tuple[Tensor, bool]:
-        """What a begun operation's gradient is summed up in, flat, and whether it is zero so far."""
+        """What a begun operation's gradient is summed up in, flat, and whether it is fresh: then nothing was
+        added, and what is in it does not count."""
         begun = self._open[seq_id]
-        gradient = self._open[seq_id] = self._zeros() if begun is None else begun
-        return gradient[: self.adapter.part.size], begun is None
+        if begun.flat is None:
+            begun.flat = self._taken()
+        return begun.flat[: self.adapter.part.size], begun.fresh
+
+    def note_added(self, seq_id: int) -> None:
+        """Something was added to the gradient of a begun operation."""
+        self._open[seq_id].fresh = False
 
     def deal(self, sizes: Sequence[int], seq_ids: Sequence[int], ranks: int) -> list[list[int]]:
         """Batches of a pass that the model has for itself, dealt to ranks from where its last one ended, so
@@ -136,16 +150,17 @@ class LoraTenant:
     def close_before(self, seq_id: int) -> None:
         """The gradients of operations before `seq_id` join the total."""
         for done in sorted(number for number in self._open if number < seq_id):
-            gradient = self._open.pop(done)
+            begun = self._open.pop(done)
             self._dealt.pop(done, None)
             self._closed = True
-            if gradient is None:
+            if begun.flat is None:
                 continue
-            if self._total is None:
-                self._total = gradient
-            else:
-                self._total.add_(gradient)
-                self._buffers.give(gradient)
+            if self._total is None and not begun.fresh:
+                self._total = begun.flat
+                continue
+            if self._total is not None and not begun.fresh:
+                self._total.add_(begun.flat)
+            self._buffers.give(begun.flat)
 
     def clear_gradient(self) -> None:
         if self._total is not None:
@@ -161,7 +176,7 @@ class LoraTenant:
         self._close()
         total, self._total = self._total, None
         self.clear_gradient()
-        return self._zeros() if total is None else total
+        return self._taken().zero_() if total is None else total
 
     def tensors(self) -> list[Tensor]:
         """All that this rank holds of it. Its operations are complete."""
@@ -225,8 +240,12 @@ class LoraTenant:
         if self._open:
             self.close_before(max(self._open) + 1)
 
-    def _zeros(self) -> Tensor:
-        return self._buffers.take(self.adapter.part.padded).zero_()
+    def _taken(self) -> Tensor:
+        """float32 [part.padded], with whatever is in it, but for zeros that fill it up."""
+        part, device = self.adapter.part, self.adapter.low.device
+        gradient = self._buffers.take(part.padded, device)
+        gradient[part.size :].zero_()
+        return gradient
 
 
 def step_adapters(

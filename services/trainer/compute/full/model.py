@@ -38,6 +38,7 @@ from services.trainer.compute.full.shards import Part, SavedShards, ShardWriter,
 from services.trainer.compute.full.snapshot import FullSnapshot
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.memory.failures import free_cache
 from services.trainer.compute.memory.room import has_room
 from services.trainer.compute.memory.transfer import Copies, ToHost, copied
 from services.trainer.compute.optimizer import MeasuredAdamW
@@ -312,8 +313,7 @@ class FullModel:
         del self._engine, self._adam
         # DeepSpeed's hooks and parameters refer to each other.
         gc.collect()
-        if self._device != "cpu":
-            torch.cuda.empty_cache()
+        free_cache()
 
     @property
     def _partitions(self) -> list[Tensor]:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from services.trainer.compute.lora.adapter import HEAD, VALUE_HEAD, Adapter, layout_of, matrix
 from services.trainer.compute.lora.experts import adapted_experts
-from services.trainer.compute.lora.products import Cut, Groups, add_product, outer, product
+from services.trainer.compute.lora.products import Cut, Groups, add_outer, add_product, product
+from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.transfer import on_device
 
 
@@ -33,7 +34,7 @@ class Segment:
     Attributes:
         gradient: flat, what the backward pass adds to; None of a segment that only runs forward, as then all
             of a micro-batch do.
-        fresh: the gradient is zero, nothing was added to it yet.
+        fresh: nothing was added to the gradient yet, and what is in it does not count.
     """
 
     tokens: int
@@ -46,11 +47,13 @@ class _Stack:
     """The adapters of a micro-batch: their matrices [segments, ...] and, if wanted, the gradients.
 
     Adapters of several shapes are stacked in one that holds them all, filled up with zeros, which change
-    nothing. One adapter alone is not copied; its gradient, while fresh, is its operation's.
+    nothing. One adapter alone is not copied; its gradient, while fresh, is its operation's. What was added to
+    a gradient first took the place of what was there: zeros would be a sweep over it for nothing.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
+    def __init__(self, segments: Sequence[Segment], buffers: FlatBuffers) -> None:
+        self._segments, self._buffers = segments, buffers
+        self._taken: list[Tensor] = []
         adapters = [segment.adapter for segment in segments]
         first = adapters[0]
         # Experts' matrices are many groups, also of one adapter.
@@ -69,7 +72,8 @@ class _Stack:
             value_head = max(adapter.value_head for adapter in adapters)
             self._layout, self._size = layout_of(targets, rank, value_head)
         self._weights = self._stacked(adapters)
-        self._gradients = self._zeros() if segments[0].gradient is not None else None
+        self._gradients = self._unwritten() if segments[0].gradient is not None else None
+        self._written: set[str] = set()
         # Made once and asked for in each pass: a view costs the host as much as the launch of a kernel.
         self._matrices: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
@@ -129,10 +133,7 @@ class _Stack:
             gradient = matrix(self._gradients, self._layout[key])
             gradient = gradient if gradient.dim() == 3 else gradient.transpose(0, 1)
             self._sums[key] = gradient
-        if len(groups) == 1:
-            add_product(gradient.view(gradient.shape[-2:]), left.T, right, scale)
-        else:
-            gradient.add_(outer(left, right, groups).view_as(gradient), alpha=scale)
+        add_outer(gradient, left, right, groups, scale, self._first(key))
 
     def product(self, key: str, x: Tensor, groups: Groups, scale: Tensor | float = 1.0) -> Tensor:
         """Rows x [rows, in] times scale and the transposed matrix of each row's group: [rows, out]."""
@@ -145,6 +146,8 @@ class _Stack:
         ]
         parts = hidden.float().split([segment.tokens for _, segment in heads])
         values = []
+        if heads and self._gradients is not None and self._first(VALUE_HEAD):
+            matrix(self._gradients, self._layout[VALUE_HEAD]).zero_()
         for (number, segment), part in zip(heads, parts, strict=True):
             head = segment.adapter.value_weights.detach()
             if self._gradients is not None:
@@ -156,37 +159,52 @@ class _Stack:
 
     def commit(self) -> None:
         """Hands the gradients of a backward pass on to the operations."""
-        if self._gradients is None or self._direct:
+        if self._gradients is None:
             return
-        sums = [segment.gradient for segment in self._segments]
-        rows = list(self._gradients)
-        if not self._same:
-            adapters = [segment.adapter for segment in self._segments]
-            rows = [
-                part
-                for row, adapter in zip(rows, adapters, strict=True)
-                for part in self._parts(row, adapter)
-            ]
-            sums = [
-                part
-                for flat, adapter in zip(sums, adapters, strict=True)
-                for part in adapter.views(cast(Tensor, flat)).values()
-            ]
-        torch._foreach_add_(cast(list[Tensor], sums), rows)
+        for name in self._layout.keys() - self._written:
+            matrix(self._gradients, self._layout[name]).zero_()
+        if self._direct:
+            return
+        for fresh in (True, False):
+            rows = [number for number, segment in enumerate(self._segments) if segment.fresh == fresh]
+            if rows:
+                (torch._foreach_copy_ if fresh else torch._foreach_add_)(*self._sums_of(rows))
 
-    def abandon(self) -> None:
-        """Leaves nothing of a backward pass that failed."""
-        if self._gradients is not None and self._direct:
-            self._gradients.zero_()
+    def release(self) -> None:
+        """Nobody uses it any more."""
+        for buffer in self._taken:
+            self._buffers.give(buffer)
+
+    def _first(self, key: str) -> bool:
+        """Whether nothing was added to the gradient of these matrices yet; from now on something was."""
+        if key in self._written:
+            return False
+        self._written.add(key)
+        return True
+
+    def _sums_of(self, rows: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """What operations sum up their gradients in, and what is to be added, in the same order."""
+        assert self._gradients is not None
+        sums = [cast(Tensor, self._segments[number].gradient) for number in rows]
+        added = [self._gradients[number] for number in rows]
+        if self._same:
+            return sums, added
+        adapters = [self._segments[number].adapter for number in rows]
+        return (
+            [part for flat, each in zip(sums, adapters, strict=True) for part in each.views(flat).values()],
+            [part for row, each in zip(added, adapters, strict=True) for part in self._parts(row, each)],
+        )
 
     def _stacked(self, adapters: Sequence[Adapter]) -> Tensor:
         if self._alone:
             return adapters[0].low[None]
+        stacked = self._take(adapters[0].low.dtype)
         if self._same:
-            return torch.stack([adapter.low for adapter in adapters])
-        stacked = torch.zeros(len(adapters), self._size, dtype=adapters[0].low.dtype, device=self._device)
+            return torch.stack([adapter.low for adapter in adapters], out=stacked)
         parts = [
-            part for row, adapter in zip(stacked, adapters, strict=True) for part in self._parts(row, adapter)
+            part
+            for row, adapter in zip(stacked.zero_(), adapters, strict=True)
+            for part in self._parts(row, adapter)
         ]
         torch._foreach_copy_(
             parts, [own for adapter in adapters for own in adapter.views(adapter.low).values()]
@@ -200,10 +218,17 @@ class _Stack:
             for name, (_, shape) in adapter.layout.items()
         ]
 
-    def _zeros(self) -> Tensor:
+    def _unwritten(self) -> Tensor:
         if self._direct:
             return cast(Tensor, self._segments[0].gradient)[None]
-        return torch.zeros(len(self._segments), self._size, device=self._device)
+        return self._take(torch.float32)
+
+    def _take(self, dtype: torch.dtype) -> Tensor:
+        """[adapters, elements of each], with whatever is in it."""
+        elements = len(self._segments) * self._size
+        buffer = self._buffers.take(-(-elements * dtype.itemsize // 4), self._device)
+        self._taken.append(buffer)
+        return buffer.view(dtype)[:elements].view(len(self._segments), self._size)
 
 
 def _shape(adapter: Adapter) -> tuple[object, ...]:
@@ -284,24 +309,29 @@ def _scaled(made: Tensor, scale: Tensor | float) -> Tensor:
 
 
 class LoraRouter:
-    """Tells the hooks which tokens of the current micro-batch use which adapter."""
+    """Tells the hooks which tokens of the current micro-batch use which adapter.
 
-    def __init__(self) -> None:
+    Args:
+        buffers: what stacks are made in.
+    """
+
+    def __init__(self, buffers: FlatBuffers | None = None) -> None:
+        self._buffers = buffers or FlatBuffers()
         self._stack: _Stack | None = None
 
     @contextmanager
     def route(self, segments: Sequence[Segment]) -> Iterator[None]:
         """Routes forward and backward passes within the context; the segments tile the batch's tokens. Its
-        gradients are the operations' once it ends without an exception, and else nothing happened to them."""
-        self._stack = stack = _Stack(segments) if segments else None
+        gradients are the operations' once it ends without an exception, and else nothing happened to them,
+        but that what is in fresh ones may be something else."""
+        if not segments:
+            yield
+            return
+        self._stack = stack = _Stack(segments, self._buffers)
         try:
             yield
-            if stack is not None:
-                stack.commit()
-        except BaseException:
-            if stack is not None:
-                stack.abandon()
-            raise
+            stack.commit()
+            stack.release()
         finally:
             self._stack = None
 

@@ -118,14 +118,42 @@ def outer(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
     return found
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-    """Adds scale left [m, k] right [k, n] to a matrix [m, n], which may be of more precision."""
+def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, fresh: bool = False) -> None:
+    """Adds scale left [m, k] right [k, n] to a matrix [m, n], which may be of more precision.
+
+    Args:
+        fresh: what is in the matrix does not count, whatever it is.
+    """
+    beta = 0 if fresh else 1
     if total.dtype == left.dtype:
-        total.addmm_(left, right, alpha=scale)
+        total.addmm_(left, right, beta=beta, alpha=scale)
     elif total.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, alpha=scale, out=total)
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, beta=beta, alpha=scale, out=total)
     else:
-        total.add_(left @ right, alpha=scale)
+        _add(total, left @ right, scale, fresh)
+
+
+def add_outer(
+    total: Tensor, left: Tensor, right: Tensor, groups: Groups, scale: float = 1.0, fresh: bool = False
+) -> None:
+    """Adds scale times `outer` to matrices, [groups, m, n] or of as many dimensions before m and n as there
+    are; fresh as in `add_product`."""
+    if len(groups) == 1:
+        add_product(total.view(total.shape[-2:]), left.T, right, scale, fresh)
+    elif total.dim() == 3 and total.dtype == left.dtype and _is_batched(groups, left, right):
+        lefts, rights = _by_group(left, groups).transpose(1, 2), _by_group(right, groups)
+        total.baddbmm_(lefts, rights, beta=0 if fresh else 1, alpha=scale)
+    else:
+        _add(total, outer(left, right, groups).view_as(total), scale, fresh)
+
+
+def _add(total: Tensor, made: Tensor, scale: float, fresh: bool) -> None:
+    if not fresh:
+        total.add_(made, alpha=scale)
+        return
+    total.copy_(made)
+    if scale != 1.0:
+        total.mul_(scale)
 
 
 def _is_batched(groups: Groups, *operands: Tensor) -> bool:

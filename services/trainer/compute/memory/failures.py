@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from services.common.contract.errors import Internal, TinsmithError
+from services.common.process.memory import allocator
 from services.trainer.compute.data import Failure, Row
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -14,9 +15,10 @@ OUT_OF_MEMORY = "out_of_memory"
 
 
 def free_cache() -> None:
-    """Gives back what the device's allocator keeps for later."""
+    """Gives back what allocators keep for later, the device's and the host's."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    allocator.give_back()
 
 
 def failure(error: TinsmithError) -> Failure:

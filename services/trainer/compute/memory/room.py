@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 def free_memory(device: str) -> int:
     """Bytes that this rank could have now: of its GPU, or its share of what is free of the machine."""
-    if device == "cpu":
-        return free_machine_memory() // ranks_here()
     # What is kept for later is in pieces, of which none may be large enough.
     free_cache()
+    if device == "cpu":
+        return free_machine_memory() // ranks_here()
     return gpu_memory() - torch.cuda.memory_allocated()
 
 

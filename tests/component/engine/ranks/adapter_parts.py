@@ -15,8 +15,8 @@ from services.common.contract.tensors import HostTensor, sharing
 from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
 from services.trainer.compute.lora import away, parts
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
+from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.host import Away
-from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.tenant import LoraTenant, step_adapters
 from tests.component.engine.data import on_all_ranks
 from tests.component.engine.process import run_ranks
@@ -95,7 +95,8 @@ def give_gradient(tenant: LoraTenant, seed: int) -> None:
     tenant.begin(seed)
     if seed != 3 or rank != 1:
         gradient, _ = tenant.gradient(seed)
-        gradient.add_(torch.from_numpy(shares[rank::ranks].sum(0)))
+        gradient.copy_(torch.from_numpy(shares[rank::ranks].sum(0)))
+        tenant.note_added(seed)
 
 
 def travel(tenant: LoraTenant) -> None:
@@ -128,7 +129,7 @@ def step(
 
 
 def scenario(dtype: torch.dtype) -> Report:
-    report, buffers = Report(), FlatBuffers("cpu")
+    report, buffers = Report(), FlatBuffers()
     specs = {**SPECS, "tiny": TINY}
     tenants = {name: made(spec, dtype, buffers) for name, spec in specs.items()}
     apart = {name: made(spec, dtype, buffers) for name, spec in specs.items()}
@@ -155,6 +156,8 @@ def scenario(dtype: torch.dtype) -> Report:
     overflowing = resumed["a"]
     overflowing.begin(99)
     gradient, _ = overflowing.gradient(99)
+    gradient.zero_()
+    overflowing.note_added(99)
     if dist.get_rank() == dist.get_world_size() - 1:
         gradient[3] = torch.inf
     give_gradient(resumed["b"], 101)

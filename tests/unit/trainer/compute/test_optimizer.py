@@ -6,10 +6,10 @@ import torch
 
 from services.trainer.compute import optimizer as module
 from services.trainer.compute.data import AdamSpec
+from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.optimizer import (
     AdapterOptimizer,
     Due,
-    FlatBuffers,
     MeasuredAdamW,
     step_together,
 )
@@ -40,7 +40,7 @@ def by_hand(flat: torch.Tensor, gradients: list[torch.Tensor], steps: list[AdamS
 
 def step(optimizer: AdapterOptimizer, gradient: torch.Tensor, adam: AdamSpec) -> dict[str, float]:
     """A step for itself."""
-    (found,) = step_together([Due(optimizer, gradient, adam)], FlatBuffers("cpu"))
+    (found,) = step_together([Due(optimizer, gradient, adam)], FlatBuffers())
     if isinstance(found, FloatingPointError):
         raise found
     return found
@@ -120,7 +120,7 @@ def test_steps_of_several_adapters_are_bit_for_bit_those_of_each_alone() -> None
     settings = [STEPS[0], STEPS[1], STEPS[0], STEPS[2], STEPS[1], STEPS[3]]
     flats = [torch.randn(size, generator=generator) for size in sizes]
     alone, together = ([AdapterOptimizer(flat.clone()) for flat in flats] for _ in range(2))
-    buffers = FlatBuffers("cpu")
+    buffers = FlatBuffers()
     for number in range(4):
         gradients = [torch.randn(size, generator=generator) for size in sizes]
         if number == 2:
@@ -143,7 +143,7 @@ def test_steps_of_several_adapters_are_bit_for_bit_those_of_each_alone() -> None
 
 
 def test_nothing_due_is_no_step() -> None:
-    assert step_together([], FlatBuffers("cpu")) == []
+    assert step_together([], FlatBuffers()) == []
 
 
 def test_steps_in_blocks_equal_adamw_written_out_and_measure_the_change(

@@ -18,7 +18,7 @@ from services.trainer.compute.data import LoraSpec, MicroBatch, Pass, PassOp, Ro
 from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.grouped import LoraRouter
-from services.trainer.compute.optimizer import FlatBuffers
+from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.rounds import Rounds, in_turn
 from services.trainer.compute.tenant import LoraTenant
 
@@ -86,7 +86,7 @@ class Rank:
         adapter = Adapter(LoraSpec(2, seed=0), {"lm_head": LinearShape(HIDDEN, VOCAB)}, "m", "cpu", HIDDEN)
         adapter.flat.copy_(torch.linspace(-0.3, 0.3, adapter.flat.numel()))
         adapter.begin_renewal()
-        self.tenant = LoraTenant(adapter, FlatBuffers("cpu"))
+        self.tenant = LoraTenant(adapter, FlatBuffers())
         self.rounds = Rounds(
             cast(BaseModel, self.base),
             self.base.router,

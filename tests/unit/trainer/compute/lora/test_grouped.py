@@ -54,16 +54,20 @@ COMPANIES = {
 @pytest.mark.parametrize("name", [Q, V])
 @pytest.mark.parametrize("company", COMPANIES)
 @pytest.mark.parametrize("tokens", [(5, 1, 9, 4), (5, 5, 5, 5)], ids=["of any length", "of one length"])
+@pytest.mark.parametrize("fresh", ["none", "all", "the first"])
 def test_each_segment_has_its_own_adapter_and_gradient(
-    company: str, name: str, tokens: tuple[int, ...]
+    company: str, name: str, tokens: tuple[int, ...], fresh: str
 ) -> None:
     linear, router = hooked(name)
     adapters = COMPANIES[company]
     sizes = tokens[: len(adapters)]
     x = torch.randn(1, sum(sizes), 8, generator=torch.Generator().manual_seed(9), requires_grad=True)
     weights = torch.randn(sum(sizes), SHAPES[name].out_features, generator=torch.Generator().manual_seed(8))
-    gradients = [torch.ones_like(each.flat) for each in adapters]
-    with router.route([Segment(*each) for each in zip(sizes, adapters, gradients, strict=True)]):
+    is_fresh = [fresh == "all" or (fresh == "the first" and not number) for number, _ in enumerate(adapters)]
+    # Of a fresh one nothing counts that was there, and all is written.
+    before = [torch.nan if empty else 1.0 for empty in is_fresh]
+    gradients = [torch.full_like(each.flat, value) for each, value in zip(adapters, before, strict=True)]
+    with router.route([Segment(*each) for each in zip(sizes, adapters, gradients, is_fresh, strict=True)]):
         y = linear(x)
         (y[0] * weights).sum().backward()
 
@@ -75,9 +79,9 @@ def test_each_segment_has_its_own_adapter_and_gradient(
     torch.testing.assert_close(y[0], expected, rtol=1e-5, atol=1e-4)
     assert x.grad is not None and alone.grad is not None
     torch.testing.assert_close(x.grad[0], alone.grad, rtol=1e-4, atol=1e-3)
-    for gradient, master in zip(gradients, masters, strict=True):
+    for gradient, master, empty in zip(gradients, masters, is_fresh, strict=True):
         added = torch.zeros_like(master) if master.grad is None else master.grad
-        torch.testing.assert_close(gradient - 1, added, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(gradient, added if empty else added + 1, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -146,19 +150,52 @@ def test_gradients_of_several_batches_add_up() -> None:
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("sizes", [(6,), (2, 4)])
-def test_a_backward_pass_that_fails_leaves_gradients_as_they_were(
-    sizes: tuple[int, ...], fresh: bool
-) -> None:
+def test_a_backward_pass_that_fails_leaves_nothing_behind(sizes: tuple[int, ...], fresh: bool) -> None:
     linear, router = hooked(Q)
     adapters = [adapter(seed, 8, Q) for seed, _ in enumerate(sizes)]
-    gradients = [torch.full_like(each.flat, 0.0 if fresh else 2.0) for each in adapters]
-    before = [gradient.clone() for gradient in gradients]
-    segments = [Segment(*each, fresh) for each in zip(sizes, adapters, gradients, strict=True)]
-    with pytest.raises(torch.OutOfMemoryError), router.route(segments):
-        linear(torch.randn(1, 6, 8)).sum().backward()
-        raise torch.OutOfMemoryError
-    for gradient, was in zip(gradients, before, strict=True):
-        assert torch.equal(gradient, was)
+    gradients, expected = ([torch.full_like(each.flat, 2.0) for each in adapters] for _ in range(2))
+    x = torch.randn(1, 6, 8)
+
+    def backward(sums: list[torch.Tensor], *, fails: bool) -> None:
+        with router.route([Segment(*each, fresh) for each in zip(sizes, adapters, sums, strict=True)]):
+            linear(x).square().sum().backward()
+            if fails:
+                raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(gradients, fails=True)
+    assert fresh or all((gradient == 2).all() for gradient in gradients)
+    for sums in (gradients, expected):
+        backward(sums, fails=False)
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, other)
+
+
+def test_a_matrix_that_the_backward_pass_did_not_reach_has_no_gradient() -> None:
+    """One that computed for no loss, as a head does where nothing is scored."""
+    linear, router = hooked(Q)
+    one, other = adapter(1, 8, Q, V), adapter(2, 8, Q, V)
+    gradients = [torch.full_like(each.flat, torch.nan) for each in (one, other)]
+    for segments in ([(6, one, gradients[0])], [(2, one, gradients[0]), (4, other, gradients[1])]):
+        with router.route([Segment(*each, True) for each in segments]):
+            linear(torch.randn(1, 6, 8)).sum().backward()
+        for _, each, gradient in segments:
+            views = each.views(gradient)
+            assert views[f"{Q}.lora_A"].any() and views[f"{Q}.lora_B"].any()
+            assert not views[f"{V}.lora_A"].any() and not views[f"{V}.lora_B"].any()
+
+
+def test_what_is_added_to_a_gradient_twice_in_a_pass_adds_up() -> None:
+    """As the head's is, which computes piece by piece."""
+    linear, router = hooked(Q)
+    adapters = [adapter(1, 8, Q), adapter(2, 8, Q)]
+    x = torch.randn(1, 6, 8)
+    once, twice = ([torch.full_like(each.flat, torch.nan) for each in adapters] for _ in range(2))
+    for sums, times in ((once, 1), (twice, 2)):
+        with router.route([Segment(3, each, into, True) for each, into in zip(adapters, sums, strict=True)]):
+            sum(linear(x).sum() for _ in range(times)).backward()  # type: ignore[union-attr]
+    for gradient, double in zip(once, twice, strict=True):
+        torch.testing.assert_close(double, 2 * gradient)
 
 
 def test_without_gradients_no_graph_is_built() -> None:
@@ -198,12 +235,13 @@ def test_a_low_precision_copy_is_what_passes_use_and_follows_the_masters() -> No
     assert gradient.dtype == torch.float32 and gradient.any()
 
 
-def test_values_come_from_each_critics_own_head_beside_other_segments() -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_values_come_from_each_critics_own_head_beside_other_segments(fresh: bool) -> None:
     router = LoraRouter()
     adapters = [adapter(1, 8, Q), adapter(2, 8, Q, critic=True), adapter(3, 4, Q, critic=True)]
-    gradients = [torch.zeros_like(each.flat) for each in adapters]
+    gradients = [torch.full_like(each.flat, torch.nan if fresh else 0.0) for each in adapters]
     hidden = torch.randn(5, 8)
-    with router.route([Segment(*each) for each in zip((4, 2, 3), adapters, gradients, strict=True)]):
+    with router.route([Segment(*each, fresh) for each in zip((4, 2, 3), adapters, gradients, strict=True)]):
         values = router.values(hidden)
         values[:2].sum().backward()
     expected = [
@@ -213,4 +251,5 @@ def test_values_come_from_each_critics_own_head_beside_other_segments() -> None:
     torch.testing.assert_close(values, torch.cat(expected))
     head_gradient = adapters[1].views(gradients[1])["value_head.weight"]
     torch.testing.assert_close(head_gradient[0], hidden[:2].sum(0))
+    assert not gradients[0].any() and not gradients[2].any()
     assert not gradients[0].any() and not gradients[2].any()

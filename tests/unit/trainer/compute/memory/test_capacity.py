@@ -16,6 +16,7 @@ from services.trainer.compute.attention import FLAT_ATTENTION, _seen, register
 from services.trainer.compute.data import AdamSpec, LoraSpec
 from services.trainer.compute.lora.adapter import Adapter, select_targets
 from services.trainer.compute.lora.targets import find_linears
+from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.capacity import (
     GIB,
     Capacity,
@@ -27,7 +28,6 @@ from services.trainer.compute.memory.capacity import (
     footprint,
     steady,
 )
-from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.split.asked import Asked
 from services.trainer.compute.tenant import LoraTenant
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of
@@ -206,7 +206,7 @@ def test_an_adapter_takes_what_each_rank_holds_of_it_what_fills_parts_up_include
     dtype = {2: torch.bfloat16, 4: torch.float32}[item]
     for rank in range(ranks):
         adapter = Adapter(spec, targets, "m", "cpu", config.hidden_size, dtype, ranks, rank)
-        tenant = LoraTenant(adapter, FlatBuffers("cpu"))
+        tenant = LoraTenant(adapter, FlatBuffers())
         gradients = [tenant.take_gradient() for _ in range(2)]
         tenant.due(gradients[0], AdamSpec()).optimizer.start()
         kept = [*gradients, *tenant._optimizer.moments.values()]
@@ -221,6 +221,7 @@ def test_an_adapter_takes_what_each_rank_holds_of_it_what_fills_parts_up_include
         # To the host it goes with one gradient: its operations are complete.
         tenant.begin(1)
         tenant.gradient(1)
+        tenant.note_added(1)
         tenant._optimizer.start()
         on_host = adapter_host_bytes(targets, 3, adapter.value_head, item, ranks)
         assert on_host == sum(tensor.nbytes for tensor in tenant.tensors())

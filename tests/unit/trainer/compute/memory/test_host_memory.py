@@ -16,8 +16,8 @@ from services.trainer.compute.data import AdamSpec, LoraSpec
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.away import come_back, leave
 from services.trainer.compute.memory import capacity
+from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.host import Away, pieces
-from services.trainer.compute.optimizer import FlatBuffers
 from services.trainer.compute.tenant import LoraTenant, step_adapters
 
 
@@ -31,13 +31,14 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
 
 def made(dtype: torch.dtype, role: str = "policy") -> LoraTenant:
     adapter = Adapter(LoraSpec(2, seed=0, role=role), {"lm_head": LinearShape(8, 16)}, "m", "cpu", 8, dtype)  # type: ignore[arg-type]
-    return LoraTenant(adapter, FlatBuffers("cpu"))
+    return LoraTenant(adapter, FlatBuffers())
 
 
 def give_gradient(tenant: LoraTenant, seq_id: int) -> None:
     tenant.begin(seq_id)
     gradient, _ = tenant.gradient(seq_id)
-    gradient.add_(torch.from_numpy(np.random.default_rng(seq_id).normal(size=gradient.numel())))
+    gradient.copy_(torch.from_numpy(np.random.default_rng(seq_id).normal(size=gradient.numel())))
+    tenant.note_added(seq_id)
 
 
 def on_device(tenant: LoraTenant) -> int:
@@ -50,7 +51,7 @@ def on_device(tenant: LoraTenant) -> int:
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_what_was_away_goes_on_with_every_bit_its_gradient_included(dtype: torch.dtype, role: str) -> None:
     travels, stays = made(dtype, role), made(dtype, role)
-    buffers = FlatBuffers("cpu")
+    buffers = FlatBuffers()
     for number in range(3):
         for tenant in (travels, stays):
             give_gradient(tenant, 10 * number)

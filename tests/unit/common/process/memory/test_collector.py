@@ -6,7 +6,7 @@ import sys
 _PARSE = """
 import gc
 import msgspec
-from services.common.process import collector
+from services.common.process.memory import collector
 if {settled}:
     collector.settle()
 before = gc.get_stats()

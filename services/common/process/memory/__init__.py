@@ -1,0 +1,6 @@
+"""What becomes of memory that nobody uses: the interpreter's garbage, and what the C allocator got back.
+
+Invariant: a process decides for itself alone.
+
+Imported by services that take large requests, or compute on CPUs; imports nothing.
+"""
