@@ -5,7 +5,8 @@ whoever comes first has a pass of its own, the others come meanwhile and have th
 hardly less time than one with the work of all of them.
 
 Invariants: a pass waits at most a fraction of what such a pass takes, and only for models that came back as
-soon as that after their last steps; a model that stays away is waited for once. Pure: no clock, no I/O.
+soon as that after one of their last two steps; a model that stays away is waited for once. Pure: no clock, no
+I/O.
 
 The idea is anticipatory scheduling (Iyer and Druschel, SOSP 2001): a disk that stands still for a moment, for
 the next request of the process that it has just answered.
@@ -25,7 +26,10 @@ _SMALL = 1 / 8
 _PATIENCE = 1 / 2
 """Of the time that a small pass takes, which is about what two save that become one."""
 _LATE = 1.5
-"""Who takes so much longer than it did is waited for no more."""
+"""Who takes so much longer than it ever did of late is waited for no more."""
+_TIMES = 4
+"""That are remembered of a model: of several that are answered at once each is the first to come back one
+time, and the last another."""
 _REMEMBERED = 4
 """Small passes, the shortest of which is what they take: others waited for the device, or warmed it up."""
 
@@ -36,12 +40,12 @@ class Habit:
 
     Attributes:
         tokens: of its last batch.
-        last_s: seconds it took the last two times.
+        last_s: seconds it took the last times, the latest of them last.
         stepped_at: when its last step ended, or began, if it has asked for nothing since.
     """
 
     tokens: int = 0
-    last_s: tuple[float, float] = (math.inf, math.inf)
+    last_s: tuple[float, ...] = ()
     stepped_at: float | None = None
 
     def stepped(self, now: float) -> None:
@@ -55,12 +59,17 @@ class Habit:
             return
         self.tokens = tokens
         if since is not None:
-            self.last_s = (self.last_s[1], now - since)
+            self.last_s = (*self.last_s, now - since)[-_TIMES:]
 
-    def expected_at(self) -> float:
-        """When it should have asked for its next batch; never, if nothing speaks for that. One pause is no
-        habit."""
-        return math.inf if self.stepped_at is None else self.stepped_at + _LATE * min(self.last_s)
+    def awaited_until(self, end: float) -> float:
+        """Until when its next batch is waited for by who waits until `end` at most; minus infinity = it is
+        not, as nothing speaks for its coming by then. One pause is no habit."""
+        if self.stepped_at is None:
+            return -math.inf
+        soon = [seconds for seconds in self.last_s if self.stepped_at + seconds <= end]
+        if not set(soon) & set(self.last_s[-2:]):
+            return -math.inf
+        return min(end, self.stepped_at + _LATE * max(soon))
 
 
 class Anticipation:
@@ -82,12 +91,8 @@ class Anticipation:
         if len(self._seconds) < _REMEMBERED:
             return 0.0
         end = self._since + _PATIENCE * min(self._seconds)
-        expected = [
-            at
-            for habit in others
-            if tokens + habit.tokens <= self._small and now < (at := habit.expected_at()) <= end
-        ]
-        return max(expected, default=now) - now
+        awaited = (habit.awaited_until(end) for habit in others if tokens + habit.tokens <= self._small)
+        return max(0.0, max(awaited, default=now) - now)
 
     def ends(self) -> None:
         """No pass waits any more: one begins, or there is none."""

@@ -36,7 +36,8 @@ def test_a_small_pass_waits_until_the_models_that_were_just_stepped_should_be_ba
 def test_it_waits_no_longer_than_half_of_a_small_pass_in_all() -> None:
     waiting = anticipation()
     assert waiting.patience(16, [away(10.0, 0.1)], 10.0) > 0
-    late = away(10.12, 0.06)
+    assert waiting.patience(16, [away(10.1, 0.09)], 10.1) == pytest.approx(0.1)
+    late = away(10.12, 0.09)
     assert waiting.patience(16, [late], 10.12) == 0.0
     waiting.ends()
     assert waiting.patience(16, [late], 10.12) > 0
@@ -51,7 +52,7 @@ def test_a_model_that_stays_away_is_waited_for_once() -> None:
 
 
 def test_a_model_that_takes_its_time_is_not_waited_for() -> None:
-    assert anticipation().patience(16, [away(10.0, 0.15)], 10.0) == 0.0
+    assert anticipation().patience(16, [away(10.0, 0.21)], 10.0) == 0.0
 
 
 def test_one_pause_is_no_habit_and_two_are() -> None:
@@ -62,6 +63,17 @@ def test_one_pause_is_no_habit_and_two_are() -> None:
     habit.asked(16, 17.0)
     habit.stepped(18.0)
     assert anticipation().patience(16, [habit], 18.0) == 0.0
+
+
+def test_a_model_is_waited_for_as_long_as_it_took_when_it_came_back_last_of_several() -> None:
+    habit = away(10.0, 0.08)
+    for number in range(3):
+        habit.asked(16, 10.02 + number)
+        habit.stepped(11.0 + number)
+    assert anticipation().patience(16, [habit], 13.0) == pytest.approx(1.5 * 0.08)
+    habit.asked(16, 13.02)
+    habit.stepped(14.0)
+    assert anticipation().patience(16, [habit], 14.0) == pytest.approx(1.5 * 0.02), "that was too long ago"
 
 
 def test_a_model_that_has_come_is_not_waited_for() -> None:
