@@ -182,6 +182,8 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
             lines.append(f"  adapters that are idle take {used:.0f} of {on_host:.0f} MiB of each rank's host")
         if locked or kept:
             lines.append(f"  {locked:.0f} MiB of the host are page-locked, and {kept:.0f} kept for later")
+        if not status.get("shares_prefixes"):
+            lines.append("  what sequences begin with alike is computed for each of them; its log says why")
     for model in status.get("models", []):
         lines.append(
             f"  {model['model_id']}  {_trained(model)}  at operation {model['applied_seq_id']}"

@@ -29,6 +29,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         world_size: int,
         zero_stage: int,
         capacity: Capacity,
+        shares_prefixes: bool,
         page_locked: Callable[[], Use],
     ) -> None:
         self._executor = executor
@@ -37,6 +38,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._world_size = world_size
         self._zero_stage = zero_stage
         self._capacity = capacity
+        self._shares_prefixes = shares_prefixes
         self._page_locked = page_locked
 
     async def Execute(
@@ -105,6 +107,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             adapter_host_room_bytes=self._capacity.adapter_host_bytes,
             page_locked_bytes=locked.used,
             page_locked_kept_bytes=locked.kept,
+            shares_prefixes=self._shares_prefixes,
         )
 
 

@@ -125,5 +125,6 @@ class Trainer:
             place.world_size,
             config.zero_stage,
             capacity,
+            engine.shares_prefixes,
             engine.page_locked.use,
         )

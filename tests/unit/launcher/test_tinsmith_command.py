@@ -206,6 +206,10 @@ def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
     assert "s:train:1  all weights " in shown
     assert "1 requests, 4 waiting for other weights" in shown
     assert "has the weights of s:train:1 version 3" in shown
+    unshared = "what sequences begin with alike is computed for each of them; its log says why"
+    assert unshared in shown
+    services[0]["status"] = {**trainer, "shares_prefixes": True}
+    assert unshared not in status.show({"processes": [], "services": services})
 
 
 def test_the_api_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:

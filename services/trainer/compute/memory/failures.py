@@ -15,10 +15,11 @@ OUT_OF_MEMORY = "out_of_memory"
 
 
 def free_cache() -> None:
-    """Gives back what allocators keep for later, the device's and the host's."""
+    """Gives back what the device's allocator keeps for later."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    allocator.give_back()
+    else:
+        allocator.give_back()
 
 
 def failure(error: TinsmithError) -> Failure:

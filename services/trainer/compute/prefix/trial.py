@@ -41,9 +41,13 @@ def attends_to_trees(asked: Sequence[Asked], context_length: int, device: str) -
         asked: of each layer; none of an architecture that computes one sequence at a time.
         context_length: most tokens of a sequence, which a window may not be shorter than.
     """
-    if not asked or device == "cpu":
-        return bool(asked)
+    if not asked:
+        log.info("prefixes are not shared, as this architecture computes one sequence at a time")
+        return False
+    if device == "cpu":
+        return True
     if not all(layer.kernel and layer.within(context_length).window is None for layer in asked):
+        log.info("prefixes are not shared, as no kernel of this device does all that a layer asks for")
         return False
     shapes = {(layer.heads, layer.key_heads, layer.size) for layer in asked}
     mine = all(works(device, FlashAttention(), *shape) for shape in sorted(shapes))

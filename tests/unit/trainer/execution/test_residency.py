@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.common.contract import ids
-from services.common.contract.errors import Overloaded
+from services.common.contract.errors import ModelBusy, Overloaded
 from services.common.storage.data_dir import DataDir
 from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.execution import residency as module
@@ -116,6 +116,28 @@ async def test_of_a_thousand_models_that_are_asked_for_together_few_are_read_at_
     trainer.engine.gate.set()
     assert await asyncio.gather(*restores) == [SEQ_ID] * 20
     assert trainer.models.keys() == set(models)
+
+
+async def test_a_model_whose_snapshot_hangs_in_its_writer_says_so_and_is_here_once_it_is_written(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.stored(MODEL)
+    hangs, store = asyncio.Event(), trainer.residency.durable
+
+    async def take(model_id: str) -> DurableSnapshot | None:
+        await hangs.wait()
+        return None
+
+    monkeypatch.setattr(store, "_take", take)
+    monkeypatch.setattr(durable, "_SETTLED_S", 0.1)
+    store.changed(MODEL)
+    async with asyncio.timeout(60):
+        with pytest.raises(ModelBusy, match=MODEL):
+            await trainer.restore(MODEL, 1)
+    assert MODEL not in trainer.models
+    hangs.set()
+    monkeypatch.setattr(durable, "_SETTLED_S", 60.0)
+    assert await trainer.restore(MODEL, 1) == SEQ_ID
 
 
 async def test_those_that_wait_for_room_keep_no_other_from_being_read(trainer: Trainer) -> None:
