@@ -69,6 +69,11 @@ def any_rank(flags: list[bool], device: str) -> list[bool]:
     return [bool(flag) for flag in tensor.tolist()]
 
 
+def meet(device: str) -> None:
+    """Returns when every rank has come here."""
+    least([0], device)
+
+
 def least(numbers: list[int], device: str) -> list[int]:
     """Position by position, the smallest number of any rank. The lists are equally long on all ranks."""
     if dist.get_world_size() == 1 or not numbers:

@@ -61,15 +61,16 @@ class Habit:
         if since is not None:
             self.last_s = (*self.last_s, now - since)[-_TIMES:]
 
-    def awaited_until(self, end: float) -> float:
-        """Until when its next batch is waited for by who waits until `end` at most; minus infinity = it is
-        not, as nothing speaks for its coming by then. One pause is no habit."""
-        if self.stepped_at is None:
+    def awaited_until(self, patience: float, end: float) -> float:
+        """Until when its next batch is waited for by who waits so many seconds at most, and until `end`;
+        minus infinity = it is not, as nothing speaks for its coming by then. One pause is no habit.
+
+        Whatever the end, it is not waited for beyond one moment, so that one who stays away is waited for
+        once."""
+        if self.stepped_at is None or self.stepped_at + min(self.last_s[-2:], default=math.inf) > end:
             return -math.inf
-        soon = [seconds for seconds in self.last_s if self.stepped_at + seconds <= end]
-        if not set(soon) & set(self.last_s[-2:]):
-            return -math.inf
-        return min(end, self.stepped_at + _LATE * max(soon))
+        soon = [seconds for seconds in self.last_s if seconds <= patience]
+        return min(end, self.stepped_at + _LATE * max(soon, default=-math.inf))
 
 
 class Anticipation:
@@ -90,8 +91,10 @@ class Anticipation:
             self._since = now
         if len(self._seconds) < _REMEMBERED:
             return 0.0
-        end = self._since + _PATIENCE * min(self._seconds)
-        awaited = (habit.awaited_until(end) for habit in others if tokens + habit.tokens <= self._small)
+        patience = _PATIENCE * min(self._seconds)
+        end = self._since + patience
+        joining = (habit for habit in others if tokens + habit.tokens <= self._small)
+        awaited = (habit.awaited_until(patience, end) for habit in joining)
         return max(0.0, max(awaited, default=now) - now)
 
     def ends(self) -> None:

@@ -15,8 +15,8 @@ OUT_OF_MEMORY = "out_of_memory"
 
 
 def free_cache() -> None:
-    """Gives back what the device's allocator keeps for later."""
-    if torch.cuda.is_available():
+    """Gives back what the allocator keeps for later, of the device that this process computes on."""
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     else:
         allocator.give_back()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from services.common.contract.errors import Internal
 from services.common.process.process import free_machine_memory
 from services.trainer.compute.data import Failure, Pass
-from services.trainer.compute.exchange import least
+from services.trainer.compute.exchange import least, meet
 from services.trainer.compute.memory.capacity import GIB, Footprint, gpu_memory, needed, ranks_here
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY, failure, free_cache
 
@@ -25,9 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def free_memory(device: str) -> int:
-    """Bytes that this rank could have now: of its GPU, or its share of what is free of the machine."""
-    # What is kept for later is in pieces, of which none may be large enough.
-    free_cache()
+    """Bytes that this rank could have now, if it keeps nothing for later (`free_cache`): of its GPU, or its
+    share of what is free of the machine."""
     if device == "cpu":
         return free_machine_memory() // ranks_here()
     return gpu_memory() - torch.cuda.memory_allocated()
@@ -66,6 +65,10 @@ def without_room(
         return {}
     ranks = dist.get_world_size()
     needs = [needed(footprint, tokens, vocab_size, ranks) for tokens in longest.values()]
+    # What is kept for later is in pieces, of which none may be large enough; and ranks of one machine count
+    # what all of them have given back.
+    free_cache()
+    meet(device)
     free, *negated = least([free_memory(device), *(-need for need in needs)], device)
     found = {}
     for (op, tokens), need in zip(longest.items(), negated, strict=True):

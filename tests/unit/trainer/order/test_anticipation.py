@@ -51,6 +51,18 @@ def test_a_model_that_stays_away_is_waited_for_once() -> None:
     assert waiting.patience(16, [gone], 11.0) == 0.0
 
 
+def test_one_that_stays_away_is_waited_for_once_whatever_it_took_before() -> None:
+    gone, waiting = Habit(tokens=16, last_s=(0.5, 0.19, 0.02, 0.02), stepped_at=10.0), anticipation()
+    now, waits = 10.0, []
+    for _ in range(6):
+        waits.append(waiting.patience(16, [gone], now))
+        now += waits[-1]
+        assert waiting.patience(16, [gone], now) == 0.0
+        waiting.ends()
+        now += PASS_S
+    assert waits == [pytest.approx(0.2), 0, 0, 0, 0, 0]
+
+
 def test_a_model_that_takes_its_time_is_not_waited_for() -> None:
     assert anticipation().patience(16, [away(10.0, 0.21)], 10.0) == 0.0
 

@@ -63,7 +63,7 @@ def routed(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def computed(
-    experts: Any, adapters: Sequence[Adapter], sizes: Sequence[int]
+    experts: Any, adapters: Sequence[Adapter], sizes: Sequence[int], *, fresh: bool = False
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """What comes out, the gradients of what went in, and of each adapter."""
     router = LoraRouter()
@@ -71,12 +71,14 @@ def computed(
     hidden, chosen, weights = routed(sum(sizes))
     hidden.requires_grad_()
     weights.requires_grad_()
-    gradients = [torch.ones_like(each.flat) for each in adapters]
-    with router.route([Segment(*each) for each in zip(sizes, adapters, gradients, strict=True)]):
+    # Of a fresh one nothing counts that was there, and all is written.
+    before = torch.nan if fresh else 1.0
+    gradients = [torch.full_like(each.flat, before) for each in adapters]
+    with router.route([Segment(*each, fresh) for each in zip(sizes, adapters, gradients, strict=True)]):
         found = experts(hidden, chosen, weights)
         (found * above(found)).sum().backward()
     assert hidden.grad is not None and weights.grad is not None
-    return found.detach(), [hidden.grad, weights.grad], [each - 1 for each in gradients]
+    return found.detach(), [hidden.grad, weights.grad], [each if fresh else each - 1 for each in gradients]
 
 
 def above(found: Tensor) -> Tensor:
@@ -118,13 +120,14 @@ SIZES = [5, 9, 3, 4]
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("company", COMPANIES)
-def test_each_token_has_its_own_adapter_of_its_experts(company: str, family: str) -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_each_token_has_its_own_adapter_of_its_experts(company: str, family: str, fresh: bool) -> None:
     experts = experts_of(family)
     adapters = [
         adapter(experts, seed, rank, adapted=adapted)
         for seed, (rank, adapted) in enumerate(COMPANIES[company])
     ]
-    found = computed(experts, adapters, SIZES[: len(adapters)])
+    found = computed(experts, adapters, SIZES[: len(adapters)], fresh=fresh)
     expected = by_hand(experts_of(family), adapters, SIZES[: len(adapters)])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 

@@ -252,4 +252,3 @@ def test_values_come_from_each_critics_own_head_beside_other_segments(fresh: boo
     head_gradient = adapters[1].views(gradients[1])["value_head.weight"]
     torch.testing.assert_close(head_gradient[0], hidden[:2].sum(0))
     assert not gradients[0].any() and not gradients[2].any()
-    assert not gradients[0].any() and not gradients[2].any()

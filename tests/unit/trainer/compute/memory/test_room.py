@@ -31,6 +31,7 @@ def told(monkeypatch: pytest.MonkeyPatch, free: int, ranks: int, others: list[in
     """This rank has so much free; another one says these numbers."""
     monkeypatch.setattr(room.dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(room, "free_memory", lambda device: free)
+    monkeypatch.setattr(room, "meet", lambda device: None)
     monkeypatch.setattr(
         room, "least", lambda mine, device: [min(pair) for pair in zip(mine, others or mine, strict=True)]
     )
@@ -85,6 +86,18 @@ def test_all_fail_it_when_one_lacks_memory_or_a_token_takes_more_there(
     for others in ([need - 1, -need], [2 * need, -2 * need - 1]):
         told(monkeypatch, free=2 * need, ranks=2, others=others)
         assert without_room(work, {}, TAKEN, VOCAB, "cpu").keys() == {0}
+
+
+def test_no_rank_looks_at_what_is_free_before_all_have_given_back_what_they_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told(monkeypatch, free=GIB, ranks=2)
+    order: list[str] = []
+    monkeypatch.setattr(room, "free_cache", lambda: order.append("gives back"))
+    monkeypatch.setattr(room, "meet", lambda device: order.append("meets"))
+    monkeypatch.setattr(room, "free_memory", lambda device: order.append("looks") or GIB)
+    without_room(plan((0, 5000, True)), {}, TAKEN, VOCAB, "cpu")
+    assert order == ["gives back", "meets", "looks"]
 
 
 def test_a_pass_without_such_sequences_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
