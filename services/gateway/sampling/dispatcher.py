@@ -125,6 +125,7 @@ class SampleDispatcher:
         self._followed = Running(client, stores.inflight, replicas)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._claimed: set[str] = set()
+        self._new: set[str] = set()
         self._admission = admission
         self._claims = Claims(stores.samples, stores.poison, gateway_id, admission, self._on_claimed)
         self._slots_of: dict[str, FairSlots] = {}
@@ -155,10 +156,11 @@ class SampleDispatcher:
 
         A sample that is done, or with another gateway, is left alone.
         """
-        if accepted.to_run:
-            self._start(accepted.request_id, request, taken_over=False)
-        else:
-            self._start(accepted.request_id, None, taken_over=True)
+        request_id, new = accepted.request_id, accepted.to_run
+        if new and request_id in self._running:
+            # An audit has seen it on the list before it came here. No replica has it but from that.
+            self._new.add(request_id)
+        self._start(request_id, request if new else None, taken_over=not new)
 
     def _start(self, request_id: str, request: sampler_pb2.SampleRequest | None, taken_over: bool) -> None:
         """Runs a sample of this gateway unless it runs.
@@ -191,6 +193,7 @@ class SampleDispatcher:
         del self._running[request_id]
         self._futures.expect_no_longer(request_id)
         self._claimed.discard(request_id)
+        self._new.discard(request_id)
         self._admission.release(request_id)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -231,7 +234,7 @@ class SampleDispatcher:
         except TimeoutError:
             if not followed.waiting.expired():
                 raise
-            sent = taken_over or tries.sent
+            sent = tries.sent or (taken_over and request_id not in self._new)
             result = await kept(self._replicas, request, session) if sent else None
             if result is None:
                 await self._publish(request_id, request, untouched(request))

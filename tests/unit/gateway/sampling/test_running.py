@@ -221,6 +221,23 @@ async def test_a_sample_that_no_replica_has_is_kept_with_nothing_at_once(
     assert gateway.dispatcher._followed._followed == {}
 
 
+async def test_a_sample_that_an_audit_finds_before_it_is_submitted_is_kept_at_once_all_the_same(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    await configure(redis_client, [Configured(name=BASE)])
+    gateway = await gateway_on()
+    request_id = ids.request_id(SESSION, 0)
+    request = sampler_pb2.SampleRequest(request_id=request_id, num_samples=1)
+    accepted = await gateway.journal.accept(SESSION, 0, request.SerializeToString(), gateway.name)
+    await gateway.dispatcher._audit()
+    await until(lambda: request_id in gateway.dispatcher._followed._followed)
+    gateway.dispatcher.submit(accepted, request)
+    await gateway.journal.keep(request_id)
+    sequences = (await gateway.result(request_id, within=20)).sample.sequences
+    assert [sequence.stop_reason for sequence in sequences] == [CANCELLED]
+    await until(lambda: not gateway.dispatcher._new)
+
+
 async def test_a_sample_that_is_done_is_not_cut_off_while_its_result_is_written() -> None:
     followed = Followed(sampler_pb2.SampleRequest())
     async with followed.waiting:
