@@ -5,7 +5,7 @@ and the next ones are cleared page after page when they are written: a sixth of 
 a thousand tokens. So what computes there has it keep them.
 
 What is larger goes back as soon as nobody has it. What is smaller, glibc keeps between blocks that are in use
-in any case; beside that, up to `KEPT_BYTES` at the end of the heap stay, and in a thread that is not the
+in any case; beside that, up to `_KEPT_BYTES` at the end of the heap stay, and in a thread that is not the
 first one the heaps that it has once had, of 64 MiB each. `give_back` gives the kernel all of it.
 
 Invariant: only the allocator of this process is told, and one that cannot be told stays as it is.
@@ -18,7 +18,7 @@ import logging
 
 log = logging.getLogger(__name__)
 
-KEPT_BYTES = 1 << 30
+_KEPT_BYTES = 1 << 30
 """At the end of the heap, for what comes next."""
 
 _LARGE_BYTES = 32 << 20
@@ -28,7 +28,7 @@ _MORE_BYTES = 64 << 20
 # Of mallopt(3). The first to be told is the only one that is ever refused: with the others alone the
 # allocator would give back even more than it does untold.
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2
-_OPTIONS = ((_MMAP_THRESHOLD, _LARGE_BYTES), (_TRIM_THRESHOLD, KEPT_BYTES), (_TOP_PAD, _MORE_BYTES))
+_OPTIONS = ((_MMAP_THRESHOLD, _LARGE_BYTES), (_TRIM_THRESHOLD, _KEPT_BYTES), (_TOP_PAD, _MORE_BYTES))
 
 
 def keep_freed_memory() -> bool:
