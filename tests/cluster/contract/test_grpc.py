@@ -212,6 +212,14 @@ def test_state_is_saved_and_continued_and_a_finished_session_leaves_only_checkpo
     assert (cluster.data_dir / "checkpoints" / first / "weights" / "here").is_dir()
 
 
+def test_status_hears_from_a_trainer_on_a_cpu_that_it_computes_shared_prefixes_once(
+    cluster: Cluster,
+) -> None:
+    said = [each.get("status", {}) for each in cluster.status()["services"]]
+    trainers = [status for status in said if "world_size" in status]
+    assert trainers and all(trainer.get("shares_prefixes") for trainer in trainers)
+
+
 def resident(cluster: Cluster) -> set[str]:
     """Ids of the models in the trainer's memory."""
     services = cluster.status()["services"]

@@ -11,6 +11,7 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import Unavailable
+from services.common.state.journal_records import Accepted
 from services.common.state.known_models import Configured, configure
 from services.gateway.records.usage import UsageStore, day_of
 from services.gateway.sampling.running import Followed
@@ -200,14 +201,24 @@ async def test_a_sample_is_kept_at_its_replica_through_whichever_gateway(
         assert await other.journal.state(request_id) == "done"
 
 
+async def accepted_without_replicas(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> tuple[Gateway, Accepted, sampler_pb2.SampleRequest]:
+    """A sample of a base model without replicas that a gateway has accepted and not yet submitted."""
+    await configure(redis_client, [Configured(name=BASE)])
+    gateway = await gateway_on()
+    request = sampler_pb2.SampleRequest(
+        request_id=ids.request_id(SESSION, 0), num_samples=2, topk_sample_logprobs=3
+    )
+    accepted = await gateway.journal.accept(SESSION, 0, request.SerializeToString(), gateway.name)
+    return gateway, accepted, request
+
+
 async def test_a_sample_that_no_replica_has_is_kept_with_nothing_at_once(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:
-    await configure(redis_client, [Configured(name=BASE)])
-    gateway = await gateway_on()
-    request_id = ids.request_id(SESSION, 0)
-    request = sampler_pb2.SampleRequest(request_id=request_id, num_samples=2, topk_sample_logprobs=3)
-    accepted = await gateway.journal.accept(SESSION, 0, request.SerializeToString(), gateway.name)
+    gateway, accepted, request = await accepted_without_replicas(redis_client, gateway_on)
+    request_id = request.request_id
     gateway.dispatcher.submit(accepted, request)
     # As a client's call does: a word is heard by who listens at that moment.
     async with asyncio.timeout(60):
@@ -224,17 +235,14 @@ async def test_a_sample_that_no_replica_has_is_kept_with_nothing_at_once(
 async def test_a_sample_that_an_audit_finds_before_it_is_submitted_is_kept_at_once_all_the_same(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:
-    await configure(redis_client, [Configured(name=BASE)])
-    gateway = await gateway_on()
-    request_id = ids.request_id(SESSION, 0)
-    request = sampler_pb2.SampleRequest(request_id=request_id, num_samples=1)
-    accepted = await gateway.journal.accept(SESSION, 0, request.SerializeToString(), gateway.name)
+    gateway, accepted, request = await accepted_without_replicas(redis_client, gateway_on)
+    request_id = request.request_id
     await gateway.dispatcher._audit()
     await until(lambda: request_id in gateway.dispatcher._followed._followed)
     gateway.dispatcher.submit(accepted, request)
     await gateway.journal.keep(request_id)
     sequences = (await gateway.result(request_id, within=20)).sample.sequences
-    assert [sequence.stop_reason for sequence in sequences] == [CANCELLED]
+    assert [sequence.stop_reason for sequence in sequences] == [CANCELLED] * 2
     await until(lambda: not gateway.dispatcher._new)
 
 
