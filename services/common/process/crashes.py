@@ -2,15 +2,17 @@
 
 Invariant: what a process was executing when it died, at whatever moment and of whatever cause, is known to
 its successor, because it is written to a file before it is begun. A request that was under way in
-MOST_CRASHES deaths in a row is not begun again. One that was under way in any is a *suspect*: whoever runs it
-sees to it that few others are blamed with it.
+MOST_CRASHES deaths in a row is given up: it is not begun again for REST_S, and then once at a time. Who asks
+for it after it was given up needs it, as a replay does, and what it died of may be over. One that was under
+way in any death is a *suspect*: whoever runs it sees to it that few others are blamed with it.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +21,8 @@ import msgspec
 from services.common.contract.errors import Internal
 
 MOST_CRASHES = 3
+REST_S = 3600.0
+"""The others of a process bear so few deaths of it."""
 _KEPT = 4096
 _MOST_BYTES = 1 << 20
 
@@ -33,6 +37,8 @@ class _Line(msgspec.Struct, Generic[Key], omit_defaults=True):
     acquitted: list[Key] = []
     crashes: list[tuple[Key, int]] = []
     """Deaths in a row; 0 = none any more."""
+    resting: list[tuple[Key, float]] = []
+    """Until when one that was given up is not begun, in seconds since the epoch."""
 
 
 class CrashLedger(Generic[Key]):
@@ -44,19 +50,23 @@ class CrashLedger(Generic[Key]):
     Args:
         key_type: of the keys, for decoding them.
         who: what dies ("trainer").
+        clock: seconds since the epoch.
     """
 
-    def __init__(self, path: Path, key_type: Any, who: str) -> None:
+    def __init__(self, path: Path, key_type: Any, who: str, clock: Callable[[], float] = time.time) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._who = who
+        self._clock = clock
         self._executing: Counter[Key] = Counter()
         self._acquitted: set[Key] = set()
         self._crashes: dict[Key, int] = {}
+        self._resting: dict[Key, float] = {}
         self._read(msgspec.json.Decoder(_Line[key_type]))
         # Whoever has shown for a while that it does no harm is blamed only when nobody else can be.
         for key in set(self._executing) - self._acquitted or set(self._executing):
             self._crashes[key] = self._crashes.pop(key, 0) + 1
+            self._resting[key] = clock() + REST_S
         self._executing.clear()
         self._acquitted.clear()
         self._size = 0
@@ -77,6 +87,7 @@ class CrashLedger(Generic[Key]):
             self._acquitted.update(line.acquitted)
             self._acquitted.difference_update(line.ended)
             self._crashes.update(line.crashes)
+            self._resting.update(line.resting)
         self._executing = +self._executing
         self._crashes = {key: deaths for key, deaths in self._crashes.items() if deaths}
 
@@ -116,8 +127,13 @@ class CrashLedger(Generic[Key]):
         return key in self._crashes
 
     def verdict(self, key: Key) -> Internal | None:
-        """Why the request is not begun any more; None when it may be."""
+        """Why the request is not begun now; None when it may be. One that has rested may once: another death
+        has it rest again."""
         if not self._is_barred(key):
+            return None
+        if self._clock() >= self._resting.get(key, 0.0):
+            self._crashes[key] = MOST_CRASHES - 1
+            self._append(_Line(crashes=[(key, MOST_CRASHES - 1)]))
             return None
         return Internal(
             f"the {self._who} died {self._crashes[key]} times while it executed this request, which is "
@@ -126,7 +142,9 @@ class CrashLedger(Generic[Key]):
         )
 
     def close(self) -> None:
-        """Nothing is executing any more: this process ends in order. Without crashes no file stays."""
+        """Nothing is executing any more: this process ends in order. Without crashes no file stays. Whoever
+        ended it may have mended what requests died of, so those that were given up may be begun once."""
+        self._crashes = {key: min(deaths, MOST_CRASHES - 1) for key, deaths in self._crashes.items()}
         self._executing.clear()
         self._acquitted.clear()
         self._compact()
@@ -151,6 +169,7 @@ class CrashLedger(Generic[Key]):
             begun=list(self._executing.elements()),
             acquitted=list(self._acquitted),
             crashes=list(self._crashes.items()),
+            resting=[(key, until) for key, until in self._resting.items() if self._is_barred(key)],
         )
         text = msgspec.json.encode(line) + b"\n"
         fresh = self._path.with_name(f"{self._path.name}.new")

@@ -347,10 +347,10 @@ class Journal:
         age = await self._gap_age([keys.journal_meta(model_id), keys.epoch(model_id)], first, epoch)
         return None if age < 0 else age / 1000
 
-    async def set_queue_state(self, model_id: str, reason: str) -> None:
-        """Says for the next half minute why a model's operations wait; empty = they run."""
+    async def set_queue_state(self, model_id: str, reason: str, seconds: float = 0.0) -> None:
+        """Says why a model's operations wait, for so long and half a minute more; empty = they run."""
         if reason:
-            await self._redis.set(keys.queue_state(model_id), reason, ex=30)
+            await self._redis.set(keys.queue_state(model_id), reason, ex=30 + round(seconds))
         else:
             await self._redis.delete(keys.queue_state(model_id))
 

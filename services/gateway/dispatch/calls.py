@@ -3,8 +3,9 @@
 Invariants: an operation has at most one call; one that failed is made again for as long as its judge says so.
 When all are ended, what is already known of an operation is still written down. What a call took of the room
 for such is given back once, when it has ended, however it does. What depends on batches (a step, a save) is
-answered only when all batches before it are, and is sent only when those of a replay were repeated: so what
-was answered of it is what a replay comes to again.
+answered only when all batches before it are: so what was answered of it is what a replay comes to again. In
+a replay it is sent only when all before it were repeated, and of a batch nothing is told unless what changed
+the weights before it was: a model without one of its operations is another one, and must not become durable.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from enum import Enum
 
 import grpc.aio
@@ -48,6 +50,15 @@ class Outcome(Enum):
     """What depends on the operation has to wait for another call."""
 
 
+@dataclass(frozen=True)
+class _Needed:
+    """A call that later ones may depend on: of a batch, or of an operation that is repeated."""
+
+    call: asyncio.Task[bool]
+    batch: bool
+    repeated: bool
+
+
 class Calls:
     """Makes calls, and tells what came of each.
 
@@ -76,8 +87,8 @@ class Calls:
         self._on_error = on_error
         self._ended = ended
         self._calls: dict[int, tuple[asyncio.Task[bool], int]] = {}
-        self._batches: dict[int, tuple[asyncio.Task[bool], bool]] = {}
-        """seq_id -> call of a batch, and whether it is repeated; one not settled stays until `end`."""
+        self._needed: dict[int, _Needed] = {}
+        """seq_id -> call that later ones depend on; one not settled stays until `end`."""
         self.failure: BaseException | None = None
 
     def __len__(self) -> int:
@@ -102,15 +113,16 @@ class Calls:
         call = asyncio.create_task(self._call(stub, send, request), name=name)
         self._calls[send.seq_id] = (call, send.size)
         REPLAYED.inc(send.replayed)
-        if _is_batch(operation):
-            self._batches[send.seq_id] = (call, send.replayed)
+        batch = _is_batch(operation)
+        if batch or send.replayed:
+            self._needed[send.seq_id] = _Needed(call, batch, send.replayed)
         call.add_done_callback(lambda done: self._over(trainer_id, send, done))
 
     async def end(self, known: Collection[int]) -> None:
         """Ends all calls, those of the known operations when their results are written down."""
         calls = {seq_id: call for seq_id, (call, _) in self._calls.items()}
         self._calls.clear()
-        self._batches.clear()
+        self._needed.clear()
         writing = [call for seq_id, call in calls.items() if seq_id in known]
         try:
             if writing:
@@ -124,7 +136,7 @@ class Calls:
         if current is not None and current[0] is call:
             del self._calls[send.seq_id]
             if _settled(call):
-                self._batches.pop(send.seq_id, None)
+                self._needed.pop(send.seq_id, None)
         if not call.cancelled() and call.exception() is not None:
             self.failure = call.exception()
         self._ended()
@@ -139,7 +151,7 @@ class Calls:
         subject.begin(Subject.of(origin.traceparent, origin.owner, operation.model_id, request_id))
         origin.handed_at = time.time()
         batch = _is_batch(request.operation)
-        if not (batch or await self._before(send.seq_id, only_repeated=True)):
+        if not (batch or await self._before(send.seq_id, lambda call: call.repeated)):
             return False
         attempt = 0
         while True:
@@ -153,17 +165,13 @@ class Calls:
                 attempt += 1
                 await asyncio.sleep(plan.backoff(attempt))
                 continue
-            if not (batch or await self._before(send.seq_id, only_repeated=False)):
+            if not await self._before(send.seq_id, lambda call: not (batch and call.batch)):
                 return False
             return await self._on_answer(send, request.operation, reply.result)
 
-    async def _before(self, seq_id: int, only_repeated: bool) -> bool:
-        """Waits for the batches before an operation; whether all are settled."""
-        found = [
-            call
-            for number, (call, repeated) in self._batches.items()
-            if number < seq_id and (repeated or not only_repeated)
-        ]
+    async def _before(self, seq_id: int, depends: Callable[[_Needed], bool]) -> bool:
+        """Waits for the calls before an operation that it depends on; whether all are settled."""
+        found = [each.call for number, each in self._needed.items() if number < seq_id and depends(each)]
         if found:
             await asyncio.wait(found)
         return all(_settled(call) for call in found)

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _IDLE_CHECK_S = 3.0
 _NO_SNAPSHOT = (NotFound, SnapshotNotFound)
 _RECHECK_S = 30.0
-_MOST_FAILED_REPLAYS = 3
+_LONGEST_PAUSE_S = 300.0
 
 
 class ModelRunner:
@@ -364,15 +364,15 @@ class ModelRunner:
     async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:
         """An operation that had taken effect cannot be repeated: without it the model is another one."""
         times = self._failed_calls[seq_id, "replay"] = self._failed_calls[seq_id, "replay"] + 1
-        self._not_before = asyncio.get_running_loop().time() + plan.backoff(times, first=0.1, most=30.0)
-        # The trainer would answer as it did, and its copy lacks the operation.
-        self._discards = True
-        log.error("operation %d of %s could not be replayed: %s", seq_id, self.model_id, error.message)
-        if error.code in plan.TRANSIENT:
-            await self._pause(f"operation {seq_id} cannot be repeated at present ({error.message})")
-        elif times >= _MOST_FAILED_REPLAYS:
-            index = await self._journal.index(self.model_id, -1, entries=0)
-            await self._declare_lost(index, error)
+        wait = plan.backoff(times, first=0.1, most=_LONGEST_PAUSE_S)
+        self._not_before = asyncio.get_running_loop().time() + wait
+        self._discards = True  # The trainer would answer as it did, and its copy lacks the operation.
+        why = plan.cannot_repeat(seq_id, error)
+        if plan.ends_model(error, times):
+            await self._declare_lost(await self._journal.index(self.model_id, -1, entries=0), error)
+        else:
+            log.error("model %s waits: %s; next try in %.1f s", self.model_id, why, wait)
+            await self._pause(why, wait)
         self._synchronised = False
 
     async def _fail_pending(self, closing: bytes) -> None:
@@ -386,9 +386,9 @@ class ModelRunner:
         wait = plan.backoff(self._attempt, first=0.1)
         self._not_before = asyncio.get_running_loop().time() + wait
 
-    async def _pause(self, reason: str) -> None:
+    async def _pause(self, reason: str, seconds: float = 0.0) -> None:
         self._paused = reason
-        await self._journal.set_queue_state(self.model_id, reason)
+        await self._journal.set_queue_state(self.model_id, reason, seconds)
 
     async def _resume(self) -> None:
         if self._paused:

@@ -13,15 +13,19 @@ from enum import Enum
 from services.common.contract import errors
 from services.common.contract.errors import (
     Conflict,
+    DataLoss,
     DeadlineExceeded,
+    Gone,
     InvalidRequest,
     ModelNotResident,
+    NotFound,
     Overloaded,
     StaleEpoch,
     TinsmithError,
     Unavailable,
 )
 from services.common.state.journal_records import Entry, JournalIndex, error_result
+from services.common.state.poison import Unreadable
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import results_pb2
 
@@ -227,8 +231,13 @@ def after_failure(error: TinsmithError, times: int) -> Action:
 TOOK_EFFECT = frozenset(("non_finite_gradient", "result_lost"))
 """Codes of what failed and yet changed the model, as it does again: a step that dropped the gradient, an
 operation that ran and whose result is not known."""
-TRANSIENT = frozenset(("out_of_memory",))
-"""Codes of failures that need not come again when the same is tried later, beside other work."""
+_REFUSALS = (InvalidRequest, NotFound, Gone, DataLoss, Unreadable)
+"""What comes again however often the same is tried; a lack of memory, an outage or a crash does not."""
+_SETTINGS = frozenset(("beyond_trainer_memory",))
+"""Codes of refusals that another trainer, or other settings of it, would not come to."""
+_MOST_REFUSALS = 3
+_GIVEN_UP = "crashed_trainer"
+"""Code of what brought its trainer down and is not begun for a while (common/process/crashes.py)."""
 
 
 def replay_passes_over(operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> bool:
@@ -239,6 +248,26 @@ def replay_passes_over(operation: operation_pb2.Operation, result: results_pb2.O
     if kind == "forward_backward":
         return operation.forward_backward.forward_only
     return kind in ("save_state", "save_for_sampler", "save_external")
+
+
+def ends_model(error: TinsmithError, times: int) -> bool:
+    """Whether a model is lost because an operation that had taken effect could not be repeated. Its snapshot
+    and journal are whole, so only for what can never be repeated.
+
+    Args:
+        times: how often it could not be so far, this time included.
+    """
+    return isinstance(error, _REFUSALS) and error.code not in _SETTINGS and times >= _MOST_REFUSALS
+
+
+def cannot_repeat(seq_id: int, error: TinsmithError) -> str:
+    """Why a model's operations wait while one that had taken effect cannot be repeated."""
+    if error.code == _GIVEN_UP:
+        return (
+            f"operation {seq_id} cannot be repeated at present: the trainer died of it again and again (its "
+            "log says more); it tries once more after an hour, or after it was stopped in order and started"
+        )
+    return f"operation {seq_id} cannot be repeated at present ({error.message})"
 
 
 def closing_result(operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> bytes:

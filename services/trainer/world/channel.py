@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from services.common.contract.errors import Internal, TinsmithError
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.memory.failures import OUT_OF_MEMORY, is_out_of_memory
 from services.trainer.world.commands import Command, Shutdown, apply, leaves_others_waiting, refused
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Channel:
 
         Raises:
             WorldFailure: the ranks came to different outcomes.
-            TinsmithError: the command failed on all ranks.
+            TinsmithError: the command failed on all ranks; its code tells a lack of memory from all else.
         """
         mine = refused if error is None else f"{type(error).__name__}: {error}"
         outcomes = self._exchange(mine)
@@ -69,7 +70,7 @@ class Channel:
             raise error
         if error is not None:
             log.error("a command failed on every rank", exc_info=error)
-            raise Internal(mine) from error
+            raise Internal(mine, OUT_OF_MEMORY if is_out_of_memory(error) else None) from error
 
     def _exchange(self, outcome: str) -> list[str]:
         if self._group is None:

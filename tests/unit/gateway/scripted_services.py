@@ -128,7 +128,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return result
 
     async def _make_durable(self, model: Model, operation: operation_pb2.Operation, epoch: int) -> None:
-        if operation.WhichOneof("kind") == "optim_step" and self.durable_steps:
+        stepped = model.results[operation.seq_id].HasField("optim_step")
+        if stepped and self.durable_steps:
             self.disk[operation.model_id] = (model.applied, list(model.effects))
             await self._journal.mark_durable(operation.model_id, epoch, model.applied, str(model.applied))
 

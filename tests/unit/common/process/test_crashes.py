@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from services.common.process import crashes
-from services.common.process.crashes import MOST_CRASHES
+from services.common.process.crashes import MOST_CRASHES, REST_S
 
 Key = tuple[str, int]
 KEY, OTHER = ("s:train:0", 7), ("s:train:1", 3)
 
 
-def started(path: Path) -> crashes.CrashLedger[Key]:
+def started(path: Path, clock: Callable[[], float] = time.time) -> crashes.CrashLedger[Key]:
     """That of a process that starts."""
-    return crashes.CrashLedger(path, Key, "trainer")
+    return crashes.CrashLedger(path, Key, "trainer", clock)
 
 
 def died_executing(path: Path, *keys: Key, times: int = 1) -> crashes.CrashLedger[Key]:
@@ -81,6 +83,34 @@ def test_what_was_given_up_stays_so_when_its_failure_is_delivered(tmp_path: Path
     path = tmp_path / "ledger"
     ledger = died_executing(path, KEY, times=MOST_CRASHES)
     ledger.survived(KEY)
+    assert started(path).verdict(KEY) is not None
+
+
+def test_one_that_was_given_up_is_begun_once_more_after_an_hour_and_rests_again_if_that_is_a_death(
+    tmp_path: Path,
+) -> None:
+    path, now = tmp_path / "ledger", time.time()
+    died_executing(path, KEY, times=MOST_CRASHES)
+    assert started(path, lambda: now + REST_S - 10).verdict(KEY) is not None
+    rested = started(path, lambda: now + REST_S + 10)
+    assert rested.verdict(KEY) is None
+    assert rested.is_suspect(KEY), "it runs alone"
+    rested.begin([KEY])
+    again = started(path, lambda: now + REST_S + 20)
+    assert again.verdict(KEY) is not None
+    assert started(path, lambda: now + 2 * REST_S + 10).verdict(KEY) is not None
+    last = started(path, lambda: now + 2 * REST_S + 30)
+    assert last.verdict(KEY) is None
+    last.survived(KEY)
+    assert last.deaths(KEY) == 0
+
+
+def test_one_that_was_given_up_is_begun_once_more_after_an_end_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    died_executing(path, KEY, times=MOST_CRASHES).close()
+    ledger = started(path)
+    assert ledger.verdict(KEY) is None and ledger.is_suspect(KEY)
+    ledger.begin([KEY])
     assert started(path).verdict(KEY) is not None
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from services.common.contract import errors
 from services.common.contract.errors import (
     Conflict,
+    DataLoss,
     DeadlineExceeded,
     Internal,
     InvalidRequest,
     ModelNotResident,
+    NotFound,
     Overloaded,
     StaleEpoch,
     TinsmithError,
     Unavailable,
 )
+from services.common.state.journal import UnreadableOperation
 from services.common.state.journal_records import Entry, JournalIndex
 from services.gateway.dispatch.plan import (
     Action,
@@ -27,6 +31,7 @@ from services.gateway.dispatch.plan import (
     backoff,
     can_replay_from_start,
     closing_result,
+    ends_model,
     plan,
     position_after_restore,
     replay_passes_over,
@@ -125,6 +130,31 @@ def test_the_window_bounds_operations_and_bytes_but_lets_one_large_operation_thr
 )
 def test_every_failure_of_a_call_has_its_answer(error: TinsmithError, times: int, action: Action) -> None:
     assert after_failure(error, times) is action
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (DataLoss("damaged"), True),
+        (InvalidRequest("of another shape", "state_mismatch"), True),
+        (NotFound("checkpoint 7 is gone"), True),
+        (InvalidRequest("too large for it", "beyond_trainer_memory"), False),
+        (Conflict("another trainer's"), False),
+        (Internal("died 3 times", "crashed_trainer"), False),
+        (Internal("no room", "adapters_in_use"), False),
+        (Internal("the disk does not answer"), False),
+    ],
+)
+def test_only_what_can_never_be_repeated_ends_a_model_and_not_at_once(
+    error: TinsmithError, ends: bool
+) -> None:
+    told = errors.from_pb(errors.to_pb(error))
+    assert not ends_model(error, 2) and not ends_model(told, 2)
+    assert ends_model(error, 3) is ends_model(told, 3) is ends
+
+
+def test_an_operation_that_cannot_be_read_ends_a_model_that_needs_it() -> None:
+    assert ends_model(UnreadableOperation("journal", 1, "torn"), 3)
 
 
 def test_only_what_changed_the_model_is_replayed() -> None:

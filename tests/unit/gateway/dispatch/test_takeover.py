@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 
 from services.common.contract import ids
-from services.common.contract.errors import Internal
+from services.common.contract.errors import DataLoss, Internal
 from services.gateway.dispatch import dispatcher as dispatcher_module
 from services.gateway.dispatch import model_runner
 from services.gateway.dispatch.leases import Lease, Leases
@@ -354,3 +354,69 @@ async def test_a_replay_goes_on_past_batches_whose_results_the_trainer_no_longer
         await second.accept(step(3))
         assert (await second.result(3)).optim_step.metrics["steps"] == 4
     assert trainer.order(MODEL) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "code", ["adapters_in_use", "full_models_in_use", "out_of_memory", "internal", "storage_full"]
+)
+async def test_a_creation_that_finds_no_room_in_a_replay_is_repeated_until_it_does(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer, code: str
+) -> None:
+    gateway = await gateway_on()
+    async with serving(redis_client, trainer, "trainer-0") as first:
+        await gateway.accept(create(), batch(1))
+        await gateway.result(1)
+        await first.kill()
+    restarted = again(trainer)
+    restarted.fail[0] = Internal("there is no room", code)
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(2))
+        async with asyncio.timeout(60):
+            while restarted.order(MODEL).count(0) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        view = await gateway.futures.wait(ids.request_id(MODEL, 2), 0)
+        assert view.queue_state_reason == "operation 0 cannot be repeated at present (there is no room)"
+        del restarted.fail[0]
+        assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3
+
+
+async def test_nothing_is_made_of_a_model_without_a_step_that_cannot_be_repeated_at_present(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    trainer.durable_steps = False
+    async with serving(redis_client, trainer, "trainer-0") as first:
+        await gateway.accept(create(), batch(1), step(2), batch(3), step(4))
+        await gateway.result(4)
+        await first.kill()
+    restarted = again(trainer)
+    restarted.fail[2] = Internal("the trainer died 3 times", "crashed_trainer")
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(batch(5), step(6))
+        async with asyncio.timeout(60):
+            while restarted.order(MODEL).count(2) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not {4, 6} & set(restarted.order(MODEL)), "a step would make the wrong state durable"
+        view = await gateway.futures.wait(ids.request_id(MODEL, 5), 0)
+        assert view.state == "pending", "a batch would be told the numbers of other weights"
+        assert "it tries once more after an hour" in (view.queue_state_reason or "")
+        del restarted.fail[2]
+        assert (await gateway.result(6, 30)).optim_step.metrics["steps"] == 7
+    assert restarted.models[MODEL].effects == [0, 1, 2, 3, 4, 5, 6]
+
+
+async def test_a_model_of_which_an_operation_is_refused_in_every_replay_is_lost(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    async with serving(redis_client, trainer, "trainer-0") as first:
+        await gateway.accept(create(), batch(1))
+        await gateway.result(1)
+        await first.kill()
+    restarted = again(trainer)
+    restarted.fail[1] = DataLoss("what it loads is damaged")
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(2))
+        error = (await gateway.result(2)).error
+        assert error.code == "model_lost" and "what it loads is damaged" in error.message
+    assert restarted.order(MODEL).count(1) == 3

@@ -76,6 +76,20 @@ class MortalPeer(Channel):
         super().agree(error, refused)
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_memory"),
+        (RuntimeError("something else"), "internal"),
+    ],
+)
+def test_a_command_that_fails_for_want_of_memory_on_every_rank_says_so(error: Exception, code: str) -> None:
+    with pytest.raises(Internal) as failed:
+        Channel(0, 1, timedelta(seconds=1)).agree(error)
+    assert failed.value.code == code
+
+
 class Broken(Rank0):
     """An engine that gives out in the middle of a step."""
 
