@@ -218,6 +218,16 @@ RUNS: dict[str, list[Panel]] = {
             {"{{pod}}": rate("tinsmith_page_locked_refused_total", "pod")},
         ),
         (
+            "Durable snapshots that could not be written",
+            "ops",
+            {"{{pod}}": rate("tinsmith_durable_snapshot_failures_total", "pod")},
+        ),
+        (
+            "Free bytes of the data directory's volume",
+            "bytes",
+            {"{{pod}}": now("tinsmith_volume_free_bytes", how="max")},
+        ),
+        (
             "Memory of each rank, by purpose",
             "bytes",
             {"{{purpose}}": now("tinsmith_memory_bytes", "purpose", "max")},

@@ -31,7 +31,7 @@ from services.trainer.execution.full_models import FullModels
 from services.trainer.execution.host_room import HostRoom
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
 from services.trainer.execution.states import States
-from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers, still_written
+from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers, unwritten
 from services.trainer.world.commands import CreateModel, DropModel, MoveAdapter
 from services.trainer.world.world import World
 
@@ -124,9 +124,10 @@ class Residency:
         return seq_id
 
     async def _restore(self, model_id: str, epoch: int, moved: int, evict: Evict) -> int:
-        # A snapshot still being written would move the pointer under the replay.
-        if not await self.durable.settle(model_id):
-            raise still_written(model_id)
+        # A snapshot still being written would move the pointer under the replay. One that cannot be written
+        # is only of a model that is here, and trains on.
+        if not await self.durable.settle(model_id) and not self.durable.failed(model_id):
+            raise unwritten(model_id)
         model = self._models.get(model_id)
         if model is not None and model.sequence.epoch < moved:
             await self._discard(model, evict)
@@ -182,7 +183,7 @@ class Residency:
             moved, evict: as in `restore`.
 
         Raises:
-            ModelBusy: operations of it are not done.
+            ModelBusy: operations of it are not done, or its snapshot could not be written.
             StaleEpoch: another gateway leads the model.
         """
         model = self._models.get(model_id)
@@ -195,6 +196,8 @@ class Residency:
         # The newer the snapshot, the less there is to replay.
         if await self._make_way(model):
             log.info("parked %s", model_id)
+        elif self.durable.failed(model_id):
+            raise unwritten(model_id)
         elif self._models.get(model_id) is model:
             raise ModelBusy(f"operations of model {model_id} are not done")
 
@@ -242,6 +245,9 @@ class Residency:
             model.unsaved_steps = model.unsaved_bytes = 0
             self.durable.changed(model.model_id)
         settled = await self.durable.settle(model.model_id, lambda: wanted() and self._is_idle(model))
+        if self.durable.failed(model.model_id):
+            # Whoever needs room asks another one first.
+            model.last_used = time.monotonic()
         return settled and self._is_idle(model)
 
     def _is_idle(self, model: Model) -> bool:

@@ -3,7 +3,8 @@
 Invariants: a snapshot is taken only where no gradient is pending, so the snapshot and the journal after
 its seq_id are the whole model; the pointer in Redis names only a snapshot that is complete on disk; and
 the one it names is deleted only after it names a newer one. Writing never holds the model up: states that
-come and go while a snapshot is being written are skipped, the newest is written next.
+come and go while a snapshot is being written are skipped, the newest is written next. One that could not be
+written is counted, and due until it is: the model is not taken for one whose state is on disk.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 from google.protobuf.message import DecodeError
+from prometheus_client import Counter, Gauge
 
 from services.common.contract.errors import DataLoss, ModelBusy
 from services.common.process import failpoints
@@ -31,6 +33,11 @@ from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
 
+FAILED = Counter(
+    "tinsmith_durable_snapshot_failures_total", "Durable snapshots that could not be written and are due"
+)
+VOLUME_FREE = Gauge("tinsmith_volume_free_bytes", "Free bytes of the data directory's volume")
+
 _RESULTS = "results.msgpack"
 _CONCURRENT_WRITES = 2
 _KEPT_S = 10.0
@@ -40,7 +47,8 @@ _SETTLED_S = 600.0
 _REST = 4.0
 """Together the writers rest this many times as long as they write: training comes first."""
 _MOST_REST_S = 30.0
-"""And none longer than this: until its next snapshot the journal holds what the model executes."""
+"""And none longer than this: until its next snapshot the journal holds what the model executes. After a write
+that failed a writer rests as long."""
 
 
 class Pointers(Protocol):
@@ -110,6 +118,10 @@ class DurableStore:
         self._slots = asyncio.Semaphore(_CONCURRENT_WRITES)
         self._hurry: dict[str, asyncio.Event] = {}
         self._draining = False
+        self._failed: set[str] = set()
+        """Models whose last write failed and was not begun again."""
+        # Asked on the thread that serves metrics: a volume may hang.
+        VOLUME_FREE.set_function(lambda: _free_bytes(data.root))
 
     def changed(self, model_id: str) -> None:
         """The model has a new state that is to be made durable soon."""
@@ -124,21 +136,30 @@ class DurableStore:
 
     async def settle(self, model_id: str, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Returns when nothing of this model is left to write, or that is not wanted any more: a model that
-        trains on may always have something. Or when it has taken too long. Whether nothing is left."""
+        trains on may always have something. Or when it has taken too long, or a write has failed, which
+        one that rests after a failure tries first. Whether nothing is left."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + _SETTLED_S
+        if model_id in self._writers:
+            self._failed.discard(model_id)
         while (writer := self._writers.get(model_id)) is not None:
             if not wanted():
                 return False
             if clock() > deadline:
                 log.error("the snapshot of %s is still being written after %.0f s", model_id, _SETTLED_S)
                 return False
+            if self.failed(model_id):
+                return False
             self._hurry[model_id].set()
             await asyncio.wait([writer], timeout=_LOOK_AGAIN_S)
-        return True
+        return not self.failed(model_id)
+
+    def failed(self, model_id: str) -> bool:
+        """Whether the model's last snapshot could not be written, and nothing of it is being written now."""
+        return model_id in self._failed
 
     async def drain(self) -> None:
-        """Returns when nothing is left to write. From now on writers do not rest."""
+        """Returns when nothing is left to write, but what cannot be. From now on writers do not rest."""
         self._draining = True
         for hurry in self._hurry.values():
             hurry.set()
@@ -186,7 +207,7 @@ class DurableStore:
         """
         # What is still being written would appear after the deletion.
         if not await self.settle(model_id):
-            raise still_written(model_id)
+            raise unwritten(model_id)
         await asyncio.to_thread(delete_state, self._data, model_id)
 
     async def _directory(self, model_id: str) -> Path | None:
@@ -202,15 +223,25 @@ class DurableStore:
                     await self._answered(model_id)
                     async with self._slots:
                         self._changed.discard(model_id)
+                        self._failed.discard(model_id)
                         rest = await self._write_newest(model_id)
                 except Exception:
-                    # The journal keeps what the snapshot would have covered; the next one makes up for it.
+                    # The journal keeps what the snapshot would have covered.
                     log.exception("no durable snapshot of %s was written", model_id)
+                    self._note_failed(model_id)
                     rest = _MOST_REST_S
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._hurry[model_id].wait(), rest)
         finally:
             del self._writers[model_id], self._hurry[model_id]
+
+    def _note_failed(self, model_id: str) -> None:
+        FAILED.inc()
+        self._failed.add(model_id)
+        if not self._draining:
+            self._changed.add(model_id)
+            # Who hurried this write does not hurry the next.
+            self._hurry[model_id].clear()
 
     async def _write_newest(self, model_id: str) -> float:
         """Makes the model's newest state durable; seconds until its next one should be."""
@@ -245,12 +276,19 @@ class DurableStore:
         await asyncio.to_thread(_delete_older, parent, location)
 
 
-def still_written(model_id: str) -> ModelBusy:
-    """Says that a snapshot was waited for long enough."""
+def unwritten(model_id: str) -> ModelBusy:
+    """Says that a snapshot could not be written, or not in good time."""
     return ModelBusy(
-        f"the snapshot of model {model_id} has been written for {_SETTLED_S:.0f} s and is not done; look "
-        "whether the trainer's data directory takes writes"
+        f"the snapshot of model {model_id} is not written yet; look whether the trainer's data directory has "
+        "space and takes writes, and into its log"
     )
+
+
+def _free_bytes(directory: Path) -> float:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return float("nan")
 
 
 def _write_files(target: Path, snapshot: DurableSnapshot) -> None:

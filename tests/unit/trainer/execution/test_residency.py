@@ -280,3 +280,33 @@ async def test_models_that_leave_the_memory_and_come_back_are_counted(trainer: T
     assert counted() == [evicted + 1, reloaded + 1]
     await trainer.park(MODEL, epoch=10)
     assert counted() == [evicted + 1, reloaded + 1]
+
+
+async def test_a_model_whose_snapshot_cannot_be_written_stays_and_another_one_makes_room(
+    trainer: Trainer,
+) -> None:
+    names = [ids.model_id("s", number) for number in range(2)]
+    for age, name in zip((60, 30), names, strict=True):
+        trainer.models[name] = Model(
+            name,
+            new_sequence(SEQ_ID),
+            created=True,
+            lora=trainer._state.lora,
+            adapter_bytes=5,
+            unsaved_steps=1,
+        )
+        trainer.models[name].last_used = time.monotonic() - age
+    blocker = trainer._data.state(names[0])
+    blocker.parent.mkdir(parents=True)
+    blocker.write_text("in the way")
+    trainer.pointers.epoch = 0
+    adapters = trainer.residency.adapters._room
+    assert not await adapters.make_way(lambda: True), "what is not on disk may not leave the memory"
+    assert trainer.models.keys() == set(names)
+    assert await adapters.make_way(lambda: True)
+    assert trainer.models.keys() == {names[0]}
+    with pytest.raises(ModelBusy, match="has space and takes writes"):
+        await trainer.park(names[0], 0)
+    blocker.unlink()
+    await trainer.park(names[0], 0)
+    assert not trainer.models

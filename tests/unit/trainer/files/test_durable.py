@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 
 from services.common.contract.errors import DataLoss, ModelBusy
 from services.common.storage.data_dir import DataDir
@@ -136,7 +140,7 @@ async def test_nobody_waits_for_ever_for_a_disk_that_hangs(
     store.changed(MODEL)
     async with asyncio.timeout(60):
         assert not await store.settle(MODEL)
-        with pytest.raises(ModelBusy, match="has been written for 0 s and is not done"):
+        with pytest.raises(ModelBusy, match="is not written yet"):
             await store.delete(MODEL)
     assert f"the snapshot of {MODEL} is still being written" in caplog.text
     hangs.set()
@@ -195,22 +199,69 @@ async def test_a_model_that_is_gone_is_not_written(tmp_path: Path, trained: Trai
     assert pointers.marked == []
 
 
-async def test_a_failed_write_is_made_up_for_by_the_next(
-    tmp_path: Path, trained: Trained, caplog: pytest.LogCaptureFixture
-) -> None:
-    pointers = PointersInMemory()
-    store, _ = make(tmp_path, pointers, trained.take)
+def blocked(tmp_path: Path) -> Path:
+    """What keeps snapshots of the model from being written, until it is taken away."""
     blocker = DataDir(tmp_path).state(MODEL)
     blocker.parent.mkdir(parents=True)
     blocker.write_text("in the way")
+    return blocker
+
+
+def failures() -> float:
+    return REGISTRY.get_sample_value("tinsmith_durable_snapshot_failures_total") or 0.0
+
+
+async def test_a_write_that_failed_is_counted_and_due_until_it_succeeds(
+    tmp_path: Path, trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    pointers, before = PointersInMemory(), failures()
+    store, _ = make(tmp_path, pointers, trained.take)
+    blocker = blocked(tmp_path)
     store.changed(MODEL)
-    await store.settle(MODEL)
+    for times in (1, 2):
+        assert not await store.settle(MODEL)
+        assert store.failed(MODEL)
+        assert failures() - before == times
     assert pointers.marked == []
     assert "no durable snapshot" in caplog.text
     blocker.unlink()
+    assert await store.settle(MODEL)
+    assert pointers.marked == [0] and not store.failed(MODEL)
+
+
+async def test_a_drain_ends_though_snapshots_cannot_be_written(tmp_path: Path, trained: Trained) -> None:
+    store, told = make(tmp_path, PointersInMemory(), trained.take)
+    blocked(tmp_path)
     store.changed(MODEL)
-    await store.settle(MODEL)
-    assert pointers.marked == [0]
+    assert not await store.settle(MODEL)
+    before = failures()
+    async with asyncio.timeout(60):
+        await store.drain()
+    assert failures() - before == 1, "it was tried once more"
+    assert not told
+
+
+async def test_a_snapshot_that_cannot_be_written_holds_a_deletion_up_for_as_long_as_the_model_is_here(
+    tmp_path: Path, trained: Trained
+) -> None:
+    store, _ = make(tmp_path, PointersInMemory(), trained.take)
+    blocked(tmp_path)
+    store.changed(MODEL)
+    with pytest.raises(ModelBusy, match="has space and takes writes"):
+        await store.delete(MODEL)
+    trained.gone = True
+    assert await store.settle(MODEL)
+
+
+async def test_free_bytes_of_the_volume_are_told_and_nothing_of_one_that_is_not_there(
+    tmp_path: Path, trained: Trained
+) -> None:
+    make(tmp_path, PointersInMemory(), trained.take)
+    told = REGISTRY.get_sample_value("tinsmith_volume_free_bytes")
+    assert told is not None and 0 < told <= shutil.disk_usage(tmp_path).total
+    make(tmp_path / "away", PointersInMemory(), trained.take)
+    told = REGISTRY.get_sample_value("tinsmith_volume_free_bytes")
+    assert told is not None and math.isnan(told)
 
 
 async def test_a_lost_snapshot_is_reported_not_passed_over(tmp_path: Path, trained: Trained) -> None:
@@ -342,6 +393,27 @@ def test_writers_rest_in_proportion_to_the_write_and_not_to_the_wait_for_their_t
 
     # All of the first states take 0.5 s; then each writer rests 4 x 100 x 0.01 s.
     assert fake_clock.run_until_complete(train()) < 6
+
+
+def test_a_write_that_failed_is_repeated_by_itself_after_a_pause(
+    tmp_path: Path, trained: Trained, fake_clock: FakeClockLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pointers, full, tries = SlowPointers(seconds=0.01), 100.0, []
+
+    def write(*_: object) -> None:
+        tries.append(fake_clock.time())
+        if fake_clock.time() < full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable, "_write_files", write)
+    store, _ = make(tmp_path, pointers, trained.take)
+
+    async def train() -> None:
+        store.changed(MODEL)
+        await pointers.until_durable(1)
+
+    fake_clock.run_until_complete(train())
+    assert tries == [0, 30, 60, 90, 120]
 
 
 def test_a_writer_whose_models_journal_is_half_full_does_not_rest(
