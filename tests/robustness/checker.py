@@ -30,14 +30,20 @@ class Stored:
 @dataclass
 class Verdict:
     """Sentences about requests that have no result (`lost`), and about effects that are not those of the
-    same requests applied once each, in order (`wrong`)."""
+    same requests applied once each, in order (`wrong`). `refused`: requests that were refused memory."""
 
     requests: int = 0
+    refused: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def __add__(self, other: Verdict) -> Verdict:
-        return Verdict(self.requests + other.requests, self.lost + other.lost, self.wrong + other.wrong)
+        return Verdict(
+            self.requests + other.requests,
+            self.refused + other.refused,
+            self.lost + other.lost,
+            self.wrong + other.wrong,
+        )
 
 
 def judge(history: History, expected: Sequence[Mapping[str, Any]], stored: Stored | None) -> Verdict:
@@ -47,7 +53,9 @@ def judge(history: History, expected: Sequence[Mapping[str, Any]], stored: Store
         expected: what the oracle found for each training request.
         stored: of the client's model; None for one that only samples.
     """
-    verdict = Verdict(len(history.training) + len(history.samples))
+    verdict = Verdict(
+        len(history.training) + len(history.samples), sum(entry.refused for entry in history.training)
+    )
     for seq_id, entry in enumerate(history.training):
         _judge_answer(verdict, f"{history.client} {entry.kind} {seq_id}", entry)
         if seq_id < len(expected):
@@ -57,6 +65,13 @@ def judge(history: History, expected: Sequence[Mapping[str, Any]], stored: Store
     if stored is not None:
         _judge_stored(verdict, history, expected, stored)
     return verdict
+
+
+def judge_refusals(refused: int, lacks: int) -> Verdict:
+    """Where memory lacked so many times, no more requests may have been refused it: one that was under way
+    alone each time, and none where it was a replay's, which is repeated."""
+    wrong = f"{refused} requests were refused memory, which lacked {lacks} times"
+    return Verdict(wrong=[wrong] if refused > lacks else [])
 
 
 def judge_samples(entries: Iterable[Entry]) -> Verdict:

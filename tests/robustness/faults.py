@@ -18,6 +18,8 @@ PAST_LEASE_S = 8.0
 """Longer than a dispatch lease (6 s)."""
 PAST_RECORD_S = 13.0
 """Longer than a service's record (10 s)."""
+OUT_OF_MEMORY = "trainer: out of memory at trainer.mid_batch"
+"""Micro-batches are of one datum, so it is its operation that fails, and nothing else may."""
 _TROUBLE_S = 3.0
 _BLOCKED_S = 20.0
 """Longer than the deadline of a broadcast."""
@@ -125,6 +127,12 @@ def _all_faults() -> list[Fault]:
             "trainer",
             _point("trainer.before_pass_reply", "error"),
         ),
+        Fault(OUT_OF_MEMORY, "trainer", _point("trainer.mid_batch", "oom")),
+        Fault(
+            "trainer: the device fails at trainer.mid_batch",
+            "trainer",
+            _point("trainer.mid_batch", "device"),
+        ),
         Fault(
             "trainer: stopped at trainer.mid_broadcast", "trainer", _point("trainer.mid_broadcast", "stop:15")
         ),
@@ -195,6 +203,8 @@ SHORT = (
     "between SDK and gateway: half-open",
     "sampler: SIGKILL of all",
     "gateway: killed at gateway.before_publish",
+    OUT_OF_MEMORY,
+    "trainer: the device fails at trainer.mid_batch",
     "between gateway, trainer and samplers: reset",
 )
 

@@ -19,6 +19,7 @@ class Entry:
         submitted: time of the call; `done`: of its result (seconds, monotonic).
         result: plain data to be compared.
         error: what came instead of a result.
+        refused: it was refused memory, which leaves the model as it was; its result is empty.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Entry:
     done: float | None = None
     result: dict[str, Any] | None = None
     error: str | None = None
+    refused: bool = False
 
 
 @dataclass

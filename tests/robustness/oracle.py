@@ -39,7 +39,9 @@ def expected(
     """
     source, target = directory / "oracle-in.msgpack", directory / "oracle-out.msgpack"
     source.write_bytes(
-        msgspec.msgpack.encode([[(entry.kind, entry.arguments) for entry in one] for one in histories])
+        msgspec.msgpack.encode(
+            [[(entry.kind, entry.arguments, entry.refused) for entry in one] for one in histories]
+        )
     )
     command = [sys.executable, "-m", "tests.robustness.oracle", str(model_dir), str(source), str(target)]
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -91,8 +93,10 @@ def _apply(engine: Any, model_id: str, history: Sequence[Any]) -> Iterator[dict[
     from services.trainer.compute.data import AdamSpec, LoraSpec
 
     saved: dict[str, Any] = {}
-    for seq_id, (kind, arguments) in zip(itertools.count(), history):
-        if kind == "create":
+    for seq_id, (kind, arguments, refused) in zip(itertools.count(), history):
+        if refused:
+            yield {}
+        elif kind == "create":
             engine.create_model(model_id, LoraSpec(arguments["rank"], arguments["seed"]))
             yield {}
         elif kind == "forward_backward":

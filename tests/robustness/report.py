@@ -31,6 +31,9 @@ class Report:
     def injected(self) -> int:
         return sum(map(len, (*self.recoveries.values(), *self.amid.values())))
 
+    def times(self, fault: str) -> int:
+        return len(self.recoveries.get(fault, ())) + len(self.amid.get(fault, ()))
+
     def add(self, other: Report) -> None:
         for mine, others in ((self.recoveries, other.recoveries), (self.amid, other.amid)):
             for fault, seconds in others.items():

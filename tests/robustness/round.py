@@ -15,7 +15,7 @@ import tinker
 from services.common.state import keys
 from tests.robustness import checker, oracle
 from tests.robustness.checker import Stored, Verdict
-from tests.robustness.faults import Fault
+from tests.robustness.faults import OUT_OF_MEMORY, Fault
 from tests.robustness.report import Report
 from tests.robustness.workload import Client, Connect, Newcomer, Reader, Trainee
 from tests.robustness.world import World
@@ -61,6 +61,7 @@ def run_round(
         for client in clients:
             client.join(600)
         verdict = _judge(world, [*clients, *newcomers.all], directory)
+        verdict += checker.judge_refusals(verdict.refused, report.times(OUT_OF_MEMORY))
     finally:
         left = world.close()
     assert left == [], f"processes left behind: {left}"

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from tests.robustness import faults
-from tests.robustness.checker import Stored, Verdict, judge, judge_samples
+from tests.robustness.checker import Stored, Verdict, judge, judge_refusals, judge_samples
 from tests.robustness.history import Entry, History
 from tests.robustness.report import Report
 
@@ -45,6 +45,15 @@ def test_a_request_without_a_result_is_lost() -> None:
     found = history()
     found.training[2].result, found.training[2].error = None, "RequestFailedError: gone"
     assert "gone" in verdict(found).lost[0]
+
+
+def test_a_batch_that_was_refused_memory_is_answered_and_nothing_else_may_have_been() -> None:
+    found = history()
+    found.training[1].result, found.training[1].refused = {}, True
+    judged = judge(found, [EXPECTED[0], {}, *EXPECTED[2:]], stored())
+    assert (judged.lost, judged.wrong, judged.refused) == ([], [], 1)
+    assert judge_refusals(judged.refused, lacks=1).wrong == []
+    assert "2 requests were refused memory" in judge_refusals(2, lacks=1).wrong[0]
 
 
 def test_a_result_that_differs_in_the_last_bit_is_wrong() -> None:

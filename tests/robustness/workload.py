@@ -28,6 +28,7 @@ _PARAMETERS = (
     {"temperature": 1.0, "max_tokens": 8, "seed": 2**40 + 7},
 )
 _PAUSE_S = 0.05
+_NO_MEMORY = "out of device memory on one sequence"
 
 
 class Client(threading.Thread):
@@ -67,6 +68,13 @@ class Client(threading.Thread):
     def _finish(self, entry: Entry, future: Any, summarise: Callable[[Any], dict[str, Any]]) -> Any:
         try:
             result = future.result(timeout=RESULT_TIMEOUT_S)
+        except tinker.RequestFailedError as error:
+            if entry.kind != "forward_backward" or _NO_MEMORY not in str(error):
+                entry.error = f"{type(error).__name__}: {error}"
+                raise
+            # A script goes on without the batch.
+            entry.refused, entry.result, entry.done = True, {}, time.monotonic()
+            return None
         except BaseException as error:
             entry.error = f"{type(error).__name__}: {error}"
             raise

@@ -1,4 +1,5 @@
-"""Named places where a test can make a process fail: killed, stopped, slowed down or given an error.
+"""Named places where a test can make a process fail: killed, stopped, slowed down or given an error, also
+one of memory or of a device.
 
 What happens there is in `faults/armed.py`, which production images do not hold. Invariants: without the
 variable TINSMITH_FAILPOINTS a point costs one comparison and does nothing; with it, a process that holds no
@@ -11,7 +12,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ POINTS: Mapping[str, str] = {
     "gateway.after_publish": "the result is published",
     "gateway.before_publish_sample": "the sampler answered, the result is not published",
     "trainer.before_pass": "every rank has a pass of forward_backwards and has not begun",
+    "trainer.mid_batch": "this rank has the log-probabilities of a micro-batch, no gradient",
     "trainer.mid_split": "this rank has the log-probabilities of a sequence that all compute, no gradient",
     "trainer.after_pass": "this rank has finished a pass, the others do not know",
     "trainer.before_pass_reply": "all ranks have finished a pass, nobody has been answered",
@@ -48,6 +50,7 @@ POINTS: Mapping[str, str] = {
 _text = os.environ.get(VARIABLE, "")
 _process = ""
 _lock = threading.Lock()
+_errors: dict[str, Callable[[str], Exception]] = {}
 
 
 def name_process(name: str) -> None:
@@ -63,11 +66,17 @@ def name_process(name: str) -> None:
         _source()
 
 
+def name_error(action: str, error: Callable[[str], Exception]) -> None:
+    """Tells what an action that stands for a library's error raises, which this room does not know."""
+    _errors[action] = error
+
+
 def hit(point: str) -> None:
     """This thread is at a point. May not return.
 
     Raises:
         InjectedFault: the point's action is `error`.
+        Exception: it is `oom` or `device`: what stands for that in this process.
     """
     if not _text:
         return
@@ -109,4 +118,4 @@ def _next_action(point: str) -> Action | None:
 def _carry_out(action: Action, point: str) -> None:
     from services.common.process.faults import armed
 
-    armed.carry_out(action, point)
+    armed.carry_out(action, point, _errors)

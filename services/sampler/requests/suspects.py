@@ -6,7 +6,7 @@ a time, and one by one when they were there twice; one that has been in the engi
 makes room for the next. Requests that are not suspected run all the time.
 
 Invariants: what the engine has when it dies is in the ledger; a request on which three deaths in a row are
-blamed is refused (for an hour, by when its sample has failed); one that was not in the engine is never blamed.
+blamed is refused for an hour, by when its sample has failed; one that was not in the engine is never blamed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Invariants: an operation of which a micro-batch failed here is told, and nothing of it runs after that; while
 one micro-batch runs on a device the host makes the next, and waits only for what came before both. A sequence
-that all ranks compute together fails for none of them alone: what breaks it off is raised.
+that all ranks compute together fails for none of them alone: what breaks it off is raised. So is an error of
+the device, which is no operation's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from services.trainer.compute.data import Failure, Pass, PassOp, Row, RowResult
 from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.logprobs import shifted
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
-from services.trainer.compute.memory.failures import explained, free_cache, is_out_of_memory
+from services.trainer.compute.memory.failures import (
+    explained,
+    free_cache,
+    is_of_device,
+    is_out_of_memory,
+)
 from services.trainer.compute.memory.failures import failure as failure_of
 from services.trainer.compute.split.exchange import joined
 from services.trainer.compute.split.share import Share
@@ -179,10 +185,15 @@ class Rounds:
         """A micro-batch, in halves as long as it does not fit into memory.
 
         A sequence that does not fit by itself fails its operation, any other error those of all `rows`.
+
+        Raises:
+            Exception: of the device.
         """
         try:
             return [self._run(model, ops, ready or self._ready(ops, rows), grad)]
         except Exception as error:
+            if is_of_device(error):
+                raise
             if not is_out_of_memory(error) or len(rows) == 1:
                 logger.exception("a micro-batch of %d rows failed", len(rows))
                 failure = failure_of(explained(error, rows))
@@ -223,6 +234,7 @@ class Rounds:
             targets = replace(targets, slope=losses.slope())
         with torch.set_grad_enabled(grad), self._router.route(segments):
             computed = losses.compute(*model.score(batch.tokens, targets, batch.sequences))
+            failpoints.hit("trainer.mid_batch")
             if grad:
                 model.backward(computed.total(collective=model.collective))
             # Within the context, as the gradients are kept when it ends: nothing may fail after that.

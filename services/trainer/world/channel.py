@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from services.common.contract.errors import Internal, TinsmithError
 from services.trainer.compute.engine import Engine
-from services.trainer.compute.memory.failures import OUT_OF_MEMORY, is_out_of_memory
+from services.trainer.compute.memory.failures import OUT_OF_MEMORY, is_of_device, is_out_of_memory
 from services.trainer.world.commands import Command, Shutdown, apply, leaves_others_waiting, refused
 
 log = logging.getLogger(__name__)
@@ -86,14 +86,14 @@ def execute(engine: Engine, channel: Channel, command: Command) -> Any:
 
     Raises:
         TinsmithError: it failed, on all ranks alike.
-        WorldFailure: the ranks disagree.
+        WorldFailure: the ranks disagree, or this one cannot go on.
     """
     answer, error = None, None
     try:
         answer = apply(engine, command)
     except Exception as caught:
-        if leaves_others_waiting(command, caught):
-            # For minutes, if this rank did not end.
+        if leaves_others_waiting(command, caught) or is_of_device(caught):
+            # Others would wait for minutes, if this rank did not end, and its device computes no more.
             raise WorldFailure(f"{type(command).__name__} broke off: {caught!r}") from caught
         error = caught
     channel.agree(error, "" if error is not None else refused(command, answer))

@@ -28,7 +28,7 @@ from services.trainer.compute.engine import Engine
 from services.trainer.compute.exchange import part_seconds
 from services.trainer.compute.full.shards import Writing
 from services.trainer.compute.lora.snapshot import Snapshot
-from services.trainer.compute.memory.failures import OUT_OF_MEMORY, is_out_of_memory
+from services.trainer.compute.memory.failures import OUT_OF_MEMORY, is_of_device, is_out_of_memory
 from services.trainer.world.channel import Channel, WorldFailure, execute
 from services.trainer.world.commands import (
     Command,
@@ -71,10 +71,13 @@ def _read_only(work: Callable[[], T]) -> T:
 
     Raises:
         Internal: it found none.
+        WorldFailure: the device failed.
     """
     try:
         return work()
     except RuntimeError as error:
+        if is_of_device(error):
+            raise WorldFailure(f"a copy of the model broke off: {error}") from error
         if not is_out_of_memory(error):
             raise
         raise Internal(f"no memory for a copy of the model: {error}", OUT_OF_MEMORY) from error

@@ -1,4 +1,4 @@
-"""What happens at armed failpoints: a kill, a stop, a delay or an error.
+"""What happens at armed failpoints: a kill, a stop, a delay or an error, also of memory or a device.
 
 TINSMITH_FAILPOINTS holds either a comma-separated list of `POINT=ACTION`, or `dir:PATH`, a directory in
 which `arm` puts one file per armed point, so that a running cluster can be armed. Invariants: a name that is
@@ -10,6 +10,8 @@ however often they restart.
              stop:SECONDS       SIGSTOP to this process; a helper sends SIGCONT after so long
              delay:SECONDS      waits
              error              raises InjectedFault
+             oom                raises what this process has for a lack of device memory
+             device             raises what it has for a device that failed
              each with @N (at the N-th time that a process gets there) and *N (N firings, in a directory)
 """
 
@@ -21,6 +23,7 @@ import signal
 import subprocess
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,12 +31,12 @@ from typing import Protocol
 
 from services.common.process.failpoints import POINTS
 
-_ACTION = re.compile(r"(kill|stop|delay|error)(?::(\d+(?:\.\d+)?))?(?:@(\d+))?(?:\*(\d+))?")
+_ACTION = re.compile(r"(kill|stop|delay|error|oom|device)(?::(\d+(?:\.\d+)?))?(?:@(\d+))?(?:\*(\d+))?")
 _POINT = re.compile(r"([a-z_.]+)(\[[A-Za-z0-9_-]+\])?")
 
 
 class InjectedFault(RuntimeError):
-    """What the action `error` raises."""
+    """What the action `error` raises, and one that this process has no error for."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Action:
     """What happens at a point.
 
     Attributes:
-        kind: "kill", "stop", "delay" or "error".
+        kind: "kill", "stop", "delay", "error", "oom" or "device".
         seconds: before the kill, or of the stop or delay.
         at: hit of a process that fires, counted from 1.
         times: firings left, in a directory.
@@ -64,7 +67,9 @@ def parse_action(text: str) -> Action:
     """
     match = _ACTION.fullmatch(text.strip())
     if match is None or (match[1] in ("stop", "delay") and match[2] is None):
-        raise ValueError(f"{text!r} is no action: kill[:S], stop:S, delay:S or error, with @N and *N")
+        raise ValueError(
+            f"{text!r} is no action: kill[:S], stop:S, delay:S, error, oom, device; with @N and *N"
+        )
     return Action(match[1], float(match[2] or 0), int(match[3] or 1), int(match[4] or 1))
 
 
@@ -168,14 +173,17 @@ def source(text: str) -> Source:
     return _Listed(text)
 
 
-def carry_out(action: Action, point: str) -> None:
+def carry_out(action: Action, point: str, errors: Mapping[str, Callable[[str], Exception]]) -> None:
     """Does it, but for the waiting. May not return.
 
+    Args:
+        errors: by the actions that stand for them.
+
     Raises:
-        InjectedFault: that is the action.
+        Exception: that is the action.
     """
-    if action.kind == "error":
-        raise InjectedFault(f"failpoint {point}")
+    if action.kind in ("error", "oom", "device"):
+        raise errors.get(action.kind, InjectedFault)(f"failpoint {point}: {action.kind}")
     if action.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if action.kind == "stop":

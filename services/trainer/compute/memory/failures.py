@@ -1,4 +1,8 @@
-"""What an exception inside a micro-batch means for the operations in it."""
+"""What an exception of the engine means: for the operations that it came up in, and for the process.
+
+Invariant: whether it was memory, the device or anything else is decided here alone. What is of the device
+ends the process: nothing that is computed on it afterwards can be relied on.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,23 @@ from collections.abc import Sequence
 import torch
 
 from services.common.contract.errors import Internal, TinsmithError
+from services.common.process import failpoints
 from services.common.process.memory import allocator
 from services.trainer.compute.data import Failure, Row
 
 OUT_OF_MEMORY = "out_of_memory"
 """Code of the failure of an operation with a sequence that does not fit."""
+
+_NO_MEMORY = 2
+"""CUDA's own number for it: what torch does not allocate, such as a kernel's stack, is refused like this."""
+_NO_MEMORY_WORDS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""Of a CPU, whose error has no type of its own, and of libraries that allocate by themselves."""
+_OF_THE_CALL = frozenset((1, 9, 98, 209, 701, 801))
+"""CUDA's errors of what was asked of it (invalid value, invalid configuration, no such function, no code for
+this device, too many resources, not supported), which is not done. The device goes on."""
+
+failpoints.name_error("oom", torch.OutOfMemoryError)
+failpoints.name_error("device", torch.AcceleratorError)
 
 
 def free_cache() -> None:
@@ -28,8 +44,29 @@ def failure(error: TinsmithError) -> Failure:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """On a CPU the error has no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether it failed for want of memory, of the device or the host. The same may succeed with more."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _number(error) == _NO_MEMORY:
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY_WORDS)
+
+
+def is_of_device(error: Exception) -> bool:
+    """Whether the device is in doubt, so that the process must end.
+
+    A kernel that breaks off is told of by whatever is called next, in the words of that. So after an
+    exception that does not say what it is of, this waits for the device, whose failure stays with it.
+    """
+    if isinstance(error, TinsmithError) or is_out_of_memory(error):
+        return False
+    if isinstance(error, torch.AcceleratorError) and _number(error) not in _OF_THE_CALL:
+        return True
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def explained(error: Exception, rows: Sequence[Row]) -> TinsmithError:
@@ -44,3 +81,8 @@ def explained(error: Exception, rows: Sequence[Row]) -> TinsmithError:
             OUT_OF_MEMORY,
         )
     return Internal(f"{type(error).__name__}: {error}")
+
+
+def _number(error: Exception) -> int | None:
+    """CUDA's, of an error that torch has from it."""
+    return getattr(error, "error_code", None) if isinstance(error, torch.AcceleratorError) else None

@@ -65,12 +65,12 @@ class Head:
         self.embedding = torch.randn(VOCAB, HIDDEN)
         self.head = LogprobHead(nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False), self.router)
         self.scored: list[int] = []
-        self.refuses: Callable[[int], str | None] = lambda tokens: None
+        self.refuses: Callable[[int], str | Exception | None] = lambda tokens: None
 
     def score(self, tokens: Tensor, targets: Targets, sequences: Sequences) -> tuple[Tensor, Tensor]:
         refusal = self.refuses(tokens.numel())
         if refusal is not None:
-            raise RuntimeError(refusal)
+            raise refusal if isinstance(refusal, Exception) else RuntimeError(refusal)
         self.scored.append(tokens.numel())
         return self.head(self.embedding[tokens[0]], targets), torch.zeros(0)
 
@@ -133,9 +133,14 @@ def test_rows_come_to_the_same_however_they_are_cut_into_micro_batches() -> None
         torch.testing.assert_close(cut.gradient(op.seq_id), whole.gradient(op.seq_id))
 
 
-def test_what_does_not_fit_runs_in_halves_and_what_was_made_meanwhile_goes_on() -> None:
+@pytest.mark.parametrize(
+    "refusal", ["can't allocate memory", torch.OutOfMemoryError("CUDA out of memory")], ids=["host", "device"]
+)
+def test_what_does_not_fit_runs_in_halves_and_what_was_made_meanwhile_goes_on(
+    refusal: str | Exception,
+) -> None:
     whole, rank = Rank(), Rank()
-    rank.base.refuses = lambda tokens: "can't allocate memory" if tokens > 10 else None
+    rank.base.refuses = lambda tokens: refusal if tokens > 10 else None
     expected, _ = whole.run(ROWS)
     found, failed = rank.run(ROWS[:3], ROWS[3:])
     assert rank.base.scored == [5, 9, 7, 4]
@@ -153,6 +158,14 @@ def test_of_an_operation_that_failed_nothing_runs_any_more_and_others_run() -> N
     assert failed.keys() == {0}
     assert "broken" in failed[0].message
     assert (1, 0) in found and (0, 2) not in found
+
+
+def test_an_error_of_the_device_is_no_operations_and_ends_the_pass() -> None:
+    rank = Rank()
+    rank.base.refuses = lambda tokens: torch.AcceleratorError("CUDA error") if tokens == 9 else None
+    with pytest.raises(torch.AcceleratorError):
+        rank.run([ROWS[0]], [ROWS[1]], [ROWS[2], ROWS[3]])
+    assert 11 not in rank.base.scored
 
 
 def test_what_cannot_be_made_fails_its_own_operation() -> None:

@@ -34,7 +34,7 @@ from services.trainer.compute.full.snapshot import FullSnapshot
 from services.trainer.compute.memory.transfer import Copies
 from services.trainer.world import world as world_module
 from services.trainer.world.channel import Channel, WorldFailure
-from services.trainer.world.commands import DropModel, LoadState, ModelStep, RunPass
+from services.trainer.world.commands import CreateModel, DropModel, LoadState, ModelStep, RunPass
 from services.trainer.world.world import SNAPSHOTS, World
 
 STEP = ModelStep("m", 7, AdamSpec())
@@ -178,6 +178,26 @@ async def test_a_snapshot_without_memory_fails_alone(
             pass
     async with world.snapshot("m") as (seq_id, _):
         assert seq_id == 7
+
+
+async def test_a_device_that_fails_ends_the_world_whatever_it_was_asked(
+    thread: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    for method, ask in (
+        ("create_model", lambda world: world.call(CreateModel("m", 0, None))),
+        ("snapshot", lambda world: world.state("m")),
+    ):
+        engine = Rank0()
+        world = World(thread, cast(Engine, engine), Channel(0, 1, timedelta(seconds=5)), 60)
+        await world.step(STEP)
+        monkeypatch.setattr(engine, method, fails, raising=False)
+        with pytest.raises(WorldFailure, match="illegal memory access"):
+            await ask(world)
+        with pytest.raises(WorldFailure):
+            await world.watch()
 
 
 async def test_a_snapshot_that_does_not_come_to_the_host_ends_the_world(thread: WorkerThread) -> None:
