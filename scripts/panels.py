@@ -218,6 +218,11 @@ RUNS: dict[str, list[Panel]] = {
             {"{{pod}}": rate("tinsmith_page_locked_refused_total", "pod")},
         ),
         (
+            "Micro-batches that were refused memory",
+            "ops",
+            {"{{pod}}": rate("tinsmith_micro_batch_splits_total", "pod")},
+        ),
+        (
             "Durable snapshots that could not be written",
             "ops",
             {"{{pod}}": rate("tinsmith_durable_snapshot_failures_total", "pod")},

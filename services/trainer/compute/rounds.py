@@ -44,6 +44,11 @@ BUSIEST = Counter(
 )
 MEAN = Counter("tinsmith_mean_rank_tokens_total", "The same by rank if each had had equally many")
 
+SPLIT = Counter(
+    "tinsmith_micro_batch_splits_total",
+    "Times that a micro-batch was refused memory on the first rank and went on in halves",
+)
+
 J = TypeVar("J")
 P = TypeVar("P")
 S = TypeVar("S")
@@ -201,6 +206,13 @@ class Rounds:
                 return []
         # Only here has the error let go of what the batch had computed.
         free_cache()
+        SPLIT.inc()
+        logger.warning(
+            "a micro-batch of %d rows, %d tokens, was refused memory and runs in halves: a smaller "
+            "--micro-batch-tokens would spare the time that it took",
+            len(rows),
+            sum(row.length for row in rows),
+        )
         started = []
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             left = [row for row in half if row.op not in failed]

@@ -225,6 +225,17 @@ def at_least(found: Capacity, sequence_tokens: int, one_adapter: int) -> Capacit
     return least
 
 
+def warn_of_halves(found: Capacity, micro_batch_tokens: int, context_length: int) -> None:
+    """Says so where full micro-batches will be refused memory, as far as the longest sequence tells."""
+    if found.one_rank_tokens < min(micro_batch_tokens, context_length):
+        log.warning(
+            "micro-batches are of up to %d tokens, and memory holds about %d: fuller ones are refused memory "
+            "and run in halves, which takes time; see --micro-batch-tokens",
+            micro_batch_tokens,
+            found.one_rank_tokens,
+        )
+
+
 def ranks_here() -> int:
     """Ranks that share this machine's memory. Of a world on several, its agent says how many it has."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

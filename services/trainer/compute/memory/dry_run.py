@@ -27,6 +27,7 @@ from services.trainer.compute.memory.capacity import (
     least_of_all,
     own_memory,
     steady,
+    warn_of_halves,
 )
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY
 from services.trainer.compute.memory.use import largest_pass_bytes
@@ -79,6 +80,7 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
     promised = least if engine.device == "cpu" else steady(least, engine.context_length)
     engine.pass_room = largest_pass_bytes(found, promised, engine.vocab_size, micro_batch_tokens, together)
     engine.adapter_room = promised.adapter_bytes
+    warn_of_halves(promised, micro_batch_tokens, engine.context_length)
     return promised
 
 

@@ -137,13 +137,17 @@ def test_rows_come_to_the_same_however_they_are_cut_into_micro_batches() -> None
     "refusal", ["can't allocate memory", torch.OutOfMemoryError("CUDA out of memory")], ids=["host", "device"]
 )
 def test_what_does_not_fit_runs_in_halves_and_what_was_made_meanwhile_goes_on(
-    refusal: str | Exception,
+    refusal: str | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole, rank = Rank(), Rank()
     rank.base.refuses = lambda tokens: refusal if tokens > 10 else None
     expected, _ = whole.run(ROWS)
+    before = REGISTRY.get_sample_value("tinsmith_micro_batch_splits_total") or 0.0
     found, failed = rank.run(ROWS[:3], ROWS[3:])
     assert rank.base.scored == [5, 9, 7, 4]
+    # 21 tokens in halves, and of these the 16.
+    assert (REGISTRY.get_sample_value("tinsmith_micro_batch_splits_total") or 0.0) - before == 2
+    assert "a micro-batch of 3 rows, 21 tokens, was refused memory" in caplog.text
     assert not failed
     assert found.keys() == expected.keys()
     torch.testing.assert_close(rank.gradient(1), whole.gradient(1))

@@ -27,6 +27,7 @@ from services.trainer.compute.memory.capacity import (
     capacity,
     footprint,
     steady,
+    warn_of_halves,
 )
 from services.trainer.compute.split.asked import Asked
 from services.trainer.compute.tenant import LoraTenant
@@ -183,6 +184,18 @@ def test_a_cpu_whose_memory_nobody_gave_takes_a_micro_batch_and_an_adapter_and_s
     enough = Capacity(4096, 8192, 9000, GIB)
     assert at_least(enough, 2048, GIB // 2) == enough
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("one_rank_tokens", "context_length", "said"),
+    [(700, 4096, True), (1024, 4096, False), (512, 512, False)],
+    ids=["less than a micro-batch", "as much", "all of a shorter context"],
+)
+def test_a_trainer_whose_memory_holds_no_full_micro_batch_says_so(
+    one_rank_tokens: int, context_length: int, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_halves(Capacity(one_rank_tokens, one_rank_tokens, 10**6, 0), 1024, context_length)
+    assert ("of up to 1024 tokens, and memory holds about 700" in caplog.text) is said
 
 
 def test_more_memory_never_holds_less() -> None:
