@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 _IDLE_CHECK_S = 3.0
 _NO_SNAPSHOT = (NotFound, SnapshotNotFound)
 _RECHECK_S = 30.0
-_LONGEST_PAUSE_S = 300.0
 
 
 class ModelRunner:
@@ -364,11 +363,12 @@ class ModelRunner:
     async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:
         """An operation that had taken effect cannot be repeated: without it the model is another one."""
         times = self._failed_calls[seq_id, "replay"] = self._failed_calls[seq_id, "replay"] + 1
-        wait = plan.backoff(times, first=0.1, most=_LONGEST_PAUSE_S)
+        wait = plan.backoff(times, first=0.1, most=plan.LONGEST_PAUSE_S)
         self._not_before = asyncio.get_running_loop().time() + wait
         self._discards = True  # The trainer would answer as it did, and its copy lacks the operation.
         why = plan.cannot_repeat(seq_id, error)
-        if plan.ends_model(error, times):
+        over = times >= plan.MOST_TRIES and await self._session_finished(self.model_id)
+        if plan.ends_model(error, times, over):
             await self._declare_lost(await self._journal.index(self.model_id, -1, entries=0), error)
         else:
             log.error("model %s waits: %s; next try in %.1f s", self.model_id, why, wait)
@@ -383,8 +383,7 @@ class ModelRunner:
 
     def _delay(self) -> None:
         self._attempt += 1
-        wait = plan.backoff(self._attempt, first=0.1)
-        self._not_before = asyncio.get_running_loop().time() + wait
+        self._not_before = asyncio.get_running_loop().time() + plan.backoff(self._attempt, first=0.1)
 
     async def _pause(self, reason: str, seconds: float = 0.0) -> None:
         self._paused = reason

@@ -236,6 +236,10 @@ _REFUSALS = (InvalidRequest, NotFound, Gone, DataLoss, Unreadable)
 _SETTINGS = frozenset(("beyond_trainer_memory",))
 """Codes of refusals that another trainer, or other settings of it, would not come to."""
 _MOST_REFUSALS = 3
+LONGEST_PAUSE_S = 300.0
+"""Between tries to repeat an operation, each of which reads the model from its snapshot."""
+MOST_TRIES = 300
+"""About a day of pauses."""
 _GIVEN_UP = "crashed_trainer"
 """Code of what brought its trainer down and is not begun for a while (common/process/crashes.py)."""
 
@@ -250,14 +254,16 @@ def replay_passes_over(operation: operation_pb2.Operation, result: results_pb2.O
     return kind in ("save_state", "save_for_sampler", "save_external")
 
 
-def ends_model(error: TinsmithError, times: int) -> bool:
+def ends_model(error: TinsmithError, times: int, over: bool) -> bool:
     """Whether a model is lost because an operation that had taken effect could not be repeated. Its snapshot
-    and journal are whole, so only for what can never be repeated.
+    and journal are whole, so only for what can never be repeated, or once nobody can miss the model.
 
     Args:
         times: how often it could not be so far, this time included.
+        over: its session is.
     """
-    return isinstance(error, _REFUSALS) and error.code not in _SETTINGS and times >= _MOST_REFUSALS
+    refused = isinstance(error, _REFUSALS) and error.code not in _SETTINGS
+    return (refused and times >= _MOST_REFUSALS) or (over and times >= MOST_TRIES)
 
 
 def cannot_repeat(seq_id: int, error: TinsmithError) -> str:

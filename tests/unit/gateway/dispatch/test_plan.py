@@ -21,6 +21,8 @@ from services.common.contract.errors import (
 from services.common.state.journal import UnreadableOperation
 from services.common.state.journal_records import Entry, JournalIndex
 from services.gateway.dispatch.plan import (
+    LONGEST_PAUSE_S,
+    MOST_TRIES,
     Action,
     Allowance,
     Gap,
@@ -149,12 +151,20 @@ def test_only_what_can_never_be_repeated_ends_a_model_and_not_at_once(
     error: TinsmithError, ends: bool
 ) -> None:
     told = errors.from_pb(errors.to_pb(error))
-    assert not ends_model(error, 2) and not ends_model(told, 2)
-    assert ends_model(error, 3) is ends_model(told, 3) is ends
+    assert not ends_model(error, 2, over=True) and not ends_model(told, 2, over=True)
+    assert ends_model(error, 3, over=True) is ends_model(told, 3, over=False) is ends
+    assert ends_model(error, 10**6, over=False) is ends
 
 
 def test_an_operation_that_cannot_be_read_ends_a_model_that_needs_it() -> None:
-    assert ends_model(UnreadableOperation("journal", 1, "torn"), 3)
+    assert ends_model(UnreadableOperation("journal", 1, "torn"), 3, over=False)
+
+
+def test_a_model_whose_session_is_over_does_not_wait_for_ever() -> None:
+    waits = [backoff(times, first=0.1, most=LONGEST_PAUSE_S) for times in range(1, MOST_TRIES)]
+    assert 20 * 3600 < sum(waits) < 30 * 3600
+    assert not ends_model(Internal("no room"), MOST_TRIES - 1, over=True)
+    assert ends_model(Internal("no room"), MOST_TRIES, over=True)
 
 
 def test_only_what_changed_the_model_is_replayed() -> None:
