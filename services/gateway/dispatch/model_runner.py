@@ -253,7 +253,7 @@ class ModelRunner:
             return
         log.warning("model %s is not back yet: %s", self.model_id, error.message)
         self._delay()
-        await self._pause(self._missing_reason())
+        await self._pause(plan.not_back_reason(error, self._missing_reason()))
 
     async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
         step = self._plan(index.entries, trainer, max(index.floor, index.durable))

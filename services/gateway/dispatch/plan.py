@@ -299,6 +299,13 @@ def missing_reason(base_model: str, seen: bool) -> str:
     return f"no trainer for {base_model} is running; the request will run when one is"
 
 
+def not_back_reason(error: TinsmithError, missing: str) -> str:
+    """Why a model's operations wait while its trainer cannot bring it back. `missing`: why there is none."""
+    if isinstance(error, (Unavailable, DeadlineExceeded)):
+        return missing
+    return f"the trainer cannot bring the model back at present ({error.message})"
+
+
 def backoff(attempt: int, first: float = 0.05, most: float = 2.0) -> float:
     """Seconds to wait before attempt number `attempt` (1, 2, ...) is repeated."""
     return min(most, first * 2.0 ** min(attempt - 1, 16))

@@ -53,6 +53,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         fail: seq_id -> error that the operation comes to.
         dropped: models of which it had a copy from before they moved to another trainer.
         durable_steps: whether an optim_step makes the state durable.
+        cannot_restore: what a restore comes to, if anything.
     """
 
     def __init__(self, journal: Journal, disk: dict[str, tuple[int, list[int]]]) -> None:
@@ -73,6 +74,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.fail: dict[int, TinsmithError] = {}
         self.raises: dict[int, TinsmithError] = {}
         self.durable_steps = True
+        self.cannot_restore: TinsmithError | None = None
 
     def order(self, model_id: str) -> list[int]:
         """seq_ids executed for a model by this start."""
@@ -138,6 +140,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.RestoreResponse:
         self._drop_former(request.model_id, request.moved_epoch)
         self._fence(request.model_id, request.epoch)
+        if self.cannot_restore is not None:
+            raise self.cannot_restore
         if request.model_id not in self.disk:
             raise SnapshotNotFound("none")
         applied, effects = self.disk[request.model_id]

@@ -420,3 +420,25 @@ async def test_a_model_of_which_an_operation_is_refused_in_every_replay_is_lost(
         error = (await gateway.result(2)).error
         assert error.code == "model_lost" and "what it loads is damaged" in error.message
     assert restarted.order(MODEL).count(1) == 3
+
+
+async def test_a_model_that_its_trainer_cannot_bring_back_waits_and_says_why(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    async with serving(redis_client, trainer, "trainer-0") as first:
+        await gateway.accept(create(), step(1))
+        await gateway.result(1)
+        await first.kill()
+    restarted = again(trainer)
+    restarted.cannot_restore = Internal("no memory for 5 GiB", "out_of_memory")
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(2))
+        told = ""
+        async with asyncio.timeout(60):
+            while told != "the trainer cannot bring the model back at present (no memory for 5 GiB)":
+                await asyncio.sleep(0.01)
+                view = await gateway.futures.wait(ids.request_id(MODEL, 2), 0)
+                told = view.queue_state_reason or ""
+        restarted.cannot_restore = None
+        assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3
