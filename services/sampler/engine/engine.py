@@ -32,8 +32,9 @@ from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
 from services.common.weights.medium import Medium
 from services.sampler.config import SamplerConfig, check_device
-from services.sampler.engine import answers
-from services.sampler.engine.child import STACKS_SIGNAL
+from services.sampler.engine import answers, child
+from services.sampler.engine.calls.reports import ENDED, Reports
+from services.sampler.engine.calls.workers import CALL_S, Workers
 from services.sampler.engine.params import checked, vllm_params
 from services.sampler.engine.runs import Run, Runs
 from services.sampler.engine.sampling import (
@@ -49,7 +50,6 @@ from services.sampler.engine.sampling import (
 )
 from services.sampler.engine.settings import adapts, started
 from services.sampler.engine.snapshot_key import Adapter, Weights
-from services.sampler.engine.workers import ENDED, Workers
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
 
 log = logging.getLogger(__name__)
@@ -102,11 +102,14 @@ class Engine:
         self._runs = Runs(self._llm.output_processor)
         self._finished_tokens = 0
         self._weights: Weights = None
-        self._calls = Workers(self._llm.collective_rpc, lambda: self.dead)
+        self._reports = Reports(config.workers)
+        self._calls = Workers(self._llm.collective_rpc, lambda: self.dead, self._reports, CALL_S)
 
     async def prepare(self) -> None:
         """Corrects the workers and runs one request, so that the first user does not wait for it."""
-        self.gpus = tuple(gpu for gpu in await self._calls.call("tinsmith_setup") if gpu)
+        async with self._reports.listening(CALL_S) as path:
+            gpus = await self._calls.call("tinsmith_setup", path)
+        self.gpus = tuple(gpu for gpu in gpus if gpu)
         prompt = [0] * min(16, self.limits.context_length - 2)
         params = SamplingParams(max_tokens=2)
         await self.sample(
@@ -115,8 +118,8 @@ class Engine:
 
     @property
     def dead(self) -> bool:
-        """The engine's process is gone; only a restart of this one helps."""
-        return bool(self._llm.errored)
+        """One of the engine's processes is gone; only a restart of this one helps."""
+        return bool(self._llm.errored) or self._reports.broken
 
     @property
     def running(self) -> int:
@@ -146,19 +149,19 @@ class Engine:
         return min(await self._calls.call("tinsmith_steps"))
 
     def dump_stacks(self) -> None:
-        """Has the engine core write where its threads are to the log, whatever they wait for."""
-        for child in multiprocessing.active_children():
-            if child.pid is not None:
-                os.kill(child.pid, STACKS_SIGNAL)
+        """Has the engine core and its workers write where their threads are to the log, whatever they wait
+        for."""
+        child.dump_stacks(os.getpid())
 
     def kill(self) -> None:
         """Ends the engine's processes at once; a stuck one heeds nothing else."""
-        for child in multiprocessing.active_children():
-            child.kill()
+        for process in multiprocessing.active_children():
+            process.kill()
 
     async def close(self) -> None:
         """Ends what goes on in the background here; the engine's processes go on."""
         await self._calls.close()
+        await self._reports.close()
 
     def shutdown(self, seconds: float) -> None:
         """Ends the engine's processes, killing them after `seconds`."""
@@ -310,7 +313,7 @@ class Engine:
     async def receive_adapter(
         self, adapter_id: int, epoch: int, rank: int, specs: list[list[Any]], checksum: int, seconds: float
     ) -> int:
-        """Receives an adapter over the weight group; returns its bytes in memory on one worker.
+        """Receives an adapter over the weight group; returns its bytes in memory, of all workers.
 
         Args:
             specs: [name, dtype, shape] of each tensor of the packed buffer.
@@ -322,12 +325,12 @@ class Engine:
         return await self._calls.run("tinsmith_receive", arguments, seconds)
 
     async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int:
-        """Loads an adapter from a PEFT directory; returns its bytes in memory on one worker."""
+        """Loads an adapter from a PEFT directory; returns its bytes in memory, of all workers."""
         return await self._calls.run("tinsmith_load", (adapter_id, directory), seconds)
 
     async def drop_adapters(self, adapter_ids: list[int]) -> None:
-        """Frees adapters that no request uses."""
-        await self._calls.call("tinsmith_drop", adapter_ids)
+        """Frees adapters that no request uses, at some later time if the workers do not answer."""
+        await self._calls.free("tinsmith_drop", adapter_ids)
 
     async def stage_weights(
         self, stage_id: int | None, epoch: int, specs: list[list[Any]], checksum: int, seconds: float
@@ -344,8 +347,8 @@ class Engine:
         await self._calls.run("tinsmith_stage", (stage_id, epoch, specs, checksum, seconds), seconds)
 
     async def drop_staged(self, stage_ids: list[int]) -> None:
-        """Frees staged weights."""
-        await self._calls.call("tinsmith_drop_staged", stage_ids)
+        """Frees staged weights, at some later time if the workers do not answer."""
+        await self._calls.free("tinsmith_drop_staged", stage_ids)
 
     async def check_weights(self, source: int | str, seconds: float) -> None:
         """Whether weights fit this model; none is replaced. The caller sees to it that no request runs.

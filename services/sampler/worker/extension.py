@@ -1,11 +1,13 @@
 """What a vLLM worker does for Tinsmith: joins weight groups and takes weights, from memory or disk.
 
 vLLM mixes WorkerExtension into its worker class; its methods are called between engine steps with
-`collective_rpc`. Waiting and copying therefore happen in a thread ("a job"), and the engine only registers
-the finished adapter, so running generations go on meanwhile.
+`collective_rpc`. Waiting, copying, scaling and packing therefore happen in a thread ("a job"), and the engine
+only registers the finished adapter, so running generations go on meanwhile. A job tells the front end by
+itself that it is done.
 
 Invariant: an adapter is registered whole and checked, under an id that no request uses yet, or not at all;
-an adapter that is registered has been in an engine slot once, so using it cannot fail.
+an adapter that is registered has been checked against the engine's slots, so using it cannot fail. What runs
+keeps its slot: an adapter that comes takes a free one or none.
 
 This file, full_weights.py, cpu_adapters.py, adapter_rows.py and the rooms v1 and v2 are the only ones that
 touch vLLM's worker internals; what is of one model runner alone is behind runner.py.
@@ -13,6 +15,8 @@ touch vLLM's worker internals; what is of one model runner alone is behind runne
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import logging
 import os
@@ -20,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -41,7 +45,7 @@ from services.common.process.memory import allocator
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
 from services.sampler.worker import full_weights, text_models
-from services.sampler.worker.jobs import Job, Outcome
+from services.sampler.worker.jobs import Job, Outcome, Reporter
 from services.sampler.worker.runner import Runner, installed
 
 log = logging.getLogger(__name__)
@@ -63,8 +67,9 @@ def _deadline() -> Iterator[None]:
 class _State:
     """What the extension keeps; the worker class itself has no constructor of ours."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, reporter: Reporter) -> None:
         self.runner = runner
+        self.reporter = reporter
         self.group: weights.WeightGroup | None = None
         self.jobs: dict[str, Job] = {}
         self.staged: dict[int, dict[str, torch.Tensor]] = {}
@@ -80,14 +85,21 @@ class WorkerExtension:
     model_runner: Any
     execute_dummy_batch: Callable[[], None]
 
-    def tinsmith_setup(self) -> str:
-        """Applies what vLLM lacks. Called once, before the first request. Returns the GPU's UUID."""
+    def tinsmith_setup(self, reports: str) -> str:
+        """Applies what vLLM lacks. Called once, before the first request.
+
+        Args:
+            reports: path of the socket that takes what becomes of jobs.
+
+        Returns:
+            The GPU's UUID.
+        """
         if self.device.type == "cpu" and self.model_runner.parallel_config.pipeline_parallel_size > 1:
             # The first batch makes room for what a stage receives. On a CPU vLLM leaves its warm-up out.
             self.execute_dummy_batch()
         if self.device.type == "cpu":
             allocator.keep_freed_memory()
-        self.tinsmith_state = _State(installed(self))
+        self.tinsmith_state = _State(installed(self), Reporter(reports, self.rank))
         if self.device.type != "cuda":
             return ""
         return str(torch.cuda.get_device_properties(self.device).uuid)
@@ -122,7 +134,7 @@ class WorkerExtension:
             self.tinsmith_state.group = group
             return 0
 
-        self.tinsmith_state.jobs[job] = Job(f"join-{epoch}", work, finish, weights.WeightGroup.abort)
+        self._tinsmith_start(job, f"join-{epoch}", work, finish, weights.WeightGroup.abort)
 
     def tinsmith_leave(self) -> None:
         """Gives the weight group up; a transfer that waits fails."""
@@ -136,11 +148,11 @@ class WorkerExtension:
         """Starts receiving an adapter. specs: [name, dtype, shape] of each tensor, in order."""
         layout = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
 
-        def work() -> LoRAModel:
+        def work() -> _Adapter:
             tensors = self._tinsmith_received(epoch, layout, checksum, timeout)
-            return self._tinsmith_adapter(adapter_id, rank, tensors)
+            return self._tinsmith_prepared(self._tinsmith_adapter(adapter_id, rank, tensors))
 
-        self.tinsmith_state.jobs[job] = Job(f"receive-{adapter_id}", work, self._tinsmith_register)
+        self._tinsmith_start(job, f"receive-{adapter_id}", work, self._tinsmith_register)
 
     def tinsmith_stage(
         self, job: str, stage_id: int | None, epoch: int, specs: list, checksum: int, timeout: float
@@ -160,7 +172,7 @@ class WorkerExtension:
                 self.tinsmith_state.staged[stage_id] = tensors
             return 0
 
-        self.tinsmith_state.jobs[job] = Job(f"stage-{stage_id}", work, finish)
+        self._tinsmith_start(job, f"stage-{stage_id}", work, finish)
 
     def tinsmith_drop_staged(self, stage_ids: list[int]) -> None:
         """Frees staged weights."""
@@ -179,7 +191,7 @@ class WorkerExtension:
             with self.tinsmith_state.swapping:
                 full_weights.check(self, tensors())
 
-        self.tinsmith_state.jobs[job] = Job(f"check-{source}", work)
+        self._tinsmith_start(job, f"check-{source}", work)
 
     def tinsmith_swap(self, job: str, source: int | str | None) -> None:
         """Starts replacing the model's weights. No request runs meanwhile.
@@ -197,7 +209,7 @@ class WorkerExtension:
                     full_weights.check_base(self)
                 full_weights.load(self, tensors())
 
-        self.tinsmith_state.jobs[job] = Job(f"swap-{source}", work)
+        self._tinsmith_start(job, f"swap-{source}", work)
 
     def _tinsmith_source(self, source: int | str | None) -> Callable[[], full_weights.NamedTensors]:
         """What gives the tensors, in a thread. Dropping them from the stage meanwhile does no harm."""
@@ -210,30 +222,33 @@ class WorkerExtension:
     def tinsmith_load(self, job: str, adapter_id: int, directory: str) -> None:
         """Starts loading an adapter from a snapshot directory in PEFT format."""
 
-        def work() -> LoRAModel:
+        def work() -> _Adapter:
             config = json.loads((Path(directory) / "adapter_config.json").read_text())
             tensors = load_file(Path(directory) / "adapter_model.safetensors")
             named = {
                 name.removeprefix(_PEFT_PREFIX).removesuffix(".weight"): tensor
                 for name, tensor in tensors.items()
             }
-            return self._tinsmith_adapter(adapter_id, int(config["r"]), named)
+            return self._tinsmith_prepared(self._tinsmith_adapter(adapter_id, int(config["r"]), named))
 
-        self.tinsmith_state.jobs[job] = Job(f"load-{adapter_id}", work, self._tinsmith_register)
+        self._tinsmith_start(job, f"load-{adapter_id}", work, self._tinsmith_register)
 
-    def tinsmith_poll(self, job: str) -> Outcome | None:
-        """Whether a job is done here; None while it is not. Nothing changes by it."""
-        return self.tinsmith_state.jobs[job].poll()
+    def _tinsmith_start(
+        self, job: str, name: str, work: Callable[[], Any], *ends: Callable[[Any], Any]
+    ) -> None:
+        """Starts a job. ends: what gives its result an effect and what does away with it, as of Job."""
+        tell = functools.partial(self.tinsmith_state.reporter.tell, job)
+        self.tinsmith_state.jobs[job] = Job(name, work, tell, *ends)
 
     def tinsmith_finish(self, job: str) -> Outcome:
         """Has a job take effect that is done on all workers: they do so between the same two steps."""
         return self.tinsmith_state.jobs.pop(job).finish()
 
-    def tinsmith_forget(self, job: str) -> None:
-        """A job that shall have no effect any more, whether it is done or not."""
-        forgotten = self.tinsmith_state.jobs.pop(job, None)
-        if forgotten is not None:
-            forgotten.forget()
+    def tinsmith_forget(self, jobs: list[str]) -> None:
+        """Jobs that shall have no effect any more, whether they are done or not."""
+        for job in jobs:
+            if (forgotten := self.tinsmith_state.jobs.pop(job, None)) is not None:
+                forgotten.forget()
 
     def tinsmith_drop(self, adapter_ids: list[int]) -> None:
         """Frees adapters that no request uses."""
@@ -287,18 +302,60 @@ class WorkerExtension:
                 raise InvalidRequest(f"the adapter's {module} is not a pair of rank {rank} matrices")
         return adapter
 
-    def _tinsmith_register(self, adapter: LoRAModel) -> int:
-        """Hands an adapter to vLLM and puts it into a slot once. Returns its bytes."""
+    def _tinsmith_prepared(self, adapter: LoRAModel) -> _Adapter:
+        """Does to an adapter all that vLLM does before it copies it into a slot, and checks that it can:
+        its scale goes into B, the parts of fused layers come together, and its memory is page-locked."""
         manager = self.model_runner.lora_manager._adapter_manager
         nbytes = sum(lora.lora_a.nbytes + lora.lora_b.nbytes for lora in adapter.loras.values())
+        if self.device.type == "cuda":
+            # Each thread has its own; page-locked memory is of one.
+            torch.cuda.set_device(self.device)
         try:
-            manager.add_adapter(adapter)
-            manager.activate_adapter(adapter.id)
+            # A pipeline stage may have no layer of it.
+            if adapter.loras:
+                manager._validate_moe_lora_format(adapter)
+                manager._create_merged_loras_inplace(adapter)
+            _check_slots(manager, adapter)
         except Exception as error:
             # Shapes that do not fit must not reach a running step, where they would end the engine.
-            manager.remove_adapter(adapter.id)
             raise InvalidRequest(f"the adapter does not fit this model: {error}") from error
-        return nbytes
+        return _Adapter(adapter, nbytes)
+
+    def _tinsmith_register(self, adapter: _Adapter) -> int:
+        """Hands an adapter to vLLM, which copies it into a slot in the first step that uses it, or now where
+        one is free. Returns its bytes."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        # What vLLM's add_adapter does behind what was done to it already.
+        manager._registered_adapters[adapter.lora.id] = adapter.lora
+        if len(manager._active_adapters) < manager.lora_slots:
+            manager.activate_adapter(adapter.lora.id)
+        return adapter.nbytes
+
+
+class _Adapter(NamedTuple):
+    """An adapter that a slot can be filled from, and its bytes."""
+
+    lora: LoRAModel
+    nbytes: int
+
+
+def _check_slots(manager: Any, adapter: LoRAModel) -> None:
+    """Has vLLM's layers copy an adapter into slots without memory: they raise what they would raise then."""
+    for name, layer in manager.modules.items():
+        lora = manager._get_lora_layer_weights(adapter, name)
+        if lora is not None:
+            slots = copy.copy(layer)
+            vars(slots).update({of: _without_memory(value) for of, value in vars(layer).items()})
+            slots.set_lora(0, _without_memory(lora.lora_a), _without_memory(lora.lora_b))
+
+
+def _without_memory(value: Any) -> Any:
+    """Tensors, and those in a list or tuple, of the same shape on the meta device; others as they are."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device="meta")
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_memory, value))
+    return value
 
 
 def _leave_to_other_stages(adapter: LoRAModel, model: torch.nn.Module) -> None:

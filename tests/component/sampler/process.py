@@ -181,13 +181,19 @@ class Sampler:
         return self.process.wait(150)
 
 
-def launch(directory: Path, model_dir: Path, redis_url: str, *options: str) -> Sampler:
-    """Starts a sampler process without waiting for it."""
+def launch(
+    directory: Path,
+    model_dir: Path,
+    redis_url: str,
+    *options: str,
+    program: Sequence[str] = ("-m", "services.sampler"),
+) -> Sampler:
+    """Starts a sampler process without waiting for it. program: what Python is to run."""
     directory.mkdir(parents=True, exist_ok=True)
     port, metrics_port = free_port(), free_port()
     log = directory / "sampler.log"
     command = [
-        *(sys.executable, "-m", "services.sampler", "--id", "sampler-0", "--port", str(port)),
+        *(sys.executable, *program, "--id", "sampler-0", "--port", str(port)),
         *("--model", f"{BASE_MODEL}={model_dir}", "--data-dir", str(directory / "data")),
         *("--metrics-port", str(metrics_port), *options),
     ]

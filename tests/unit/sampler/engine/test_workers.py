@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from services.common.contract.errors import DataLoss, DeadlineExceeded, Internal, Unavailable
-from services.sampler.engine.workers import Workers
+from services.sampler.engine.calls import workers as module
+from services.sampler.engine.calls.reports import Reports
+from services.sampler.engine.calls.workers import Workers
+from services.sampler.worker.jobs import Outcome, Reporter
 
 
 class Executor:
@@ -37,7 +41,7 @@ class Executor:
 
 async def test_a_call_that_takes_too_long_does_not_shift_the_answers_of_those_after_it() -> None:
     executor = Executor()
-    workers = Workers(executor.rpc, lambda: False, seconds=0.1)
+    workers = Workers(executor.rpc, lambda: False, Reports(1), seconds=0.1)
     executor.stall = 0.15
     with pytest.raises(DeadlineExceeded, match="tinsmith_steps"):
         await workers.call("tinsmith_steps")
@@ -46,42 +50,69 @@ async def test_a_call_that_takes_too_long_does_not_shift_the_answers_of_those_af
 
 
 class World:
-    """Two workers with jobs; `outcomes` is what each says of a job, None = it still runs."""
+    """Two workers with jobs; `outcomes` is what each says of one when it starts, None = it still runs."""
 
-    def __init__(self) -> None:
-        self.outcomes: list[Any] = [["done"], ["done"]]
+    def __init__(self, reporters: list[Reporter]) -> None:
+        self.reporters = reporters
+        self.outcomes: list[Outcome | None] = [["done"], ["done"]]
         self.finished = [["ok", 3], ["ok", 5]]
         self.calls: list[str] = []
+        self.arguments: list[tuple[Any, ...]] = []
         self.dead = False
         self.failure: Exception | None = None
 
     async def rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append(method)
+        self.arguments.append(args)
         if self.failure is not None:
             raise self.failure
-        if method == "tinsmith_poll":
-            return list(self.outcomes)
+        if method in ("tinsmith_load", "tinsmith_receive", "tinsmith_stage"):
+            for rank, outcome in enumerate(self.outcomes):
+                if outcome is not None:
+                    self.reporters[rank].tell(args[0], outcome)
         return self.finished if method == "tinsmith_finish" else [None, None]
 
+    async def until_called(self, *methods: str) -> None:
+        """Waits until these were the last calls."""
+        async with asyncio.timeout(60):
+            while self.calls[-len(methods) :] != list(methods):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
 
 @pytest.fixture
-def world() -> World:
-    return World()
+async def reports() -> AsyncIterator[Reports]:
+    made = Reports(2)
+    yield made
+    await made.close()
 
 
 @pytest.fixture
-def workers(world: World) -> Workers:
-    return Workers(world.rpc, lambda: world.dead, seconds=0.2)
+async def world(reports: Reports) -> World:
+    async with reports.listening(60) as path:
+        return World([Reporter(path, 0), Reporter(path, 1)])
+
+
+@pytest.fixture
+async def workers(world: World, reports: Reports) -> AsyncIterator[Workers]:
+    made = Workers(world.rpc, lambda: world.dead, reports, seconds=0.2)
+    yield made
+    await made.close()
 
 
 async def test_a_job_takes_effect_when_all_workers_are_done(world: World, workers: Workers) -> None:
     world.outcomes = [["done"], None]
     running = asyncio.create_task(workers.run("tinsmith_load", (), 5))
     await asyncio.sleep(0.05)
-    assert "tinsmith_finish" not in world.calls
-    world.outcomes = [["done"], ["done"]]
-    assert await running == 5
-    assert "tinsmith_forget" not in world.calls
+    assert world.calls == ["tinsmith_load"], "nobody is asked whether it is done"
+    world.reporters[1].tell(world.arguments[0][0], ["done"])
+    assert await running == 8
+    assert world.calls == ["tinsmith_load", "tinsmith_finish"]
+
+
+async def test_a_job_that_is_done_before_its_start_is_answered_is_not_waited_for(
+    world: World, workers: Workers
+) -> None:
+    assert await workers.run("tinsmith_load", (), 5) == 8
 
 
 async def test_a_job_that_fails_on_one_worker_takes_effect_on_none(world: World, workers: Workers) -> None:
@@ -106,6 +137,45 @@ async def test_a_job_that_nobody_waits_for_any_more_is_forgotten(
         await running
     await asyncio.sleep(0.01)
     assert world.calls[-1] == "tinsmith_forget"
+
+
+async def test_a_job_that_could_not_be_forgotten_is_forgotten_later_and_so_is_what_could_not_be_dropped(
+    world: World, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    world.outcomes = [None, None]
+    running = asyncio.create_task(workers.run("tinsmith_stage", (), 60))
+    await world.until_called("tinsmith_stage")
+    job = world.arguments[0][0]
+    world.failure = Exception("the engine is busy")
+    running.cancel()
+    await world.until_called("tinsmith_forget", "tinsmith_forget", "tinsmith_forget")
+    await workers.free("tinsmith_drop", [7])
+    await world.until_called("tinsmith_drop", "tinsmith_forget")
+    world.failure = None
+    before = len(world.calls)
+    async with asyncio.timeout(60):
+        while len(world.calls) < before + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    freed = dict(zip(world.calls[before:], world.arguments[before:], strict=True))
+    assert freed == {"tinsmith_forget": ([job],), "tinsmith_drop": ([7],)}
+    await asyncio.sleep(0.05)
+    assert len(world.calls) == before + 2, "once is enough"
+
+
+async def test_who_waits_for_a_worker_that_ends_is_told_so_and_so_is_who_comes_later(
+    world: World, workers: Workers, reports: Reports
+) -> None:
+    world.outcomes = [["done"], None]
+    running = asyncio.create_task(workers.run("tinsmith_load", (), 60))
+    await world.until_called("tinsmith_load")
+    world.reporters.pop()
+    with pytest.raises(Unavailable, match="restarting"):
+        await running
+    assert reports.broken
+    world.outcomes = [None]
+    with pytest.raises(Unavailable, match="restarting"):
+        await workers.run("tinsmith_load", (), 60)
 
 
 async def test_a_method_that_fails_is_an_internal_error_and_one_of_a_dead_engine_unavailable(

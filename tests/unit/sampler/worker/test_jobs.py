@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from services.common.contract.errors import DataLoss
-from services.sampler.worker.jobs import Job
+from services.sampler.worker.jobs import Job, Outcome
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -20,32 +20,36 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_nothing_takes_effect_by_looking_whether_the_work_is_done() -> None:
+def test_nothing_takes_effect_when_the_work_is_done_and_its_end_is_told_once() -> None:
     effects: list[int] = []
+    told: list[Outcome] = []
 
     def finish(result: int) -> int:
         effects.append(result)
         return 8
 
     gate = threading.Event()
-    job = Job("work", lambda: gate.wait(60) and 7, finish)
-    assert job.poll() is None
+    job = Job("work", lambda: gate.wait(60) and 7, told.append, finish)
+    assert told == []
     gate.set()
-    until(lambda: job.poll() == ["done"])
+    until(lambda: told == [["done"]])
     assert effects == []
-    assert (job.finish(), effects) == (["ok", 8], [7])
+    assert (job.finish(), effects, told) == (["ok", 8], [7], [["done"]])
 
 
 def test_a_failure_is_told_with_its_code_and_an_unknown_one_as_internal() -> None:
     def fail(error: Exception) -> None:
         raise error
 
-    typed = Job("typed", lambda: fail(DataLoss("checksum")))
-    until(lambda: typed.poll() is not None)
-    assert typed.poll() == ["error", "data_loss", "server", "checksum"]
-    untyped = Job("untyped", lambda: fail(OSError("disk")))
-    until(lambda: untyped.poll() is not None)
-    assert untyped.poll() == ["error", "internal", "server", "OSError: disk"]
+    told: list[Outcome] = []
+    Job("typed", lambda: fail(DataLoss("checksum")), told.append)
+    until(lambda: told == [["error", "data_loss", "server", "checksum"]])
+    Job("untyped", lambda: fail(OSError("disk")), told.append)
+    until(lambda: told[1:] == [["error", "internal", "server", "OSError: disk"]])
+
+
+def ignored(outcome: Outcome) -> None:
+    """Nobody is told."""
 
 
 class Tensors:
@@ -62,7 +66,7 @@ def test_the_result_of_a_forgotten_job_is_freed_although_its_work_ends_later() -
         made.append(weakref.ref(tensors))
         return tensors
 
-    jobs = {"receive": Job("receive", work)}
+    jobs = {"receive": Job("receive", work, ignored)}
     jobs.pop("receive").forget()
     gate.set()
     until(lambda: bool(made) and gc.collect() >= 0 and made[0]() is None)
@@ -71,10 +75,11 @@ def test_the_result_of_a_forgotten_job_is_freed_although_its_work_ends_later() -
 def test_what_a_forgotten_job_makes_is_done_away_with_whether_it_was_done_or_not() -> None:
     discarded: list[str] = []
     gate = threading.Event()
-    late = Job("late", lambda: gate.wait(60) and "late", discard=discarded.append)
+    late = Job("late", lambda: gate.wait(60) and "late", ignored, discard=discarded.append)
     late.forget()
-    done = Job("done", lambda: "done", discard=discarded.append)
-    until(lambda: done.poll() is not None)
+    told: list[Outcome] = []
+    done = Job("done", lambda: "done", told.append, discard=discarded.append)
+    until(lambda: told == [["done"]])
     done.forget()
     until(lambda: discarded == ["done"])
     gate.set()

@@ -3,7 +3,8 @@
 Invariants: a deadline is kept here and never by vLLM's executor. Its workers' answers are told apart by
 their order alone: one that the executor stopped waiting for would be taken for that of the next call, and
 the engine would end. A job takes effect on all workers or on none: it is finished when every worker is done,
-and forgotten otherwise, also when its caller went away.
+and forgotten otherwise, also when its caller went away. What was to be freed is asked for again until the
+workers did it or ended.
 """
 
 from __future__ import annotations
@@ -11,21 +12,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from services.common.contract import errors
-from services.common.contract.errors import DeadlineExceeded, Internal, Unavailable
+from services.common.contract.errors import DeadlineExceeded, Internal, TinsmithError, Unavailable
 from services.common.process.tasks import cancel_all
+from services.sampler.engine.calls.reports import ENDED, Reports
 
 log = logging.getLogger(__name__)
 
 CALL_S = 60.0
-_POLL_S = 0.002
-# A worker answers between two steps; those of a tensor-parallel engine wait for it.
-_POLL_MAX_S = 0.5
-
-ENDED = "the engine ended; the sampler is restarting, try again"
+_AGAIN_S = 1.0
+_AGAIN_MAX_S = 30.0
 
 Rpc = Callable[..., Awaitable[list[Any]]]
 """(method, args=arguments) -> the answer of each worker."""
@@ -37,15 +36,19 @@ class Workers:
     Args:
         rpc: AsyncLLM.collective_rpc.
         dead: whether the engine's process is gone.
+        reports: what the workers say of their jobs.
         seconds: deadline of one call.
     """
 
-    def __init__(self, rpc: Rpc, dead: Callable[[], bool], seconds: float = CALL_S) -> None:
+    def __init__(self, rpc: Rpc, dead: Callable[[], bool], reports: Reports, seconds: float) -> None:
         self._rpc = rpc
         self._dead = dead
+        self._reports = reports
         self._seconds = seconds
         self._numbers = itertools.count()
-        self._cleanups: set[asyncio.Task[None]] = set()
+        self._owed: dict[str, list[Any]] = {}
+        """What a method is still to free."""
+        self._freeing: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """The answer of each worker, in order of rank.
@@ -74,7 +77,7 @@ class Workers:
             seconds: how long the job itself may take.
 
         Returns:
-            The largest result of a worker.
+            The results of all workers together.
 
         Raises:
             TinsmithError: as `call`, or what the job failed with on a worker.
@@ -83,42 +86,51 @@ class Workers:
         finished = False
         try:
             async with asyncio.timeout(seconds + self._seconds):
-                await self.call(method, job, *arguments)
-                _raise_first(await self._until_done(job))
+                with self._reports.expected(job) as reported:
+                    await self.call(method, job, *arguments)
+                    _raise_first(await reported())
                 outcomes = await self.call("tinsmith_finish", job)
                 finished = True
             _raise_first(outcomes)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{method} did not finish in {seconds:.0f} s") from error
         finally:
-            if not finished and not self._dead():
-                self._own(self._forget(job))
-        return max(outcome[1] for outcome in outcomes)
+            if not finished:
+                self._owe("tinsmith_forget", [job])
+        return sum(outcome[1] for outcome in outcomes)
+
+    async def free(self, method: str, names: list[Any]) -> None:
+        """Calls a method that frees what it is given the names of, and does no more when it is called twice.
+        Where that fails it is called again later, until it does not or the engine ended."""
+        try:
+            await self.call(method, names)
+        except TinsmithError as error:
+            log.warning("%s is called again: %s", method, error)
+            self._owe(method, names)
 
     async def close(self) -> None:
-        """Ends the clean-ups that go on."""
-        await cancel_all(self._cleanups)
+        """Ends what goes on here."""
+        await cancel_all([self._freeing])
 
-    async def _until_done(self, job: str) -> list[list[Any]]:
-        pause = _POLL_S
-        while True:
-            outcomes = await self.call("tinsmith_poll", job)
-            if all(outcome is not None for outcome in outcomes):
-                return outcomes
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, _POLL_MAX_S)
+    def _owe(self, method: str, names: list[Any]) -> None:
+        self._owed.setdefault(method, []).extend(names)
+        if self._freeing is None or self._freeing.done():
+            # Not with the call that caused it.
+            self._freeing = asyncio.create_task(self._free_owed(), name="what workers are to free")
 
-    async def _forget(self, job: str) -> None:
-        try:
-            await self.call("tinsmith_forget", job)
-        except errors.TinsmithError as error:
-            log.warning("job %s may be kept on a worker: %s", job, error)
-
-    def _own(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a clean-up that must not die with the call that caused it."""
-        task = asyncio.create_task(work)
-        self._cleanups.add(task)
-        task.add_done_callback(self._cleanups.discard)
+    async def _free_owed(self) -> None:
+        pause = _AGAIN_S
+        while self._owed and not self._dead():
+            method = next(iter(self._owed))
+            names = self._owed.pop(method)
+            try:
+                await self.call(method, names)
+                pause = _AGAIN_S
+            except TinsmithError as error:
+                log.warning("workers keep %d for %s: %s", len(names), method, error)
+                self._owed.setdefault(method, []).extend(names)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, _AGAIN_MAX_S)
 
 
 def _raise_first(outcomes: list[list[Any]]) -> None:

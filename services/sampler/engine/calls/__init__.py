@@ -1,0 +1,7 @@
+"""Calls of our methods on vLLM's workers, the jobs that run there, and how these tell that they are done.
+
+Invariant: nothing here asks a worker whether it is done: between its start and its end a job costs the
+engine's steps nothing. What a worker keeps for nobody any more is freed, however often a call fails.
+
+Imported by the engine; imports the room worker (the format of reports).
+"""

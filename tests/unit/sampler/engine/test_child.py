@@ -1,0 +1,51 @@
+"""Where an engine's processes are goes to their log, also of those that others of them started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from services.sampler.engine import child
+
+# Each starts the next one, as the engine's core starts its workers; the last one heeds no signal.
+CHAIN = """
+import faulthandler, subprocess, sys, time
+depth = int(sys.argv[1])
+def hang_at_depth_{depth}():
+    if depth:
+        subprocess.Popen([sys.executable, "-c", sys.argv[2], str(depth - 1), sys.argv[2]], stderr=sys.stderr)
+        faulthandler.register({signal}, all_threads=True)
+    print("there", depth, flush=True)
+    time.sleep(600)
+hang_at_depth_{depth}()
+""".replace("{signal}", str(int(child.STACKS_SIGNAL))).replace("_{depth}", "")
+
+
+def test_every_process_below_writes_its_stacks_and_those_that_cannot_go_on(tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as told, err.open("wb") as stacks:
+        first = subprocess.Popen(
+            [sys.executable, "-c", CHAIN, "2", CHAIN], stdout=told, stderr=stacks, start_new_session=True
+        )
+    try:
+        until(lambda: out.read_text().count("there") == 3)
+        child.dump_stacks(os.getpid())
+        until(lambda: err.read_text().count("in hang_at_depth") == 2)
+        second, last = child._below(first.pid)
+        states = [Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in (first.pid, second, last)]
+        assert states == ["S", "S", "S"], "none of them has ended"
+    finally:
+        os.killpg(first.pid, 9)
+        first.wait()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for other processes."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
