@@ -53,7 +53,8 @@ class SamplerConfig:
         max_loras: adapters in one engine step; requests for more take turns. 0 = none at all: only the base
             model and full models are sampled, and the engine spends nothing on adapters.
         max_lora_rank: largest adapter rank.
-        snapshot_cache_gib: host memory for snapshots that may be sampled from without a reload.
+        snapshot_cache_gib: host memory, of all workers together, for adapters that may be sampled from
+            without a reload.
         full_snapshot_cache_gib: host memory, of all workers together, for snapshots of full models; others
             are read from the store when their weights go into the engine.
         kv_cache_gib: memory of each worker for keys and values; 0 = from the model and what the machine has

@@ -41,7 +41,9 @@ def build(config: SamplerConfig, engine: Engine) -> Parts:
     """The parts around an engine that stands. Must be called in the loop that uses it."""
     data_dir = DataDir(config.data_dir)
     full = FullSnapshots(engine, data_dir, Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers))
-    residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id)
+    # Workers of one stage have all of an adapter each, those of another the rest.
+    copies = config.tensor_parallel_size
+    residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id, copies)
     slots = AdapterSlots(config.max_loras)
     snapshots = Snapshots(engine, data_dir, residency, slots, full, engine.adapts, engine.full_models)
     admission = Admission(_capacity(engine))

@@ -1,7 +1,9 @@
 """Which snapshots an engine holds, and which one gives way: pure decisions, no input or output.
 
 Invariants: a snapshot that a request uses or waits for is never evicted, and an adapter id is never given
-twice, so a late message about an evicted adapter cannot touch another one.
+twice, so a late message about an evicted adapter cannot touch another one. What is loaded ahead of its turn
+fits the budget together with all that cannot give way. So what is held and loaded does, too, unless the
+adapters of one engine step alone exceed it; and the newest that was received.
 """
 
 from __future__ import annotations
@@ -22,36 +24,60 @@ class _Resident:
 class Residency:
     """Snapshots in memory, least recently used first."""
 
-    def __init__(self, budget_bytes: int, first_adapter_id: int) -> None:
+    def __init__(self, budget_bytes: int, first_adapter_id: int, copies: int) -> None:
         """
         Args:
-            budget_bytes: bytes of tensors to keep. Snapshots in use or waited for, and the
+            budget_bytes: bytes of tensors to keep, of all workers. Snapshots in use or waited for, and the
                 newest, stay even when they alone exceed it.
             first_adapter_id: ids count up from here.
+            copies: workers that each keep all of what they load; what is in the store once takes so much.
         """
         self._budget = budget_bytes
         self._next_id = first_adapter_id
+        self._copies = copies
         self._residents: OrderedDict[SnapshotKey, _Resident] = OrderedDict()
         self._awaited: Counter[SnapshotKey] = Counter()
+        self._absent: dict[SnapshotKey, int] = {}
+        """Bytes of what is waited for and not being loaded yet, in the order in which that began."""
+        self._loading: dict[SnapshotKey, int] = {}
 
     def new_adapter_id(self) -> int:
         """An id that was never given before."""
         self._next_id += 1
         return self._next_id - 1
 
-    def wait_for(self, key: SnapshotKey) -> None:
+    def wait_for(self, key: SnapshotKey, stored: int) -> None:
         """A request waits for a snapshot: once it is there it stays until the request had its turn.
 
         Otherwise snapshots that do not fit together could evict each other for ever before any is used.
         Every wait needs one `stop_waiting`.
+
+        Args:
+            stored: its bytes in the store; of no meaning for one that is resident.
         """
         self._awaited[key] += 1
+        if key not in self._residents and key not in self._loading:
+            self._absent.setdefault(key, stored * self._copies)
 
     def stop_waiting(self, key: SnapshotKey) -> None:
-        """The request uses the snapshot now, or gave up."""
+        """The request had its turn, or gave up."""
         self._awaited[key] -= 1
         if not self._awaited[key]:
             del self._awaited[key]
+            self._absent.pop(key, None)
+
+    def ahead(self) -> list[SnapshotKey]:
+        """What is to be loaded now, although it may not be its turn: those that have been waited for longest,
+        as many as the budget has room for beside what cannot give way."""
+        room = self._budget - sum(self._loading.values())
+        room -= sum(one.nbytes for key, one in self._residents.items() if self._stays(key))
+        found = []
+        for key, nbytes in self._absent.items():
+            room -= nbytes
+            if room < 0:
+                break
+            found.append(key)
+        return found
 
     def acquire(self, key: SnapshotKey) -> int | None:
         """Adapter id of a resident snapshot, now in use and most recently used; None on a miss.
@@ -73,8 +99,20 @@ class Residency:
         """Ends one use."""
         self._residents[key].users -= 1
 
+    def load(self, key: SnapshotKey, stored: int) -> list[int]:
+        """A snapshot is about to be loaded, of so many bytes in the store; returns the adapter ids to drop
+        before. Needs one `loaded`."""
+        self._absent.pop(key, None)
+        self._loading[key] = stored * self._copies
+        return self._evict()
+
+    def loaded(self, key: SnapshotKey) -> None:
+        """The load has ended, well or not."""
+        del self._loading[key]
+
     def add(self, key: SnapshotKey, adapter_id: int, nbytes: int) -> list[int]:
-        """Notes that the engine now holds a snapshot; returns the adapter ids to drop.
+        """Notes that the engine now holds a snapshot, of so many bytes in all workers; returns the adapter
+        ids to drop.
 
         A snapshot that is resident already stays as it is (it is immutable) and the new copy is
         what to drop.
@@ -82,19 +120,23 @@ class Residency:
         if key in self._residents:
             return [adapter_id]
         self._residents[key] = _Resident(adapter_id, nbytes)
+        self._absent.pop(key, None)
         return self._evict(keep=key)
 
-    def _evict(self, keep: SnapshotKey) -> list[int]:
-        used = sum(resident.nbytes for resident in self._residents.values())
+    def _evict(self, keep: SnapshotKey | None = None) -> list[int]:
+        used = sum(resident.nbytes for resident in self._residents.values()) + sum(self._loading.values())
         dropped = []
         for key, resident in list(self._residents.items()):
             if used <= self._budget:
                 break
-            if resident.users == 0 and key not in self._awaited and key != keep:
+            if key != keep and not self._stays(key):
                 del self._residents[key]
                 used -= resident.nbytes
                 dropped.append(resident.adapter_id)
         return dropped
+
+    def _stays(self, key: SnapshotKey) -> bool:
+        return self._residents[key].users > 0 or key in self._awaited
 
     def keys(self) -> list[SnapshotKey]:
         """Resident snapshots, least recently used first."""

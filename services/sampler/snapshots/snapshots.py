@@ -1,4 +1,5 @@
-"""Keeps snapshots at hand: by broadcast when they are made, from the store on a miss.
+"""Keeps snapshots at hand: by broadcast when they are made, from the store on a miss, ahead of their turn as
+far as there is memory.
 
 Invariant: between the beginning and the end of `use` every worker has the snapshot, and what a snapshot
 key names never changes: the first copy of a version that arrives stays.
@@ -141,19 +142,32 @@ class Snapshots:
                 yield None
             return
         self._refuse_adapters()
-        self._residency.wait_for(key)
+        self._residency.wait_for(key, 0 if self._residency.holds(key) else await self._stored_bytes(key))
         try:
-            while (adapter_id := self._residency.acquire(key)) is None:
-                await self._load(key)
-        finally:
-            self._residency.stop_waiting(key)
-        self._versions.note(key)
-        try:
+            self._load_ahead()
             # The slot first: who waits for one keeps nobody from putting other weights into the engine.
             # Adapters belong to the base model.
-            async with self._slots.use(key), self._full.use(None):
+            async with self._slots.use(key), self._acquired(key) as adapter_id, self._full.use(None):
                 directory = self._data_dir.snapshot(key.model_id, key.version)
                 yield Adapter(adapter_id, str(key), str(directory))
+        finally:
+            self._residency.stop_waiting(key)
+            self._load_ahead()
+
+    def _load_ahead(self) -> None:
+        """Loads what will have its turn, as far as there is memory. The rest comes at its turn, when those
+        that had theirs give way."""
+        for key in self._residency.ahead():
+            self._begin_load(key)
+
+    @asynccontextmanager
+    async def _acquired(self, key: SnapshotKey) -> AsyncIterator[int]:
+        """An adapter is in memory meanwhile. Yields its id."""
+        while (adapter_id := self._residency.acquire(key)) is None:
+            await self._load(key)
+        try:
+            self._versions.note(key)
+            yield adapter_id
         finally:
             self._residency.release(key)
 
@@ -184,22 +198,46 @@ class Snapshots:
 
     async def _load(self, key: SnapshotKey) -> None:
         """Loads once however many requests wait; one that is cancelled does not stop the others."""
+        await asyncio.shield(self._begin_load(key))
+
+    def _begin_load(self, key: SnapshotKey) -> asyncio.Task[None]:
+        def end(task: asyncio.Task[None]) -> None:
+            del self._loads[key]
+            if not task.cancelled() and task.exception() is not None:
+                # Whose turn comes tries again, and fails with it.
+                log.warning("%s: %s", task.get_name(), task.exception())
+
         task = self._loads.get(key)
         if task is None:
-            task = self._loads[key] = asyncio.create_task(self._load_from_store(key), name=f"load-{key}")
-            task.add_done_callback(lambda _: self._loads.pop(key, None))
-        await asyncio.shield(task)
+            task = self._loads[key] = asyncio.create_task(self._load_from_store(key), name=f"load {key}")
+            task.add_done_callback(end)
+        return task
 
-    async def _load_from_store(self, key: SnapshotKey) -> None:
+    async def _stored_bytes(self, key: SnapshotKey) -> int:
+        """Bytes of an adapter's tensors in the store.
+
+        Raises:
+            SnapshotNotFound: it is not there.
+        """
         directory = self._data_dir.snapshot(key.model_id, key.version)
-        if not await asyncio.to_thread((directory / "adapter_config.json").is_file):
+        try:
+            return (await asyncio.to_thread((directory / "adapter_model.safetensors").stat)).st_size
+        except FileNotFoundError as error:
             raise SnapshotNotFound(
                 f"snapshot {key} is neither in memory nor in the snapshot store; save the weights again"
-            )
+            ) from error
+
+    async def _load_from_store(self, key: SnapshotKey) -> None:
+        stored = await self._stored_bytes(key)
         adapter_id = self._residency.new_adapter_id()
-        nbytes = await self._take(
-            adapter_id, self._engine.load_adapter(adapter_id, str(directory), LOAD_TIMEOUT_S)
-        )
+        directory = self._data_dir.snapshot(key.model_id, key.version)
+        try:
+            await self._drop(self._residency.load(key, stored))
+            nbytes = await self._take(
+                adapter_id, self._engine.load_adapter(adapter_id, str(directory), LOAD_TIMEOUT_S)
+            )
+        finally:
+            self._residency.loaded(key)
         await self._note(key, adapter_id, nbytes, "store")
         log.info("loaded snapshot %s from the store (%d bytes)", key, nbytes)
 
@@ -283,12 +321,16 @@ class Snapshots:
 
     async def _note(self, key: SnapshotKey, adapter_id: int, nbytes: int, way: str) -> None:
         dropped = self._residency.add(key, adapter_id, nbytes)
-        RESIDENT.set(len(self._residency.keys()))
         ARRIVED.labels(way).inc()
         # A second copy of what is there goes at once, and is no loss.
-        EVICTED.inc(sum(one != adapter_id for one in dropped))
-        if dropped:
-            await self._engine.drop_adapters(dropped)
+        await self._drop(dropped, evicted=sum(one != adapter_id for one in dropped))
+
+    async def _drop(self, adapter_ids: list[int], evicted: int | None = None) -> None:
+        """Frees adapters that gave way. evicted: how many of them were resident; None = all."""
+        RESIDENT.set(len(self._residency.keys()))
+        EVICTED.inc(len(adapter_ids) if evicted is None else evicted)
+        if adapter_ids:
+            await self._engine.drop_adapters(adapter_ids)
 
     def _leave(self, epoch: int) -> None:
         if self.group_epoch == epoch:

@@ -93,6 +93,6 @@ def around(engine: Engine, directory: Path) -> Snapshots:
     for key in (KEY, OTHER, THIRD):
         stored = data_dir.snapshot(key.model_id, key.version)
         stored.mkdir(parents=True)
-        (stored / "adapter_config.json").write_text("{}")
+        (stored / "adapter_model.safetensors").write_bytes(bytes(10))
     full = FullSnapshots(engine, data_dir, Staging(20, copies=1))
-    return Snapshots(engine, data_dir, Residency(10, first_adapter_id=100), AdapterSlots(2), full)
+    return Snapshots(engine, data_dir, Residency(10, first_adapter_id=100, copies=1), AdapterSlots(2), full)

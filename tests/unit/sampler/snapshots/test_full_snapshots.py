@@ -158,7 +158,9 @@ async def test_an_engine_without_sound_weights_says_so_and_refuses_everything(
     engine: Engine, tmp_path: Path
 ) -> None:
     full_snapshots = FullSnapshots(engine, DataDir(tmp_path), Staging(20, copies=1))
-    snapshots = Snapshots(engine, DataDir(tmp_path), Residency(10, 100), AdapterSlots(2), full_snapshots)
+    snapshots = Snapshots(
+        engine, DataDir(tmp_path), Residency(10, 100, copies=1), AdapterSlots(2), full_snapshots
+    )
     await snapshots.join_group(1, 1, 2, "gloo", 5)
     await snapshots.receive(full())
     engine.swap_failures = [Internal("cut off"), Internal("gone")]
@@ -191,7 +193,7 @@ async def test_where_weights_are_quantised_full_models_are_refused_and_what_arri
     engine: Engine, tmp_path: Path
 ) -> None:
     full_snapshots = FullSnapshots(engine, DataDir(tmp_path), Staging(20, copies=1))
-    residency, slots = Residency(10, 100), AdapterSlots(2)
+    residency, slots = Residency(10, 100, copies=1), AdapterSlots(2)
     snapshots = Snapshots(
         engine, DataDir(tmp_path), residency, slots, full_snapshots, adapts=True, full_models=False
     )

@@ -83,7 +83,7 @@ class Wire:
         data: Any = DataDir(directory)
         engine: Any = self.engine
         full = FullSnapshots(engine, data, Staging(1 << 20, copies=1))
-        self.snapshots = Snapshots(engine, data, Residency(1 << 20, 100), AdapterSlots(8), full)
+        self.snapshots = Snapshots(engine, data, Residency(1 << 20, 100, copies=1), AdapterSlots(8), full)
         self.trainers = [Broadcaster(client, redis_url, BASE, "cpu", torch.float32) for _ in range(2)]
 
     async def send(self, trainer: int, version: int) -> int:
