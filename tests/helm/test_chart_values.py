@@ -115,6 +115,11 @@ def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any
         ),
         ({"gateway": {"memoryMiB": 3072}}, "gateway.memoryMiB 3072 is not below"),
         ({"sampler": {"fullSnapshotCacheGiB": 15}}, "take 17 GiB and its memory limit is 16384 MiB"),
+        # Each worker has its own keys and values, and all of them share what adapters and full models take.
+        (
+            {"sampler": {"tensorParallelSize": 2, "kvCacheGiB": 14}},
+            "take 34 GiB and its memory limit is 32768 MiB",
+        ),
         (
             {"models": [MODEL | {"trainer": {"enabled": False}, "sampler": {"replicas": 0}}]},
             'model "a/b" is neither trained nor sampled',

@@ -104,7 +104,7 @@
 {{- with ((.settings.resources | default dict).limits | default dict).memory -}}
 {{- $limit := include "tinsmith.mebibytes" (include "tinsmith.times" (dict "quantity" . "times" $.count)) | int64 -}}
 {{- $caches := addf $.settings.snapshotCacheGiB $.settings.fullSnapshotCacheGiB -}}
-{{- if eq $.root.Values.device "cpu" -}}{{- $caches = addf $caches $.settings.kvCacheGiB -}}{{- end -}}
+{{- if eq $.root.Values.device "cpu" -}}{{- $caches = addf $caches (mulf $.settings.kvCacheGiB $.count) -}}{{- end -}}
 {{- if gt (mulf $caches 1024.0 | int64) $limit -}}
 {{- fail (printf "the caches of the sampler of %q take %v GiB and its memory limit is %d MiB: raise sampler.resources.limits.memory, or lower snapshotCacheGiB, fullSnapshotCacheGiB or kvCacheGiB" $.model.name $caches $limit) -}}
 {{- end -}}

@@ -49,7 +49,7 @@ sampler.autoscaling.sequences of {{ $model.name }} is {{ $auto.sequences | int64
 {{ $part }} of {{ $model.name }} computes on GPUs and has the image of tag {{ $.Chart.AppVersion }}, which is for CPUs unless you built it otherwise: set {{ $part }}.image.tag
 {{- end }}
 {{- with (($settings.resources | default dict).limits | default dict).memory }}
-{{- $caches := ternary 0.0 (addf $settings.snapshotCacheGiB $settings.fullSnapshotCacheGiB (ternary $settings.kvCacheGiB 0.0 (eq $.Values.device "cpu"))) (eq $part "trainer") }}
+{{- $caches := ternary 0.0 (addf $settings.snapshotCacheGiB $settings.fullSnapshotCacheGiB (ternary (mulf ($settings.kvCacheGiB | default 0) $count) 0.0 (eq $.Values.device "cpu"))) (eq $part "trainer") }}
 {{- $taken := add (include "tinsmith.mebibytes" $settings.sharedMemory) (mulf $caches 1024.0 | int64) | int64 }}
 {{- $limit := include "tinsmith.mebibytes" (include "tinsmith.times" (dict "quantity" . "times" $count)) | int64 }}
 {{- if gt $taken (mulf $limit 0.75 | int64) }}
