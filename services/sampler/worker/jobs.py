@@ -57,7 +57,8 @@ class Reporter:
 
     def tell(self, job: str, outcome: Outcome) -> None:
         """Tells what became of a job. Where the front end does not take it the connection ends."""
-        told = [str(part)[:_MESSAGE_CHARACTERS] for part in outcome]
+        # Of names of files there may be characters that no JSON has.
+        told = [str(part)[:_MESSAGE_CHARACTERS].encode(errors="replace").decode() for part in outcome]
         try:
             self._send(Report(self._rank, job, told))
         except OSError as error:

@@ -11,6 +11,7 @@ gives.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from services.sampler.worker import cpu_adapters, cpu_rotations
@@ -36,6 +37,8 @@ class Runner(ABC):
 
     def install(self) -> None:
         """Has it do all that vLLM lacks."""
+        if getattr(self._of, "lora_config", None):
+            keep_slots(self._of.lora_manager)
         if self._of.device.type == "cpu":
             if getattr(self._of, "lora_config", None):
                 cpu_adapters.correct(self._of.lora_manager._adapter_manager)
@@ -75,6 +78,22 @@ class Runner(ABC):
             return result
 
         self._of.execute_model = counted
+
+
+def keep_slots(manager: Any) -> None:
+    """Has a step copy no adapter that is in a slot already. vLLM goes through the adapters of a step in any
+    order: one that comes could push out one that the same step uses, and that one another.
+
+    Args:
+        manager: of a worker's adapters, vLLM's.
+    """
+    apply = manager._apply_adapters
+
+    def in_order(requests: Iterable[Any]) -> None:
+        active = manager._adapter_manager._active_adapters
+        apply(sorted(filter(None, requests), key=lambda request: request.lora_int_id not in active))
+
+    manager._apply_adapters = in_order
 
 
 def installed(worker: Any) -> Runner:

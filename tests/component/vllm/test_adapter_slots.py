@@ -25,6 +25,7 @@ from services.sampler.config import SamplerConfig
 from services.sampler.engine.settings import engine_args
 from services.sampler.worker.extension import WorkerExtension
 from services.sampler.worker.jobs import Outcome
+from services.sampler.worker.runner import keep_slots
 from tests.component.sampler.process import make_adapter, make_model, write_snapshot
 
 pytestmark = pytest.mark.heavy
@@ -48,6 +49,7 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ensure_model_parallel_initialized(1, 1)
         made = LRUCacheWorkerLoRAManager(config, torch.device("cpu"), {})
         made.create_lora_manager(initialize_model(vllm_config=config), config)
+        keep_slots(made)
         yield made
         cleanup_dist_env_and_memory()
 
@@ -122,6 +124,17 @@ def test_an_adapter_that_comes_takes_a_free_slot_and_where_there_is_none_those_t
     write_snapshot(tmp_path / "14", make_adapter(14, RANK), RANK)
     assert (worker.load(14, tmp_path / "14"), worker.register(14)[0]) == (["done"], "ok")
     assert active(manager) == [13, 14]
+
+
+def test_a_step_copies_only_what_is_in_no_slot(manager: Any, worker: Worker, tmp_path: Path) -> None:
+    for adapter_id in (11, 12, 13):
+        write_snapshot(tmp_path / str(adapter_id), make_adapter(adapter_id, RANK), RANK)
+        worker.load(adapter_id, tmp_path / str(adapter_id))
+        worker.register(adapter_id)
+    assert manager._adapter_manager.lora_index_to_id == [11, 12]
+    step = [LoRARequest(str(adapter_id), adapter_id, str(tmp_path)) for adapter_id in (13, 11)]
+    manager.set_active_adapters(step, None)
+    assert manager._adapter_manager.lora_index_to_id == [11, 13]
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -57,10 +57,13 @@ async def test_reports_of_jobs_that_nobody_waits_for_are_not_kept_and_do_no_harm
     await reports.close()
 
 
-async def test_a_message_of_any_length_is_told_as_far_as_a_report_has_room() -> None:
+async def test_a_message_of_any_length_and_characters_is_told_as_far_as_a_report_has_room() -> None:
     reports = Reports(1)
     async with reports.listening(60) as path:
         worker = Reporter(path, 0)
+    with reports.expected("first") as reported:
+        worker.tell("first", ["error", "internal", "server", os.fsdecode(b"no file \xff")])
+        assert (await reported())[0][3] == "no file ?"
     with reports.expected("job") as reported:
         worker.tell("job", ["error", "internal", "server", "\x00" * REPORT_BYTES])
         ((*_, message),) = await reported()
