@@ -116,6 +116,24 @@ def check_constraint(source: str, what: str) -> None:
         raise InvalidRequest(f"{what} has {size} bytes; send 1 to {MAX_CONSTRAINT_BYTES}")
 
 
+def check_constrained(never_stops: bool, stops_at_tokens: bool) -> None:
+    """Refuses stop conditions that an engine would not follow as asked beside a constraint. Its grammar
+    allows what ends a sequence, end-of-sequence and stop tokens, where the text matches as a whole and
+    nowhere else: a stop token could not be sampled where the text needs it, and where end-of-sequence does
+    not stop, what comes after it would be free.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    for name, asked in (("never", never_stops), ("tokens", stops_at_tokens)):
+        if asked:
+            raise InvalidRequest(
+                f"stop is {name}, and text that must match a constraint ends where it matches, with the "
+                "model's end-of-sequence token; choose model_eos, or strings, at which it ends sooner",
+                field="params.stop",
+            )
+
+
 def _in_range(name: str, value: float, bounds: tuple[float, float]) -> None:
     low, high = bounds
     if not low <= value <= high:

@@ -113,6 +113,8 @@ def _check_sampling_params(params: sampling_pb2.SamplingParams, model: BaseModel
         raise InvalidRequest(
             "stop is not set; choose model_eos, never, strings or tokens", field="params.stop"
         )
+    if params.HasField("constraint"):
+        steering.check_constrained(kind == "never", kind == "tokens")
     values: list[str | int] = []
     if kind == "strings":
         values.extend(params.stop.strings.values)

@@ -15,6 +15,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from services.common.contract.errors import Internal, InvalidRequest
 from services.common.telemetry.metrics import LONG_S
 from services.sampler.engine.sampling import (
+    Constraint,
     NewTokens,
     SampleJob,
     SampleOutput,
@@ -49,16 +50,13 @@ def whole(job: SampleJob, plan: ScorePlan, outputs: list[RequestOutput | None]) 
         outputs: of each sequence; None = it got no further, because it had ended or was interrupted.
 
     Raises:
-        InvalidRequest: its constraint cannot be made a grammar of.
+        InvalidRequest: its constraint cannot be made a grammar of, or no token went on with it.
         InvalidRequest, Internal: as `sequence`.
     """
-    made = [output for output in outputs if output is not None]
-    if job.constraint is not None and any(output.outputs[0].finish_reason == "error" for output in made):
-        raise InvalidRequest(
-            f"no grammar can be made of this {job.constraint.kind}: it is too large, or too deeply repeated; "
-            "send a simpler one",
-            "constraint_too_large",
-        )
+    if job.constraint is not None:
+        for output in outputs:
+            if output is not None and output.outputs[0].finish_reason == "error":
+                raise _unmatched(job.constraint, job.params.steering.bad_words, output.outputs[0])
     sequences = [_further(job, index, output) for index, output in enumerate(outputs)]
     first, before = outputs[0], job.begun
     if before is not None and before.sequences[0].tokens:
@@ -68,6 +66,27 @@ def whole(job: SampleJob, plan: ScorePlan, outputs: list[RequestOutput | None]) 
         return SampleOutput(sequences, 0, PromptScores())
     scores = read_answer(job.scoring, plan, first.prompt_token_id_logprobs)
     return SampleOutput(sequences, first.num_cached_tokens or 0, scores)
+
+
+def _unmatched(
+    constraint: Constraint, bad_words: tuple[str, ...], completion: CompletionOutput
+) -> InvalidRequest:
+    """Why vLLM gave a constrained sequence up: without a token if it could make no grammar, and otherwise
+    with one that the grammar refuses, because it allowed none that could be sampled."""
+    if not completion.token_ids:
+        return InvalidRequest(
+            f"no grammar can be made of this {constraint.kind}: it is too large, or too deeply repeated; "
+            "send a simpler one",
+            "constraint_too_large",
+        )
+    what, to_change = (
+        ("that bad_words leaves ", f"{constraint.kind} or bad_words") if bad_words else ("", "it")
+    )
+    return InvalidRequest(
+        f"at token {len(completion.token_ids)} of a sequence, no token {what}goes on with the text that this "
+        f"{constraint.kind} asks for; change {to_change}",
+        "constraint_dead_end",
+    )
 
 
 def note_update(job: SampleJob, output: RequestOutput) -> None:

@@ -205,6 +205,8 @@ def check(job: SampleJob, limits: Limits) -> None:
             "send several requests for more"
         )
     _check_params(job.params, limits)
+    if job.constraint is not None:
+        steering.check_constrained(job.params.ignore_eos, bool(job.params.stop_token_ids))
     if job.moves:
         stops_at_text, constrained = bool(job.params.stop_strings), job.constraint is not None
         steering.check_continued(job.params.steering, stops_at_text, constrained)

@@ -25,6 +25,7 @@ from tinsmith.v1 import (
 )
 
 COUNT = 24
+EOS = sampling_pb2.StopCondition(model_eos={})
 PROMPT = batches.tokens(31, 12)
 
 
@@ -174,11 +175,9 @@ def test_bad_words_are_not_said(samples: Samples, tokenizer: PreTrainedTokenizer
 
 
 def test_a_text_matches_what_it_must(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> None:
-    eos = sampling_pb2.StopCondition(model_eos=sampling_pb2.StopCondition.ModelEos())
-
     def text(**constraint: str) -> str:
         asked = sampling_pb2.OutputConstraint(**constraint)
-        (found,) = samples.of(constraint=asked, stop=eos, temperature=1.0, seed=5, max_tokens=200)
+        (found,) = samples.of(constraint=asked, stop=EOS, temperature=1.0, seed=5, max_tokens=200)
         assert found.stop_reason == sampling_pb2.STOP_REASON_STOP
         return tokenizer.decode(ids(found), skip_special_tokens=True)
 
@@ -191,5 +190,5 @@ def test_a_text_matches_what_it_must(samples: Samples, tokenizer: PreTrainedToke
 def test_a_constraint_that_cannot_be_read_is_refused(samples: Samples, kind: str) -> None:
     asked = sampling_pb2.OutputConstraint(**{kind: "(["})
     with pytest.raises(AssertionError, match="error") as caught:
-        samples.of(constraint=asked)
+        samples.of(constraint=asked, stop=EOS)
     assert "ERROR_CATEGORY_USER" in str(caught.value)

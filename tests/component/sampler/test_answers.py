@@ -183,6 +183,9 @@ def test_a_constraint_that_no_grammar_can_be_made_of_is_the_requests_fault() -> 
     with pytest.raises(InvalidRequest) as refused:
         whole(job, plan, ended)
     assert refused.value.code == "constraint_too_large"
+    with pytest.raises(InvalidRequest, match=r"at token 2 .* no token goes on with") as refused:
+        whole(job, plan, [output([7, 0], flat([[(7, -1.0)], [(0, -9.0)]]), "error")])
+    assert refused.value.code == "constraint_dead_end"
     free = SampleJob("r", None, [1, 2, 3, 4], 1, SamplingParams())
     with pytest.raises(Internal):
         whole(free, plan, ended)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.component.sampler.process import Sampler, floats, ints, prompt, request, sample
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
-from tinsmith.v1 import sampling_pb2
+from tinsmith.v1 import sampling_pb2, types_pb2
 
 pytestmark = pytest.mark.heavy
 
@@ -127,6 +127,38 @@ async def test_a_schema_of_which_no_grammar_can_be_made_fails_alone(stub) -> Non
     response = await stub.Sample(wanted, timeout=240)
     assert response.error.code == "constraint_too_large"
     await sample(stub, request(prompt(5, 4)))
+
+
+async def test_a_constraint_that_nothing_goes_on_with_says_so_and_fails_alone(stub) -> None:
+    wanted = request(prompt(5, 4), stop=EOS, bad_words=["b"])
+    wanted.constraint.regex = "ab"
+    response = await stub.Sample(wanted, timeout=240)
+    assert (response.error.code, response.error.category) == (
+        "constraint_dead_end",
+        types_pb2.ERROR_CATEGORY_USER,
+    )
+    assert "at token 2 " in response.error.message
+    assert "bad_words" in response.error.message
+    await sample(stub, request(prompt(5, 4)))
+
+
+async def test_text_that_is_constrained_ends_where_it_matches_or_is_refused(stub, sampler: Sampler) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(sampler.model_dir)
+    (comma,) = tokenizer.encode(",")
+    stops = [
+        (NEVER, "never"),
+        (sampling_pb2.StopCondition(tokens={"ids": [comma]}), "tokens"),
+    ]
+    for stop, name in stops:
+        wanted = request(prompt(5, 4), stop=stop, max_tokens=24)
+        wanted.constraint.regex = "a,b"
+        response = await stub.Sample(wanted, timeout=240)
+        assert response.error.code == "invalid_request", (name, response)
+        assert name in response.error.message
+    wanted = request(prompt(5, 4), stop=sampling_pb2.StopCondition(strings={"values": [","]}))
+    wanted.constraint.regex = "a,b"
+    (sequence,) = (await sample(stub, wanted)).sequences
+    assert tokenizer.decode(ints(sequence.tokens)) == "a,"
 
 
 async def test_the_tokenizer_that_is_told_is_the_models(stub, sampler: Sampler) -> None:

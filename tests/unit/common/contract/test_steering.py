@@ -72,6 +72,14 @@ def test_a_constraint_has_a_size() -> None:
             steering.check_constraint(source, "regex")
 
 
+def test_constrained_text_ends_where_it_matches_or_at_a_string() -> None:
+    steering.check_constrained(never_stops=False, stops_at_tokens=False)
+    for name, asked in (("never", (True, False)), ("tokens", (False, True))):
+        with pytest.raises(InvalidRequest, match=rf"stop is {name}.* choose model_eos, or strings") as error:
+            steering.check_constrained(*asked)
+        assert error.value.field == "params.stop"
+
+
 @pytest.mark.parametrize(
     ("asked", "stops_at_text", "constrained", "names"),
     [

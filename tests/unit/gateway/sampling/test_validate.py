@@ -70,6 +70,18 @@ def test_a_constraint_that_says_nothing_is_refused() -> None:
     validate.check_sample(regex, MODEL, LIMITS)
 
 
+@pytest.mark.parametrize("stop", [sampling_pb2.StopCondition(never={}), tokens(7)])
+def test_a_constraint_beside_a_stop_condition_that_it_would_break_is_refused(
+    stop: sampling_pb2.StopCondition,
+) -> None:
+    asked = sample(stop=stop)
+    validate.check_sample(asked, MODEL, LIMITS)
+    asked.params.constraint.regex = "[0-9]+"
+    assert "choose model_eos, or strings" in refused(validate.check_sample, asked, MODEL, LIMITS)
+    asked.params.stop.CopyFrom(strings("7"))
+    validate.check_sample(asked, MODEL, LIMITS)
+
+
 def test_what_steers_a_sample_is_checked_before_it_is_accepted() -> None:
     biased = sample()
     biased.params.logit_bias.add(token_id=MODEL.vocab_size, bias=1)

@@ -70,6 +70,13 @@ def test_what_the_engine_cannot_do_is_refused_with_what_to_change(job: SampleJob
     assert error.value.category == "user"
 
 
+@pytest.mark.parametrize("job", [params(ignore_eos=True), params(stop_token_ids=(7,))])
+def test_a_constraint_beside_a_stop_condition_that_it_would_break_is_refused(job: SampleJob) -> None:
+    check(job, LIMITS)
+    with pytest.raises(InvalidRequest, match="choose model_eos, or strings"):
+        check(dataclasses.replace(job, constraint=Constraint("regex", "a")), LIMITS)
+
+
 def test_generation_ends_at_the_context_length() -> None:
     assert tokens_left(JOB, LIMITS) == 13
     assert tokens_left(params(max_tokens=50), LIMITS) == 13
