@@ -2,8 +2,10 @@
 
 Invariants: everything is counted in tokens: of work that is under way at a replica, and of work that it is
 spared because it has the prompt's beginning cached. A sample goes where the difference is least, so a
-conversation returns to its cache until another replica has that much less to do. Samples prefer replicas
-whose engine has their weights: swapping them in elsewhere takes long, and stops what runs there.
+conversation returns to its cache until another replica has that much less to do. Only a replica that
+generates many more sequences than another counts without its cache: a prompt that all share must not keep all
+work on one replica, which would refuse it. Samples prefer replicas whose engine has their weights: swapping
+them in elsewhere takes long, and stops what runs there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.gateway.placement import prompt_blocks
+from services.gateway.placement.placements import Load
 
 SEQUENCE_TOKENS = 256
 """Most that a sequence under generation counts, whatever it may still come to: how many tokens a sequence has
@@ -24,6 +27,9 @@ CACHED_WORTH = 3
 and its conversation's next turns find a part of it here and a part there."""
 SWAP_TOKENS = 64 * SEQUENCE_TOKENS
 """What a replica is spared that need not swap its engine's weights."""
+FEW_SEQUENCES = 8
+"""How many more sequences than another a replica may have under way whatever its size, and keep what it has
+cached: half of those that every sampler takes on beside what it generates."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +37,17 @@ class Replica:
     """A live sampler.
 
     Attributes:
-        load: tokens of work under way, of all gateways.
+        load: what is under way there, of all gateways.
         spared: what it is worth that it has the prompt's beginning or the adapter; see `spared`.
         weights: full snapshot in its engine; "" = the base model, which adapters need too.
+        max_sequences: that it generates at once; 0 = not known.
     """
 
     id: str
-    load: int
+    load: Load
     spared: int = 0
     weights: str = ""
+    max_sequences: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ class Wanted:
         adapter: it needs an adapter on them.
         home: shared by samples that had best share a replica when none has their weights.
         blocks: of its prompt, each named with all before it; the first stands for the snapshot.
-        prompt_tokens, answer_tokens: its work, counted as Replica.load.
+        prompt_tokens, answer_tokens: its work, counted as Load.tokens.
+        sequences: that it has generated.
     """
 
     weights: str
@@ -60,6 +69,7 @@ class Wanted:
     blocks: tuple[int, ...]
     prompt_tokens: int
     answer_tokens: int
+    sequences: int
 
 
 def wanted(
@@ -91,25 +101,19 @@ def wanted(
         blocks=blocks,
         prompt_tokens=len(prompt) // prompt_blocks.TOKEN_BYTES,
         answer_tokens=sequences * each,
+        sequences=sequences,
     )
 
 
-def spared(known_blocks: int, sequences: int = 0) -> int:
-    """What it is worth, in tokens of work, that a replica knows so many of a sample's blocks.
-
-    Args:
-        sequences: that the replica generates at once; 0 = not known. Half of them is the most that it is
-            worth: a prompt that all share must not keep all work on one replica, which would refuse it.
-    """
-    if not known_blocks:
-        return 0
-    worth = ADAPTER_TOKENS + CACHED_WORTH * _cached(known_blocks)
-    return min(worth, sequences * SEQUENCE_TOKENS // 2) if sequences else worth
+def spared(known_blocks: int) -> int:
+    """What it is worth, in tokens of work, that a replica knows so many of a sample's blocks."""
+    return ADAPTER_TOKENS + CACHED_WORTH * _cached(known_blocks) if known_blocks else 0
 
 
-def work(wanted: Wanted, known_blocks: int) -> int:
-    """Tokens of work that a sample is to a replica that knows so many of its blocks."""
-    return wanted.prompt_tokens - _cached(known_blocks) + wanted.answer_tokens
+def work(wanted: Wanted, known_blocks: int) -> Load:
+    """What a sample is to a replica that knows so many of its blocks."""
+    tokens = wanted.prompt_tokens - _cached(known_blocks) + wanted.answer_tokens
+    return Load(tokens, wanted.sequences)
 
 
 def choose(replicas: Sequence[Replica], home: bytes, weights: str) -> Replica | None:
@@ -123,9 +127,10 @@ def choose(replicas: Sequence[Replica], home: bytes, weights: str) -> Replica | 
     if all(replica.weights != weights for replica in replicas):
         # Rendezvous hashing: when a replica comes or goes, only the models it wins or loses move.
         best = max(replicas, key=lambda replica: _weight(replica, home))
-        idlest = min(replicas, key=lambda replica: (replica.load, _weight(replica, home)))
-        return best if best.load <= idlest.load + SWAP_TOKENS else idlest
-    return min(replicas, key=lambda replica: (_cost(replica, weights), _weight(replica, home)))
+        idlest = min(replicas, key=lambda replica: (replica.load.tokens, _weight(replica, home)))
+        return best if best.load.tokens <= idlest.load.tokens + SWAP_TOKENS else idlest
+    fewest = min(replica.load.sequences for replica in replicas)
+    return min(replicas, key=lambda replica: (_cost(replica, weights, fewest), _weight(replica, home)))
 
 
 def _cached(known_blocks: int) -> int:
@@ -133,9 +138,19 @@ def _cached(known_blocks: int) -> int:
     return max(0, known_blocks - 1) * prompt_blocks.BLOCK_TOKENS
 
 
-def _cost(replica: Replica, weights: str) -> int:
+def _cost(replica: Replica, weights: str, fewest: int) -> int:
     swap = 0 if replica.weights == weights else SWAP_TOKENS
-    return replica.load - replica.spared + swap
+    spared = 0 if _crowded(replica, fewest) else replica.spared
+    return replica.load.tokens - spared + swap
+
+
+def _crowded(replica: Replica, fewest: int) -> bool:
+    """Whether it generates so many sequences, and another one only `fewest`, that its cache keeps nobody.
+
+    Sequences are counted, not tokens: they are what a replica takes on a number of, and a conversation that
+    once began anew is many tokens of work to the replica that it goes to, which would drive out the next."""
+    most = replica.max_sequences
+    return bool(most) and replica.load.sequences - fewest > max(most // 2, FEW_SEQUENCES)
 
 
 def _weight(replica: Replica, key: bytes) -> bytes:

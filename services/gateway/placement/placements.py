@@ -9,7 +9,7 @@ never an answer.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,16 +22,38 @@ SILENT_S = 5.0
 
 
 @dataclass(frozen=True)
+class Load:
+    """What is under way at a replica, or what one sample adds to it.
+
+    Attributes:
+        tokens: of work, as `choose_replica` counts it.
+        sequences: that are generated.
+    """
+
+    tokens: int = 0
+    sequences: int = 0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.tokens + other.tokens, self.sequences + other.sequences)
+
+    def __sub__(self, other: Load) -> Load:
+        return Load(self.tokens - other.tokens, self.sequences - other.sequences)
+
+
+NOTHING = Load()
+
+
+@dataclass(frozen=True)
 class News:
     """What one gateway tells the others.
 
     Attributes:
-        load: tokens of its work under way at each replica, all of it.
+        load: its work under way at each replica, all of it.
         blocks: names of blocks that it sent to each replica since it last told.
     """
 
     gateway: str
-    load: Mapping[str, int]
+    load: Mapping[str, Load]
     blocks: Mapping[str, Sequence[int]]
 
 
@@ -67,12 +89,12 @@ class Placements:
     def __init__(self, gateway: str, clock: Callable[[], float]) -> None:
         self._gateway = gateway
         self._clock = clock
-        self._own: Counter[str] = Counter()
-        self._others: dict[str, tuple[float, Mapping[str, int]]] = {}
+        self._own: dict[str, Load] = {}
+        self._others: dict[str, tuple[float, Mapping[str, Load]]] = {}
         self._sent: dict[str, _Sent] = {}
         self._room: dict[str, int] = {}
         self._untold: dict[str, dict[int, None]] = {}
-        self._told_load: dict[str, int] = {}
+        self._told_load: dict[str, Load] = {}
 
     def keep(self, kv_tokens: Mapping[str, int]) -> None:
         """Forgets all replicas but these.
@@ -92,30 +114,30 @@ class Placements:
         for name, sent in self._sent.items():
             sent.trim(self._room[name])
 
-    def load(self, replica: str) -> int:
-        """Tokens of work under way at a replica."""
+    def load(self, replica: str) -> Load:
+        """What is under way at a replica."""
         now = self._clock()
         heard = (load for at, load in self._others.values() if now - at < SILENT_S)
-        return self._own[replica] + sum(load.get(replica, 0) for load in heard)
+        return sum((load.get(replica, NOTHING) for load in heard), self._own.get(replica, NOTHING))
 
     def known(self, replica: str, chain: Sequence[int]) -> int:
         """How many blocks of a chain, from the first on, a replica should have."""
         sent = self._sent.get(replica)
         return sent.known(chain) if sent else 0
 
-    def begin(self, replica: str, chain: Sequence[int], tokens: int) -> None:
+    def begin(self, replica: str, chain: Sequence[int], work: Load) -> None:
         """A sample with these blocks, that comes to so much work there, is sent to a replica."""
-        self._own[replica] += tokens
+        self._own[replica] = self._own.get(replica, NOTHING) + work
         self._note(replica, chain)
         if replica in self._room:
             # The whole chain, so that its beginning counts as used elsewhere too.
             self._untold.setdefault(replica, {}).update(dict.fromkeys(chain[: self._left_to_tell()]))
 
-    def end(self, replica: str, tokens: int) -> None:
+    def end(self, replica: str, work: Load) -> None:
         """That work is under way no more."""
-        self._own[replica] -= tokens
-        if not self._own[replica]:
-            del self._own[replica]
+        left = self._own.pop(replica, NOTHING) - work
+        if left != NOTHING:
+            self._own[replica] = left
 
     def news(self) -> News | None:
         """What is to be told now; None = nothing. Nothing of it is told again but the load."""

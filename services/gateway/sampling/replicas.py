@@ -184,8 +184,9 @@ class Replicas:
             choose_replica.Replica(
                 name,
                 self._placements.load(name),
-                choose_replica.spared(self._placements.known(name, wanted.blocks), ready[name].max_sequences),
+                choose_replica.spared(self._placements.known(name, wanted.blocks)),
                 ready[name].weights,
+                ready[name].max_sequences,
             )
             for name in sound or usable
         ]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from services.gateway.placement.choose_replica import (
     ADAPTER_TOKENS,
     CACHED_WORTH,
+    FEW_SEQUENCES,
     SEQUENCE_TOKENS,
     SWAP_TOKENS,
     Replica,
@@ -16,13 +19,14 @@ from services.gateway.placement.choose_replica import (
     wanted,
     work,
 )
+from services.gateway.placement.placements import Load
 from services.gateway.placement.prompt_blocks import BLOCK_TOKENS, TOKEN_BYTES
 
 PROMPT = bytes(8 * BLOCK_TOKENS * TOKEN_BYTES)
 
 
 def idle(*names: str) -> list[Replica]:
-    return [Replica(name, 0) for name in names]
+    return [Replica(name, Load()) for name in names]
 
 
 def adapter(version: int, prompt: bytes = PROMPT, model_id: str = "s:train:0", namespace: str = "") -> Wanted:
@@ -55,8 +59,8 @@ def test_prompts_share_blocks_as_far_as_they_agree_under_the_same_weights_and_na
 
 def test_a_samples_work_is_what_is_not_cached_and_some_of_each_answer() -> None:
     sample = wanted("m", 1, False, "", PROMPT, 4, 10)
-    assert work(sample, 0) == 8 * BLOCK_TOKENS + 40
-    assert work(sample, 1 + 6) == 2 * BLOCK_TOKENS + 40
+    assert work(sample, 0) == Load(8 * BLOCK_TOKENS + 40, 4)
+    assert work(sample, 1 + 6) == Load(2 * BLOCK_TOKENS + 40, 4)
     assert wanted("m", 1, False, "", PROMPT, 4, 100_000).answer_tokens == 4 * SEQUENCE_TOKENS
     assert wanted("m", 1, False, "", PROMPT, 4, None).answer_tokens == 4 * SEQUENCE_TOKENS
 
@@ -80,24 +84,40 @@ def test_only_the_snapshots_of_a_lost_replica_move() -> None:
 def test_a_cached_prompt_is_worth_several_times_the_work_that_it_spares() -> None:
     cached = spared(1 + 100)
     assert cached == ADAPTER_TOKENS + CACHED_WORTH * 100 * BLOCK_TOKENS
-    warm = Replica("warm", 5000 + cached - 1, cached)
-    assert chosen([warm, Replica("idle", 5000)], adapter(3)) == warm
-    warm = Replica("warm", 5000 + cached + 1, cached)
-    assert chosen([warm, Replica("idle", 5000)], adapter(3)).id == "idle"
+    warm = Replica("warm", Load(5000 + cached - 1), cached)
+    assert chosen([warm, Replica("idle", Load(5000))], adapter(3)) == warm
+    warm = Replica("warm", Load(5000 + cached + 1), cached)
+    assert chosen([warm, Replica("idle", Load(5000))], adapter(3)).id == "idle"
+
+
+@pytest.mark.parametrize(("at_once", "more"), [(4, FEW_SEQUENCES), (16, 8), (64, 32)])
+def test_a_cache_keeps_nobody_where_many_more_sequences_are_generated_than_elsewhere(
+    at_once: int, more: int
+) -> None:
+    for ahead, name in ((more, "warm"), (more + 1, "idle")):
+        warm = Replica("warm", Load(100, 5 + ahead), 10**6, max_sequences=at_once)
+        idle_ = Replica("idle", Load(50, 5), max_sequences=at_once)
+        assert chosen([warm, idle_], adapter(3)).id == name
+    endless = Replica("warm", Load(100, 1000), 10**6)
+    assert chosen([endless, Replica("idle", Load())], adapter(3)) == endless
 
 
 # Replicas that have other weights in their engine.
 
 
 def test_requests_go_where_their_weights_are() -> None:
-    replicas = [Replica("a", 0), Replica("b", 0, 0, "s:train:0@3"), Replica("c", 0, 0, "s:train:1@9")]
+    replicas = [
+        Replica("a", Load()),
+        Replica("b", Load(), 0, "s:train:0@3"),
+        Replica("c", Load(), 0, "s:train:1@9"),
+    ]
     for sample, name in ((full(3), "b"), (adapter(3), "a"), (adapter(0, model_id=""), "a")):
         assert chosen(replicas, sample).id == name
 
 
 def test_work_spreads_over_the_replicas_that_have_the_weights() -> None:
-    first, second = Replica("a", 9, 0, "s:train:0@3"), Replica("b", 0, 0, "s:train:0@3")
-    assert chosen([first, second, Replica("c", 0)], full(3)) == second
+    first, second = Replica("a", Load(9), 0, "s:train:0@3"), Replica("b", Load(), 0, "s:train:0@3")
+    assert chosen([first, second, Replica("c", Load())], full(3)) == second
 
 
 def test_all_versions_and_prompts_of_a_full_model_that_no_engine_has_share_a_home() -> None:
@@ -110,12 +130,12 @@ def test_all_versions_and_prompts_of_a_full_model_that_no_engine_has_share_a_hom
 
 def test_only_much_work_moves_requests_to_a_replica_that_has_to_swap() -> None:
     for ahead, name in ((SWAP_TOKENS - 1, "a"), (SWAP_TOKENS + 1, "b")):
-        there = Replica("a", 5 + ahead, 0, "s:train:0@3")
-        assert chosen([there, Replica("b", 5)], full(3)).id == name
+        there = Replica("a", Load(5 + ahead), 0, "s:train:0@3")
+        assert chosen([there, Replica("b", Load(5))], full(3)).id == name
 
 
 def test_only_much_work_moves_a_full_model_from_a_home_that_does_not_have_it_yet() -> None:
     home = chosen(idle("a", "b"), full(3))
     other = "b" if home.id == "a" else "a"
     for ahead, name in ((SWAP_TOKENS, home.id), (SWAP_TOKENS + 1, other)):
-        assert chosen([Replica(home.id, ahead), Replica(other, 0)], full(3)).id == name
+        assert chosen([Replica(home.id, Load(ahead)), Replica(other, Load())], full(3)).id == name

@@ -13,7 +13,7 @@ import redis.asyncio
 from services.gateway.placement import placements
 from services.gateway.placement.choose_replica import Replica, Wanted, choose, spared, wanted, work
 from services.gateway.placement.news import PlacementNews
-from services.gateway.placement.placements import SILENT_S, Placements
+from services.gateway.placement.placements import SILENT_S, Load, Placements
 from services.gateway.placement.prompt_blocks import BLOCK_TOKENS, TOKEN_BYTES
 
 
@@ -33,17 +33,17 @@ def gateway(name: str = "g", clock: Clock | None = None, **kv_tokens: int) -> Pl
 
 def test_work_counts_from_when_it_is_sent_until_it_ends() -> None:
     own = gateway()
-    own.begin("a", (1, 2), 10)
-    own.begin("a", (1, 3), 5)
-    assert (own.load("a"), own.load("b")) == (15, 0)
-    own.end("a", 10)
-    own.end("a", 5)
-    assert own.load("a") == 0
+    own.begin("a", (1, 2), Load(10, 1))
+    own.begin("a", (1, 3), Load(5, 1))
+    assert (own.load("a"), own.load("b")) == (Load(15, 2), Load())
+    own.end("a", Load(10, 1))
+    own.end("a", Load(5, 1))
+    assert own.load("a") == Load()
 
 
 def test_a_replica_knows_a_chain_as_far_as_it_was_sent() -> None:
     own = gateway()
-    own.begin("a", (1, 2, 3), 1)
+    own.begin("a", (1, 2, 3), Load(1, 1))
     assert own.known("a", (1, 2, 3, 4)) == 3
     assert own.known("a", (1, 9, 3)) == 1
     assert own.known("b", (1, 2, 3)) == 0
@@ -51,8 +51,8 @@ def test_a_replica_knows_a_chain_as_far_as_it_was_sent() -> None:
 
 def test_beginnings_stay_longer_than_ends_within_the_room_of_a_replica() -> None:
     own = gateway(a=2 * BLOCK_TOKENS)
-    own.begin("a", (1, 2, 3), 1)
-    own.begin("a", (1, 4), 1)
+    own.begin("a", (1, 2, 3), Load(1, 1))
+    own.begin("a", (1, 4), Load(1, 1))
     assert own.known("a", (1, 2, 3)) == 2
     assert own.known("a", (1, 4)) == 2
 
@@ -60,14 +60,14 @@ def test_beginnings_stay_longer_than_ends_within_the_room_of_a_replica() -> None
 def test_all_replicas_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placements, "MOST_BLOCKS", 10)
     own = gateway()
-    own.begin("a", range(100), 1)
+    own.begin("a", range(100), Load(1, 1))
     assert own.known("a", range(100)) == 5
 
 
 def test_a_replica_that_is_gone_is_forgotten() -> None:
     own = gateway()
-    own.begin("a", (1,), 7)
-    own.end("a", 7)
+    own.begin("a", (1,), Load(7, 1))
+    own.end("a", Load(7, 1))
     own.keep({"b": 0})
     own.keep({"a": 0, "b": 0})
     assert own.known("a", (1,)) == 0
@@ -79,26 +79,26 @@ def test_a_replica_that_is_gone_is_forgotten() -> None:
 def test_what_others_sent_counts_until_they_are_silent() -> None:
     clock = Clock()
     one, other = gateway("one", clock), gateway("other", clock)
-    one.begin("a", (1, 2), 10)
+    one.begin("a", (1, 2), Load(10, 1))
     told = one.news()
     assert told is not None
     for hearer in (one, other):
         hearer.hear(told)
-    assert (one.load("a"), other.load("a")) == (10, 10), "nobody counts itself twice"
+    assert one.load("a") == other.load("a") == Load(10, 1), "nobody counts itself twice"
     assert other.known("a", (1, 2)) == 2
     clock.now += SILENT_S
-    assert (one.load("a"), other.load("a")) == (10, 0)
+    assert (one.load("a"), other.load("a")) == (Load(10, 1), Load())
     assert other.known("a", (1, 2)) == 2
 
 
 def test_load_is_told_while_there_is_some_and_once_when_there_is_none_blocks_once() -> None:
     own = gateway()
     assert own.news() is None
-    own.begin("a", (1, 2), 10)
+    own.begin("a", (1, 2), Load(10, 1))
     first, second = own.news(), own.news()
-    assert first is not None and first.blocks == {"a": [1, 2]} and first.load == {"a": 10}
-    assert second is not None and second.blocks == {} and second.load == {"a": 10}
-    own.end("a", 10)
+    assert first is not None and first.blocks == {"a": [1, 2]} and first.load == {"a": Load(10, 1)}
+    assert second is not None and second.blocks == {} and second.load == {"a": Load(10, 1)}
+    own.end("a", Load(10, 1))
     last = own.news()
     assert last is not None and last.load == {}
     assert own.news() is None
@@ -107,7 +107,7 @@ def test_load_is_told_while_there_is_some_and_once_when_there_is_none_blocks_onc
 def test_one_message_has_a_bound_whatever_was_sent() -> None:
     own = gateway()
     for start in range(0, 30_000, 1_000):
-        own.begin("a", range(start, start + 1_000), 1)
+        own.begin("a", range(start, start + 1_000), Load(1, 1))
     told = own.news()
     assert told is not None
     assert len(told.blocks["a"]) == placements.MOST_TOLD
@@ -119,11 +119,11 @@ async def test_gateways_hear_of_each_other_through_redis(redis_client: redis.asy
     for part in parts:
         await part.start()
     try:
-        one.begin("b", (5, 6), 42)
+        one.begin("b", (5, 6), Load(42, 1))
         async with asyncio.timeout(60):
-            while other.load("b") != 42 or other.known("b", (5, 6)) < 2:
+            while other.load("b").tokens != 42 or other.known("b", (5, 6)) < 2:
                 # What is told before the other listens is lost.
-                one.begin("b", (5, 6), 0)
+                one.begin("b", (5, 6), Load())
                 await asyncio.sleep(0.05)
     finally:
         for part in parts:
@@ -165,9 +165,9 @@ class Outcome:
     done: Counter[str] = field(default_factory=Counter)
 
 
-def simulated(gateways: int, seed: int = 0) -> Outcome:
+def simulated(gateways: int, at_once: int, seed: int = 0) -> Outcome:
     """Conversations whose turns take random times; each turn goes through a random gateway, and gateways tell
-    each other what they sent every 250 ms."""
+    each other what they sent every 250 ms. Of so many sequences at once that a replica generates."""
     rng, clock = random.Random(seed), Clock()
     names = [f"r{n}" for n in range(REPLICAS)]
     views = [gateway(f"g{n}", clock, **dict.fromkeys(names, 0)) for n in range(gateways)]
@@ -177,7 +177,7 @@ def simulated(gateways: int, seed: int = 0) -> Outcome:
     seen: set[int] = set()
     outcome = Outcome()
     ready = [(clock.now + rng.random(), talk, None) for talk in talks]
-    events: list[tuple[float, Talk, tuple[Placements, str, int] | None]] = list(ready)
+    events: list[tuple[float, Talk, tuple[Placements, str, Load] | None]] = list(ready)
     told = clock.now
     while events:
         events.sort(key=lambda event: (event[0], event[1].number))
@@ -190,8 +190,8 @@ def simulated(gateways: int, seed: int = 0) -> Outcome:
                     if message is not None:
                         view.hear(message)
         if running is not None:
-            view, name, tokens = running
-            view.end(name, tokens)
+            view, name, load = running
+            view.end(name, load)
             talk.answered()
             if talk.turn < TURNS:
                 events.append((clock.now + rng.uniform(0.3, 2), talk, None))
@@ -199,7 +199,9 @@ def simulated(gateways: int, seed: int = 0) -> Outcome:
         sample, view = talk.next(), rng.choice(views)
         known = {name: view.known(name, sample.blocks) for name in names}
         found = choose(
-            [Replica(n, view.load(n), spared(known[n])) for n in names], sample.home, sample.weights
+            [Replica(n, view.load(n), spared(known[n]), max_sequences=at_once) for n in names],
+            sample.home,
+            sample.weights,
         )
         assert found is not None
         name = found.id
@@ -207,19 +209,22 @@ def simulated(gateways: int, seed: int = 0) -> Outcome:
         best = next((n for n, b in enumerate(sample.blocks) if b not in seen), len(sample.blocks))
         outcome.found += max(0, cached - 1) * BLOCK_TOKENS
         outcome.cacheable += max(0, best - 1) * BLOCK_TOKENS
-        outcome.done[name] += work(sample, cached)
+        outcome.done[name] += work(sample, cached).tokens
         really[name].update(sample.blocks)
         seen.update(sample.blocks)
-        tokens = work(sample, known[name])
-        view.begin(name, sample.blocks, tokens)
-        events.append((clock.now + rng.uniform(0.5, 3), talk, (view, name, tokens)))
+        load = work(sample, known[name])
+        view.begin(name, sample.blocks, load)
+        events.append((clock.now + rng.uniform(0.5, 3), talk, (view, name, load)))
     return outcome
 
 
 @pytest.mark.parametrize("gateways", [1, 3])
+@pytest.mark.parametrize("at_once", [4, 16, 32, 256])
 @pytest.mark.parametrize("seed", range(3))
-def test_conversations_find_what_is_cached_of_them_and_load_stays_even(gateways: int, seed: int) -> None:
-    outcome = simulated(gateways, seed)
+def test_conversations_find_what_is_cached_of_them_and_load_stays_even(
+    gateways: int, at_once: int, seed: int
+) -> None:
+    outcome = simulated(gateways, at_once, seed)
     assert outcome.found >= 0.9 * outcome.cacheable
     even = sum(outcome.done.values()) / REPLICAS
     assert max(outcome.done.values()) <= 1.3 * even
@@ -227,23 +232,25 @@ def test_conversations_find_what_is_cached_of_them_and_load_stays_even(gateways:
 
 def test_without_what_was_sent_conversations_would_find_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Placements, "known", lambda *_: 0)
-    outcome = simulated(1)
+    outcome = simulated(1, at_once=256)
     assert outcome.found < 0.6 * outcome.cacheable
 
 
 @pytest.mark.parametrize("shared", [512, 8192, 100_000])
-def test_a_prompt_that_all_share_leaves_no_replica_idle_while_another_refuses(shared: int) -> None:
-    at_once = 32
+@pytest.mark.parametrize("at_once", [16, 32, 256])
+def test_a_prompt_that_all_share_leaves_no_replica_idle_while_another_refuses(
+    shared: int, at_once: int
+) -> None:
     own = gateway("g", Clock(), **{f"r{n}": 0 for n in range(4)})
     sample = wanted("m", 1, False, "", bytes(shared * TOKEN_BYTES), 1, 1024)
     sent: Counter[str] = Counter()
     for _ in range(2 * at_once):
         known = {f"r{n}": own.known(f"r{n}", sample.blocks) for n in range(4)}
-        replicas = [Replica(n, own.load(n), spared(k, at_once)) for n, k in known.items()]
+        replicas = [Replica(n, own.load(n), spared(k), max_sequences=at_once) for n, k in known.items()]
         found = choose(replicas, sample.home, "")
         assert found is not None
         # The prompt is computed once; what is measured is how answers spread.
-        own.begin(found.id, sample.blocks, sample.answer_tokens)
+        own.begin(found.id, sample.blocks, Load(sample.answer_tokens, 1))
         sent[found.id] += 1
     assert len(sent) == 4
     assert max(sent.values()) <= min(sent.values()) + at_once // 2 + 1
