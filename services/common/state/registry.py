@@ -69,7 +69,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
             quantised files.
         full_models: whether a sampler can run fully fine-tuned models; not where its weights are quantised.
         batched_tokens: tokens of prompts and sequences that one step of a sampler computes; 0 = not said.
-        adapter_slots: adapters in one step of a sampler.
+        adapter_slots: adapters in one step of a sampler, requests for more wait; 0 = none, or not said.
         kv_cache_dtype: of a sampler's keys and values, and `head_dtype`: in which its output head computes;
             "auto" = `dtype`, empty = not said.
         quantization: of a sampler's weights, as vLLM calls it; "none", empty = not said.

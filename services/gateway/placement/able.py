@@ -38,7 +38,7 @@ class Able:
             ready: by incarnation.
             now: seconds of any clock that does not go back.
         """
-        kind = (base_model, bool(wanted.weights), wanted.adapter)
+        kind = (base_model, bool(wanted.weights), bool(wanted.adapter))
         able = [name for name, record in ready.items() if runs(record, wanted)]
         if able:
             self._seen[kind] = now

@@ -5,17 +5,18 @@ spared because it has the prompt's beginning cached. A sample goes where the dif
 conversation returns to its cache until another replica has that much less to do. Only a replica that
 generates many more sequences than another counts without its cache: a prompt that all share must not keep all
 work on one replica, which would refuse it. Samples prefer replicas whose engine has their weights: swapping
-them in elsewhere takes long, and stops what runs there.
+them in elsewhere takes long, and stops what runs there. An adapter goes where it finds a slot.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from services.common.state.registry import ServiceRecord
 from services.gateway.placement import prompt_blocks
-from services.gateway.placement.placements import Load
+from services.gateway.placement.placements import Load, Placements
 
 SEQUENCE_TOKENS = 256
 """Most that a sequence under generation counts, whatever it may still come to: how many tokens a sequence has
@@ -26,7 +27,8 @@ CACHED_WORTH = 3
 """What a cached token counts. A sample that leaves its cache computes its beginning anew, has it held twice,
 and its conversation's next turns find a part of it here and a part there."""
 SWAP_TOKENS = 64 * SEQUENCE_TOKENS
-"""What a replica is spared that need not swap its engine's weights."""
+"""What a replica is spared that need not swap its engine's weights, or that has a slot for the adapter: for
+either, what runs there has to end first."""
 FEW_SEQUENCES = 8
 """How many more sequences than another a replica may have under way whatever its size, and keep what it has
 cached: half of those that every sampler takes on beside what it generates."""
@@ -41,6 +43,7 @@ class Replica:
         spared: what it is worth that it has the prompt's beginning or the adapter; see `spared`.
         weights: full snapshot in its engine; "" = the base model, which adapters need too.
         max_sequences: that it generates at once; 0 = not known.
+        waits: the sample would wait there for an adapter's slot; see `waits`.
     """
 
     id: str
@@ -48,6 +51,7 @@ class Replica:
     spared: int = 0
     weights: str = ""
     max_sequences: int = 0
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Wanted:
 
     Attributes:
         weights: as Replica.weights: what it needs in the engine.
-        adapter: it needs an adapter on them.
+        adapter: that it needs on them; "" = none.
         home: shared by samples that had best share a replica when none has their weights.
         blocks: of its prompt, each named with all before it; the first stands for the snapshot.
         prompt_tokens, answer_tokens: its work, counted as Load.tokens.
@@ -64,7 +68,7 @@ class Wanted:
     """
 
     weights: str
-    adapter: bool
+    adapter: str
     home: bytes
     blocks: tuple[int, ...]
     prompt_tokens: int
@@ -90,18 +94,32 @@ def wanted(
         prompt: int32 token ids.
         max_tokens: of each sequence; None = to the end of the context.
     """
-    snapshot = f"{model_id}\0{version}"
+    snapshot, name = f"{model_id}\0{version}", f"{model_id}@{version}"
     blocks = prompt_blocks.chain(f"{snapshot}\0{namespace}".encode(), prompt)
     home = _digest(model_id.encode() if full else snapshot.encode())
     each = SEQUENCE_TOKENS if max_tokens is None else min(max_tokens, SEQUENCE_TOKENS)
     return Wanted(
-        weights=f"{model_id}@{version}" if full else "",
-        adapter=bool(model_id) and not full,
+        weights=name if full else "",
+        adapter=name if model_id and not full else "",
         home=home,
         blocks=blocks,
         prompt_tokens=len(prompt) // prompt_blocks.TOKEN_BYTES,
         answer_tokens=sequences * each,
         sequences=sequences,
+    )
+
+
+def seen(record: ServiceRecord, wanted: Wanted, placements: Placements) -> Replica:
+    """A replica as it is to a sample, by what it announces and what was sent there."""
+    name = record.incarnation
+    needed = placements.adapters(name) if wanted.adapter else set[str]()
+    return Replica(
+        name,
+        placements.load(name),
+        spared(placements.known(name, wanted.blocks)),
+        record.weights,
+        record.max_sequences,
+        waits(wanted.adapter, needed, record.adapter_slots),
     )
 
 
@@ -114,6 +132,17 @@ def work(wanted: Wanted, known_blocks: int) -> Load:
     """What a sample is to a replica that knows so many of its blocks."""
     tokens = wanted.prompt_tokens - _cached(known_blocks) + wanted.answer_tokens
     return Load(tokens, wanted.sequences)
+
+
+def waits(adapter: str, needed: Set[str], slots: int) -> bool:
+    """Whether a sample would wait for a slot of its adapter.
+
+    Args:
+        adapter: that it needs; "" = none.
+        needed: by what is under way at the replica, in slots or in line for them.
+        slots: that it has; 0 = not known.
+    """
+    return bool(adapter) and 0 < slots < len(needed | {adapter})
 
 
 def choose(replicas: Sequence[Replica], home: bytes, weights: str) -> Replica | None:
@@ -139,7 +168,7 @@ def _cached(known_blocks: int) -> int:
 
 
 def _cost(replica: Replica, weights: str, fewest: int) -> int:
-    swap = 0 if replica.weights == weights else SWAP_TOKENS
+    swap = 0 if replica.weights == weights and not replica.waits else SWAP_TOKENS
     spared = 0 if _crowded(replica, fewest) else replica.spared
     return replica.load.tokens - spared + swap
 

@@ -9,15 +9,18 @@ never an answer.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from services.gateway.placement.prompt_blocks import BLOCK_TOKENS
 
 MOST_BLOCKS = 1 << 18
 MOST_TOLD = 8192
 """Names of blocks that one message has; what is beyond others do not learn."""
+MOST_ADAPTERS = 64
+"""Of one replica that one message names: an engine has slots for a few, and more only wait for those."""
 SILENT_S = 5.0
 
 
@@ -49,11 +52,13 @@ class News:
 
     Attributes:
         load: its work under way at each replica, all of it.
+        adapters: that this work needs at each replica, MOST_ADAPTERS of one at most.
         blocks: names of blocks that it sent to each replica since it last told.
     """
 
     gateway: str
     load: Mapping[str, Load]
+    adapters: Mapping[str, Sequence[str]]
     blocks: Mapping[str, Sequence[int]]
 
 
@@ -90,7 +95,8 @@ class Placements:
         self._gateway = gateway
         self._clock = clock
         self._own: dict[str, Load] = {}
-        self._others: dict[str, tuple[float, Mapping[str, Load]]] = {}
+        self._adapters: dict[str, Counter[str]] = {}
+        self._others: dict[str, tuple[float, News]] = {}
         self._sent: dict[str, _Sent] = {}
         self._room: dict[str, int] = {}
         self._untold: dict[str, dict[int, None]] = {}
@@ -116,28 +122,44 @@ class Placements:
 
     def load(self, replica: str) -> Load:
         """What is under way at a replica."""
-        now = self._clock()
-        heard = (load for at, load in self._others.values() if now - at < SILENT_S)
-        return sum((load.get(replica, NOTHING) for load in heard), self._own.get(replica, NOTHING))
+        heard = (news.load.get(replica, NOTHING) for news in self._heard())
+        return sum(heard, self._own.get(replica, NOTHING))
+
+    def adapters(self, replica: str) -> set[str]:
+        """Adapters that the work under way at a replica needs."""
+        return set(self._adapters.get(replica, ())).union(
+            *(news.adapters.get(replica, ()) for news in self._heard())
+        )
 
     def known(self, replica: str, chain: Sequence[int]) -> int:
         """How many blocks of a chain, from the first on, a replica should have."""
         sent = self._sent.get(replica)
         return sent.known(chain) if sent else 0
 
-    def begin(self, replica: str, chain: Sequence[int], work: Load) -> None:
-        """A sample with these blocks, that comes to so much work there, is sent to a replica."""
+    def begin(self, replica: str, chain: Sequence[int], work: Load, adapter: str = "") -> None:
+        """A sample with these blocks, that comes to so much work there, is sent to a replica.
+
+        Args:
+            adapter: that it needs; "" = none.
+        """
         self._own[replica] = self._own.get(replica, NOTHING) + work
+        if adapter:
+            self._adapters.setdefault(replica, Counter())[adapter] += 1
         self._note(replica, chain)
         if replica in self._room:
             # The whole chain, so that its beginning counts as used elsewhere too.
             self._untold.setdefault(replica, {}).update(dict.fromkeys(chain[: self._left_to_tell()]))
 
-    def end(self, replica: str, work: Load) -> None:
-        """That work is under way no more."""
+    def end(self, replica: str, work: Load, adapter: str = "") -> None:
+        """That sample is under way no more."""
         left = self._own.pop(replica, NOTHING) - work
         if left != NOTHING:
             self._own[replica] = left
+        if adapter:
+            # What comes to nothing leaves.
+            needed = self._adapters.pop(replica, Counter()) - Counter([adapter])
+            if needed:
+                self._adapters[replica] = needed
 
     def news(self) -> News | None:
         """What is to be told now; None = nothing. Nothing of it is told again but the load."""
@@ -147,7 +169,8 @@ class Placements:
         blocks = {name: list(untold) for name, untold in self._untold.items()}
         self._untold.clear()
         self._told_load = load
-        return News(self._gateway, load, blocks)
+        adapters = {name: list(islice(needed, MOST_ADAPTERS)) for name, needed in self._adapters.items()}
+        return News(self._gateway, load, adapters, blocks)
 
     def hear(self, news: News) -> None:
         """Takes in what a gateway told."""
@@ -155,9 +178,13 @@ class Placements:
             return
         now = self._clock()
         self._others = {name: told for name, told in self._others.items() if now - told[0] < SILENT_S}
-        self._others[news.gateway] = (now, news.load)
+        self._others[news.gateway] = (now, replace(news, blocks={}))
         for replica, chain in news.blocks.items():
             self._note(replica, chain)
+
+    def _heard(self) -> Iterator[News]:
+        now = self._clock()
+        return (news for at, news in self._others.values() if now - at < SILENT_S)
 
     def _left_to_tell(self) -> int:
         return MOST_TOLD - sum(len(untold) for untold in self._untold.values())

@@ -180,16 +180,7 @@ class Replicas:
         able = self._able.among(base_model, ready, wanted, now)
         usable = [name for name in able if name not in avoided]
         sound = [name for name in usable if self._rests.sound(name, now)]
-        replicas = [
-            choose_replica.Replica(
-                name,
-                self._placements.load(name),
-                choose_replica.spared(self._placements.known(name, wanted.blocks)),
-                ready[name].weights,
-                ready[name].max_sequences,
-            )
-            for name in sound or usable
-        ]
+        replicas = [choose_replica.seen(ready[name], wanted, self._placements) for name in sound or usable]
         chosen = choose_replica.choose(replicas, wanted.home, wanted.weights)
         return None if chosen is None else ready[chosen.id]
 
@@ -244,7 +235,7 @@ class Replicas:
         """
         name = replica.incarnation
         work = choose_replica.work(wanted, self._placements.known(name, wanted.blocks))
-        self._placements.begin(name, wanted.blocks, work)
+        self._placements.begin(name, wanted.blocks, work, wanted.adapter)
         self._runs_on[request.request_id] = replica
         try:
             reply = await self._answer(replica, request, owner)
@@ -259,7 +250,7 @@ class Replicas:
             raise Unavailable(f"sampler {replica.id} does not answer") from error
         finally:
             del self._runs_on[request.request_id]
-            self._placements.end(name, work)
+            self._placements.end(name, work, wanted.adapter)
         kind = reply.WhichOneof("kind")
         if kind == "result":
             self._rests.well(name)

@@ -16,6 +16,7 @@ from services.gateway.placement.choose_replica import (
     Wanted,
     choose,
     spared,
+    waits,
     wanted,
     work,
 )
@@ -100,6 +101,21 @@ def test_a_cache_keeps_nobody_where_many_more_sequences_are_generated_than_elsew
         assert chosen([warm, idle_], adapter(3)).id == name
     endless = Replica("warm", Load(100, 1000), 10**6)
     assert chosen([endless, Replica("idle", Load())], adapter(3)) == endless
+
+
+def test_a_sample_waits_for_a_slot_where_more_adapters_are_needed_than_there_are_slots() -> None:
+    assert not waits("x", {"y"}, slots=2)
+    assert not waits("x", {"x", "y"}, slots=2)
+    assert waits("x", {"y", "z"}, slots=2)
+    assert waits("x", {"x", "y", "z"}, slots=2), "it may be in line itself"
+    assert not waits("x", {"y", "z"}, slots=0), "it does not say how many it has"
+    assert not waits("", {"y", "z"}, slots=1)
+
+
+def test_an_adapter_goes_where_it_finds_a_slot_unless_that_replica_has_much_more_to_do() -> None:
+    for ahead, name in ((SWAP_TOKENS - 1, "free"), (SWAP_TOKENS + 1, "taken")):
+        taken, free = Replica("taken", Load(5), 100, waits=True), Replica("free", Load(ahead - 95))
+        assert chosen([taken, free], adapter(3)).id == name
 
 
 # Replicas that have other weights in their engine.

@@ -104,13 +104,34 @@ def test_load_is_told_while_there_is_some_and_once_when_there_is_none_blocks_onc
     assert own.news() is None
 
 
+def test_an_adapter_is_needed_until_the_last_sample_that_needs_it_has_ended_wherever_it_came_from() -> None:
+    one, other = gateway("one"), gateway("other")
+    for adapter in ("x", "x", "y", ""):
+        one.begin("a", (1,), Load(1, 1), adapter)
+    other.begin("a", (1,), Load(1, 1), "z")
+    assert (one.adapters("a"), one.adapters("b")) == ({"x", "y"}, set())
+    told = one.news()
+    assert told is not None
+    other.hear(told)
+    assert other.adapters("a") == {"x", "y", "z"}
+    one.end("a", Load(1, 1), "x")
+    one.end("a", Load(1, 1), "y")
+    assert one.adapters("a") == {"x"}
+    one.end("a", Load(1, 1), "x")
+    told = one.news()
+    assert told is not None
+    other.hear(told)
+    assert (one.adapters("a"), other.adapters("a")) == (set(), {"z"})
+
+
 def test_one_message_has_a_bound_whatever_was_sent() -> None:
     own = gateway()
-    for start in range(0, 30_000, 1_000):
-        own.begin("a", range(start, start + 1_000), Load(1, 1))
+    for start in range(0, 30_000, 100):
+        own.begin("a", range(start, start + 100), Load(1, 1), f"adapter {start}")
     told = own.news()
     assert told is not None
     assert len(told.blocks["a"]) == placements.MOST_TOLD
+    assert len(told.adapters["a"]) == placements.MOST_ADAPTERS
 
 
 async def test_gateways_hear_of_each_other_through_redis(redis_client: redis.asyncio.Redis) -> None:

@@ -17,7 +17,7 @@ from services.common.state.registry import ServiceRecord
 from services.gateway.access.answer_room import AnswerRoom
 from services.gateway.cluster.discovery import Services
 from services.gateway.placement.choose_replica import wanted
-from services.gateway.placement.placements import Placements
+from services.gateway.placement.placements import Load, Placements
 from services.gateway.sampling import replicas as module
 from services.gateway.sampling.replicas import Replicas
 from tests.unit.gateway.scripted_services import BASE, ScriptedSampler
@@ -263,3 +263,19 @@ async def test_where_none_runs_them_one_is_asked_that_says_why(full: bool) -> No
     alone, _ = of_each_kind("adapts")
     async with services(alone) as found:
         assert over(found).choose(BASE, wanted("m", 1, full, "", bytes(40), 1, 8), set()) == alone
+
+
+async def test_an_adapter_more_than_a_replica_has_slots_for_goes_to_another_with_more_to_do() -> None:
+    two_slots = {"kind": "sampler", "address": "", "base_model": BASE, "adapter_slots": 2}
+    busy, idle = (ServiceRecord(id=name, **two_slots) for name in ("busy", "idle"))  # type: ignore[arg-type]
+    asked = wanted("m", 1, False, "", bytes(40), 1, 8)
+    placements = Placements("gateway-0", time.monotonic)
+    async with services(busy, idle) as found:
+        replicas = Replicas(found, placements, AnswerRoom(2**20))
+        placements.begin(busy.incarnation, (1,), Load(1000, 8))
+        placements.begin(idle.incarnation, (1,), Load(10, 1), "other@1")
+        assert replicas.choose(BASE, asked, set()) == idle
+        placements.begin(idle.incarnation, (1,), Load(10, 1), "other@2")
+        assert replicas.choose(BASE, asked, set()) == busy
+        placements.end(idle.incarnation, Load(10, 1), "other@1")
+        assert replicas.choose(BASE, asked, set()) == idle
