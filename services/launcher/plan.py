@@ -21,6 +21,9 @@ from services.common.worlds.nodes import Nodes
 from services.launcher.placement import Place, left_to_trainers, places
 
 _LOOPBACK = "127.0.0.1"
+_KV_SHARE = 25
+"""Percent of a machine's memory that its samplers on the CPU take for keys and values at most, together;
+engine/cpu_cache.py of a sampler divides it."""
 
 TrainerCommand = Callable[[int, int, list[str], Sequence[str]], list[str]]
 """(ranks, master port, arguments of services.trainer, GPUs) -> argv."""
@@ -322,6 +325,10 @@ def _sampler(options: Options, index: int, model: Model, place: Place) -> Proces
     argv += ["--quantization", options.quantization, "--model-runner", options.model_runner]
     argv += ["--speculative-ngram-tokens", str(options.speculative_ngram_tokens)]
     computes = _on(place)
+    together = len(options.models) * options.samplers
+    if not place.gpus and options.kv_cache_gib is None:
+        argv += ["--machine-samplers", str(together)]
+        computes += f", up to {_KV_SHARE / together:.3g}% of its memory for keys and values"
     if place.gpus:
         memory = _sampler_memory(options, place)
         argv += ["--gpu-memory-utilization", str(memory), "--tensor-parallel-size", str(options.sampler_tp)]

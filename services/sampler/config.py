@@ -59,6 +59,8 @@ class SamplerConfig:
             are read from the store when their weights go into the engine.
         kv_cache_gib: memory of each worker for keys and values; 0 = from the model and what the machine has
             on CPU, from gpu_memory_utilization on CUDA.
+        machine_samplers: that share this machine's memory, this one included: where kv_cache_gib is chosen on
+            a CPU, each counts with an equal part of it.
         gpu_memory_utilization: fraction of the GPU's memory for this engine.
         kv_cache_dtype: of keys and values; "auto" is the model's. "fp8" has room for twice as many, and
             changes log-probabilities; CUDA only.
@@ -101,6 +103,7 @@ class SamplerConfig:
     snapshot_cache_gib: float = 4.0
     full_snapshot_cache_gib: float = 16.0
     kv_cache_gib: float = 0.0
+    machine_samplers: int = 1
     kv_cache_dtype: KvCacheDtype = "auto"
     head_dtype: HeadDtype = "auto"
     quantization: Quantization = "auto"
@@ -128,6 +131,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "snapshot_cache_gib": (0, math.inf),
     "full_snapshot_cache_gib": (0, math.inf),
     "kv_cache_gib": (0, math.inf),
+    "machine_samplers": (1, math.inf),
     "gpu_memory_utilization": (0.01, 1),
     "tensor_parallel_size": (1, math.inf),
     "pipeline_parallel_size": (1, math.inf),
@@ -176,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--snapshot-cache-gib", "host memory for adapter snapshots", 4.0, type=float)
     flag("--full-snapshot-cache-gib", "host memory for snapshots of full models", 16.0, type=float)
     flag("--kv-cache-gib", "memory of each worker for keys and values; 0 = choose", 0.0, type=float)
+    flag("--machine-samplers", "that share the memory, where that is chosen on a CPU", 1, type=int)
     flag("--kv-cache-dtype", "fp8: on CUDA, twice the room", "auto", choices=("auto", "fp8"))
     flag("--head-dtype", "float32: logits of any model", "auto", choices=("auto", "float32"))
     kinds = get_args(Quantization)

@@ -35,6 +35,11 @@ def doubts(options: plan.Options, here: Facts) -> list[str]:
     Nothing is said of one whose shape is not known without a download, nor where an option decides what takes
     how much or parts a model among devices: the estimate knows nothing of that.
     """
+    caches = (options.kv_cache_gib or 0.0) * len(options.models) * options.samplers
+    if options.device == "cpu" and caches * sizing.GIB > here.memory:
+        each = f"--kv-cache-gib {options.kv_cache_gib:g}"
+        room = f"{here.memory / sizing.GIB:.0f} GiB are here"
+        return [f"{each} of every sampler is {caches:g} GiB, and {room}: give less, or fewer --samplers"]
     parted = options.zero_stage == 3 or options.sampler_tp * options.sampler_pp > 1 or options.samplers == 0
     said = options.kv_cache_gib is not None or options.sampler_memory is not None
     if parted or said or options.quantization != "auto":

@@ -257,7 +257,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             _number(0, 100_000, auto=True),
             None,
             "memory of each sampler for keys and values, in GiB (default: auto, on CUDA what is left of its"
-            " fraction, on CPU two contexts and at most a quarter of the machine)",
+            " fraction, on CPU two contexts, and for all together a quarter of the machine or 1 GiB each)",
         ),
         Setting(
             "max-loras",

@@ -1,8 +1,8 @@
 """How much memory a sampler on CPU gives to keys and values: a pure function of the model and the machine.
 
 Invariant: what is chosen holds at least one sequence of the context that is served, and is no more than a
-quarter of the machine's memory unless the operator says so: the weights, the trainer and its copy of them,
-and Redis want the rest.
+quarter of its part of the machine's memory, or 1 GiB if that is more, unless the operator says so: the
+weights, the trainer and its copy of them, and Redis want the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def choose(
         model_context: most tokens that the model takes.
         wanted_context: as the operator limits it; 0 = not at all.
         given_bytes: as the operator says; 0 = choose.
-        memory: of the machine, or the container, in bytes.
+        memory: of the machine, or the container, in bytes; of several samplers there, or workers, each one's
+            equal part.
 
     Raises:
         ValueError: a context was asked for that does not fit; says what to change.

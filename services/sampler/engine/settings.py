@@ -360,13 +360,14 @@ def _cpu_cache(config: SamplerConfig) -> CpuCache:
         model_context=model.max_position_embeddings,
         wanted_context=config.max_context,
         given_bytes=int(config.kv_cache_gib * GIB),
-        memory=machine_memory() // config.workers,
+        memory=machine_memory() // (config.machine_samplers * config.workers),
     )
     if cache.context < (config.max_context or model.max_position_embeddings):
         log.warning(
-            "this machine has room for %.1f GiB of keys and values: contexts end at %d tokens, and the model "
-            "takes %d (--kv-cache-gib gives more, --max-context fewer)",
+            "this machine has room for %.1f GiB of keys and values of each of %d samplers: contexts end at "
+            "%d tokens, and the model takes %d (--kv-cache-gib gives more, --max-context fewer)",
             cache.kv_bytes / GIB,
+            config.machine_samplers,
             cache.context,
             model.max_position_embeddings,
         )

@@ -157,6 +157,12 @@ def test_nothing_is_said_where_an_option_parts_the_memory(options: dict[str, obj
     assert of("Qwen/Qwen2.5-72B", EIGHT, **options) == []
 
 
+def test_keys_and_values_of_all_samplers_that_the_machine_does_not_have_are_doubted() -> None:
+    (said,) = of("some/hub-model", kv_cache_gib=4.5, samplers=4)
+    assert said.startswith("--kv-cache-gib 4.5 of every sampler is 18 GiB, and 16 GiB are here: give less")
+    assert of("some/hub-model", kv_cache_gib=4.0, samplers=4) == []
+
+
 def test_nothing_is_said_of_a_model_whose_shape_is_not_known() -> None:
     assert of("some/hub-model") == []
 

@@ -213,6 +213,22 @@ def test_only_gateways_listen_on_the_address_that_is_asked_for(tmp_path: Path) -
     assert set(hosts.values()) == {"127.0.0.1"}
 
 
+def test_samplers_on_the_cpu_share_what_there_is_for_keys_and_values(tmp_path: Path) -> None:
+    def samplers(**changes: object) -> list[plan.Process]:
+        planned = plan.processes(options(tmp_path, **changes), [1, 2], launch)
+        return [process for process in planned if process.name.startswith("sampler")]
+
+    for process in samplers(samplers=2):
+        assert dict(itertools.pairwise(process.argv))["--machine-samplers"] == "4"
+        assert process.computes.endswith(", up to 6.25% of its memory for keys and values")
+    alone = {"models": (plan.Model("a/b", "x"),)}
+    (process,) = samplers(**alone)
+    assert dict(itertools.pairwise(process.argv))["--machine-samplers"] == "1"
+    for told in ({"kv_cache_gib": 2.0}, {"device": "cuda", "gpus": ("0", "1")}):
+        (process,) = samplers(**alone, **told)
+        assert "--machine-samplers" not in process.argv and "keys and values" not in process.computes
+
+
 def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
     one = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": ("0",)}
     gateway, trainer, sampler = plan.processes(options(tmp_path, **one), [1], launch)

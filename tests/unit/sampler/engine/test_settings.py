@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from transformers import AutoConfig
 
 from services.common.contract.errors import InvalidRequest
-from services.sampler.config import SamplerConfig
+from services.sampler.config import GIB, SamplerConfig
+from services.sampler.engine import settings as module
 from services.sampler.engine.settings import (
     adapts,
     check_attention,
@@ -47,6 +48,20 @@ def test_on_a_cpu_it_generates_as_many_sequences_at_once_as_vllm_by_itself(
     assert engine_args(config, "cpu").max_num_seqs == sequences
     # A GPU's own number is vLLM's to choose.
     assert engine_args(config, "cuda").max_num_seqs == (settings.get("max_sequences") or None)
+
+
+def test_samplers_that_share_a_machine_take_no_more_together_than_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "machine_memory", lambda: 64 * GIB)
+    # Keys and values of two contexts are 40 GiB.
+    large = {"max_position_embeddings": 40960, "head_dim": 1024, "num_key_value_heads": 32}
+    config = config_of(tmp_path, "qwen3", **large)
+    for samplers in (1, 4):
+        share = engine_args(replace(config, machine_samplers=samplers), "cpu").kv_cache_memory_bytes
+        assert share == 16 * GIB // samplers
+    given = replace(config, machine_samplers=4, kv_cache_gib=16)
+    assert engine_args(given, "cpu").kv_cache_memory_bytes == 16 * GIB
 
 
 @pytest.fixture
