@@ -6,12 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
+from services.sampler.config import parse
+from services.sampler.engine.settings import engine_args
 from tests.helm.rendered import ROOT, arguments, identities, pick, pod, refusal, render, workloads
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -155,20 +159,32 @@ def test_samplers_that_cannot_be_scaled_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampler", "more", "most"),
+    ("sampler", "device"),
     [
-        ({"maxSequences": 64}, {}, 58),
-        ({"maxSequences": 256}, {"device": "cuda"}, 232),
-        ({}, {}, 116),
-        ({"tensorParallelSize": 2}, {}, 232),
-        ({"pipelineParallelSize": 2}, {}, 232),
+        ({"maxSequences": 64}, "cpu"),
+        ({"maxSequences": 256}, "cuda"),
+        ({}, "cpu"),
+        ({"maxBatchedTokens": 100}, "cpu"),
+        ({"maxBatchedTokens": 1000}, "cpu"),
+        ({"tensorParallelSize": 2}, "cpu"),
+        ({"pipelineParallelSize": 2}, "cpu"),
     ],
+    ids=str,
 )
 def test_a_load_that_an_engine_never_has_scales_nothing_and_is_refused(
-    sampler: dict[str, Any], more: dict[str, Any], most: int
+    sampler: dict[str, Any], device: Literal["cpu", "cuda"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def at(sequences: int) -> dict[str, Any]:
-        return more | {"sampler": sampler | {"autoscaling": {"enabled": True, "sequences": sequences}}}
+        scaled = sampler | {"autoscaling": {"enabled": True, "sequences": sequences}}
+        return {"device": device, "sampler": scaled}
 
+    (deployment,) = workloads(render(at(1)), "sampler")
+    AutoConfig.for_model("qwen3", num_hidden_layers=2).save_pretrained(tmp_path)
+    monkeypatch.setenv("TINSMITH_REDIS_URL", "redis://127.0.0.1/0")
+    config = parse(arguments(deployment))
+    at_once = engine_args(replace(config, model_path=str(tmp_path)), device).max_num_seqs
+    most = (10 * at_once - 1) // 11
     assert render(at(most))
-    assert f"no load adds one at sampler.autoscaling.sequences {most + 1}" in refusal(at(most + 1))
+    refused = refusal(at(most + 1))
+    assert f"generate {at_once} sequences at once, so that no load adds one at " in refused
+    assert f"sampler.autoscaling.sequences {most + 1}" in refused

@@ -71,6 +71,7 @@ def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[
             "--sampler-pp": options.sampler_pp > 1,
             "--kv-cache-dtype fp8": options.kv_cache_dtype == "fp8",
             quantised: options.quantization != "auto",
+            "--model-runner v2": options.model_runner == "v2",
         }
         found += [f"{flag} is for GPUs, and the models compute on the CPU" for flag in given if given[flag]]
     else:

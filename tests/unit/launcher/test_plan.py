@@ -159,6 +159,9 @@ def test_samplers_that_could_not_start_are_told_before_they_do(tmp_path: Path) -
     assert "--speculative-ngram-tokens does not go with --sampler-pp" in told
     assert "--quantization fp8_per_block is for bfloat16, and --dtype says float32" in told
     assert "--kv-cache-dtype fp8 is for GPUs" in told
+    assert mistakes(options(tmp_path, model_runner="v2")) == [
+        "--model-runner v2 is for GPUs, and the models compute on the CPU"
+    ]
     assert "--max-batched-tokens is 100 and --max-sequences 101" in told
     assert mistakes(options(tmp_path, max_batched_tokens=100, max_sequences=100)) == []
 

@@ -256,7 +256,9 @@ exec:
 {{- if .settings.maxSequences -}}
 {{- .settings.maxSequences | int64 -}}
 {{- else if eq .root.Values.device "cpu" -}}
-{{- mul 128 .settings.tensorParallelSize .settings.pipelineParallelSize -}}
+{{- /* As engine_args of services/sampler/engine/settings.py has it; a step has a token of each. */ -}}
+{{- $most := mul 256 .settings.tensorParallelSize .settings.pipelineParallelSize -}}
+{{- min $most (.settings.maxBatchedTokens | default $most) -}}
 {{- else -}}
 0
 {{- end -}}
