@@ -35,7 +35,7 @@ from services.gateway.edge.http.server import HttpServer
 from services.gateway.identity.key_store import KeyStore
 from services.gateway.identity.provider import provider
 from services.gateway.identity.ring import KeyRing
-from services.gateway.retention.snapshot_sweep import budget_on
+from services.gateway.retention.snapshot_room import budget_on
 from services.gateway.wiring import Gateway
 
 log = logging.getLogger(__name__)

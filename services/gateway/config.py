@@ -183,7 +183,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--snapshot-bytes", BYTES_OR_0, GatewayConfig, "snapshot_bytes",
              "most bytes of unnamed sampler snapshots; 0: half of their volume"),
         Flag("--snapshot-owner-bytes", BYTES_OR_0, GatewayConfig, "snapshot_owner_bytes",
-             "the same of one owner; 0: half of that"),
+             "the same of one API key, which may save no more beyond it; 0: half of that"),
     ),
     "sessions": (
         Flag("--session-park-after", SECONDS, RetentionSettings, "park_after",

@@ -69,7 +69,8 @@ from services.gateway.retention.orphan_sweep import OrphanSweep
 from services.gateway.retention.plan import RetentionSettings
 from services.gateway.retention.retention import Retention
 from services.gateway.retention.snapshot_plan import SnapshotBudget
-from services.gateway.retention.snapshot_sweep import SnapshotSweep, budget_on
+from services.gateway.retention.snapshot_room import SnapshotRoom, budget_on
+from services.gateway.retention.snapshot_sweep import SnapshotSweep
 from services.gateway.sampling.accept import Sampling
 from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.completions import Completions
@@ -202,6 +203,7 @@ class Gateway:
             gate,
             CopyClaims(client, stores.checkpoints),
         )
+        snapshot_room = SnapshotRoom(stores.snapshots, data, snapshots or budget_on(data, 0, 0))
         models = Models(
             journal, sessions, stores.models, checkpoints, base_models, dispatcher.wake, limits, redo_log
         )
@@ -241,7 +243,9 @@ class Gateway:
             session_search=SessionSearch(stores.sessions, stores.checkpoints, limits),
             use=use,
             models=models,
-            saves=Saves(models, checkpoints, base_models, stores.sampling_sessions, limits),
+            saves=Saves(
+                models, checkpoints, base_models, stores.sampling_sessions, limits, snapshot_room.check
+            ),
             exports=Exports(models, checkpoints, journal, stores.models, limits),
             checkpoints=checkpoints,
             copies=copies,
@@ -270,7 +274,7 @@ class Gateway:
 
         # What lets go of it.
         self.checkpoint_sweep = CheckpointSweep(client, stores.checkpoints, self.files, gateway_id)
-        snapshot_sweep = SnapshotSweep(client, stores, data, snapshots or budget_on(data, 0, 0), gateway_id)
+        snapshot_sweep = SnapshotSweep(client, stores, snapshot_room, gateway_id)
         retention = retention or RetentionSettings()
         letting_go = Retention(
             client,

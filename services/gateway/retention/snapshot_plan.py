@@ -1,7 +1,8 @@
-"""Which snapshots make room for others: a pure decision.
+"""Which snapshots make room for others, and who has to wait until they have: pure decisions.
 
-Invariant: nothing goes that was made or sampled within the budget's `keep` seconds, and nothing while its
-owner and all owners together are within their budgets.
+Invariant: nothing goes while its owner and all owners together are within their budgets. Beyond them nothing
+goes that was made or sampled within the budget's `keep` seconds; of an owner who takes too much, nothing
+within `keep_superseded` seconds, and its models' newest versions stay for `keep`.
 """
 
 from __future__ import annotations
@@ -20,31 +21,65 @@ class SnapshotBudget:
         total_bytes: of all owners.
         owner_bytes: of one.
         keep: seconds after its last use for which a snapshot stays whatever the budgets say.
+        keep_superseded: the same of one that is not its model's newest, where its owner takes too much. A use
+            is noted once a minute, so this is more than that.
     """
 
     total_bytes: int
     owner_bytes: int
     keep: float = 3600.0
+    keep_superseded: float = 120.0
+
+
+@dataclass(frozen=True)
+class Excess:
+    """That an owner takes too much: so many bytes, of at most so many by the flag."""
+
+    held: int
+    most: int
+    flag: str
+
+
+def excess(mine: int, total: int, owners: int, budget: SnapshotBudget) -> Excess | None:
+    """Whether an owner takes too much: more than one may, or more than an even share where all together do.
+
+    Args:
+        mine: bytes of the owner's snapshots.
+        total: of those of all owners.
+        owners: that have any.
+    """
+    if mine > budget.owner_bytes:
+        return Excess(mine, budget.owner_bytes, "--snapshot-owner-bytes")
+    if total > budget.total_bytes and mine > budget.total_bytes // owners:
+        return Excess(mine, budget.total_bytes // owners, "--snapshot-bytes")
+    return None
 
 
 def to_let_go(
-    candidates: Iterable[StoredSnapshot], owners: Mapping[str, int], budget: SnapshotBudget, now: float
+    candidates: Iterable[StoredSnapshot],
+    held: Mapping[str, int],
+    newest: Mapping[str, int],
+    budget: SnapshotBudget,
+    now: float,
 ) -> list[StoredSnapshot]:
     """Those that have to go, in order.
 
     Args:
-        candidates: least recently used first; each may be named more than once.
-        owners: bytes of all snapshots of every owner.
+        candidates: in any order; each may be named more than once.
+        held: bytes of all snapshots of every owner.
+        newest: the newest version of each candidate's model.
     """
-    held = dict(owners)
-    total = sum(held.values())
+    left, total = dict(held), sum(held.values())
     chosen: dict[tuple[str, int], StoredSnapshot] = {}
     for snapshot in sorted(candidates, key=lambda one: one.last_used):
-        key = (snapshot.model_id, snapshot.version)
-        over = total > budget.total_bytes or held.get(snapshot.owner, 0) > budget.owner_bytes
-        if key in chosen or not over or now - snapshot.last_used < budget.keep:
+        key, mine = (snapshot.model_id, snapshot.version), left.get(snapshot.owner, 0)
+        too_much = excess(mine, total, len(held), budget) is not None
+        if key in chosen or not (too_much or total > budget.total_bytes):
+            continue
+        superseded = snapshot.version < newest[snapshot.model_id]
+        if now - snapshot.last_used < (budget.keep_superseded if too_much and superseded else budget.keep):
             continue
         chosen[key] = snapshot
         total -= snapshot.size_bytes
-        held[snapshot.owner] = held.get(snapshot.owner, 0) - snapshot.size_bytes
+        left[snapshot.owner] = mine - snapshot.size_bytes
     return list(chosen.values())

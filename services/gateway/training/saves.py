@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from services.common.contract import ids, roles
@@ -31,7 +31,11 @@ def _plain(options: SaveOptions) -> tuple[object, ...]:
 
 
 class Saves:
-    """Operations between a model and what is kept of it. All raise as `Models.submit`."""
+    """Operations between a model and what is kept of it. All raise as `Models.submit`.
+
+    Args:
+        check_snapshots: refuses one more unnamed snapshot of an owner who has as much of them as it may.
+    """
 
     def __init__(
         self,
@@ -40,12 +44,14 @@ class Saves:
         base_models: BaseModels,
         sampling_sessions: SamplingSessionStore,
         limits: Limits,
+        check_snapshots: Callable[[str], Awaitable[None]],
     ) -> None:
         self._models = models
         self._checkpoints = checkpoints
         self._base_models = base_models
         self._sampling_sessions = sampling_sessions
         self._limits = limits
+        self._check_snapshots = check_snapshots
 
     async def save_state(
         self, owner: str, model_id: str, seq_id: int, name: str | None, overwrite: bool, options: SaveOptions
@@ -147,6 +153,7 @@ class Saves:
             if taken is None:
                 have = await self._sampling_sessions.count(record.session_id)
                 self._limits.owners.check_samplers(have)
+                await self._check_snapshots(owner)
             operation.save_for_sampler.sampling_session_id = session
             operation.save_for_sampler.inflight = inflight
 

@@ -36,6 +36,7 @@ from services.gateway.identity.ring import KeyRing
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.sample_journal import SampleJournal
 from services.gateway.retention.checkpoint_sweep import CheckpointSweep
+from services.gateway.retention.snapshot_plan import SnapshotBudget
 from services.gateway.wiring import Gateway
 from tinsmith.internal.v1 import operation_pb2, sampler_pb2
 from tinsmith.v1 import models_pb2, results_pb2, sampling_pb2
@@ -106,6 +107,7 @@ async def running(
     memory: Memory | None = None,
     tls: KeyFiles | None = None,
     proxies: Sequence[str] = (),
+    snapshots: SnapshotBudget | None = None,
 ) -> AsyncIterator[Edges]:
     """Both edges on free ports, with one base model announced."""
     (directory / "keys").write_text(f"{ALICE} alice\n{BOB} bob\n{ROOT} root role=admin\n")
@@ -137,6 +139,7 @@ async def running(
         connect("", data),
         data,
         limits=limits,
+        snapshots=snapshots,
         memory=memory,
     )
     app, stores = gateway.application, gateway.stores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,7 +15,8 @@ from google.protobuf.message import Message
 
 from services.common.process import rpc
 from services.gateway.access.limits import Limits, OwnerLimits
-from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, Edges, new_model, new_session
+from services.gateway.retention.snapshot_plan import SnapshotBudget
+from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, Edges, new_model, new_session, running
 from tests.unit.gateway.saved import CONTENT, export, save, url
 from tinsmith.v1 import (
     checkpoints_pb2,
@@ -89,6 +91,29 @@ async def test_sampling_clients_of_a_session_are_counted(edges: Edges) -> None:
         other = await new_session(alice)
         body = {"session_id": other, "base_model": BASE, "sampling_session_seq_id": 0}
         assert (await alice.post("create_sampling_session", json=body)).status_code == 200
+
+
+async def test_unnamed_snapshots_are_counted_by_their_bytes(redis_url: str, tmp_path: Path) -> None:
+    async def save_unnamed(client: httpx.AsyncClient, model: str, seq_id: int) -> httpx.Response:
+        body = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
+        return await client.post("save_weights_for_sampler", json=body)
+
+    budget = SnapshotBudget(100, 60)
+    async with (
+        running(redis_url, tmp_path, snapshots=budget) as edges,
+        edges.http() as alice,
+        edges.http(BOB) as bob,
+    ):
+        model, others = await new_model(edges, alice), await new_model(edges, bob)
+        for seq_id in (1, 2):
+            assert (await save_unnamed(alice, model, seq_id)).status_code == 200
+            saved = checkpoints_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=40)
+            await edges.answer(model, seq_id, save_for_sampler=saved)
+        assert refused(await save_unnamed(alice, model, 3), "--snapshot-owner-bytes")
+        assert (await save_unnamed(alice, model, 2)).status_code == 200
+        assert (await save_unnamed(bob, others, 1)).status_code == 200
+        named = {"model_id": model, "seq_id": 3, "path": "kept"}
+        assert (await alice.post("save_weights_for_sampler", json=named)).status_code == 200
 
 
 @bounded(checkpoints=2)

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from services.common.contract.errors import LimitReached
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
-from services.gateway.retention import snapshot_sweep
+from services.gateway.retention import snapshot_room
 from services.gateway.retention.snapshot_plan import SnapshotBudget
-from services.gateway.retention.snapshot_sweep import SnapshotSweep, budget_on
+from services.gateway.retention.snapshot_room import SnapshotRoom, budget_on
+from services.gateway.retention.snapshot_sweep import SnapshotSweep
 
 SESSION = "0b0e9f2c-7a55-4c3e-9a43-000000000001"
 MODEL = f"{SESSION}:train:0"
@@ -30,15 +32,20 @@ class Stage:
         self.redis = client
         self.stores = Stores.over(client)
         self.data = DataDir(root)
-        self.sweeps = SnapshotSweep(client, self.stores, self.data, SnapshotBudget(100, 60), "gateway-0")
+        self.room = SnapshotRoom(self.stores.snapshots, self.data, SnapshotBudget(100, 60))
+        self.sweeps = SnapshotSweep(client, self.stores, self.room, "gateway-0")
 
     async def save(self, version: int, size: int = 20, age: float = LONG_AGO) -> Path:
         path = self.data.snapshot(MODEL, version)
         path.mkdir(parents=True)
         await self.stores.snapshots.add(MODEL, version, OWNER, size)
-        for name in (keys.SNAPSHOTS_USED, keys.owner_snapshots(OWNER)):
-            await self.redis.zadd(name, {f"{MODEL}@{version}": time.time() - age})
+        await self.used(version, age)
         return path
+
+    async def used(self, version: int, ago: float) -> None:
+        """A snapshot that is listed was sampled so many seconds ago."""
+        for name in (keys.SNAPSHOTS_USED, keys.owner_snapshots(OWNER)):
+            await self.redis.zadd(name, {f"{MODEL}@{version}": time.time() - ago}, xx=True)
 
     async def sampler(self, version: int, inflight: bool = False) -> None:
         await self.stores.sampling_sessions.create_if_absent(
@@ -145,6 +152,43 @@ async def test_a_snapshot_that_cannot_be_removed_stops_no_other(
             raise PermissionError(13, "Permission denied")
         path.rmdir()
 
-    monkeypatch.setattr(snapshot_sweep, "delete_directory", fails)
+    monkeypatch.setattr(snapshot_room, "delete_directory", fails)
     await stage.sweeps.sweep()
     assert [path.exists() for path in paths] == [True, False, True, True, True]
+
+
+async def test_a_loop_that_samples_its_newest_version_is_never_refused(stage: Stage) -> None:
+    for version in range(1, 30):
+        await stage.room.check(OWNER)
+        for age, older in enumerate(range(version - 1, 0, -1), start=1):
+            await stage.used(older, ago=60.0 * age)
+        await stage.save(version, age=0)
+    left = [one.version for one in await stage.stores.snapshots.of_model(MODEL)]
+    assert sorted(left) == [26, 27, 28, 29]
+
+
+async def test_who_takes_too_much_of_what_was_just_used_is_refused_until_that_is_older(stage: Stage) -> None:
+    paths = [await stage.save(version, age=60) for version in range(1, 5)]
+    with pytest.raises(LimitReached, match=r"take 80 bytes, and may take 60 \(--snapshot-owner-bytes\)"):
+        await stage.room.check(OWNER)
+    await stage.room.check("bob")
+    assert all(path.exists() for path in paths)
+    await stage.used(2, ago=130)
+    await stage.room.check(OWNER)
+    assert [path.exists() for path in paths] == [True, False, True, True]
+    assert await stage.stores.snapshots.was_let_go(MODEL, 2)
+
+
+async def test_what_cannot_be_removed_for_a_save_has_it_refused(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(1, 5):
+        await stage.save(version, age=600)
+
+    def fails(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(snapshot_room, "delete_directory", fails)
+    with pytest.raises(LimitReached):
+        await stage.room.check(OWNER)
+    assert await stage.stores.snapshots.owners() == {OWNER: 80}

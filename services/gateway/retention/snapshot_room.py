@@ -1,0 +1,113 @@
+"""Room for unnamed sampler snapshots: what is let go for it, and who is refused more.
+
+Invariants: all of this may be done twice, by any gateways, with the same effect; that a snapshot was let go
+is remembered before its files go, so its clients are told. Snapshots are counted when they are made: saves
+that are accepted before may come to more than the budget, and the next one is refused for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Iterable
+
+from services.common.contract.errors import LimitReached, TinsmithError
+from services.common.process.pools import DELETIONS
+from services.common.storage.data_dir import DataDir
+from services.common.storage.directory import delete_directory
+from services.gateway.records.snapshot import SnapshotStore, StoredSnapshot
+from services.gateway.retention.snapshot_plan import Excess, SnapshotBudget, excess, to_let_go
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 256
+_PATIENCE_S = 10.0
+"""A save waits so long for what is deleted for it. The sweep goes on with that."""
+_SHARE = 0.5
+"""What unnamed snapshots may take of their volume, and one owner of that, when no number is given."""
+
+
+def budget_on(data: DataDir, total_bytes: int, owner_bytes: int) -> SnapshotBudget:
+    """The budgets; 0 = half of the volume for all, half of that for one owner."""
+    total = total_bytes or int(shutil.disk_usage(data.root).total * _SHARE)
+    return SnapshotBudget(total, owner_bytes or int(total * _SHARE))
+
+
+class SnapshotRoom:
+    """What unnamed snapshots may take of their volume."""
+
+    def __init__(self, snapshots: SnapshotStore, data: DataDir, budget: SnapshotBudget) -> None:
+        self._snapshots = snapshots
+        self._data = data
+        self._budget = budget
+
+    async def check(self, owner: str) -> None:
+        """To be called before an unnamed snapshot is accepted. What may go for it goes now.
+
+        Raises:
+            LimitReached: the owner has too much all the same.
+        """
+        if await self._excess(owner) is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._make_room(await self._snapshots.oldest(_AT_ONCE, owner))
+        found = await self._excess(owner)
+        if found is None:
+            return
+        raise LimitReached(
+            f"the snapshots without a name of this API key take {found.held} bytes, and may take "
+            f"{found.most} ({found.flag}); those that a newer one follows go "
+            f"{self._budget.keep_superseded:g} s after their last use, others after {self._budget.keep:g} s; "
+            "save less often, or end sessions that are done",
+            about={"limit": found.flag},
+        )
+
+    async def keep_within(self) -> int:
+        """Lets go of what is beyond the budgets; the bytes of all snapshots before."""
+        held = await self._snapshots.owners()
+        total = sum(held.values())
+        candidates: list[StoredSnapshot] = []
+        if total > self._budget.total_bytes:
+            candidates += await self._snapshots.oldest(_AT_ONCE)
+        for owner, mine in held.items():
+            if excess(mine, total, len(held), self._budget) is not None:
+                candidates += await self._snapshots.oldest(_AT_ONCE, owner)
+        await self._make_room(candidates)
+        return total
+
+    async def remove(self, snapshot: StoredSnapshot) -> None:
+        """Deletes a snapshot.
+
+        Raises:
+            Unavailable, OSError: not now. It is still listed.
+        """
+        path = self._data.snapshot(snapshot.model_id, snapshot.version)
+        await DELETIONS.run(delete_directory, path)
+        await self._snapshots.forget(snapshot.model_id, snapshot.version, snapshot.owner)
+
+    async def _excess(self, owner: str) -> Excess | None:
+        held = await self._snapshots.owners()
+        return excess(held.get(owner, 0), sum(held.values()), len(held), self._budget)
+
+    async def _make_room(self, candidates: list[StoredSnapshot]) -> None:
+        newest = await self._newest(candidate.model_id for candidate in candidates)
+        held = await self._snapshots.owners()
+        for snapshot in to_let_go(candidates, held, newest, self._budget, time.time()):
+            name = f"{snapshot.version} of {snapshot.model_id}"
+            try:
+                await self._snapshots.mark_let_go(snapshot.model_id, snapshot.version)
+                await self.remove(snapshot)
+            except (TinsmithError, OSError) as error:
+                log.warning("snapshot %s stays for now: %s", name, error)
+            else:
+                log.info("snapshot %s was let go to make room", name)
+
+    async def _newest(self, models: Iterable[str]) -> dict[str, int]:
+        return {
+            model_id: max((one.version for one in await self._snapshots.of_model(model_id)), default=0)
+            for model_id in set(models)
+        }
