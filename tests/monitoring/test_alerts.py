@@ -1,0 +1,85 @@
+"""Alerts fire in the case that they are for, and not in one beside it, by Prometheus' own evaluation."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.dashboards import FOLDER
+from tests.monitoring.prometheus import program
+
+ALERTS = FOLDER / "alerts.yaml"
+HTTP = 'tinsmith_http_seconds_count{namespace="n",route="/api/v1/%s",status="%s"}'
+RPC = 'tinsmith_rpc_seconds_count{namespace="n",method="/tinsmith.%s/%s",code="%s"}'
+WAIT = 'tinsmith_operation_wait_seconds_bucket{namespace="n",pod="trainer",owner_class="%s",le="%s"}'
+
+Series = dict[str, str]
+"""Values of a series, one each minute, in promtool's notation."""
+
+
+def waits(owner_class: str) -> Series:
+    """Of operations, each of which waits for between five minutes and half an hour."""
+    return {
+        WAIT % (owner_class, "300.0"): "0x90",
+        WAIT % (owner_class, "1800.0"): "0+60x90",
+        WAIT % (owner_class, "+Inf"): "0+60x90",
+    }
+
+
+FIRES: list[tuple[str, Series]] = [
+    (
+        "TinsmithRequestsRefused",
+        {HTTP % ("asample", "429"): "0+60x90", HTTP % ("retrieve_future", "200"): "0+6000x90"},
+    ),
+    (
+        "TinsmithRequestsRefused",
+        {
+            RPC % ("v1.TinsmithService", "Sample", "RESOURCE_EXHAUSTED"): "0+60x90",
+            HTTP % ("asample", "200"): "0+6000x90",
+        },
+    ),
+    (
+        "TinsmithStateNearlyFull",
+        {'tinsmith_state_bytes{namespace="n"}': "90x90", 'tinsmith_state_max_bytes{namespace="n"}': "100x90"},
+    ),
+    ("TinsmithOperationsWait", waits("light")),
+]
+QUIET: list[tuple[str, Series]] = [
+    ("TinsmithRequestsRefused", {HTTP % ("asample", "429"): "0+60x90", HTTP % ("asample", "200"): "0+90x90"}),
+    (
+        "TinsmithStateNearlyFull",
+        {'tinsmith_state_bytes{namespace="n"}': "50x90", 'tinsmith_state_max_bytes{namespace="n"}': "100x90"},
+    ),
+    ("TinsmithOperationsWait", waits("heavy")),
+]
+
+
+def check(directory: Path, alert: str, series: Series, firing: int) -> None:
+    """Has promtool find that so many alerts of the name fire after an hour."""
+    expected = [{"labels": "{}", "value": firing}] if firing else []
+    asked = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}})'
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [{"expr": asked, "eval_time": "60m", "exp_samples": expected}],
+    }
+    written = directory / "case.yaml"
+    written.write_text(
+        yaml.safe_dump({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": [case]})
+    )
+    command = [program("promtool"), "test", "rules", str(written)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("alert", "series"), FIRES)
+def test_an_alert_fires_in_its_case(tmp_path: Path, alert: str, series: Series) -> None:
+    check(tmp_path, alert, series, firing=1)
+
+
+@pytest.mark.parametrize(("alert", "series"), QUIET)
+def test_an_alert_is_quiet_in_a_case_beside_it(tmp_path: Path, alert: str, series: Series) -> None:
+    check(tmp_path, alert, series, firing=0)
