@@ -14,6 +14,9 @@ from tests.monitoring.prometheus import program
 ALERTS = FOLDER / "alerts.yaml"
 HTTP = 'tinsmith_http_seconds_count{namespace="n",route="/api/v1/%s",status="%s"}'
 RPC = 'tinsmith_rpc_seconds_count{namespace="n",method="/tinsmith.%s/%s",code="%s"}'
+ACCEPTED = (
+    'tinsmith_rpc_seconds_bucket{namespace="n",method="/tinsmith.v1.TinsmithService/OptimStep",le="%s"}'
+)
 WAIT = 'tinsmith_operation_wait_seconds_bucket{namespace="n",pod="trainer",owner_class="%s",le="%s"}'
 
 Series = dict[str, str]
@@ -46,6 +49,21 @@ FIRES: list[tuple[str, Series]] = [
         {'tinsmith_state_bytes{namespace="n"}': "90x90", 'tinsmith_state_max_bytes{namespace="n"}': "100x90"},
     ),
     ("TinsmithOperationsWait", waits("light")),
+    (
+        "TinsmithRequestsFail",
+        {
+            RPC % ("v1.TinsmithService", "GetResult", "UNAVAILABLE"): "0+60x90",
+            HTTP % ("asample", "200"): "0+6000x90",
+        },
+    ),
+    (
+        "TinsmithAcceptanceSlow",
+        {
+            ACCEPTED % ("5.0"): "0x90",
+            ACCEPTED % ("10.0"): "0+60x90",
+            ACCEPTED % ("+Inf"): "0+60x90",
+        },
+    ),
 ]
 QUIET: list[tuple[str, Series]] = [
     ("TinsmithRequestsRefused", {HTTP % ("asample", "429"): "0+60x90", HTTP % ("asample", "200"): "0+90x90"}),
@@ -54,6 +72,11 @@ QUIET: list[tuple[str, Series]] = [
         {'tinsmith_state_bytes{namespace="n"}': "50x90", 'tinsmith_state_max_bytes{namespace="n"}': "100x90"},
     ),
     ("TinsmithOperationsWait", waits("heavy")),
+    (
+        "TinsmithRequestsFail",
+        {RPC % ("internal.v1.TrainerService", "Execute", "UNAVAILABLE"): "0+60x90"},
+    ),
+    ("TinsmithRequestsFail", {RPC % ("v1.TinsmithService", "GetResult", "RESOURCE_EXHAUSTED"): "0+60x90"}),
 ]
 
 
