@@ -64,6 +64,12 @@ FIRES: list[tuple[str, Series]] = [
             ACCEPTED % ("+Inf"): "0+60x90",
         },
     ),
+    ("TinsmithKeysFileWrong", {'tinsmith_keys_file_wrong_lines{namespace="n",pod="gateway"}': "0x20 1x70"}),
+    ("TinsmithAuditDropped", {'tinsmith_audit_dropped_total{namespace="n",pod="gateway"}': "0x30 3x60"}),
+    (
+        "TinsmithWeightGroupsNotLeft",
+        {'tinsmith_weight_groups_not_left_total{namespace="n",pod="trainer",why="late"}': "_x20 5x70"},
+    ),
 ]
 QUIET: list[tuple[str, Series]] = [
     ("TinsmithRequestsRefused", {HTTP % ("asample", "429"): "0+60x90", HTTP % ("asample", "200"): "0+90x90"}),
