@@ -140,6 +140,11 @@ HEALTH: dict[str, list[Panel]] = {
             "ops",
             {"{{work}}": rate("tinsmith_periodic_failures_total", "work")},
         ),
+        (
+            "Failures of background work in a row",
+            "short",
+            {"{{work}}": now("tinsmith_periodic_failures_in_a_row", "work", "max")},
+        ),
     ],
     "Processes": [
         (

@@ -14,6 +14,7 @@ from tests.monitoring.prometheus import program
 ALERTS = FOLDER / "alerts.yaml"
 HTTP = 'tinsmith_http_seconds_count{namespace="n",route="/api/v1/%s",status="%s"}'
 RPC = 'tinsmith_rpc_seconds_count{namespace="n",method="/tinsmith.%s/%s",code="%s"}'
+WORK = 'tinsmith_periodic_failures_%s{namespace="n",pod="gateway",work="sweep"}'
 ACCEPTED = (
     'tinsmith_rpc_seconds_bucket{namespace="n",method="/tinsmith.v1.TinsmithService/OptimStep",le="%s"}'
 )
@@ -56,6 +57,9 @@ FIRES: list[tuple[str, Series]] = [
             HTTP % ("asample", "200"): "0+6000x90",
         },
     ),
+    # A work that hangs fails once in its deadline; what is done once a day, once in six hours.
+    ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x20 1x70", WORK % "total": "0x20 1x70"}),
+    ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x90", WORK % "total": "0+1x90"}),
     (
         "TinsmithAcceptanceSlow",
         {
@@ -78,6 +82,7 @@ QUIET: list[tuple[str, Series]] = [
         {'tinsmith_state_bytes{namespace="n"}': "50x90", 'tinsmith_state_max_bytes{namespace="n"}': "100x90"},
     ),
     ("TinsmithOperationsWait", waits("heavy")),
+    ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x50 9x5 0x20", WORK % "total": "0x50 9x40"}),
     (
         "TinsmithRequestsFail",
         {RPC % ("internal.v1.TrainerService", "Execute", "UNAVAILABLE"): "0+60x90"},

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
@@ -21,6 +21,9 @@ from services.common.process.tasks import cancel_all, keep_running
 log = logging.getLogger(__name__)
 
 FAILURES = Counter("tinsmith_periodic_failures_total", "Steps of background work that failed", ["work"])
+IN_A_ROW = Gauge(
+    "tinsmith_periodic_failures_in_a_row", "Steps of background work that failed since one did not", ["work"]
+)
 
 _EXPECTED = (TinsmithError, RedisError, OSError)
 """What the world does to a step. Anything else is a mistake of the program, and is logged with its place."""
@@ -63,6 +66,9 @@ class Periodic:
         self._step = step
         self._deadline = deadline
         self._task: asyncio.Task[None] | None = None
+        # Of a series that comes with the first failure, no rate would tell that one.
+        FAILURES.labels(name)
+        IN_A_ROW.labels(name)
 
     def start(self) -> None:
         self._task = keep_running(self._repeat(), name=self.name)
@@ -70,6 +76,7 @@ class Periodic:
     async def stop(self) -> None:
         """Returns when no step runs any more. Without effect before `start`."""
         await cancel_all([self._task])
+        self._streak(0)
 
     async def _repeat(self) -> None:
         while True:
@@ -87,7 +94,7 @@ class Periodic:
         except Exception as error:
             FAILURES.labels(self.name).inc()
             self.counts.failures += 1
-            self.counts.streak += 1
+            self._streak(self.counts.streak + 1)
             if self.counts.streak == 1:
                 why = f"it took longer than {self._deadline:g} s" if limit.expired() else str(error)
                 place = None if isinstance(error, _EXPECTED) else error
@@ -101,4 +108,9 @@ class Periodic:
             return
         if self.counts.streak:
             log.info("%s works again, after %d failures", self.name, self.counts.streak)
-            self.counts.streak = 0
+            self._streak(0)
+
+    def _streak(self, failures: int) -> None:
+        # Works of one name, such as renewals of one kind, are one series.
+        IN_A_ROW.labels(self.name).inc(failures - self.counts.streak)
+        self.counts.streak = failures

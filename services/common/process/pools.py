@@ -1,8 +1,8 @@
 """Threads for what would hold up the event loop, in pools by what it waits for.
 
 Invariant: work that waits for a disk or an object store never takes a thread from work that computes, nor a
-deletion or a copy of many files one from a read. Each pool has few threads; who waits for one holds a place
-among the bounded calls of the process.
+deletion, a cleaning or a copy of many files one from a read. Each pool has few threads; who waits for one
+holds a place among the bounded calls of the process.
 """
 
 from __future__ import annotations
@@ -60,3 +60,6 @@ COPIES = Pool("copy of a checkpoint", 2, None)
 
 DELETIONS = Pool("deletion", 4, 600.0)
 """What sweeps take away."""
+
+CLEANINGS = Pool("cleaning of a storage", 1, 6 * 3600.0)
+"""Looks through whole storages, whose lists may take hours."""

@@ -14,22 +14,18 @@ import redis.asyncio
 
 from services.common.contract.errors import TinsmithError
 from services.common.process.periodic import Periodic
-from services.common.process.pools import DELETIONS
+from services.common.process.pools import CLEANINGS
 from services.common.state import keys
 from services.common.storage.base import Key
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.records.checkpoint import CheckpointStore, has_expired
+from services.gateway.retention.daily import Daily
 from services.gateway.retention.sweep_lease import SweepLease
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 5.0
 _SWEEP_DEADLINE_S = 600.0
-_CLEAN_LOOK_S = 60.0
-_CLEAN_S = 24 * 3600.0
-"""From the end of one cleaning to the next, of whichever gateway."""
-_CLEAN_DEADLINE_S = 6 * 3600.0
-"""So long after a cleaning that broke off there is another."""
 _AT_ONCE = 200
 _AGAIN_S = 60.0
 """Files that were not removed are tried again after this long."""
@@ -44,10 +40,9 @@ class CheckpointSweep:
         self._store = store
         self._files = files
         self._lease = SweepLease(client, keys.CHECKPOINT_SWEEP_LEASE, gateway_id)
-        self._redis = client
         self._sweeps = Periodic("checkpoint sweep", _SWEEP_S, self._sweep_if_due, _SWEEP_DEADLINE_S)
-        self._cleanings = Periodic(
-            "cleaning of the checkpoint storage", _CLEAN_LOOK_S, self._clean_if_due, _CLEAN_DEADLINE_S
+        self._cleanings = Daily(
+            client, "cleaning of the checkpoint storage", keys.CHECKPOINT_CLEANING, self._clean
         )
 
     async def start(self) -> None:
@@ -93,10 +88,6 @@ class CheckpointSweep:
         else:
             await self._store.look_again(key, time.time() + again)
 
-    async def _clean_if_due(self) -> None:
-        """Has the storage let go, once a day, of what saves that broke off left behind."""
-        mark = keys.CHECKPOINT_CLEANING
-        if not await self._redis.set(mark, "", nx=True, px=round(_CLEAN_DEADLINE_S * 1000)):
-            return
-        await DELETIONS.run(self._files.storage.clean)
-        await self._redis.pexpire(mark, round(_CLEAN_S * 1000))
+    async def _clean(self) -> None:
+        """Has the storage let go of what saves that broke off left behind."""
+        await CLEANINGS.run(self._files.storage.clean)

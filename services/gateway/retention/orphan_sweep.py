@@ -22,18 +22,15 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import TinsmithError
-from services.common.process.periodic import Periodic
 from services.common.process.pools import DELETIONS
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import clean_abandoned, delete_directory
+from services.gateway.retention.daily import Daily
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 60.0
 _DAY_S = 24 * 3600.0
-_DEADLINE_S = 6 * 3600.0
-"""So long after a look that broke off there is another."""
 
 
 class OrphanSweep:
@@ -42,7 +39,7 @@ class OrphanSweep:
     def __init__(self, client: redis.asyncio.Redis, data: DataDir) -> None:
         self._redis = client
         self._data = data
-        self._looks = Periodic("search for orphaned snapshots", _LOOK_S, self._look_if_due, _DEADLINE_S)
+        self._looks = Daily(client, "search for orphaned snapshots", keys.ORPHAN_SEARCH, self._look)
 
     async def start(self) -> None:
         """Begins to look."""
@@ -51,10 +48,8 @@ class OrphanSweep:
     async def stop(self) -> None:
         await self._looks.stop()
 
-    async def _look_if_due(self) -> None:
-        if await self._redis.set(keys.ORPHAN_SEARCH, "", nx=True, px=round(_DEADLINE_S * 1000)):
-            await self.look(time.time())
-            await self._redis.pexpire(keys.ORPHAN_SEARCH, round(_DAY_S * 1000))
+    async def _look(self) -> None:
+        await self.look(time.time())
 
     async def look(self, now: float) -> None:
         """Looks at every model that has snapshots."""

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from prometheus_client import REGISTRY
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.common.process.periodic import Periodic
@@ -123,3 +124,29 @@ async def test_what_no_later_step_would_be_spared_stops_the_process(monkeypatch:
     await work.stop()
     assert asked == [signal.SIGTERM]
     assert work.counts.runs == 1
+
+
+def in_a_row(work: str) -> float | None:
+    return REGISTRY.get_sample_value("tinsmith_periodic_failures_in_a_row", {"work": work})
+
+
+async def test_how_long_a_work_has_failed_is_measured_until_it_does_not_or_stops() -> None:
+    fails = asyncio.Event()
+    fails.set()
+
+    async def step() -> None:
+        if fails.is_set():
+            raise OSError("disk")
+
+    works = [Periodic("a work that is measured", 0.001, step, deadline=1) for _ in range(2)]
+    assert in_a_row("a work that is measured") == 0
+    for work in works:
+        work.start()
+    await until(lambda: all(work.counts.streak > 1 for work in works))
+    assert in_a_row("a work that is measured") == sum(work.counts.streak for work in works)
+    await works[0].stop()
+    assert in_a_row("a work that is measured") == works[1].counts.streak
+    fails.clear()
+    await until(lambda: works[1].counts.streak == 0)
+    assert in_a_row("a work that is measured") == 0
+    await works[1].stop()

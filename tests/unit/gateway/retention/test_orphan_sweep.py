@@ -63,15 +63,6 @@ async def test_a_model_that_is_known_again_keeps_its_snapshots(stage: Stage) -> 
     assert stage.there() == {KNOWN, LOST}
 
 
-async def test_gateways_look_once_a_day_between_them(stage: Stage) -> None:
-    await stage.sweep._look_if_due()
-    assert await stage.redis.zrange(keys.ORPHANED_MODELS, 0, -1) == [LOST.encode()]
-    await stage.redis.delete(keys.ORPHANED_MODELS)
-    await OrphanSweep(stage.redis, stage.data)._look_if_due()
-    assert await stage.redis.exists(keys.ORPHANED_MODELS) == 0
-    assert DAY - 60 < await stage.redis.ttl(keys.ORPHAN_SEARCH) <= DAY
-
-
 async def test_a_redis_that_knows_none_of_the_models_has_none_deleted(stage: Stage) -> None:
     await stage.sweep.look(1000)
     await stage.redis.delete(keys.model(KNOWN))
