@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, TypeAlias
 
 import grpc
@@ -31,6 +31,7 @@ from services.gateway.access.body_budget import Account
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.access.limits import THREAD_ABOVE_BYTES
 from services.gateway.access.page_turns import LISTS
+from services.gateway.access.shares import Shares
 from services.gateway.application import Application
 from services.gateway.audit.acts import ACTS, Source
 from services.gateway.audit.trail import Act
@@ -50,9 +51,11 @@ _MESSAGE_S = 60.0
 """Longest time in which a message may arrive: the largest at half a MiB/s."""
 
 _OPEN_CALLS = 64
+_OPEN_STREAMS = 64
 _OPEN_CALL_S = 600.0
 _OPEN_BYTES = 4096
-"""Bounds of what callers without a key may do: so many calls at once, so long, with so large a message."""
+"""Bounds of what callers without a key may do: so many calls that have one answer at once, and so many with
+several, so long, with so large a message. An address never has more of them than is left for others."""
 
 Handler: TypeAlias = Callable[..., Any]
 
@@ -61,7 +64,8 @@ class Reception(grpc.aio.ServerInterceptor):
     """Knows the caller, receives the message and counts it.
 
     Args:
-        open_services: full names of services that need no key. Few such calls run at once.
+        open_services: full names of services that need no key. Few such calls run at once, and their messages
+            are received beside those of callers with a key.
     """
 
     def __init__(self, application: Application, open_services: Collection[str]) -> None:
@@ -73,8 +77,10 @@ class Reception(grpc.aio.ServerInterceptor):
         self._page_turns = application.page_turns
         self._limits = application.limits
         self._open_services = open_services
-        self._places = FairSlots(self._budget.messages_at_once(self._limits.grpc_message_bytes))
-        self._open_calls = 0
+        messages = self._budget.messages_at_once(self._limits.grpc_message_bytes)
+        self._places = FairSlots(max(1, messages - 1))
+        self._open_places = FairSlots(1)
+        self._open_calls, self._open_streams = Shares(_OPEN_CALLS), Shares(_OPEN_STREAMS)
 
     async def intercept_service(
         self,
@@ -163,21 +169,25 @@ class Reception(grpc.aio.ServerInterceptor):
     def _open(self, handler: grpc.RpcMethodHandler) -> Handler:
         """A handler for callers without a key: one of few, with a small message, that ends in time."""
         method, kind = handler.unary_unary or handler.unary_stream, _request_class(handler)
+        calls = self._open_calls if handler.unary_unary is not None else self._open_streams
 
         async def call(_: object, context: grpc.aio.ServicerContext) -> Any:
-            if self._open_calls >= _OPEN_CALLS:
-                raise Overloaded(f"{_OPEN_CALLS} calls without an API key run; try again in a moment")
-            self._open_calls += 1
+            address = address_of(context.peer())
+            if not calls.take(address, 1):
+                if calls is self._open_streams:
+                    # To clients that watch a server's health it has none to watch, and they go on.
+                    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "too many streams without an API key")
+                raise Overloaded("too many calls without an API key run; try again in a moment")
             try:
                 async with asyncio.timeout(_OPEN_CALL_S):
-                    raw = await self._raw(context, "", None)
+                    raw = await self._raw(context, self._open_places.held(address, 1), None)
                     if len(raw) > _OPEN_BYTES:
                         raise InvalidRequest(f"this call takes at most {_OPEN_BYTES} bytes")
                     return await method(wire_check.parsed(kind, raw, self._limits), context)
             except TimeoutError as error:
                 raise Unavailable("this call has lasted long enough; make it again") from error
             finally:
-                self._open_calls -= 1
+                calls.add(address, -1)
 
         return call
 
@@ -185,17 +195,23 @@ class Reception(grpc.aio.ServerInterceptor):
         self, context: grpc.aio.ServicerContext, owner: str, account: Account, kind: type[Message]
     ) -> Message:
         subject.note(owner=owner)
-        raw = await self._raw(context, owner, account)
+        raw = await self._raw(context, self._places.held(owner, 1), account)
         subject.received(len(raw))
         account.hold(len(raw))
         if len(raw) > THREAD_ABOVE_BYTES:
             return await COMPUTE.run(wire_check.parsed, kind, raw, self._limits)
         return wire_check.parsed(kind, raw, self._limits)
 
-    async def _raw(self, context: grpc.aio.ServicerContext, owner: str, account: Account | None) -> bytes:
+    async def _raw(
+        self,
+        context: grpc.aio.ServicerContext,
+        place: AbstractAsyncContextManager[None],
+        account: Account | None,
+    ) -> bytes:
         """The message.
 
         Args:
+            place: to receive it in while its size is not known.
             account: takes what a large or slow message needs; None: there is no room for such.
 
         Raises:
@@ -205,7 +221,7 @@ class Reception(grpc.aio.ServerInterceptor):
         """
         reading = asyncio.ensure_future(context.read())
         try:
-            async with self._places.held(owner, 1):
+            async with place:
                 await asyncio.wait([reading], timeout=_AT_ONCE_S)
             if not reading.done():
                 if account is None:

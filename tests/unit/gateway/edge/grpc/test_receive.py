@@ -18,6 +18,8 @@ from tests.unit.gateway.edges import ALICE, BOB, Edges, running
 from tinsmith.v1 import sessions_pb2
 
 SERVICE = "/tinsmith.v1.TinsmithService"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+HEALTH = health_pb2.HealthCheckRequest().SerializeToString()
 MESSAGE = 4 * MIB
 
 
@@ -128,22 +130,51 @@ async def test_calls_that_send_nothing_do_not_keep_others_waiting(channel: grpc.
         call.cancel()
 
 
-async def test_health_takes_small_messages_from_few_callers(
-    channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receive, "_OPEN_CALLS", 2)
-    check = channel.unary_unary("/grpc.health.v1.Health/Check")
+async def test_health_takes_small_messages(channel: grpc.aio.Channel) -> None:
+    check = channel.unary_unary(CHECK)
     assert (await refusal(check(bytes(5000), timeout=10))).code() is grpc.StatusCode.INVALID_ARGUMENT
-    watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
-    request = health_pb2.HealthCheckRequest().SerializeToString()
-    watching = [watch(request, timeout=10) for _ in range(2)]
+    assert await check(HEALTH, timeout=10)
+
+
+async def test_watches_of_health_are_few_and_take_no_place_of_checks(channel: grpc.aio.Channel) -> None:
+    watch, check = channel.unary_stream(WATCH), channel.unary_unary(CHECK)
+    # One address has no more than is left for others.
+    watching = [watch(HEALTH, timeout=60) for _ in range(receive._OPEN_STREAMS // 2)]
     for call in watching:
         await call.read()
-    assert (await refusal(check(request, timeout=10))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    for call in watching:
+    # What clients take for a server without health to watch, and go on.
+    assert (await refusal(watch(HEALTH, timeout=10).read())).code() is grpc.StatusCode.UNIMPLEMENTED
+    assert await check(HEALTH, timeout=10)
+    watching.pop().cancel()
+    while True:
+        again = watch(HEALTH, timeout=10)
+        try:
+            await again.read()
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        else:
+            break
+    for call in [*watching, again]:
         call.cancel()
-    await asyncio.sleep(0.2)
-    assert await check(request, timeout=10)
+
+
+async def test_checks_of_health_that_send_nothing_are_few_and_keep_no_caller_with_a_key_waiting(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, memory = Limits(grpc_message_bytes=MESSAGE), replace(Memory.of(), receiving=2 * MESSAGE)
+    async with (
+        running(redis_url, tmp_path, limits, memory) as edges,
+        rpc.channel(edges.grpc_address) as channel,
+    ):
+        monkeypatch.setattr(receive, "_AT_ONCE_S", 60.0)
+        check = channel.stream_unary(CHECK)
+        silent = [check(timeout=60) for _ in range(receive._OPEN_CALLS // 2 + 1)]
+        ended = {asyncio.ensure_future(refusal(call)) for call in silent}
+        (refused,), waiting = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        assert refused.result().code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await heartbeat(channel, BOB, await session_of(channel, BOB))
+        for task in waiting:
+            task.cancel()
 
 
 async def test_a_call_with_too_much_metadata_is_refused(channel: grpc.aio.Channel) -> None:
