@@ -154,6 +154,12 @@ HEALTH: dict[str, list[Panel]] = {
         ),
         # Those of the process that is scraped, not of its children, such as an engine.
         ("Memory of the main process", "bytes", {"{{pod}}": now("process_resident_memory_bytes")}),
+        ("Models that are loaded", "short", {"{{pod}}": now("tinsmith_model_loaded", how="min")}),
+        (
+            "Time since the process started",
+            "s",
+            {"{{pod}}": f"time() - {now('process_start_time_seconds', how='max')}"},
+        ),
         ("CPU of the main process, in cores", "short", {"{{pod}}": rate("process_cpu_seconds_total", "pod")}),
     ],
 }

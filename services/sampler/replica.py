@@ -24,6 +24,7 @@ from services.common.state import redis_client, registry, versions
 from services.common.state.claim import Claim
 from services.common.storage.model_path import check_model_path
 from services.common.telemetry import logs, metrics
+from services.common.telemetry.loaded import LOADED
 from services.common.telemetry.loop_lag import watched_loop
 from services.common.tls.wires import identity, mutual
 from services.sampler import wiring
@@ -57,14 +58,15 @@ async def run(config: SamplerConfig) -> int:
         await claim.take()
         try:
             await versions.join(client)
-            return await _load_and_serve(config, client)
+            async with metrics.served(config.host, config.metrics_port) as served:
+                return await _load_and_serve(config, client, served)
         finally:
             await claim.give_back()
     finally:
         await client.aclose()
 
 
-async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis) -> int:
+async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis, served: metrics.Served) -> int:
     started = time.monotonic()
     await asyncio.to_thread(check_model_path, config.model_path)
     engine = Engine(config)
@@ -74,11 +76,10 @@ async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis) ->
         log.info("engine ready after %.1f s", time.monotonic() - started)
         # As the servers of vLLM do: else every look at the oldest objects walks through all of vLLM.
         collector.settle()
-        async with (
-            watched_loop(),
-            metrics.served(config.host, config.metrics_port, _readings(engine)),
-        ):
-            return await _serve(config, engine, client)
+        LOADED.set(1)
+        async with watched_loop():
+            with served.reading(_readings(engine)):
+                return await _serve(config, engine, client)
     finally:
         engine.shutdown(_ENGINE_SHUTDOWN_S)
 

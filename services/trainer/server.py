@@ -24,6 +24,7 @@ from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.model_path import check_model_path
 from services.common.telemetry import logs, metrics
+from services.common.telemetry.loaded import LOADED
 from services.common.telemetry.loop_lag import watched_loop
 from services.common.tls.wires import identity, mutual
 from services.common.worlds.sharding import mistakes
@@ -64,14 +65,17 @@ async def serve(config: TrainerConfig, place: Place) -> int:
         await claim.take()
         try:
             await versions.join(client)
-            return await _load_and_serve(config, place, client)
+            async with metrics.served(config.host, config.metrics_port) as served:
+                return await _load_and_serve(config, place, client, served)
         finally:
             await claim.give_back()
     finally:
         await client.aclose()
 
 
-async def _load_and_serve(config: TrainerConfig, place: Place, client: redis.asyncio.Redis) -> int:
+async def _load_and_serve(
+    config: TrainerConfig, place: Place, client: redis.asyncio.Redis, served: metrics.Served
+) -> int:
     stop = asyncio.create_task(process.wait_for_signal(), name="signals")
     thread = WorkerThread("engine")
     loading = asyncio.wrap_future(thread.submit(lambda: load(config, place)))
@@ -81,8 +85,9 @@ async def _load_and_serve(config: TrainerConfig, place: Place, client: redis.asy
         log.info("stopped while loading")
         return 0
     engine, channel, capacity = loading.result()
+    LOADED.set(1)
     world = World(thread, engine, channel, _COMMAND_TIMEOUT_S)
-    return await _Server(config, place, world, engine, capacity, client).run(stop)
+    return await _Server(config, place, world, engine, capacity, client).run(stop, served)
 
 
 def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity]:
@@ -159,13 +164,11 @@ class _Server:
         self._identity = identity(config.identity)
         self._parts = Trainer(config, place, world, client, engine, capacity, self._identity)
 
-    async def run(self, stop: asyncio.Task[Signals]) -> int:
+    async def run(self, stop: asyncio.Task[Signals], served: metrics.Served) -> int:
         """Serves until `stop` is done or the world fails."""
-        async with (
-            watched_loop(),
-            metrics.served(self._config.host, self._config.metrics_port, self._readings()),
-        ):
-            return await self._serve(stop)
+        async with watched_loop():
+            with served.reading(self._readings()):
+                return await self._serve(stop)
 
     async def _serve(self, stop: asyncio.Task[Signals]) -> int:
         await self._parts.states.clean()

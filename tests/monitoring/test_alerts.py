@@ -15,6 +15,7 @@ ALERTS = FOLDER / "alerts.yaml"
 HTTP = 'tinsmith_http_seconds_count{namespace="n",route="/api/v1/%s",status="%s"}'
 RPC = 'tinsmith_rpc_seconds_count{namespace="n",method="/tinsmith.%s/%s",code="%s"}'
 WORK = 'tinsmith_periodic_failures_%s{namespace="n",pod="gateway",work="sweep"}'
+STARTED = 'process_start_time_seconds{namespace="n",pod="trainer",app_kubernetes_io_component="trainer"}'
 ACCEPTED = (
     'tinsmith_rpc_seconds_bucket{namespace="n",method="/tinsmith.v1.TinsmithService/OptimStep",le="%s"}'
 )
@@ -57,6 +58,8 @@ FIRES: list[tuple[str, Series]] = [
             HTTP % ("asample", "200"): "0+6000x90",
         },
     ),
+    ("TinsmithModelNotLoaded", {'tinsmith_model_loaded{namespace="n",pod="trainer"}': "0x30 _x5 0x60"}),
+    ("TinsmithProcessRestarts", {STARTED: "1x30 2x2 _x5 3x2 _x5 4x20"}),
     # A work that hangs fails once in its deadline; what is done once a day, once in six hours.
     ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x20 1x70", WORK % "total": "0x20 1x70"}),
     ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x90", WORK % "total": "0+1x90"}),
@@ -82,6 +85,8 @@ QUIET: list[tuple[str, Series]] = [
         {'tinsmith_state_bytes{namespace="n"}': "50x90", 'tinsmith_state_max_bytes{namespace="n"}': "100x90"},
     ),
     ("TinsmithOperationsWait", waits("heavy")),
+    ("TinsmithModelNotLoaded", {'tinsmith_model_loaded{namespace="n",pod="trainer"}': "1x30 _x5 0x40"}),
+    ("TinsmithProcessRestarts", {STARTED: "1x20 2x20 3x20"}),
     ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x50 9x5 0x20", WORK % "total": "0x50 9x40"}),
     (
         "TinsmithRequestsFail",

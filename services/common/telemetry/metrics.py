@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,28 +88,51 @@ def _as_text(served: WSGIApplication) -> WSGIApplication:
     return text
 
 
+class Served:
+    """What a process serves of its measurements.
+
+    Args:
+        asked: whether anybody can ask for them.
+    """
+
+    def __init__(self, asked: bool) -> None:
+        self._asked = asked
+
+    @contextmanager
+    def reading(self, readings: Iterable[Reading]) -> Iterator[None]:
+        """Within it these are served, too. To be entered in the loop in which they are read."""
+        if not self._asked:
+            yield
+            return
+        collector = _Readings(readings)
+        REGISTRY.register(collector)
+        try:
+            yield
+        finally:
+            REGISTRY.unregister(collector)
+
+
 @asynccontextmanager
-async def served(host: str, port: int, readings: Iterable[Reading] = ()) -> AsyncIterator[None]:
+async def served(host: str, port: int, readings: Iterable[Reading] = ()) -> AsyncIterator[Served]:
     """Within it `GET /metrics` on this port answers with everything that was measured; 0 = nothing is served.
 
     Raises:
         Unavailable: the address cannot be bound.
     """
     if port == 0:
-        yield
+        yield Served(asked=False)
         return
-    collector = _Readings(readings)
     try:
         server, thread = start_http_server(port, host)
     except OSError as error:
         raise Unavailable(f"cannot serve metrics on {host}:{port}: {error}") from error
     server.set_app(_as_text(make_wsgi_app()))
-    REGISTRY.register(collector)
     log.info("serving metrics on port %d", port)
+    found = Served(asked=True)
     try:
-        yield
+        with found.reading(readings):
+            yield found
     finally:
-        REGISTRY.unregister(collector)
         # A request that is under way may want the loop.
         await asyncio.to_thread(server.shutdown)
         server.server_close()

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoConfig
+
+from tests.component.loading import Scraped
+from tests.component.sampler.process import launch, make_model, wait_ready
 
 
 def last_words(redis_url: str, data_dir: Path, model: Path) -> str:
@@ -47,3 +51,14 @@ def test_what_vllm_has_against_a_model_is_the_last_word(redis_url: str, tmp_path
     said = last_words(redis_url, tmp_path, tmp_path / "model")
     assert "vLLM does not take org/name with these settings" in said
     assert "UnheardOfForCausalLM" in said
+
+
+@pytest.mark.heavy
+def test_metrics_are_served_while_it_loads(redis_url: str, tmp_path: Path) -> None:
+    sampler = launch(tmp_path, make_model(tmp_path / "model", tied=True), redis_url)
+    try:
+        with Scraped(sampler.metrics_port) as scraped:
+            wait_ready(sampler)
+        assert (scraped.loaded[0], scraped.loaded[-1]) == (0, 1)
+    finally:
+        assert sampler.stop() == 0

@@ -20,11 +20,18 @@ from tests.helm.rendered import CHART, ROOT
 FOLDER = CHART / "monitoring"
 TARGET_LABELS = {"namespace", "pod", "instance", "job", "app_kubernetes_io_component", "tinsmith_model"}
 """What a scrape adds: Prometheus' own, and those of the chart's PodMonitor."""
-OF_A_PROCESS = {"process_resident_memory_bytes", "process_cpu_seconds_total"}
+OF_A_PROCESS = {
+    "process_resident_memory_bytes",
+    "process_cpu_seconds_total",
+    "process_start_time_seconds",
+}
 _KINDS = {"Histogram": ("_bucket", "_count", "_sum"), "Counter": ("",), "Gauge": ("",)}
 _SERIES = re.compile(r"\b(?:tinsmith_\w+|process_\w+|up\b|vllm:\w+)")
 _LABELS = re.compile(r"[{,]\s*(\w+)\s*(?:=~|!~|!=|=)|\bby\s*\(([^)]*)\)")
-_FUNCTIONS = {"sum", "max", "count", "max_over_time", "rate", "increase", "histogram_quantile"}
+_FUNCTIONS = {
+    *("sum", "max", "min", "count", "time"),
+    *("max_over_time", "rate", "increase", "changes", "histogram_quantile"),
+}
 
 
 @cache

@@ -55,6 +55,16 @@ async def test_readings_are_those_of_now_and_made_in_the_loop() -> None:
         await fetched(port)
 
 
+async def test_readings_may_come_when_what_they_read_is_there() -> None:
+    port = free_port()
+    late = metrics.Reading("late_things", "Things", lambda: 3)
+    async with metrics.served("127.0.0.1", port) as served:
+        assert "tinsmith_late_things" not in await fetched(port)
+        with served.reading([late]):
+            assert (await fetched(port))["tinsmith_late_things"] == 3
+        assert "tinsmith_late_things" not in await fetched(port)
+
+
 async def test_nothing_is_served_on_port_0_and_a_taken_port_is_said() -> None:
     async with metrics.served("127.0.0.1", 0):
         pass
