@@ -55,7 +55,8 @@ COMPUTE = Pool("compute", COMPUTE_THREADS, None)
 READS = Pool("storage read", 16, 60.0)
 """Reads of files and of the object store."""
 
-COPIES = Pool("copy of a checkpoint", 2, None)
+COPY_THREADS = 2
+COPIES = Pool("copy of a checkpoint", COPY_THREADS, None)
 """Copies of all files of a checkpoint, which may be hundreds of gigabytes and take hours."""
 
 DELETIONS = Pool("deletion", 4, 600.0)

@@ -4,7 +4,8 @@ Invariants: a copy is found whole or not at all, and from then on nothing that b
 it. A request that is repeated finds the copy that it made, or joins it while it is made, at whichever gateway
 and however long that takes. A copy that fails leaves no run and no session; its files are due from before
 they were made. A copy that is given up ends with the file, or piece of one, that is being copied, and its
-claim is not given back before.
+claim is not given back before. A thread that comes free makes the copy of the waiting owner who has the
+fewest under way.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from services.common.contract.errors import (
     TinsmithError,
     Unavailable,
 )
-from services.common.process.pools import COPIES
+from services.common.process.pools import COPIES, COPY_THREADS
 from services.common.process.tasks import cancel_all
 from services.common.storage.base import GoOn, Key, Storage, failure
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import directory_bytes, linked_files, publish_directory
 from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits
+from services.gateway.access.turns import Turns
 from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.records.checkpoint import CheckpointRecord, key_of
@@ -144,6 +146,7 @@ class Copies:
         self._gate = gate
         self._claims = claims
         self._patience = patience
+        self._turns = Turns(COPIES, COPY_THREADS)
         self._making: dict[tuple[Key, str], asyncio.Task[None]] = {}
         self._copying: dict[Key, asyncio.Task[int | None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -266,7 +269,7 @@ class Copies:
             with self._gate.download(owner):
                 await self._checkpoints.check_room(owner)
                 async with self._claims.kept(job.key):
-                    await self._put_files(key_of(job.source), job.key)
+                    await self._put_files(owner, key_of(job.source), job.key)
                 if not await self._claims.take(job.key):
                     raise taken_over(job.key)
                 if await self._models.get(job.key.model_id) is None:
@@ -279,7 +282,7 @@ class Copies:
             raise
         log.info("%s by %s to %s", job, owner, job.key.model_id)
 
-    async def _put_files(self, source: Key, target: Key) -> None:
+    async def _put_files(self, owner: str, source: Key, target: Key) -> None:
         given_up = threading.Event()
 
         def go_on() -> None:
@@ -287,7 +290,7 @@ class Copies:
                 raise Cancelled(f"the copy to {target.model_id} was given up")
 
         # A thread cannot be cancelled: it is told, and known until it has ended.
-        copying = asyncio.create_task(COPIES.run(self._copy_files, source, target, go_on))
+        copying = asyncio.create_task(self._turns.run(owner, self._copy_files, source, target, go_on))
         self._copying[target] = copying
         try:
             async with asyncio.timeout(_MOST_S):

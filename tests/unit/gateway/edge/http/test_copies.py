@@ -23,7 +23,7 @@ from services.gateway.retention.forget import Forgetting
 from services.gateway.training import copies as copies_module
 from services.gateway.training.copies import Wanted
 from services.gateway.wiring import Gateway
-from tests.unit.gateway.edges import ALICE, BOB, Edges, new_model, new_session
+from tests.unit.gateway.edges import ALICE, BOB, Edges, new_model, new_session, running
 from tests.unit.gateway.saved import CONTENT, export, save, save_sampler, url
 
 
@@ -61,6 +61,12 @@ async def copy(client: httpx.AsyncClient, path: str, key: str = "", **fields: An
     where = {} if "session_id" in fields else {"destination_project_id": "archive"}
     headers = {"x-idempotency-key": key} if key else {}
     return await client.post("copy_weights", json={"source_path": path, **where, **fields}, headers=headers)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def copied(client: httpx.AsyncClient, path: str, key: str = "", **fields: Any) -> str:
@@ -139,6 +145,37 @@ async def test_copies_at_once_are_bounded_as_downloads_are(edges: Edges, slow_di
         assert "--max-downloads" in refused.text
         slow_disk.goes_on.set()
         await first
+
+
+async def test_a_key_waits_for_copies_under_way_and_not_for_those_that_another_has_waiting(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    may_end = threading.Semaphore(0)
+
+    def waits(source: Key, target: Key, go_on: Callable[[], None]) -> int | None:
+        begun.append(source.model_id)
+        assert may_end.acquire(timeout=60)
+        return copied_by_storage(source, target, go_on)
+
+    async with (
+        running(redis_url, tmp_path, Limits()) as edges,
+        edges.http() as alice,
+        edges.http(BOB) as bob,
+    ):
+        copied_by_storage = edges.files.storage.copy
+        monkeypatch.setattr(edges.files.storage, "copy", waits)
+        hers = await save(edges, alice, await new_model(edges, alice), 1, "a")
+        his = await save(edges, bob, await new_model(edges, bob), 1, "a")
+        made = [asyncio.create_task(copied(alice, hers)) for _ in range(4)]
+        await until(lambda: len(edges.app.copies._copying) == 4 and len(begun) == 2)
+        made.append(asyncio.create_task(copied(bob, his)))
+        await until(lambda: len(edges.app.copies._copying) == 5)
+        may_end.release()
+        await until(lambda: len(begun) == 3)
+        assert ids.parse_tinker_path(his)[0] == begun[2]
+        may_end.release(4)
+        await asyncio.gather(*made)
 
 
 async def test_a_copy_in_a_session_takes_a_number_and_cannot_be_trained(edges: Edges) -> None:
