@@ -17,6 +17,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 
 from services.common.contract.errors import InvalidRequest
@@ -47,6 +48,17 @@ class FileKeys:
     @property
     def records(self) -> list[KeyRecord]:
         return [*self._plain.values(), *self._hashed.values()]
+
+    def of_id(self, key_id: str) -> list[KeyRecord]:
+        """The records of the keys with an id: each call with a token looks for one."""
+        return self._by_id.get(key_id, [])
+
+    @cached_property
+    def _by_id(self) -> dict[str, list[KeyRecord]]:
+        found: dict[str, list[KeyRecord]] = {}
+        for record in self.records:
+            found.setdefault(record.id, []).append(record)
+        return found
 
     def find(self, key: str) -> KeyRecord | None:
         """The record of a key."""

@@ -173,8 +173,7 @@ class KeyRing:
 
     def _standing(self, key_id: str) -> list[KeyRecord]:
         """The keys of an id that have not ended."""
-        of_file = self._file.records if self._file_is_known() else []
-        found = [record for record in of_file if record.id == key_id]
+        found = self._file.of_id(key_id) if self._file_is_known() else []
         if not found:
             self._check_redis_is_known()
             found = [self._records[key_id]] if key_id in self._records else []

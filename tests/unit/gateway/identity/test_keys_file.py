@@ -33,6 +33,16 @@ def test_a_line_may_hold_a_hash_in_place_of_the_key() -> None:
     assert found.find(line.split()[0]) is None
 
 
+def test_keys_are_found_by_their_id_however_they_stand_there() -> None:
+    record, key = mint(Rights("alice"), 1.0)
+    found = parse(f"{line_of(record)}\n{key} bob\ntml-one carol\n")
+    assert sorted(one.owner for one in found.of_id(record.id)) == ["alice", "bob"]
+    other = found.find("tml-one")
+    assert other is not None
+    assert found.of_id(other.id) == [other]
+    assert found.of_id("nobody") == []
+
+
 @pytest.mark.parametrize(
     "line",
     [
