@@ -46,7 +46,8 @@ class Stream:
         stopped: it is whole, and ended at a stop (True), or at its length or because it was kept (False);
             None = it goes on.
         kept: it is whole, and was ended by `Sampler.keep`.
-        versions: when it is whole, which weights made its tokens, in order.
+        versions: which weights made the tokens, one for all that are told together; when it is whole, all of
+            its tokens, in order.
     """
 
     index: int
@@ -154,7 +155,8 @@ class Sampler:
                         if fresh:
                             told[new.index] += fresh
                             logprobs = floats(new.logprobs.data)[-len(fresh) :]
-                            yield Stream(new.index, fresh, logprobs, request_id=request_id)
+                            by = [Span(new.version, len(fresh))]
+                            yield Stream(new.index, fresh, logprobs, versions=by, request_id=request_id)
                     elif answer.HasField("end") and answer.end.index not in ended:
                         ended.add(answer.end.index)
                         yield _whole(answer.end, request_id)

@@ -143,9 +143,8 @@ def new_tokens_to_pb(new: Iterable[NewTokens]) -> sampler_pb2.StreamSampleRespon
 
 
 def _delta_to_pb(part: NewTokens) -> sampler_pb2.SequenceDelta:
-    return sampler_pb2.SequenceDelta(
-        index=part.index, start=part.start, added=_tokens_to_pb(part.tokens, part.logprobs, part.topk)
-    )
+    added = _tokens_to_pb(part.tokens, part.logprobs, part.topk)
+    return sampler_pb2.SequenceDelta(index=part.index, start=part.start, added=added, version=part.version)
 
 
 def bytes_to_keep(response: sampler_pb2.SampleResponse) -> int | None:

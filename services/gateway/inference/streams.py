@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.contract.errors import DataLoss, Unavailable
+from services.common.contract.errors import DataLoss, Internal, Unavailable
 from services.common.process.pools import COMPUTE
 from services.common.process.tasks import cancel_all
 from services.gateway.access.answer_room import PART_BYTES, AnswerAccount, AnswerRoom
@@ -43,10 +43,12 @@ class Accepted:
 
 @dataclass(frozen=True)
 class New:
-    """Tokens of a sequence, after `start` others: int32 ids and float32 log-probabilities, little-endian."""
+    """Tokens of a sequence, after `start` others, that one version of the weights made: int32 ids and float32
+    log-probabilities, little-endian."""
 
     index: int
     start: int
+    version: int
     tokens: bytes
     logprobs: bytes
 
@@ -84,23 +86,33 @@ class _Told:
             self._differs |= beginning.differs
             takes = PART_BYTES + STREAMED_TIMES * 2 * fresh
             if fresh and self._account.take_now(takes):
-                self._tell(part.index, tokens[-fresh:], logprobs[-fresh:], takes)
+                self._tell(part.index, part.version, tokens[-fresh:], logprobs[-fresh:], takes)
         self.changed.set()
 
-    def _tell(self, index: int, tokens: bytes, logprobs: bytes, takes: int) -> None:
+    def _tell(self, index: int, version: int, tokens: bytes, logprobs: bytes, takes: int) -> None:
         told = self._beginnings[index].told
         for start in range(0, len(tokens), _PART_BYTES):
             part = slice(start, start + _PART_BYTES)
-            new = New(index, (told + start) // 4, tokens[part], logprobs[part])
+            new = New(index, (told + start) // 4, version, tokens[part], logprobs[part])
             self._parts.append((new, takes if start + _PART_BYTES >= len(tokens) else 0))
         self._beginnings[index].tell(tokens)
 
     def end(self, sequences: Sequence[Any]) -> None:
-        """Notes the whole sequences, which the account has room for."""
+        """Notes the whole sequences, which the account has room for.
+
+        Raises:
+            Internal: a sampler did not say which weights made a token.
+        """
         for index, whole in enumerate(sequences):
             tokens, told = whole.tokens.data, self._beginnings[index].told
             self._differs |= not self._beginnings[index].begins(tokens)
-            self._tell(index, tokens[told:], whole.logprobs.data[told:], 0)
+            end = 0
+            for span in whole.versions:
+                start, end = max(told, end), end + 4 * span.tokens
+                if start < end:
+                    self._tell(index, span.version, tokens[start:end], whole.logprobs.data[start:end], 0)
+            if end != len(tokens):
+                raise Internal(f"a sampler told of {end // 4} of {len(tokens) // 4} tokens what made them")
 
     def take(self) -> Iterator[New]:
         """What the client does not have yet. Each part gives its room back when the next is asked for.

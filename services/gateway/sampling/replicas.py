@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc.aio
 
@@ -53,30 +53,30 @@ class _Heard:
     def __init__(self, account: AnswerAccount) -> None:
         self._account = account
         self._full = False
-        self._tokens: defaultdict[int, bytearray] = defaultdict(bytearray)
-        self._logprobs: defaultdict[int, bytearray] = defaultdict(bytearray)
+        # Of a sequence and a version. One that moves goes to newer versions only.
+        self._told: defaultdict[tuple[int, int], tuple[bytearray, bytearray]] = defaultdict(
+            lambda: (bytearray(), bytearray())
+        )
 
     def add(self, parts: Sequence[sampler_pb2.SequenceDelta]) -> None:
         for part in parts:
-            tokens = part.added.tokens.data
-            self._full = self._full or not self._account.take_now(2 * len(tokens))
+            self._full = self._full or not self._account.take_now(2 * len(part.added.tokens.data))
             if self._full:
                 return
-            self._tokens[part.index] += tokens
-            self._logprobs[part.index] += part.added.logprobs.data
+            tokens, logprobs = self._told[part.index, part.version]
+            tokens += part.added.tokens.data
+            logprobs += part.added.logprobs.data
 
-    def parts(self) -> list[sampler_pb2.SequenceDelta]:
+    def parts(self) -> Iterator[sampler_pb2.SequenceDelta]:
         """All of it, from the beginning, without likely tokens."""
-        return [self._part(index) for index in self._tokens]
-
-    def _part(self, index: int) -> sampler_pb2.SequenceDelta:
-        tokens, logprobs = bytes(self._tokens[index]), bytes(self._logprobs[index])
-        shape = [len(tokens) // 4]
-        added = sampling_pb2.SampledSequence(
-            tokens=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=shape, data=tokens),
-            logprobs=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=shape, data=logprobs),
-        )
-        return sampler_pb2.SequenceDelta(index=index, start=0, added=added)
+        starts: Counter[int] = Counter()
+        for (index, version), (tokens, logprobs) in self._told.items():
+            start, shape = starts[index], [len(tokens) // 4]
+            starts[index] += shape[0]
+            ids = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=shape, data=bytes(tokens))
+            floats = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=shape, data=bytes(logprobs))
+            added = sampling_pb2.SampledSequence(tokens=ids, logprobs=floats)
+            yield sampler_pb2.SequenceDelta(index=index, start=start, added=added, version=version)
 
 
 def wanted_by(request: sampler_pb2.SampleRequest, full: bool) -> Wanted:
@@ -137,7 +137,7 @@ class Replicas:
         self._followers.setdefault(request_id, set()).add(follower)
         heard = self._heard.get(request_id)
         if heard is not None:
-            follower(heard.parts())
+            follower(list(heard.parts()))
 
     def unfollow(self, request_id: str, follower: Follower) -> None:
         """Ends that for this function, and for no other. Repeating changes nothing."""

@@ -119,9 +119,10 @@ def sequence(completion: CompletionOutput, topk: int, version: int) -> Sequence:
     return Sequence(reason, tokens, logprobs, likely, versions)
 
 
-def new_tokens(output: RequestOutput, index: int, start: int, topk: int) -> NewTokens:
+def new_tokens(job: SampleJob, output: RequestOutput, index: int, start: int) -> NewTokens:
     """The tokens of one output of a stream. Raises as `sequence`, but for the reason."""
-    return NewTokens(index, start, *_tokens(output.outputs[0], topk))
+    made = _tokens(output.outputs[0], job.scoring.topk_sample_logprobs)
+    return NewTokens(index, start, job.version, *made)
 
 
 def _tokens(completion: CompletionOutput, topk: int) -> tuple[list[int], list[float], TopkLogprobs | None]:

@@ -277,7 +277,7 @@ class Engine:
             async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
                 if tell is not None and output.outputs[0].token_ids:
                     told = start if known is None else start + len(known.outputs[0].token_ids)
-                    tell(answers.new_tokens(output, index, told, job.scoring.topk_sample_logprobs))
+                    tell(answers.new_tokens(job, output, index, told))
                 if known is None:
                     known = output
                 else:

@@ -124,10 +124,12 @@ class Sequence:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that sequence `index` of a job has just come to, after `start` others."""
+    """Tokens that sequence `index` of a job has just come to, after `start` others, on this version of the
+    weights."""
 
     index: int
     start: int
+    version: int
     tokens: list[int]
     logprobs: list[float]
     topk: TopkLogprobs | None = None

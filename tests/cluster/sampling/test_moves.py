@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import grpc
@@ -103,13 +104,19 @@ def test_a_rollout_goes_on_with_its_model_and_every_token_is_what_its_version_gi
         rollouts.train()
         parts = rollouts.stream(rollouts.request(sampling_session))
         request_id = next(parts).request_id
-        assert next(parts).HasField("new_tokens")
+        told = [next(parts)]
+        assert told[0].HasField("new_tokens")
         first, (version, _) = version, rollouts.save()
-        ends = {part.end.index: list(part.end.versions) for part in parts if part.HasField("end")}
+        told += parts
+        ends = {part.end.index: list(part.end.versions) for part in told if part.HasField("end")}
+        made: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for new in (part.new_tokens for part in told if part.HasField("new_tokens")):
+            made[new.index][new.version] += new.tokens.shape[0]
         for index, sequence in enumerate(rollouts.keep(request_id).sequences):
             assert sequence.stop_reason == sampling_pb2.STOP_REASON_LENGTH, "what is done stays as it is"
             spans = check_spans(cluster, rollouts.model, sequence)
             assert ends[index] == spans
+            assert list(made[index].items()) == [(span.version, span.tokens) for span in spans]
             found.append([span.version for span in spans])
             # A generation may be over before its model is saved.
             assert found[-1] in ([first], [first, version])

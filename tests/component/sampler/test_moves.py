@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -48,6 +49,8 @@ class Told:
         self._stub, self._wanted = stub, wanted
         self._answers = self._ask()
         self.tokens: list[list[int]] = [[] for _ in range(wanted.num_samples)]
+        self.made = [Counter[int]() for _ in range(wanted.num_samples)]
+        """Tokens of each sequence by what was said of their version, in order."""
         self.last = sampler_pb2.SampleResponse()
 
     async def _ask(self) -> AsyncIterator[sampler_pb2.StreamSampleResponse]:
@@ -66,6 +69,7 @@ class Told:
             for part in answer.new_tokens.sequences:
                 assert part.start == len(self.tokens[part.index])
                 self.tokens[part.index] += ints(part.added.tokens)
+                self.made[part.index][part.version] += part.added.tokens.shape[0]
 
     async def move(self, version: int) -> None:
         to = sampler_pb2.Snapshot(model_id=MODEL_ID, version=version)
@@ -76,6 +80,8 @@ class Told:
         await self.read(10**6)
         assert self.last.HasField("result"), self.last
         assert [ints(sequence.tokens) for sequence in self.last.result.sequences] == self.tokens
+        made = [list(one.items()) for one in self.made]
+        assert [spans(sequence) for sequence in self.last.result.sequences] == made
         return self.last.result
 
 

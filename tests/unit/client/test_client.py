@@ -237,7 +237,10 @@ async def test_a_stream_that_is_kept_ends_with_what_there_is(edges: Edges) -> No
         await edges.answer_sample(request_id, half_done())
         await keeping
         *parts, last = await streaming
-        assert [token for part in parts for token in part.tokens] == [7, 8, 9]
+        assert [(part.tokens, part.versions) for part in parts] == [
+            ([7, 8], [Span(1, 2)]),
+            ([9], [Span(2, 1)]),
+        ]
         assert {part.request_id for part in [*parts, last]} == {request_id}
         assert (last.stopped, last.kept, last.versions) == (False, True, [Span(1, 2), Span(2, 1)])
         session.leave()

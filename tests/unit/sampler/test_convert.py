@@ -48,9 +48,9 @@ def test_a_constraint_is_kept(kind: str) -> None:
     assert convert.sample_job_from_pb(asked).constraint == Constraint(kind, "{}")  # type: ignore[arg-type]
 
 
-def test_new_tokens_are_told_with_their_place() -> None:
-    told = convert.new_tokens_to_pb([NewTokens(1, 7, [5, 6], [-0.5, -1.5])]).new_tokens.sequences
-    assert [(part.index, part.start) for part in told] == [(1, 7)]
+def test_new_tokens_are_told_with_their_place_and_version() -> None:
+    told = convert.new_tokens_to_pb([NewTokens(1, 7, 3, [5, 6], [-0.5, -1.5])]).new_tokens.sequences
+    assert [(part.index, part.start, part.version) for part in told] == [(1, 7, 3)]
     assert list(struct.unpack("<2i", told[0].added.tokens.data)) == [5, 6]
     assert list(struct.unpack("<2f", told[0].added.logprobs.data)) == [-0.5, -1.5]
     assert not told[0].added.HasField("topk_logprobs")

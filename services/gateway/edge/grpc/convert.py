@@ -319,7 +319,9 @@ def stream_part(part: Accepted | New | Ended) -> sampling_pb2.StreamSampleRespon
     shape = [len(part.tokens) // 4]
     tokens = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=shape, data=part.tokens)
     logprobs = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=shape, data=part.logprobs)
-    new = sampling_pb2.NewTokens(index=part.index, start=part.start, tokens=tokens, logprobs=logprobs)
+    new = sampling_pb2.NewTokens(
+        index=part.index, start=part.start, tokens=tokens, logprobs=logprobs, version=part.version
+    )
     return sampling_pb2.StreamSampleResponse(new_tokens=new)
 
 

@@ -105,6 +105,7 @@ class TalkingSampler(ScriptedSampler):
         return sampling_pb2.SampledSequence(
             tokens=ints(tokens),
             logprobs=floats([-0.5 * (start + i) for i in range(len(tokens))]),
+            versions=[sampling_pb2.VersionSpan(version=request.snapshot.version, tokens=len(tokens))],
             topk_logprobs=topk([[token, *range(k - 1)] for token in tokens]) if k else None,
         )
 
@@ -120,7 +121,9 @@ class TalkingSampler(ScriptedSampler):
             if late:
                 await self.half.wait()
             added = self._sequence(request.sample, [token], start)
-            delta = sampler_pb2.SequenceDelta(index=index, start=start, added=added)
+            delta = sampler_pb2.SequenceDelta(
+                index=index, start=start, added=added, version=request.sample.snapshot.version
+            )
             yield sampler_pb2.StreamSampleResponse(new_tokens=sampler_pb2.NewTokens(sequences=[delta]))
         await self.gate.wait()
         yield sampler_pb2.StreamSampleResponse(last=response)

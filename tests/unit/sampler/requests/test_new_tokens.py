@@ -9,7 +9,7 @@ from services.sampler.requests.new_tokens import TokenStream
 
 
 def new(start: int) -> NewTokens:
-    return NewTokens(0, start, [start], [-1.0])
+    return NewTokens(0, start, 1, [start], [-1.0])
 
 
 async def test_what_is_told_is_read_once_in_order_and_to_the_end() -> None:

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from services.common.contract.errors import DataLoss
+from services.common.contract.errors import DataLoss, Internal
 from services.common.process import rpc
 from services.gateway.access.answer_room import AnswerRoom
 from services.gateway.access.body_budget import Account
 from services.gateway.edge import wire_check
 from services.gateway.edge.grpc import convert, service
 from services.gateway.inference.streams import New, _Told
+from services.gateway.sampling.replicas import _Heard
 from tests.unit.gateway.edge.talking import END, Says, Talking, floats, ints
 from tests.unit.gateway.edges import ALICE, BOB
 from tests.unit.gateway.scripted_services import BASE
@@ -71,6 +72,7 @@ class Read:
         self.tokens: defaultdict[int, list[int]] = defaultdict(list)
         self.logprobs: defaultdict[int, list[float]] = defaultdict(list)
         self.reasons: dict[int, int] = {}
+        self.versions: set[int] = set()
 
     def add(self, answer: sampling_pb2.StreamSampleResponse) -> None:
         kind = answer.WhichOneof("kind")
@@ -80,6 +82,7 @@ class Read:
             self.reasons[answer.end.index] = answer.end.stop_reason
         else:
             new = answer.new_tokens
+            self.versions.add(new.version)
             assert new.start == len(self.tokens[new.index])
             self.tokens[new.index] += np.frombuffer(new.tokens.data, "<i4").tolist()
             self.logprobs[new.index] += np.frombuffer(new.logprobs.data, "<f4").tolist()
@@ -202,12 +205,17 @@ async def test_the_tokenizer_of_a_base_model_comes_as_files(talks: Talking, stub
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def delta(start: int, tokens: list[int]) -> sampler_pb2.SequenceDelta:
-    return sampler_pb2.SequenceDelta(index=0, start=start, added=sequence(tokens))
+def delta(start: int, tokens: list[int], version: int = 0) -> sampler_pb2.SequenceDelta:
+    return sampler_pb2.SequenceDelta(index=0, start=start, added=sequence(tokens), version=version)
 
 
-def sequence(tokens: list[int]) -> sampling_pb2.SampledSequence:
-    return sampling_pb2.SampledSequence(tokens=ints(tokens), logprobs=floats([-token for token in tokens]))
+def sequence(tokens: list[int], *spans: tuple[int, int]) -> sampling_pb2.SampledSequence:
+    versions = [
+        sampling_pb2.VersionSpan(version=version, tokens=count)
+        for version, count in spans or [(0, len(tokens))]
+    ]
+    logprobs = floats([-token for token in tokens])
+    return sampling_pb2.SampledSequence(tokens=ints(tokens), logprobs=logprobs, versions=versions)
 
 
 def tokens_of(parts: Iterable[New]) -> list[int]:
@@ -227,6 +235,45 @@ def test_tokens_after_a_gap_wait_for_the_whole_sequence() -> None:
         assert list(told.take()) == []
         told.end([sequence([1, 2, 3])])
         assert tokens_of(told.take()) == [1, 2, 3]
+
+
+def made_by(parts: Iterable[New]) -> list[tuple[int, list[int]]]:
+    """The version of each part, and its tokens."""
+    return [(part.version, np.frombuffer(part.tokens, "<i4").tolist()) for part in parts]
+
+
+def test_every_part_is_of_the_one_version_that_made_its_tokens() -> None:
+    with AnswerRoom(2**20).account("ann") as account:
+        told = _Told(account)
+        told.add([delta(0, [1, 2], version=3), delta(2, [3], version=5)])
+        told.add([delta(4, [9], version=8)])
+        assert made_by(told.take()) == [(3, [1, 2]), (5, [3])]
+        told.end([sequence([1, 2, 3, 4, 5, 6], (3, 2), (5, 2), (8, 2))])
+        assert made_by(told.take()) == [(5, [4]), (8, [5, 6])]
+
+
+def test_what_is_told_again_on_newer_weights_goes_on_with_their_version() -> None:
+    with AnswerRoom(2**20).account("ann") as account:
+        told = _Told(account)
+        told.add([delta(0, [1, 2], version=3)])
+        told.add([delta(0, [1, 2, 3], version=4)])
+        assert made_by(told.take()) == [(3, [1, 2]), (4, [3])]
+
+
+def test_a_sequence_of_which_a_sampler_does_not_say_what_made_it_fails() -> None:
+    with AnswerRoom(2**20).account("ann") as account:
+        told = _Told(account)
+        with pytest.raises(Internal, match="2 of 3 tokens"):
+            told.end([sequence([1, 2, 3], (3, 2))])
+
+
+def test_who_comes_later_is_told_which_version_made_what() -> None:
+    with AnswerRoom(2**20).account("ann") as account:
+        heard, told = _Heard(account), _Told(account)
+        heard.add([delta(0, [1], version=3), delta(1, [2], version=3)])
+        heard.add([delta(2, [3, 4], version=5)])
+        told.add(list(heard.parts()))
+        assert made_by(told.take()) == [(3, [1, 2]), (5, [3, 4])]
 
 
 @pytest.mark.parametrize("room", [0, 2 * 2100])
@@ -303,7 +350,7 @@ def test_a_sequence_that_ends_otherwise_fails(whole: list[int]) -> None:
 def test_tokens_come_in_messages_of_a_mebibyte_at_most() -> None:
     count = 2**18 + 1
     values = np.arange(count)
-    whole = sampling_pb2.SampledSequence(tokens=ints(values.tolist()), logprobs=floats((-values).tolist()))
+    whole = sequence(values.tolist())
     with AnswerRoom(0).account("ann") as account:
         told = _Told(account)
         told.end([whole])
