@@ -36,6 +36,12 @@ class Reference:
         """Log-probabilities of every next token, float32 [N, vocab]."""
         return self.model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)
 
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits of every next token, float32 [N, vocab]."""
+        with torch.no_grad():
+            logits: torch.Tensor = self.model(torch.tensor([list(tokens)])).logits[0].float()
+        return logits
+
     def logprobs(self, tokens: Sequence[int], targets: Sequence[int]) -> torch.Tensor:
         """Log-probability of each target at its position, float32 [N]."""
         return self.distribution(tokens).gather(1, torch.tensor(list(targets)).unsqueeze(1)).squeeze(1)

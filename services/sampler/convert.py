@@ -62,6 +62,7 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
         cache_namespace=pb.cache_namespace,
         constraint=_constraint_from_pb(pb.constraint),
         moves=pb.moves,
+        sampled_logprobs=pb.sampled_logprobs,
     )
 
 

@@ -1,7 +1,7 @@
 """What a sample may ask for that changes which tokens are likely: rules that gateway and sampler share.
 
 Invariant: what passes here the engine does as it is said, nothing is clamped. Log-probabilities that are told
-are the model's own all the same.
+are the model's own all the same, unless the request asks for those of what it is sampled from.
 """
 
 from __future__ import annotations

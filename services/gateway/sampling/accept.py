@@ -296,6 +296,7 @@ def _made(
         cache_namespace=_cache_namespace(record),
         constraint=constraint,
         moves=moves,
+        sampled_logprobs=validate.check_logprobs_of(request),
     )
     if request.HasField("target_prompt_logprobs"):
         sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)

@@ -61,6 +61,14 @@ def check_on_update(request: sampling_pb2.SampleRequest, inflight: bool, constra
     return True
 
 
+def check_logprobs_of(request: sampling_pb2.SampleRequest) -> bool:
+    """Whether log-probabilities of sampled tokens are to be of what they were drawn from."""
+    asked = request.logprobs_of
+    if asked not in sampling_pb2.LogprobsOf.values():
+        raise InvalidRequest(f"logprobs_of {asked} is not one of LogprobsOf", field="logprobs_of")
+    return asked == sampling_pb2.LOGPROBS_OF_SAMPLED
+
+
 def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
     tensor = tensors.from_pb(prompt, "prompt")
     if tensor.dtype != "int32" or len(tensor.shape) != 1:

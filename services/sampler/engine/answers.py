@@ -26,6 +26,7 @@ from services.sampler.engine.sampling import (
     joined,
 )
 from services.sampler.worker.prompt_scores import (
+    EMPTY_TOPK_LOGPROB,
     PromptScores,
     ScorePlan,
     TopkLogprobs,
@@ -138,8 +139,14 @@ def _tokens(completion: CompletionOutput, topk: int) -> tuple[list[int], list[fl
     if ids[:, 0].tolist() != tokens:
         raise Internal("the engine gave log-probabilities of other tokens than it sampled")
     check_logprobs(logprobs)
-    likely = TopkLogprobs(ids[:, 1:], logprobs[:, 1:]) if topk else None
+    likely = _filled(ids[:, 1:], logprobs[:, 1:]) if topk else None
     return tokens, logprobs[:, 0].tolist(), likely
+
+
+def _filled(ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> TopkLogprobs:
+    """Without tokens that could not be drawn: which of them vLLM names is chance."""
+    none = np.isneginf(logprobs)
+    return TopkLogprobs(np.where(none, 0, ids), np.where(none, np.float32(EMPTY_TOPK_LOGPROB), logprobs))
 
 
 def _rows(

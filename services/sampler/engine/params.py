@@ -6,6 +6,8 @@ nothing about the distribution that is sampled from. A constraint is parsed once
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm import SamplingParams as VllmParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
@@ -13,7 +15,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from services.sampler.config import MAX_BAD_WORD_TOKENS
 from services.sampler.engine.sampling import Constraint, Limits, SampleJob, sequence_seed, tokens_left
-from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, REQUEST_KEY, ScorePlan
+from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, REQUEST_KEY, SAMPLED_KEY, ScorePlan
 
 
 class _Checked(VllmParams):
@@ -98,12 +100,18 @@ def vllm_params(
         spaces_between_special_tokens=False,
         logprobs=job.scoring.topk_sample_logprobs,
         flat_logprobs=True,
-        # A row that is scored needs its hidden state, which the prefix cache does not keep.
-        extra_args=None
-        if plan is None
-        else {REQUEST_KEY: plan.to_wire(), CACHE_LIMIT_KEY: int(plan.needed()[0])},
+        extra_args=_extra(job, plan),
         structured_outputs=constraint,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         # Made for this sequence, and asked with once: vLLM would copy all that is in it.
         skip_clone=True,
     )
+
+
+def _extra(job: SampleJob, plan: ScorePlan | None) -> dict[str, Any] | None:
+    """What the workers are told of a sequence."""
+    extra: dict[str, Any] = {SAMPLED_KEY: True} if job.sampled_logprobs else {}
+    if plan is not None:
+        # A row that is scored needs its hidden state, which the prefix cache does not keep.
+        extra |= {REQUEST_KEY: plan.to_wire(), CACHE_LIMIT_KEY: int(plan.needed()[0])}
+    return extra or None

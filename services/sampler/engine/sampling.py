@@ -76,6 +76,8 @@ class SampleJob:
         cache_namespace: cached keys and values are shared with jobs of the same name only.
         constraint: None = any text.
         moves: it goes on with newer weights of its model when it is told to.
+        sampled_logprobs: log-probabilities of sampled tokens are of the distribution that they were drawn
+            from, not the model's own.
         begun: what it has come to on other weights; sequences that were cancelled go on from there.
         left: when it left those weights, by `time.monotonic`.
     """
@@ -89,6 +91,7 @@ class SampleJob:
     cache_namespace: str = ""
     constraint: Constraint | None = None
     moves: bool = False
+    sampled_logprobs: bool = False
     begun: SampleOutput | None = None
     left: float | None = None
 

@@ -29,6 +29,9 @@ REQUEST_KEY = "tinsmith_prompt_scores"
 CACHE_LIMIT_KEY = "tinsmith_cache_limit"
 """Key beside it: most tokens of the prompt that may come from the prefix cache."""
 
+SAMPLED_KEY = "tinsmith_sampled_logprobs"
+"""Key beside them: log-probabilities of sampled tokens are of the distribution that they were drawn from."""
+
 EMPTY_TOPK_LOGPROB = -99999.0
 """Log-probability of an empty cell of TopkLogprobs; its token id is 0."""
 

@@ -52,7 +52,7 @@ class Runner(ABC):
     @abstractmethod
     def correct_sampling(self) -> None:
         """Random numbers of a seeded request are used for its own tokens alone, and log-probabilities are the
-        model's own, whatever constrains what is sampled."""
+        model's own, whatever constrains what is sampled, or of what was drawn from, as the request asks."""
 
     @abstractmethod
     def score_prompts(self) -> None:

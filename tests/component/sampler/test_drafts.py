@@ -33,6 +33,7 @@ from tests.component.sampler.process import (
     write_full,
     write_snapshot,
 )
+from tests.component.sampler.test_sampled_logprobs import check_sampled_logprobs
 from tests.reference import Reference
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
@@ -134,6 +135,12 @@ async def test_tokens_of_seeds_and_greedy_ones_are_those_that_come_without_draft
 
 async def test_log_probabilities_are_the_references_whatever_is_drafted(drafts, judge) -> None:
     await check_log_probabilities(drafts, judge)
+
+
+async def test_what_tokens_are_drawn_from_is_told_whatever_is_drafted(
+    drafts, judge, sampler: Sampler
+) -> None:
+    await check_sampled_logprobs(drafts, judge, sampler.model_dir)
 
 
 async def test_two_workers_that_draft_sample_what_one_does_that_does_not(

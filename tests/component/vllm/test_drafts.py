@@ -17,15 +17,19 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import SamplerConfig
 from services.sampler.engine.settings import check_model, engine_args
+from services.sampler.worker.prompt_scores import SAMPLED_KEY
 from services.sampler.worker.v1.drafts import DraftCheck
+from services.sampler.worker.v1.sampled_logprobs import SampledLogprobs
 from services.sampler.worker.v2.drafts import install, kept
 
 pytestmark = pytest.mark.heavy
@@ -74,8 +78,17 @@ def metadata(outputs: list[list[int]], seeded: dict[int, torch.Generator]) -> Sa
     )
 
 
-def without_drafts() -> list[list[Row]]:
-    sampler, seeded = Sampler(), generators()
+def checked(*rows: int) -> tuple[Sampler, DraftCheck]:
+    """A sampler and a check of drafts; the requests of these rows ask for what they are drawn from."""
+    sampler = Sampler()
+    told = SampledLogprobs(sampler)
+    asks = SamplingParams(extra_args={SAMPLED_KEY: True})
+    told.update_state(BatchUpdate(REQUESTS, [], [(row, asks, None, []) for row in rows], []))
+    return sampler, DraftCheck(sampler, told)
+
+
+def without_drafts(*rows: int) -> list[list[Row]]:
+    (sampler, _), seeded = checked(*rows), generators()
     outputs: list[list[int]] = [[] for _ in range(REQUESTS)]
     rows: list[list[Row]] = [[] for _ in outputs]
     for _ in range(LENGTH + MOST + 1):
@@ -106,8 +119,11 @@ def behind(outputs: list[list[int]], drafts: list[list[int]]) -> torch.Tensor:
     return torch.stack([NEXT[max(token, 0)] for row in last for token in row])
 
 
-def test_seeded_and_greedy_tokens_and_their_scores_are_those_that_come_without_drafts() -> None:
-    expected, check, seeded = without_drafts(), DraftCheck(Sampler()), generators()
+@pytest.mark.parametrize("rows", [(), (0, 2, 3)], ids=["the model's own", "of what some were drawn from"])
+def test_seeded_and_greedy_tokens_and_their_scores_are_those_that_come_without_drafts(
+    rows: tuple[int, ...],
+) -> None:
+    expected, (_, check), seeded = without_drafts(*rows), checked(*rows), generators()
     chance, widths = random.Random(5), set()
     outputs: list[list[int]] = [[] for _ in range(REQUESTS)]
     while min(map(len, outputs)) < LENGTH:
@@ -144,7 +160,7 @@ def test_a_request_that_ends_before_others_in_a_step_keeps_its_random_numbers() 
     outputs: list[list[int]] = [[] for _ in range(REQUESTS)]
     long = [row[0] for row in without_drafts()[1][:MOST]]
     drafts = [[], long, [], [], [-1, -1]]
-    made = DraftCheck(Sampler())(
+    made = checked()[1](
         SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu")),
         None,
         behind(outputs, drafts),
@@ -181,7 +197,7 @@ def test_without_a_seed_the_distribution_is_the_one_without_drafts() -> None:
             "repetition_penalties": nothing,
         }
     )
-    made = DraftCheck(Sampler())(
+    made = checked()[1](
         SpecDecodeMetadata.make_dummy([draft] * many, torch.device("cpu")),
         None,
         rows.repeat(many, 1),
@@ -226,7 +242,7 @@ def test_every_place_behind_drafts_has_the_adapter_of_its_request_and_only_for_t
         sampler=None,
         num_speculative_steps=2,
     )
-    install(runner, lambda logits: logits)
+    install(runner, lambda logits: logits, compute_topk_scores)
     batch = SimpleNamespace(
         num_draft_tokens=3, idx_mapping_np=np.array([2, 0, 1]), cu_num_logits_np=np.array([0, 3, 4, 6])
     )

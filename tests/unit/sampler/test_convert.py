@@ -40,6 +40,14 @@ def test_a_request_becomes_a_job() -> None:
     assert job.params == SamplingParams(seed=2**64 - 1, temperature=0.5, top_p=0.9)
 
 
+def test_whose_log_probabilities_are_asked_for_is_kept_and_is_a_part_of_the_request() -> None:
+    asked = request()
+    assert not convert.sample_job_from_pb(asked).sampled_logprobs
+    asked.sampled_logprobs = True
+    assert convert.sample_job_from_pb(asked).sampled_logprobs
+    assert convert.digest_of(asked) != convert.digest_of(request())
+
+
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
 def test_a_constraint_is_kept(kind: str) -> None:
     asked = request()

@@ -23,20 +23,25 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from services.sampler.worker.v1.sampled_logprobs import SampledLogprobs
+
 NOTHING = int(PLACEHOLDER_TOKEN_ID)
 """Stands in the answer where no token was sampled."""
 
 
-def install(runner: Any) -> None:
-    """Has a worker whose engine drafts check drafts here. `runner`: its V1 GPUModelRunner or CPUModelRunner,
-    which has no requests yet."""
+def install(runner: Any, sampled: SampledLogprobs) -> None:
+    """Has a worker whose engine drafts check drafts here.
+
+    Args:
+        runner: its V1 GPUModelRunner or CPUModelRunner, which has no requests yet.
+        sampled: of its sampler.
+    """
     if not hasattr(runner, "rejection_sampler"):
         raise RuntimeError(f"this vLLM's model runner has no rejection_sampler; check {__name__}")
-    runner.rejection_sampler = DraftCheck(runner.sampler)
+    runner.rejection_sampler = DraftCheck(runner.sampler, sampled)
     # With drafts vLLM leaves most of them out, as its own check cannot apply them.
-    runner.input_batch.logitsprocs = LogitsProcessors(
-        kind(runner.vllm_config, runner.device, PIN_MEMORY) for kind in BUILTIN_LOGITS_PROCESSORS
-    )
+    builtin = [kind(runner.vllm_config, runner.device, PIN_MEMORY) for kind in BUILTIN_LOGITS_PROCESSORS]
+    runner.input_batch.logitsprocs = LogitsProcessors([*builtin, sampled])
 
 
 class DraftCheck:
@@ -44,10 +49,12 @@ class DraftCheck:
 
     Args:
         sampler: vLLM's, which samples one token of each request.
+        told: writes what is drawn from, for the requests that ask for it.
     """
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Any, told: SampledLogprobs) -> None:
         self._sampler = sampler
+        self._sampled_logprobs = told
 
     def __call__(
         self,
@@ -65,7 +72,7 @@ class DraftCheck:
         counts = metadata.num_draft_tokens
         # Before anything is sampled: sampling.py gives those of before a grammar's mask here.
         logprobs = None if sampling.max_num_logprobs is None else self._sampler.compute_logprobs(logits)
-        tokens = self._sampled(counts, metadata.draft_token_ids.tolist(), logits, sampling)
+        tokens = self._sampled(counts, metadata.draft_token_ids.tolist(), logits, sampling, logprobs)
         width = max(counts) + 1
         padded = torch.tensor([row + [NOTHING] * (width - len(row)) for row in tokens], dtype=torch.int32)
         padded = padded.to(logits.device)
@@ -76,7 +83,12 @@ class DraftCheck:
         )
 
     def _sampled(
-        self, counts: list[int], drafts: list[int], logits: torch.Tensor, sampling: SamplingMetadata
+        self,
+        counts: list[int],
+        drafts: list[int],
+        logits: torch.Tensor,
+        sampling: SamplingMetadata,
+        logprobs: torch.Tensor | None,
     ) -> list[list[int]]:
         first = _starts(counts, 1)
         drafted = [
@@ -100,6 +112,8 @@ class DraftCheck:
                     before + row for before, row in zip(sampling.output_token_ids, tokens, strict=False)
                 ],
             )
+            if logprobs is not None:
+                self._sampled_logprobs.write(logprobs, {index: rows[index] for index in going})
             found = self._sampler(logits[torch.tensor(rows, device=logits.device)], step)
             new = found.sampled_token_ids[:, 0].tolist()
             for index in going:

@@ -6,7 +6,7 @@ Invariant: as of `Runner`.
 from __future__ import annotations
 
 from services.sampler.worker.runner import Runner
-from services.sampler.worker.v1 import drafts, sampling
+from services.sampler.worker.v1 import drafts, sampled_logprobs, sampling
 from services.sampler.worker.v1.prompt_scorer import PromptScorer
 
 
@@ -17,9 +17,10 @@ class RunnerV1(Runner):
 
     def correct_sampling(self) -> None:
         sampling.correct(self._of)
+        self._sampled = sampled_logprobs.install(self._of)
 
     def score_prompts(self) -> None:
         PromptScorer(self._of)
 
     def check_drafts(self) -> None:
-        drafts.install(self._of)
+        drafts.install(self._of, self._sampled)

@@ -1,7 +1,7 @@
 """Corrections of how the V1 model runner of vLLM 0.32 samples, in each worker.
 
-Invariant: the random numbers of a seeded request are used for its own tokens alone; and log-probabilities
-are the model's own, whatever constrains what is sampled.
+Invariant: the random numbers of a seeded request are used for its own tokens alone; and what the sampler
+takes for the model's log-probabilities is its own, whatever constrains what is sampled.
 
 1. Seeds (`sample_tokens`). A request whose prompt is prefilled in several steps is sampled in each of them;
    the token is thrown away and the request's generator is set back by a fixed offset. Generators on CPU

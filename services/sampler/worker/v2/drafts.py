@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
@@ -32,12 +32,15 @@ _REFUSED = -1
 """In place of a draft that cannot hold."""
 
 
-def install(runner: Any, masked: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def install(
+    runner: Any, masked: Callable[[torch.Tensor], torch.Tensor], scores: Callable[..., LogprobsTensors]
+) -> None:
     """Has a worker whose engine drafts check drafts here.
 
     Args:
         runner: its V2 GPUModelRunner.
         masked: logits -> what to sample from.
+        scores: as vLLM's compute_topk_scores, of the rows that were sampled last.
     """
     sample = runner.sample
 
@@ -51,7 +54,7 @@ def install(runner: Any, masked: Callable[[torch.Tensor], torch.Tensor]) -> None
             return sample(hidden_states, input_batch, *args)
 
     runner.sample = with_adapters
-    runner.rejection_sampler = DraftCheck(runner.sampler, masked, runner.num_speculative_steps)
+    runner.rejection_sampler = DraftCheck(runner.sampler, masked, scores, runner.num_speculative_steps)
 
 
 class DraftCheck:
@@ -60,12 +63,20 @@ class DraftCheck:
     Args:
         sampler: vLLM's V2 Sampler.
         masked: logits -> what to sample from.
+        scores: as vLLM's compute_topk_scores, of the rows that were sampled last.
         most: drafts of a request.
     """
 
-    def __init__(self, sampler: Any, masked: Callable[[torch.Tensor], torch.Tensor], most: int) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        masked: Callable[[torch.Tensor], torch.Tensor],
+        scores: Callable[..., LogprobsTensors],
+        most: int,
+    ) -> None:
         self._sampler = sampler
         self._masked = masked
+        self._scores = scores
         self._most = most
 
     def __call__(
@@ -91,30 +102,29 @@ class DraftCheck:
             batch.expanded_local_pos,
             prefill,
         )
-        sampled = self._sampled(self._masked(logits), batch, drafted, positions)
+        sampled, told = self._sampled(logits, batch, drafted, positions)
         if invalid_drafts is not None:
             drafted = drafted.masked_fill(invalid_drafts, _REFUSED)
         tokens, made = kept(sampled, drafted, batch.cu_num_logits, self._most + 1)
         made, rejected = get_num_sampled_and_rejected(
             made, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill
         )
-        likely = self._sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
-        told = None
-        if likely != NO_LOGPROBS:
-            told = compute_topk_scores(logits, likely, sampled, batch.cu_num_logits_np.tolist())
         return SamplerOutput(tokens, told, None, made, rejected)
 
     def _sampled(
         self, logits: torch.Tensor, batch: InputBatch, drafted: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """A token for each place, as if what was drafted before had been sampled."""
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """A token for each place, as if what was drafted before had been sampled, with its
+        log-probabilities."""
+        likely = self._sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+        masked, told = self._masked(logits), []
         most, ends, parts = get_max_chunk_logits(logits.shape[1]), batch.cu_num_logits_np, []
         bounds = batch.seq_lens_cpu_upper_bound.numpy()
         # In float32 logits take room, so vLLM's own check takes them in parts as well.
         for start, stop in _iter_request_chunks(ends, most):
             rows = slice(int(ends[start]), int(ends[stop]))
             sampled, _ = self._sampler.sample(
-                logits[rows],
+                masked[rows],
                 batch.expanded_idx_mapping[rows],
                 batch.idx_mapping[start:stop],
                 batch.idx_mapping_np[start:stop],
@@ -124,7 +134,9 @@ class DraftCheck:
                 bounds[start:stop],
             )
             parts.append(sampled)
-        return torch.cat(parts)
+            if likely != NO_LOGPROBS:
+                told.append(self._scores(logits[rows], likely, sampled))
+        return torch.cat(parts), LogprobsTensors.cat(told, ends.tolist()) if told else None
 
 
 def kept(

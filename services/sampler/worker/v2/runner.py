@@ -9,6 +9,7 @@ from services.sampler.worker.runner import Runner
 from services.sampler.worker.v2 import drafts
 from services.sampler.worker.v2.grammar import GrammarMask
 from services.sampler.worker.v2.prompt_scorer import PromptScorer
+from services.sampler.worker.v2.sampled_logprobs import SampledLogprobs
 
 
 class RunnerV2(Runner):
@@ -23,6 +24,7 @@ class RunnerV2(Runner):
         # Its random numbers are of seed and position, so a token that is thrown away uses none.
         if self._of.is_last_pp_rank:
             self._grammar = GrammarMask(self._of.sampler, self._of.structured_outputs_worker)
+            self._sampled = SampledLogprobs(self._of.sampler)
 
     def score_prompts(self) -> None:
         if self._of.is_last_pp_rank:
@@ -30,4 +32,4 @@ class RunnerV2(Runner):
 
     def check_drafts(self) -> None:
         if self._of.is_last_pp_rank:
-            drafts.install(self._of, self._grammar.masked)
+            drafts.install(self._of, self._grammar.masked, self._sampled.scores)

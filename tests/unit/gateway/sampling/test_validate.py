@@ -188,3 +188,10 @@ def test_what_a_request_may_sample_in_all_is_bounded_by_what_its_context_leaves(
             assert "tokens; lower max_tokens" in refused(validate.check_sample, wanted, large, LIMITS)
     # No more than the context leaves is sampled, whatever max_tokens says.
     validate.check_sample(sample(num_samples=1024, max_tokens=2**31 - 1), MODEL, LIMITS)
+
+
+def test_log_probabilities_are_the_models_own_unless_those_of_what_was_drawn_from_are_asked_for() -> None:
+    assert not validate.check_logprobs_of(sample())
+    assert not validate.check_logprobs_of(sample(logprobs_of=sampling_pb2.LOGPROBS_OF_MODEL))
+    assert validate.check_logprobs_of(sample(logprobs_of=sampling_pb2.LOGPROBS_OF_SAMPLED))
+    assert "not one of LogprobsOf" in refused(validate.check_logprobs_of, sample(logprobs_of=3))

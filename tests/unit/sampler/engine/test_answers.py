@@ -62,3 +62,11 @@ def test_a_logprob_that_is_no_number_is_an_error_of_the_weights(ids: list[int], 
 def test_logprobs_of_other_tokens_than_the_sampled_ones_are_an_error(ids: list[int]) -> None:
     with pytest.raises(Internal, match="log-probabilities"):
         answers.sequence(completion([5, 6], ids, [-1.0] * len(ids), 1), topk=0, version=1)
+
+
+def test_cells_of_tokens_that_could_not_be_drawn_are_empty() -> None:
+    never = -math.inf
+    made = answers.sequence(completion([5], [5, 5, 8, 3], [-0.5, -0.5, -1.0, never], 4), topk=3, version=1)
+    assert made.topk is not None
+    assert made.topk.token_ids.tolist() == [[5, 8, 0]]
+    assert made.topk.logprobs.tolist() == [[-0.5, -1.0, -99999.0]]

@@ -116,6 +116,17 @@ async def test_tokens_are_told_while_the_sample_runs_and_come_to_its_result(
         assert found.reasons[index] == sequence.stop_reason
 
 
+async def test_whose_log_probabilities_are_asked_for_reaches_the_sampler(talks: Talking, stub: Any) -> None:
+    for asked, expected in (
+        (sampling_pb2.LOGPROBS_OF_SAMPLED, True),
+        (sampling_pb2.LOGPROBS_OF_MODEL, False),
+    ):
+        request = await asking(stub)
+        request.sample.logprobs_of = asked
+        await read(stub, request)
+        assert talks.sampler.asked[-1].sampled_logprobs is expected
+
+
 async def test_a_stream_that_is_asked_for_again_is_told_from_its_beginning(talks: Talking, stub: Any) -> None:
     talks.sampler.half.clear()
     request = await asking(stub)
