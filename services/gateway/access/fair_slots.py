@@ -1,15 +1,51 @@
 """Who may run next when not all can: slots dealt to API keys in turn.
 
-Invariant: a slot goes to the waiting key that holds the least, and within a key to the request that waits
-longest; so a key with one request waits for no more than what is running, however many others wait.
+Invariant: a slot goes to the waiting key that holds the least, and within a key to the request of the highest
+priority, of several to the one that waits longest; so a key with one request waits for no more than what is
+running, however many others wait, and however urgent theirs are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+import heapq
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+
+class _Queue:
+    """What waits of one key. It holds no more of what was cancelled than of what waits."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._gone = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, priority: int, slots: int, granted: asyncio.Future[None]) -> None:
+        """One more waits."""
+        if self._gone > len(self._heap) // 2:
+            self._heap = [one for one in self._heap if not one[-1].done()]
+            heapq.heapify(self._heap)
+            self._gone = 0
+        heapq.heappush(self._heap, (-priority, next(self._numbers), slots, granted))
+
+    def note_gone(self) -> None:
+        """One was cancelled."""
+        self._gone += 1
+
+    def first(self) -> tuple[int, asyncio.Future[None]]:
+        """The next one: its slots, and what it waits for."""
+        _, _, slots, granted = self._heap[0]
+        return slots, granted
+
+    def take(self) -> None:
+        """The next one waits no more."""
+        heapq.heappop(self._heap)
 
 
 class FairSlots:
@@ -20,7 +56,7 @@ class FairSlots:
         self._used = 0
         self._used_by: Counter[str] = Counter()
         # Keys in the order in which they were last dealt to.
-        self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+        self._waiting: OrderedDict[str, _Queue] = OrderedDict()
 
     def resize(self, capacity: int) -> None:
         """Changes how many there are. What is held stays."""
@@ -28,16 +64,23 @@ class FairSlots:
         self._deal()
 
     @asynccontextmanager
-    async def held(self, owner: str, slots: int) -> AsyncIterator[None]:
-        """Waits for its turn and holds the slots until the context ends."""
+    async def held(self, owner: str, slots: int, priority: int = 0) -> AsyncIterator[None]:
+        """Waits for its turn and holds the slots until the context ends.
+
+        Args:
+            priority: among the owner's own; higher ones go first.
+        """
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append((slots, granted))
+        queue = self._waiting.setdefault(owner, _Queue())
+        queue.add(priority, slots, granted)
         self._deal()
         try:
             await granted
             yield
         finally:
-            if granted.done() and not granted.cancelled():
+            if granted.cancelled():
+                queue.note_gone()
+            elif granted.done():
                 self._used -= slots
                 self._used_by[owner] -= slots
                 if not self._used_by[owner]:
@@ -48,10 +91,10 @@ class FairSlots:
         while self._waiting:
             owner = min(self._waiting, key=lambda name: self._used_by[name])
             queue = self._waiting[owner]
-            slots, granted = queue[0]
+            slots, granted = queue.first()
             if not granted.done() and self._used and self._used + slots > self._capacity:
                 return
-            queue.popleft()
+            queue.take()
             if queue:
                 self._waiting.move_to_end(owner)
             else:

@@ -297,6 +297,7 @@ def _made(
         constraint=constraint,
         moves=moves,
         sampled_logprobs=validate.check_logprobs_of(request),
+        priority=request.priority,
     )
     if request.HasField("target_prompt_logprobs"):
         sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)

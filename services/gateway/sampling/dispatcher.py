@@ -249,8 +249,9 @@ class SampleDispatcher:
         request = followed.request
         while True:
             asked, of = time.monotonic(), self._admission.class_of(session.owner)
+            slots = self._slots(session.base_model)
             try:
-                async with self._slots(session.base_model).held(session.owner, request.num_samples):
+                async with slots.held(session.owner, request.num_samples, request.priority):
                     TURN_SECONDS.labels(of).observe(time.monotonic() - asked)
                     result = await self._sample(request_id, request, session, tries)
                     followed.settle()
@@ -355,10 +356,9 @@ class SampleDispatcher:
                 await asyncio.sleep(backoff(tries.number))
 
     def _slots(self, base_model: str) -> FairSlots:
-        slots = self._slots_of.get(base_model)
-        if slots is None:
-            slots = self._slots_of[base_model] = FairSlots(self._capacity(base_model))
-        return slots
+        if base_model not in self._slots_of:
+            self._slots_of[base_model] = FairSlots(self._capacity(base_model))
+        return self._slots_of[base_model]
 
     def _capacity(self, base_model: str) -> int:
         most = self._settings.replica_sequences

@@ -14,6 +14,8 @@ from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
 from tinsmith.v1 import sampling_pb2, types_pb2
 
+MAX_PRIORITY = 100
+
 _SPAN_BYTES = 16
 _FEW_BYTES = 256
 
@@ -25,6 +27,9 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
     if not 1 <= request.num_samples <= limits.samples:
         message = f"num_samples must be 1 to {limits.samples}, not {request.num_samples}"
         raise InvalidRequest(message, field="num_samples")
+    if abs(request.priority) > MAX_PRIORITY:
+        message = f"priority must be -{MAX_PRIORITY} to {MAX_PRIORITY}, not {request.priority}"
+        raise InvalidRequest(message, field="priority")
     _check_prompt(request.prompt, model)
     _check_sampling_params(request.params, model, limits)
     prompt_length = request.prompt.shape[0]

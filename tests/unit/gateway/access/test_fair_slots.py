@@ -16,14 +16,14 @@ class Runs:
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def want(self, owner: str, name: str, slots: int = 1) -> None:
+    async def want(self, owner: str, name: str, slots: int = 1, priority: int = 0) -> None:
         self.ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._run(owner, name, slots))
+        self.tasks[name] = asyncio.create_task(self._run(owner, name, slots, priority))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-    async def _run(self, owner: str, name: str, slots: int) -> None:
-        async with self.slots.held(owner, slots):
+    async def _run(self, owner: str, name: str, slots: int, priority: int) -> None:
+        async with self.slots.held(owner, slots, priority):
             self.started.append(name)
             await self.ends[name].wait()
 
@@ -102,3 +102,41 @@ async def test_more_replicas_let_more_run_at_once() -> None:
     slots.resize(1)
     await runs.end("a0")
     assert runs.started == ["a0", "a1", "a2"]
+
+
+async def test_of_one_key_the_highest_priority_goes_first_and_among_equals_the_oldest() -> None:
+    runs = Runs(FairSlots(1))
+    await runs.want("ann", "running", priority=-100)
+    for name, priority in (("low", -1), ("first", 0), ("high", 7), ("second", 0), ("also high", 7)):
+        await runs.want("ann", name, priority=priority)
+    assert runs.started == ["running"], "what runs goes on"
+    for name in ("running", "high", "also high", "first", "second"):
+        await runs.end(name)
+    assert runs.started == ["running", "high", "also high", "first", "second", "low"]
+
+
+async def test_no_priority_takes_a_turn_from_another_key() -> None:
+    for anns, bobs in ((0, 0), (100, -100), (-100, 100)):
+        runs = Runs(FairSlots(1))
+        for name in ("ann0", "ann1", "bob0", "ann2", "bob1"):
+            owner = name[:3]
+            await runs.want(owner, name, priority=anns if owner == "ann" else bobs)
+        for name in ("ann0", "ann1", "bob0", "ann2"):
+            await runs.end(name)
+        assert runs.started == ["ann0", "ann1", "bob0", "ann2", "bob1"]
+
+
+async def test_those_that_were_cancelled_behind_others_are_not_kept() -> None:
+    slots = FairSlots(1)
+    runs = Runs(slots)
+    await runs.want("ann", "running")
+    await runs.want("ann", "next", priority=1)
+    for number in range(200):
+        await runs.want("ann", f"low{number}", priority=-1)
+        runs.tasks[f"low{number}"].cancel()
+        await asyncio.sleep(0)
+    assert len(slots._waiting["ann"]) < 10
+    await runs.want("ann", "low", priority=-1)
+    for name in ("running", "next"):
+        await runs.end(name)
+    assert runs.started == ["running", "next", "low"]

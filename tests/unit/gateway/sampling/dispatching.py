@@ -57,8 +57,9 @@ class Gateway:
         )
         self.parts = (self.futures, self.discovery, self.dispatcher)
 
-    async def sample(self, seq_id: int, prompt: bytes = b"") -> str:
-        request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, seq_id), num_samples=1)
+    async def sample(self, seq_id: int, prompt: bytes = b"", priority: int = 0) -> str:
+        name = ids.request_id(SESSION, seq_id)
+        request = sampler_pb2.SampleRequest(request_id=name, num_samples=1, priority=priority)
         request.prompt.data = prompt
         request.origin.owner = "ann"
         payload = request.SerializeToString()

@@ -73,6 +73,25 @@ async def test_a_dead_gateways_samples_are_taken_over(
     assert await other.journal.samples_of("gateway-0") == set()
 
 
+async def test_what_a_dead_gateway_left_goes_by_its_priority(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+    sampler.gate.clear()
+    async with serving(redis_client, sampler, "sampler-0", max_sequences=1):
+        other = await gateway_on("gateway-1")
+        running = await other.sample(0)
+        await sampler.arrived.wait()
+        async with started(redis_client, "gateway-0") as dying:
+            left = {rank: await dying.sample(1 + rank, priority=rank) for rank in (3, 0, 6, 4, 1, 5, 2)}
+        (slots,) = other.dispatcher._slots_of.values()
+        await until(lambda: sum(map(len, slots._waiting.values())) == len(left))
+        sampler.gate.set()
+        for name in (running, *left.values()):
+            assert await other.tokens(name) == b"a"
+    assert sampler.served == [running, *(left[rank] for rank in range(6, -1, -1))]
+
+
 async def test_gateways_share_what_a_dead_one_left_and_none_takes_more_than_it_has_room_for(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,8 @@ def test_what_steers_a_sample_is_checked_before_it_is_accepted() -> None:
         ({"stop": tokens(100)}, "stop token 100"),
         ({"stop": sampling_pb2.StopCondition()}, "stop is not set"),
         ({"seq_id": -1}, "seq_id"),
+        ({"priority": 101}, "priority must be -100 to 100, not 101"),
+        ({"priority": -101}, "priority"),
     ],
 )
 def test_a_sample_that_cannot_be_run_is_refused(changes: dict, says: str) -> None:

@@ -127,6 +127,13 @@ async def test_whose_log_probabilities_are_asked_for_reaches_the_sampler(talks: 
         assert talks.sampler.asked[-1].sampled_logprobs is expected
 
 
+async def test_the_priority_of_a_sample_is_accepted_with_it(talks: Talking, stub: Any) -> None:
+    request = await asking(stub)
+    request.sample.priority = -7
+    await read(stub, request)
+    assert talks.sampler.asked[-1].priority == -7
+
+
 async def test_a_stream_that_is_asked_for_again_is_told_from_its_beginning(talks: Talking, stub: Any) -> None:
     talks.sampler.half.clear()
     request = await asking(stub)
