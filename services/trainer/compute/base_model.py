@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from services.common.contract.errors import InvalidRequest
 from services.common.process.memory import allocator
 from services.common.weights.rendezvous import tcp_store
 from services.common.worlds.sharding import Sharding
@@ -38,11 +39,9 @@ from services.trainer.compute.sharding import quantized
 from services.trainer.compute.sharding.stage3 import held_bytes, share_replicas, stage3
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.compute.split.exchange import Exchange
+from services.trainer.compute.trial.own_forward import check_own_forward
 
 logger = logging.getLogger(__name__)
-
-# Settings of an architecture that change logits after the output head.
-_LOGIT_TRANSFORMS = {"logits_scaling": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None}
 
 
 def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
@@ -177,7 +176,7 @@ class BaseModel:
         # The engine's own call forbids a plain backward(), so the wrapped module is called.
         self._scorer = self._engine.module
         ranks = torch.distributed.get_world_size()
-        self.asked = self._ask() if self.flat else []
+        self.asked = self._try(model, model_path)
         self.exchange = Exchange() if splits(self.asked, ranks) else None
         self.footprint: Footprint = footprint(
             model,
@@ -205,13 +204,17 @@ class BaseModel:
         logprobs, scored = self._scorer(tokens, targets, sequences)
         return logprobs, self._router.values(scored)
 
-    def _ask(self) -> list[Asked]:
-        """What each layer asks of attention, found by computing one token."""
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        asked: list[Asked] = []
-        with torch.no_grad():
-            sequences = replace(Sequences.of([1], self.device), asked=asked)
-            self._scorer(zero, Targets(zero[0], ((1, 1),)), sequences)
+    def _try(self, model: Any, model_path: str) -> list[Asked]:
+        """What each layer asks of attention, found by computing a few tokens, as the model itself has to."""
+        asked = check_own_forward(
+            model,
+            lambda *given: self._scorer(*given)[0],
+            model_path=model_path,
+            flat=self.flat,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            device=self.device,
+        )
         return [layer.within(self.context_length) for layer in asked]
 
     def backward(self, loss: Tensor) -> None:
@@ -278,7 +281,7 @@ def load_model(
         activation_checkpointing: of each block only the input is kept for the backward pass.
 
     Raises:
-        ValueError: it computes its logits in a way that is not supported.
+        InvalidRequest: its logits are not those of a linear head above the rest of it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -298,18 +301,14 @@ def load_model(
         use_safetensors=True,
     )
     del sharding
-    for setting, neutral in _LOGIT_TRANSFORMS.items():
-        if getattr(model.config, setting, neutral) not in (neutral, None):
-            raise ValueError(
-                f"{model_path}: {type(model).__name__} with {setting} in its config is not supported; "
-                "use a model whose logits are the plain output of its head"
-            )
     if model.base_model is model:
-        raise ValueError(
-            f"{model_path}: {type(model).__name__} has no part below its output head; use another"
+        raise InvalidRequest(
+            f"{model_path}: {type(model).__name__} has no part below its output head; use another model"
         )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ValueError(f"{model_path}: {type(model).__name__} has no linear output head; use another model")
+        raise InvalidRequest(
+            f"{model_path}: {type(model).__name__} has no linear output head; use another model"
+        )
     model.requires_grad_(False).eval()
     fuse_norms(model)
     fuse_rotations(model)

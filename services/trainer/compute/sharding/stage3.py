@@ -6,6 +6,7 @@ DeepSpeed itself would make one for its first model, and refuse a second model.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -41,6 +42,17 @@ def share_replicas() -> None:
             groups._get_zero_param_intra_parallel_group().set_timeout(COLLECTIVE_TIMEOUT)
 
     groups._create_zero_param_parallel_group = once
+
+
+def gathered(module: nn.Module) -> AbstractContextManager[Any]:
+    """Within it every rank has all of a module's own weights. A collective, where they are sharded."""
+    weights = list(module.parameters(recurse=False))
+    if not any(hasattr(weight, "ds_id") for weight in weights):
+        return nullcontext()
+    import deepspeed
+
+    found: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(weights)
+    return found
 
 
 def held_bytes(module: nn.Module) -> int:

@@ -61,6 +61,18 @@ SINGLE: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 16,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "recurrent_gemma": {
+        "lru_width": 32,
+        "attention_window_size": 8,
+        "block_types": ["recurrent", "attention"],
+    },
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 48},
     "phi3": {
         "original_max_position_embeddings": 16,
