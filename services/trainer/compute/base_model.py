@@ -130,7 +130,7 @@ class BaseModel:
         collective: forward and backward passes are collectives of the whole world.
         flat: it computes several sequences at once; else `score` takes one.
         linears: every linear an adapter may adapt, by Hugging Face name, in the model's order.
-        unadapted: weights of the same kinds that none can.
+        unadapted: other weights of its blocks, which none can.
         vocab_size: rows of the output head.
         context_length: most tokens in a sequence.
         arch: architecture class name, for example "Qwen3ForCausalLM".

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -26,8 +26,13 @@ from services.trainer.compute.lora.parts import Part
 HEAD = "lm_head"
 VALUE_HEAD = "value_head.weight"
 MAX_RANK = 256
+_FLAGS = ("train_attn", "train_mlp", "train_unembed")
 _ATTENTION = {"self_attn", "self_attention", "attn", "attention", "linear_attn"}
 _MLP = {"mlp", "feed_forward", "block_sparse_moe", "moe", "experts", "shared_expert", "shared_experts"}
+_OTHER_MIXERS = {"mamba", "conv", "temporal_block"}
+_OTHER_MLP = {"shared_mlp", "mlps", "ffn", "fc1", "fc2"}
+"""What stands in their places in other architectures, and is not adapted: kernels read some of these weights
+themselves, and nobody has compared what PEFT and vLLM make of such adapters."""
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 """What chooses experts, or weighs one, is not trained: with other choices it would be another model."""
 
@@ -45,6 +50,18 @@ def kind_of(name: str) -> str | None:
         if part in _MLP:
             return "train_mlp"
     return None
+
+
+def promised_by(name: str) -> set[str]:
+    """The flags that could be said to promise a weight of a block. Of one that no `kind_of` knows it is both,
+    where nothing tells whether it mixes tokens or is of a feed-forward."""
+    kind = kind_of(name)
+    parts = set(name.split("."))
+    if kind is not None or _ROUTERS & parts:
+        return {kind} if kind is not None else set()
+    if parts & _OTHER_MIXERS:
+        return {"train_attn"}
+    return {"train_mlp"} if parts & _OTHER_MLP else {"train_attn", "train_mlp"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +90,7 @@ def select_targets(
 
     Args:
         linears: every adaptable linear of the base model by name.
-        unadapted: its weights that are no linear's, and so have no adapter.
+        unadapted: weights of its blocks that can have no adapter.
 
     Raises:
         InvalidRequest: no target is chosen, the base model has no linear of a chosen kind, or other weights
@@ -82,18 +99,19 @@ def select_targets(
     if not 1 <= spec.rank <= MAX_RANK:
         raise InvalidRequest(f"lora rank must be from 1 to {MAX_RANK}, got {spec.rank}")
     roles.check_trains_head(spec.role, spec.train_unembed)
-    flags = {flag: getattr(spec, flag) for flag in ("train_attn", "train_mlp", "train_unembed")}
+    flags = {flag: getattr(spec, flag) for flag in _FLAGS}
     if not any(flags.values()):
         raise InvalidRequest("the adapter would train nothing; set train_attn, train_mlp or train_unembed")
     if spec.role == "critic":
         # Its head is the value head; the vocabulary's is no part of the model.
         del flags["train_unembed"]
     for flag in (flag for flag, chosen in flags.items() if chosen):
-        left = [name for name in unadapted if kind_of(name) == flag]
+        left = [name for name in unadapted if flag in promised_by(name)]
         if left:
+            whole = ", ".join(each for each in _FLAGS if each in _whole(linears, unadapted))
             raise InvalidRequest(
                 f"{flag} would train a part of the base model's weights only: those of {left[0]} and others "
-                f"like it cannot have adapters here; set {flag} to false",
+                f"like it cannot have adapters here; set {flag} to false. Adapters can train {whole}",
                 "not_adaptable",
             )
         if not any(kind_of(name) == flag for name in linears):
@@ -107,7 +125,7 @@ def largest(linears: Mapping[str, LinearShape], rank: int, unadapted: Sequence[s
     Args:
         unadapted: as in `select_targets`.
     """
-    whole = {kind_of(name) for name in linears} - {kind_of(name) for name in unadapted}
+    whole = _whole(linears, unadapted)
     return LoraSpec(
         rank,
         seed=0,
@@ -115,6 +133,12 @@ def largest(linears: Mapping[str, LinearShape], rank: int, unadapted: Sequence[s
         train_mlp="train_mlp" in whole,
         train_unembed="train_unembed" in whole,
     )
+
+
+def _whole(linears: Iterable[str], unadapted: Iterable[str]) -> set[str]:
+    """The flags that train all they promise, and something."""
+    left = {flag for name in unadapted for flag in promised_by(name)}
+    return {kind for name in linears if (kind := kind_of(name)) is not None} - left
 
 
 class Adapter:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
-from services.trainer.compute.lora.adapter import HEAD, LinearShape, kind_of
+from services.trainer.compute.lora.adapter import HEAD, LinearShape, kind_of, promised_by
 from services.trainer.compute.lora.experts import find_experts, shapes_of
 from services.trainer.compute.lora.grouped import LoraRouter
 
@@ -43,13 +44,23 @@ def _linears(model: Any) -> dict[str, nn.Linear]:
 
 
 def find_unadapted(model: Any) -> list[str]:
-    """The weights that a flag promises to train and no adapter can, by name: those of routed experts that
-    are not of the common form."""
-    adapted = {name for name, _ in find_experts(model)}
+    """The weights of blocks that a flag might be said to promise and no adapter can be for, by name: matrices
+    that are neither of a linear of a known place nor of routed experts of the common form."""
+    adapted = {*_linears(model), *(name for name, _ in find_experts(model))}
     return [
         f"{name}.{weight}"
         for name, module in model.named_modules()
-        if kind_of(name) is not None and not isinstance(module, nn.Conv1d) and name not in adapted
+        if name not in adapted and _is_of_a_block(name) and not _is_left_out(module) and promised_by(name)
         for weight, values in module.named_parameters(recurse=False)
-        if len(getattr(values, "ds_shape", values.shape)) == 3
+        if sum(size > 1 for size in getattr(values, "ds_shape", values.shape)) > 1
     ]
+
+
+def _is_of_a_block(name: str) -> bool:
+    """Blocks have numbers."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _is_left_out(module: nn.Module) -> bool:
+    """Whether adapters are not expected for a module's weights: convolutions, embeddings and norms."""
+    return isinstance(module, _ConvNd | nn.Embedding) or "Norm" in type(module).__name__

@@ -23,7 +23,7 @@ from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, regist
 from services.trainer.compute.base_model import Scorer
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.logprobs import Targets
-from services.trainer.compute.lora.adapter import Adapter, kind_of, largest, select_targets
+from services.trainer.compute.lora.adapter import Adapter, kind_of, largest, promised_by, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.split.asked import Asked, splits
@@ -156,14 +156,15 @@ def close(found: Tensor, expected: Tensor) -> None:
 def test_every_weight_that_a_flag_promises_is_adapted_or_the_flag_is_refused(trained: Trained) -> None:
     refused, targets = trained.flags(), trained.targets(trained.spec())
     for name, weight in trained.model.named_parameters():
-        module, kind = name.rpartition(".")[0], kind_of(name)
-        if kind is None or weight.dim() < 2 or isinstance(trained.model.get_submodule(module), nn.Conv1d):
+        module, flags = name.rpartition(".")[0], promised_by(name)
+        left_out = isinstance(trained.model.get_submodule(module), nn.Conv1d | nn.Embedding)
+        if weight.dim() < 2 or left_out or not flags:
             continue
         if name.endswith("_bias"):
             # One of each expert.
             continue
         found = module in targets or f"{module}.w1" in targets
-        assert found or refused[kind], f"{name} is promised by {kind} and not adapted"
+        assert found or all(refused[flag] for flag in flags), f"{name} is promised by {flags} and not adapted"
     assert not refused["train_attn"] and not refused["train_unembed"]
 
 
