@@ -134,10 +134,11 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
     found = find_capacity(engine, config.memory_bytes, config.micro_batch_tokens)
     found = replace(found, adapter_host_bytes=on_host)
     log.info(
-        "it holds sequences of up to %d tokens (one rank alone: %d), operations of %d, and %.2f GiB of "
-        "adapters on each rank, %.2f more on its host",
+        "it holds sequences of up to %d tokens (one rank alone: %d; forward only: %d), operations of %d, and "
+        "%.2f GiB of adapters on each rank, %.2f more on its host",
         found.sequence_tokens,
         found.one_rank_tokens,
+        found.forward_tokens,
         found.operation_tokens,
         found.adapter_bytes / GIB,
         found.adapter_host_bytes / GIB,
@@ -273,6 +274,7 @@ class _Server:
             context_length=self._engine.context_length,
             max_sequence_tokens=self._capacity.sequence_tokens,
             one_rank_tokens=self._capacity.split_beyond,
+            max_forward_tokens=self._capacity.forward_tokens,
             max_operation_tokens=self._capacity.operation_tokens,
             device=self._config.device,
             dtype=self._config.dtype,

@@ -100,6 +100,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             world_size=self._world_size,
             zero_stage=self._zero_stage,
             max_sequence_tokens=self._capacity.sequence_tokens,
+            max_forward_tokens=self._capacity.forward_tokens,
             max_operation_tokens=self._capacity.operation_tokens,
             adapter_bytes=self._residency.adapters.used(),
             adapter_room_bytes=self._capacity.adapter_bytes,

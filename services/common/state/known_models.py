@@ -31,6 +31,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_length: int
     max_sequence_tokens: int = 0
+    max_forward_tokens: int = 0
     one_rank_tokens: int = 0
     max_operation_tokens: int = 0
     world_size: int = 1

@@ -51,8 +51,9 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         arch: model architecture ("Qwen3ForCausalLM").
         vocab_size: token ids are 0 .. vocab_size - 1.
         context_length: most tokens of a sequence.
-        max_sequence_tokens: of the longest sequence that a trainer's memory holds, `max_operation_tokens`:
-            of all sequences of one operation; 0 = not said.
+        max_sequence_tokens: of the longest sequence that a trainer's memory holds in training,
+            `max_forward_tokens`: of the longest that only runs forward, `max_operation_tokens`: of all
+            sequences of one operation; 0 = not said.
         one_rank_tokens: of the longest that one rank of a trainer holds, where all compute longer ones
             together; 0 = they do not.
         world_size: ranks of a trainer, workers of a sampler in all `pipeline_stages`.
@@ -95,6 +96,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int = 0
     context_length: int = 0
     max_sequence_tokens: int = 0
+    max_forward_tokens: int = 0
     one_rank_tokens: int = 0
     max_operation_tokens: int = 0
     device: str = ""
@@ -218,6 +220,7 @@ def facts(record: ServiceRecord) -> Facts:
         vocab_size=record.vocab_size,
         context_length=record.context_length,
         max_sequence_tokens=record.max_sequence_tokens,
+        max_forward_tokens=record.max_forward_tokens,
         one_rank_tokens=record.one_rank_tokens,
         max_operation_tokens=record.max_operation_tokens,
         world_size=record.world_size,

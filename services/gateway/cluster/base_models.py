@@ -33,7 +33,9 @@ class BaseModel:
         arch: architecture name. All but the name are empty or 0 until a trainer or sampler said them once.
         vocab_size: token ids are 0 .. vocab_size - 1.
         context_length: most tokens of a sequence.
-        max_sequence_tokens: of the longest sequence that the memory of its trainers holds; 0 = not said.
+        max_sequence_tokens: of the longest sequence that the memory of its trainers holds in training; 0 =
+            not said.
+        max_forward_tokens: of the longest that only runs forward, the same.
         one_rank_tokens: of the longest that one rank of a trainer holds, where ranks compute longer ones
             together; 0 = they do not.
         max_operation_tokens: of all sequences of one operation, the same.
@@ -53,6 +55,7 @@ class BaseModel:
     vocab_size: int = 0
     context_length: int = 0
     max_sequence_tokens: int = 0
+    max_forward_tokens: int = 0
     one_rank_tokens: int = 0
     max_operation_tokens: int = 0
     trainer_ranks: int = 1
@@ -106,6 +109,7 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         vocab_size=_smallest(one.vocab_size for one in both),
         context_length=_smallest(one.context_length for one in both),
         max_sequence_tokens=_smallest(one.max_sequence_tokens for one in training),
+        max_forward_tokens=_smallest(one.max_forward_tokens for one in training),
         one_rank_tokens=_smallest(one.one_rank_tokens for one in training),
         max_operation_tokens=_smallest(one.max_operation_tokens for one in training),
         trainer_ranks=_smallest(one.world_size for one in training) or 1,

@@ -99,11 +99,12 @@ def _check_fits(lengths: Sequence[int], model: BaseModel, *, backward: bool) -> 
         backward: a backward pass follows, for which activations are kept; what only runs forward keeps few.
     """
     longest = max(lengths, default=0)
-    if backward and 0 < model.max_sequence_tokens < longest <= model.context_length:
+    held = model.max_sequence_tokens if backward else model.max_forward_tokens
+    if 0 < held < longest <= model.context_length:
         raise InvalidRequest(
-            f"data[{lengths.index(longest)}]: {longest} tokens are more than the "
-            f"{model.max_sequence_tokens} of one sequence that the memory of the trainers of {model.name} "
-            "holds in training; shorten the input",
+            f"data[{lengths.index(longest)}]: {longest} tokens are more than the {held} of one sequence that "
+            f"the memory of the trainers of {model.name} holds in "
+            f"{'training' if backward else 'a forward pass'}; shorten the input",
             "beyond_trainer_memory",
         )
     if 0 < model.max_operation_tokens < sum(lengths):

@@ -59,6 +59,7 @@ def test_sequences_that_no_rank_holds_are_trained_on_all_and_replayed_bit_for_bi
     try:
         one_rank, longest = first.record.one_rank_tokens, first.record.max_sequence_tokens
         assert 8 < one_rank < longest < first.record.context_length
+        assert one_rank <= first.record.max_forward_tokens <= first.record.context_length
         data = datums([longest, one_rank + 1, one_rank, 5])
         model = TrainedModel(first)
         model.create(rank=1)

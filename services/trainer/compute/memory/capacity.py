@@ -3,9 +3,13 @@
 Per token and block the backward pass keeps what goes into and comes out of each linear, and about a third as
 much again: norms, activations, rotations. The factor is checked against what PyTorch keeps, see
 tests/unit/trainer/compute/memory/test_capacity.py. With activation checkpointing a block keeps its input
-alone, and one block at a time is computed again. Attention by matrices of scores, which an architecture with
-sinks or capped scores has, keeps those too, as many as the square of the tokens, and so do the masks of a
-sliding window where no kernel goes without them, in a sequence that is longer than the window.
+alone, and one block at a time is computed again. Attention by matrices of scores, which an architecture has
+with sinks, with capped scores or where no kernel computes it, keeps those too, as many as the square of the
+tokens, and so do the masks of a sliding window where no kernel goes without them, in a sequence that is
+longer than the window.
+
+What only runs forward keeps one block's activations at a time, and no gradient; but scores and masks of that
+block grow with the square of its tokens all the same, so that it has a longest sequence too.
 
 Of a sequence that all ranks compute together each has an equal part, and beside it what the exchange around
 attention takes: queries, keys, values and outputs, as they are sent and as they come, while a block is
@@ -83,6 +87,7 @@ class Footprint:
         square: of each pair of tokens of one sequence.
         masks: the same beside it, where the sequence has more than `window` tokens.
         exchange: of each token that a rank has of a sequence which all compute together, beside `token`.
+        forward: what a sequence takes that has no backward pass; None: the same.
     """
 
     weights: int
@@ -91,6 +96,7 @@ class Footprint:
     masks: float = 0.0
     window: int = 0
     exchange: float = 0.0
+    forward: Footprint | None = None
 
     def tokens(self, room: float) -> int:
         """The longest sequence that takes no more than `room` bytes."""
@@ -124,6 +130,7 @@ class Capacity:
     Attributes:
         one_rank_tokens: of the longest sequence, on one rank.
         sequence_tokens: of the longest one on all ranks together; the same where they cannot.
+        forward_tokens: of the longest that only runs forward, which one rank computes.
         operation_tokens: of all sequences of one operation.
         adapter_bytes: that adapters, their gradients and their moments may take of each rank.
         adapter_host_bytes: that those which are idle may take of each rank's host.
@@ -131,6 +138,7 @@ class Capacity:
 
     one_rank_tokens: int
     sequence_tokens: int
+    forward_tokens: int
     operation_tokens: int
     adapter_bytes: int
     adapter_host_bytes: int = 0
@@ -171,10 +179,13 @@ def capacity(
         )
     for_tokens = room * (1 - ADAPTERS)
     alone = max(1, min(context_length, footprint.tokens(for_tokens)))
+    # What can be trained can run forward, whatever the arithmetic says of either.
+    forward = max(alone, min(context_length, (footprint.forward or footprint).tokens(for_tokens)))
     together = alone
     if ranks > 1:
         together = max(alone, min(context_length, footprint.together(for_tokens, ranks)))
-    return Capacity(alone, together, max(memory // 4 // _HOST_BYTES, together), int(room * ADAPTERS))
+    of_all = max(memory // 4 // _HOST_BYTES, together)
+    return Capacity(alone, together, forward, of_all, int(room * ADAPTERS))
 
 
 def needed(footprint: Footprint, tokens: int, vocab_size: int, ranks: int) -> int:
@@ -201,6 +212,7 @@ def steady(found: Capacity, context_length: int) -> Capacity:
         found,
         one_rank_tokens=rounded(found.one_rank_tokens),
         sequence_tokens=rounded(found.sequence_tokens),
+        forward_tokens=rounded(found.forward_tokens),
     )
 
 
@@ -210,6 +222,7 @@ def at_least(found: Capacity, sequence_tokens: int, one_adapter: int) -> Capacit
     least = Capacity(
         max(found.one_rank_tokens, sequence_tokens),
         max(found.sequence_tokens, sequence_tokens),
+        max(found.forward_tokens, sequence_tokens),
         max(found.operation_tokens, sequence_tokens),
         max(found.adapter_bytes, one_adapter),
     )
@@ -304,18 +317,21 @@ def footprint(
     hidden = text.hidden_size * item
     kept = len(each) * hidden + max(each) if checkpointing and blocks else sum(each)
     elements = sum(math.prod(_shape(parameter)) for parameter in model.parameters()) // ranks
-    square = 0.0
-    if _has_scores(model, text):
-        # Scores, their softmax and its gradient, of one block when others are computed again.
-        square = 3 * 4 * text.num_attention_heads * (1 if checkpointing else len(each))
-    masks, windows = 0.0, [layer.window for layer in asked if layer.masked and layer.window is not None]
-    if windows:
+    # Blocks that have theirs at once, until the backward pass.
+    until = 1 if checkpointing else len(each)
+    # Scores, their softmax and its gradient.
+    square = 3 * 4 * text.num_attention_heads if _has_scores(model, text) else 0
+    windows = [layer.window for layer in asked if layer.masked and layer.window is not None]
+
+    def masks(blocks: int) -> float:
         # Who sees whom as it is made, and of each block as what is added to scores.
-        masks = _MASKS + (1 if checkpointing else len(windows)) * item
+        return _MASKS + min(blocks, len(windows)) * item if windows else 0.0
+
     exchanged = [item * layer.elements for layer in asked]
     exchange = COPIES * max(exchanged, default=0) + (0 if checkpointing else sum(exchanged) / 2)
-    token = kept + _AROUND * hidden
-    return Footprint(elements * item, token, square, masks, min(windows, default=0), exchange)
+    around, window = _AROUND * hidden, min(windows, default=0)
+    forward = Footprint(elements * item, max(each) + around, square, masks(1), window)
+    return Footprint(elements * item, kept + around, square * until, masks(until), window, exchange, forward)
 
 
 def adapter_bytes(targets: dict[str, LinearShape], rank: int, value_head: int, item: int, ranks: int) -> int:
@@ -378,4 +394,6 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 def _has_scores(model: Any, config: Any) -> bool:
     """Whether attention goes by whole matrices of scores."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return capped or any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    # The library's choice for an architecture that nothing else computes.
+    plain = config._attn_implementation == "eager"
+    return plain or capped or any(name.endswith(".sinks") for name, _ in model.named_parameters())

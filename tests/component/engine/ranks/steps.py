@@ -72,6 +72,7 @@ def scenario(engine: Engine) -> Report:
     capacity = [
         found.one_rank_tokens,
         found.sequence_tokens,
+        found.forward_tokens,
         found.operation_tokens,
         found.adapter_bytes,
     ]

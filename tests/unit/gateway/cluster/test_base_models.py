@@ -47,6 +47,13 @@ def test_what_one_rank_holds_is_known_where_ranks_hold_more_together() -> None:
     assert base_models.merge(view(alone))["a/b"].one_rank_tokens == 0
 
 
+def test_of_what_only_runs_forward_the_smallest_limit_holds_and_stays_known() -> None:
+    one, other = (record("trainer", "a/b", max_forward_tokens=tokens) for tokens in (90, 80))
+    assert base_models.merge(view(one, other))["a/b"].max_forward_tokens == 80
+    away = KnownModel("a/b", trainer=facts(one))
+    assert base_models.merge(view(known=(away,)))["a/b"].max_forward_tokens == 90
+
+
 def test_what_is_away_is_judged_by_what_it_said_last_and_what_lives_by_what_it_says() -> None:
     said = Facts(vocab_size=100, context_length=32, max_lora_rank=8, max_sequences=4)
     known = KnownModel("a/b", trainer=said, sampler=said)

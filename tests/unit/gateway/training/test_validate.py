@@ -63,6 +63,17 @@ def test_a_sequence_beyond_the_trainers_memory_is_refused_with_both_numbers() ->
     validate.check_forward_backward(operation, "policy", model, LIMITS)
 
 
+def test_a_sequence_that_only_runs_forward_has_a_limit_of_its_own_and_is_refused_with_both_numbers() -> None:
+    model = dataclasses.replace(MODEL, max_sequence_tokens=4, max_forward_tokens=8)
+    operation = batch([1] * 8, [1] * 8, [1] * 8)
+    operation.forward_only = True
+    validate.check_forward_backward(operation, "policy", model, LIMITS)
+    operation.data.append(batch([1] * 9, [1] * 9, [1] * 9).data[0])
+    said = refused(validate.check_forward_backward, operation, "policy", model, LIMITS)
+    assert "data[1]: 9 tokens are more than the 8 of one sequence" in said
+    assert "holds in a forward pass" in said
+
+
 def test_an_operation_beyond_the_trainers_memory_is_refused_with_both_numbers() -> None:
     model = dataclasses.replace(MODEL, max_sequence_tokens=16, max_operation_tokens=20)
     operation = batch([1] * 10, [1] * 10, [1] * 10)

@@ -87,6 +87,21 @@ def test_every_architecture_has_a_footprint(family: str, settings: dict[str, Any
     assert (found.square > 0) == (family in {"gemma2", "gpt_oss"})
 
 
+def test_an_architecture_that_no_kernel_computes_has_scores() -> None:
+    config = config_of("qwen3_next", SINGLE["qwen3_next"])
+    with torch.device("meta"):
+        found = [
+            footprint(
+                AutoModelForCausalLM.from_config(config, attn_implementation=attention),
+                4,
+                checkpointing=True,
+                ranks=1,
+            )
+            for attention in ("sdpa", "eager")
+        ]
+    assert [each.square > 0 for each in found] == [False, True]
+
+
 def test_a_longer_sequence_than_the_memory_holds_is_not_promised() -> None:
     for square in (0.0, 40.0):
         taken = Footprint(weights=2 * GIB, token=1e5, square=square)
@@ -96,6 +111,42 @@ def test_a_longer_sequence_than_the_memory_holds_is_not_promised() -> None:
         room = 16 * GIB - 2 * GIB - GIB // 2 - found.adapter_bytes
         assert longest * 1e5 + square * longest**2 <= room + 1
         assert (longest + 2) * 1e5 + square * (longest + 2) ** 2 > room
+
+
+@pytest.mark.parametrize("square", [0.0, 40.0])
+def test_a_longer_sequence_than_runs_forward_in_the_memory_is_not_promised(square: float) -> None:
+    forward = Footprint(weights=2 * GIB, token=1e4, square=square)
+    taken = Footprint(weights=2 * GIB, token=1e5, square=2 * square, forward=forward)
+    found = capacity(16 * GIB, taken, 10**9, *NO_HEAD)
+    room = 16 * GIB - 2 * GIB - GIB // 2 - found.adapter_bytes
+    longest = found.forward_tokens
+    assert longest > found.sequence_tokens
+    assert forward.of_one(longest) <= room + 1 and forward.of_one(longest + 2) > room
+    assert capacity(16 * GIB, taken, 1000, *NO_HEAD).forward_tokens == 1000
+
+
+def test_what_can_be_trained_can_run_forward_whatever_the_arithmetic_says() -> None:
+    # A token of a training pass was measured, one of a forward pass was not.
+    taken = Footprint(weights=2 * GIB, token=1e4, forward=Footprint(2 * GIB, token=2e4))
+    found = capacity(16 * GIB, taken, 10**9, *NO_HEAD)
+    assert found.forward_tokens == found.one_rank_tokens
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "settings"), [*FLAT.items(), *SINGLE.items()])
+def test_running_forward_takes_one_blocks_part_of_what_training_takes(
+    family: str, settings: dict[str, Any], checkpointing: bool
+) -> None:
+    config = config_of(family, settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sliding = [Asked(4, 2, 96, window=5, kernel=False, plain=True)] * config.num_hidden_layers
+    found = footprint(model, 4, checkpointing=checkpointing, ranks=1, asked=sliding)
+    assert found.forward is not None
+    assert 0 < found.forward.token < found.token
+    pairs = 1 if checkpointing else 1 / config.num_hidden_layers
+    assert found.forward.square == found.square * pairs
+    assert found.forward.window == 5 and 0 < found.forward.masks <= found.masks
 
 
 def test_ranks_together_hold_more_but_for_what_they_exchange_and_what_each_has_of_all() -> None:
@@ -116,13 +167,16 @@ def test_ranks_share_no_sequence_where_one_holds_the_whole_context() -> None:
 
 
 def test_what_is_measured_a_little_differently_at_each_start_is_announced_the_same() -> None:
-    starts = [Capacity(40_000 + noise, 150_000 + noise, 10**6, GIB) for noise in (0, 113, 700)]
+    starts = [
+        Capacity(40_000 + noise, 150_000 + noise, 100_000 + noise, 10**6, GIB) for noise in (0, 113, 700)
+    ]
     found = {steady(each, 131_072) for each in starts}
     assert len(found) == 1
     (announced,) = found
     assert 40_000 * 7 / 8 <= announced.one_rank_tokens <= 40_000
     assert 150_000 * 7 / 8 <= announced.sequence_tokens <= 150_000
-    assert steady(Capacity(5_000, 5_000, 10**6, GIB), 5_000).sequence_tokens == 5_000
+    assert 100_000 * 7 / 8 <= announced.forward_tokens <= 100_000
+    assert steady(Capacity(5_000, 5_000, 5_000, 10**6, GIB), 5_000).sequence_tokens == 5_000
 
 
 def test_the_masks_of_a_window_count_where_no_kernel_does_without_them() -> None:
@@ -178,10 +232,10 @@ def test_a_model_that_hardly_fits_still_has_some_room() -> None:
 def test_a_cpu_whose_memory_nobody_gave_takes_a_micro_batch_and_an_adapter_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert at_least(Capacity(100, 200, 1000, GIB), 2048, 2 * GIB) == Capacity(2048, 2048, 2048, 2 * GIB)
+    assert at_least(Capacity(100, 200, 300, 1000, GIB), 2048, 2 * GIB) == Capacity(*[2048] * 4, 2 * GIB)
     assert "100 tokens and 1.00 GiB of adapters; 2048 tokens and 2.00 GiB" in caplog.text
     caplog.clear()
-    enough = Capacity(4096, 8192, 9000, GIB)
+    enough = Capacity(4096, 8192, 5000, 9000, GIB)
     assert at_least(enough, 2048, GIB // 2) == enough
     assert caplog.text == ""
 
@@ -194,7 +248,9 @@ def test_a_cpu_whose_memory_nobody_gave_takes_a_micro_batch_and_an_adapter_and_s
 def test_a_trainer_whose_memory_holds_no_full_micro_batch_says_so(
     one_rank_tokens: int, context_length: int, said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_halves(Capacity(one_rank_tokens, one_rank_tokens, 10**6, 0), 1024, context_length)
+    warn_of_halves(
+        Capacity(one_rank_tokens, one_rank_tokens, one_rank_tokens, 10**6, 0), 1024, context_length
+    )
     assert ("of up to 1024 tokens, and memory holds about 700" in caplog.text) is said
 
 

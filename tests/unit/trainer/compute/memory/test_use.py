@@ -44,11 +44,11 @@ def test_of_a_sequence_that_ranks_compute_together_each_counts_its_part() -> Non
 
 
 def test_no_pass_that_is_let_in_takes_more_than_the_largest() -> None:
-    alone = Capacity(900, 900, 10**6, 0)
+    alone = Capacity(900, 900, 900, 10**6, 0)
     most = largest_pass_bytes(TAKEN, alone, VOCAB, 1000, ranks=1)
     assert max(counted(batch(900)), counted(batch(400, 600)), counted(batch(30, 60, 910))) <= most
     assert most == int(TAKEN.of_one(1000)) + head_bytes(1000, VOCAB)
-    together = Capacity(900, 10**6, 10**6, 0)
+    together = Capacity(900, 10**6, 900, 10**6, 0)
     assert largest_pass_bytes(TAKEN, together, VOCAB, 1000, ranks=2) == counted(batch(10**6, split=True))
 
 
