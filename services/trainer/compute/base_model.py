@@ -288,7 +288,9 @@ def load_model(
 
     if sharded_config:
         share_replicas()
-    # While this object lives, from_pretrained shards each weight as it loads it (no rank holds them all).
+    # While this object lives, from_pretrained shards each weight as it loads it, from what rank 0 has read.
+    # The others map the files too and read nothing of them but what transformers converts, as experts that
+    # files have one by one: of such a family each rank's host holds those weights while it loads.
     sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
     register()
     attention = _attention(AutoConfig.from_pretrained(model_path))
