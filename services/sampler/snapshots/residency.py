@@ -69,6 +69,9 @@ class Residency:
     def ahead(self) -> list[SnapshotKey]:
         """What is to be loaded now, although it may not be its turn: those that have been waited for longest,
         as many as the budget has room for beside what cannot give way."""
+        if not self._absent:
+            # As for nearly every request: thousands may be resident.
+            return []
         room = self._budget - sum(self._loading.values())
         room -= sum(one.nbytes for key, one in self._residents.items() if self._stays(key))
         found = []
