@@ -30,6 +30,23 @@ from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, tra
 
 _RPC_TIMEOUT_S = 3.0
 _IDENTITY_VARIABLE = "TINSMITH_IDENTITY"
+_ROOM = {
+    "max_sequences": "generates {} sequences at once",
+    "queued_sequences": "takes on {} beside them",
+    "batched_tokens": "{} tokens a step",
+    "kv_tokens": "keys and values of {}",
+    "adapter_slots": "{} adapters at a time",
+}
+"""Of a sampler's record, in words; 0 is not said."""
+_SETTINGS = {
+    "model_runner": "model runner",
+    "pipeline_stages": "pipeline stages",
+    "speculative_ngram_tokens": "drafted tokens",
+    "kv_cache_dtype": "keys and values in",
+    "head_dtype": "head in",
+    "quantization": "weights in",
+}
+_USUAL = (None, 0, 1, "", "auto", "none")
 
 
 async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
@@ -163,7 +180,7 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
     if "error" in entry:
         return [f"  does not answer: {entry['error']}"]
     status = entry.get("status", {})
-    lines = []
+    lines = _engine(entry) if entry.get("kind") == "sampler" else []
     if entry.get("stalls"):
         longest = entry["longest_stall_ms"]
         lines.append(f"  its event loop stood still {entry['stalls']} times, for {longest} ms at most")
@@ -201,6 +218,13 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
     for snapshot in status.get("resident", []):
         lines.append(f"  {_snapshot(snapshot)}")
     return lines
+
+
+def _engine(entry: dict[str, Any]) -> list[str]:
+    """What a sampler has room for, and where it was started otherwise than the model is."""
+    told = [text.format(entry[name]) for name, text in _ROOM.items() if entry.get(name)]
+    told += [f"{text} {entry[name]}" for name, text in _SETTINGS.items() if entry.get(name) not in _USUAL]
+    return ["  " + ", ".join(told)] if told else []
 
 
 def _mib(status: dict[str, Any], name: str) -> float:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis
 
@@ -156,6 +157,34 @@ def test_status_says_which_samplers_of_a_base_model_have_different_model_runners
     shown = status.show({"processes": [], "services": [], "mixed_runners": runners})
     assert "samplers of org/one have different model runners (v1: sampler-0; v2: sampler-1, " in shown
     assert "different model runners" not in status.show({"processes": [], "services": []})
+
+
+def test_status_says_how_a_sampler_was_started_and_what_it_has_room_for() -> None:
+    sampler = ServiceRecord(
+        kind="sampler",
+        id="sampler-0",
+        address="h:1",
+        max_sequences=64,
+        queued_sequences=16,
+        batched_tokens=2048,
+        kv_tokens=9000,
+        adapter_slots=8,
+        kv_cache_dtype="fp8",
+        head_dtype="auto",
+        quantization="none",
+        model_runner="v1",
+        pipeline_stages=2,
+        speculative_ngram_tokens=4,
+    )
+    shown = status.show({"processes": [], "services": [msgspec.to_builtins(sampler)]})
+    assert (
+        "  generates 64 sequences at once, takes on 16 beside them, 2048 tokens a step, "
+        "keys and values of 9000, 8 adapters at a time, "
+        "model runner v1, pipeline stages 2, drafted tokens 4, keys and values in fp8"
+    ) in shown.splitlines()
+    plain = ServiceRecord(kind="sampler", id="sampler-1", address="h:2", max_sequences=64)
+    shown = status.show({"processes": [], "services": [msgspec.to_builtins(plain)]})
+    assert "  generates 64 sequences at once" in shown.splitlines()
 
 
 def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
