@@ -298,6 +298,11 @@ def owner_snapshots(owner: str) -> str:
     return f"{PREFIX}:{{snapshots}}:owner:{owner}"
 
 
+def coming_snapshots(owner: str) -> str:
+    """Sorted set of an owner's unnamed sampler snapshots that are accepted, not made, by since when (s)."""
+    return f"{PREFIX}:{{snapshots}}:coming:{owner}"
+
+
 def model_snapshots(model_id: str) -> str:
     """Set of a model's unnamed sampler snapshots, as in the index of all."""
     return f"{PREFIX}:{{snapshots}}:model:{model_id}"

@@ -1,7 +1,8 @@
 """The unnamed sampler snapshots that are stored: whose they are, how large, when they were last of use.
 
 Invariants: what an owner's snapshots come to is the sum over the snapshots that are listed; a snapshot is
-listed before its client hears of it, and taken off the list only when its files are gone.
+listed before its client hears of it, and taken off the list only when its files are gone. From when it is
+accepted until it is listed, it is to come; one that is never made is so for a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from services.common.state.scripts import Script
 
 _NOTED_S = 60.0
 _NOTED = 65_536
+_COMING_S = 900
 _LET_GO_TTL_S = 30 * 24 * 3600
 """For so long a client of a snapshot that was let go is told what became of it."""
 
@@ -46,7 +48,30 @@ class SnapshotStore:
     async def add(self, model_id: str, version: int, owner: str, size_bytes: int) -> None:
         """Lists a snapshot that was just made, unless it is listed."""
         member = _member(model_id, version)
-        await self._note(_names(owner, model_id), member, owner, size_bytes, repr(time.time()))
+        names = [*_names(owner, model_id), keys.coming_snapshots(owner)]
+        await self._note(names, member, owner, size_bytes, repr(time.time()))
+
+    async def expect(self, model_id: str, version: int, owner: str) -> bool:
+        """Notes that a snapshot is to come; whether it was not noted before."""
+        name = keys.coming_snapshots(owner)
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.zremrangebyscore(name, "-inf", time.time() - _COMING_S)
+            pipeline.zadd(name, {_member(model_id, version): time.time()}, nx=True)
+            pipeline.expire(name, _COMING_S)
+            _, added, _ = await pipeline.execute()
+        return bool(added)
+
+    async def expect_no_more(self, model_id: str, version: int, owner: str) -> None:
+        """A snapshot that was to come does not."""
+        await self._redis.zrem(keys.coming_snapshots(owner), _member(model_id, version))
+
+    async def numbers(self, owner: str) -> tuple[int, int]:
+        """How many of an owner's snapshots are listed, and how many are to come."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.zcard(keys.owner_snapshots(owner))
+            pipeline.zcard(keys.coming_snapshots(owner))
+            listed, coming = await pipeline.execute()
+        return int(listed), int(coming)
 
     async def note_used(self, model_id: str, version: int, owner: str) -> None:
         """Notes that a snapshot is sampled now; at most once a minute."""

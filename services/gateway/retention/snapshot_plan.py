@@ -55,6 +55,16 @@ def excess(mine: int, total: int, owners: int, budget: SnapshotBudget) -> Excess
     return None
 
 
+def expected(mine: int, listed: int, coming: int, budget: SnapshotBudget) -> int:
+    """Bytes that an owner's snapshots come to with those that are to come: each as large as the mean.
+
+    Args:
+        mine: bytes of those that are listed.
+        listed: how many they are; of an owner who has none, one is taken for a sixteenth of what it may have.
+    """
+    return mine + coming * (mine // listed if listed else budget.owner_bytes // 16)
+
+
 def to_let_go(
     candidates: Iterable[StoredSnapshot],
     held: Mapping[str, int],

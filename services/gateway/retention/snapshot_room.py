@@ -1,8 +1,8 @@
 """Room for unnamed sampler snapshots: what is let go for it, and who is refused more.
 
 Invariants: all of this may be done twice, by any gateways, with the same effect; that a snapshot was let go
-is remembered before its files go, so its clients are told. Snapshots are counted when they are made: saves
-that are accepted before may come to more than the budget, and the next one is refused for it.
+is remembered before its files go, so its clients are told. Of what an owner may have, a save takes its part
+when it is accepted, and what it is made of afterwards may be larger than was expected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.common.process.pools import DELETIONS
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import delete_directory
 from services.gateway.records.snapshot import SnapshotStore, StoredSnapshot
-from services.gateway.retention.snapshot_plan import Excess, SnapshotBudget, excess, to_let_go
+from services.gateway.retention.snapshot_plan import Excess, SnapshotBudget, excess, expected, to_let_go
 
 log = logging.getLogger(__name__)
 
@@ -44,23 +44,26 @@ class SnapshotRoom:
         self._data = data
         self._budget = budget
 
-    async def check(self, owner: str) -> None:
+    async def check(self, owner: str, model_id: str, version: int) -> None:
         """To be called before an unnamed snapshot is accepted. What may go for it goes now.
 
         Raises:
             LimitReached: the owner has too much all the same.
         """
+        new = await self._snapshots.expect(model_id, version, owner)
         if await self._excess(owner) is None:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
-                await self._make_room(await self._snapshots.oldest(_AT_ONCE, owner))
+                await self._make_room(await self._snapshots.oldest(_AT_ONCE, owner), owner)
         found = await self._excess(owner)
         if found is None:
             return
+        if new:
+            await self._snapshots.expect_no_more(model_id, version, owner)
         raise LimitReached(
-            f"the snapshots without a name of this API key take {found.held} bytes, and may take "
-            f"{found.most} ({found.flag}); those that a newer one follows go "
+            f"the snapshots without a name of this API key would take {found.held} bytes with this one, and "
+            f"may take {found.most} ({found.flag}); those that a newer one follows go "
             f"{self._budget.keep_superseded:g} s after their last use, others after {self._budget.keep:g} s; "
             "save less often, or end sessions that are done",
             about={"limit": found.flag},
@@ -90,12 +93,25 @@ class SnapshotRoom:
         await self._snapshots.forget(snapshot.model_id, snapshot.version, snapshot.owner)
 
     async def _excess(self, owner: str) -> Excess | None:
-        held = await self._snapshots.owners()
-        return excess(held.get(owner, 0), sum(held.values()), len(held), self._budget)
+        held = await self._held(owner)
+        return excess(held[owner], sum(held.values()), len(held), self._budget)
 
-    async def _make_room(self, candidates: list[StoredSnapshot]) -> None:
-        newest = await self._newest(candidate.model_id for candidate in candidates)
+    async def _held(self, owner: str | None) -> dict[str, int]:
+        """Bytes of every owner's snapshots, and of what is to come of one's."""
         held = await self._snapshots.owners()
+        if owner is not None:
+            numbers = await self._snapshots.numbers(owner)
+            held[owner] = expected(held.get(owner, 0), *numbers, self._budget)
+        return held
+
+    async def _make_room(self, candidates: list[StoredSnapshot], owner: str | None = None) -> None:
+        """Lets go of what is beyond the budgets.
+
+        Args:
+            owner: for whose snapshots that are to come there is to be room, too.
+        """
+        newest = await self._newest(candidate.model_id for candidate in candidates)
+        held = await self._held(owner)
         for snapshot in to_let_go(candidates, held, newest, self._budget, time.time()):
             name = f"{snapshot.version} of {snapshot.model_id}"
             try:

@@ -34,7 +34,8 @@ class Saves:
     """Operations between a model and what is kept of it. All raise as `Models.submit`.
 
     Args:
-        check_snapshots: refuses one more unnamed snapshot of an owner who has as much of them as it may.
+        check_snapshots: refuses a version of a model as an unnamed snapshot of an owner who has as much of
+            them as it may.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Saves:
         base_models: BaseModels,
         sampling_sessions: SamplingSessionStore,
         limits: Limits,
-        check_snapshots: Callable[[str], Awaitable[None]],
+        check_snapshots: Callable[[str, str, int], Awaitable[None]],
     ) -> None:
         self._models = models
         self._checkpoints = checkpoints
@@ -153,7 +154,7 @@ class Saves:
             if taken is None:
                 have = await self._sampling_sessions.count(record.session_id)
                 self._limits.owners.check_samplers(have)
-                await self._check_snapshots(owner)
+                await self._check_snapshots(owner, model_id, seq_id)
             operation.save_for_sampler.sampling_session_id = session
             operation.save_for_sampler.inflight = inflight
 

@@ -107,11 +107,15 @@ async def test_unnamed_snapshots_are_counted_by_their_bytes(redis_url: str, tmp_
         model, others = await new_model(edges, alice), await new_model(edges, bob)
         for seq_id in (1, 2):
             assert (await save_unnamed(alice, model, seq_id)).status_code == 200
-            saved = checkpoints_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=40)
+            saved = checkpoints_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=25)
             await edges.answer(model, seq_id, save_for_sampler=saved)
         assert refused(await save_unnamed(alice, model, 3), "--snapshot-owner-bytes")
         assert (await save_unnamed(alice, model, 2)).status_code == 200
         assert (await save_unnamed(bob, others, 1)).status_code == 200
+        # Those that are accepted and not made count, too, each for a sixteenth of 60 while none is made: with
+        # hers they are more than 100, and his are more than half of that.
+        accepted = [(await save_unnamed(bob, others, seq_id)).status_code for seq_id in range(1, 30)]
+        assert accepted == [200] * 16 + [429] * 13
         named = {"model_id": model, "seq_id": 3, "path": "kept"}
         assert (await alice.post("save_weights_for_sampler", json=named)).status_code == 200
 
