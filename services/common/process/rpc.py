@@ -27,6 +27,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract import errors
 from services.common.process import error_details, redis_errors
+from services.common.process.health import Health
 from services.common.telemetry import access_log, subject, tracing
 from services.common.telemetry.metrics import LONG_S
 from services.common.tls.wires import Identity, Role, ServerTls, name_of
@@ -310,9 +311,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TinsmithError:
 class RpcServer:
     """A running gRPC server with health and reflection."""
 
-    def __init__(
-        self, server: grpc.aio.Server, port: int, checker: health.aio.HealthServicer, names: list[str]
-    ) -> None:
+    def __init__(self, server: grpc.aio.Server, port: int, checker: Health, names: list[str]) -> None:
         self._server = server
         self._health = checker
         self._names = names
@@ -320,8 +319,7 @@ class RpcServer:
 
     async def drain(self, grace: float) -> None:
         """Reports NOT_SERVING, refuses new calls and lets running ones finish for `grace` seconds."""
-        for name in ("", *self._names):
-            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.tell(("", *self._names), health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.stop(grace)
 
     async def wait(self) -> None:
@@ -355,7 +353,7 @@ async def serve(
         interceptors=(_ErrorInterceptor(tells, tls, follows), *interceptors),
         options=[*_OPTIONS, *(limits or ServerLimits()).options(), ("grpc.so_reuseport", int(reuse_port))],
     )
-    checker = health.aio.HealthServicer()
+    checker = Health()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
     names = [name for _, _, name in services]
     for add, servicer, _ in services:
@@ -368,8 +366,7 @@ async def serve(
     except RuntimeError as error:
         raise errors.Unavailable(f"cannot listen on {bind}: {error}") from error
     await server.start()
-    for name in ("", *names):
-        await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
+    checker.tell(("", *names), health_pb2.HealthCheckResponse.SERVING)
     return RpcServer(server, port, checker, names)
 
 
