@@ -49,3 +49,16 @@ def test_a_model_is_quantised_as_the_flag_says_or_as_its_files_are(tmp_path: Pat
         # What vLLM calls it, and knows how to make of a model's weights.
         assert arguments.create_model_config().quantization == word
         assert arguments.quantization_config is not None and arguments.quantization_config.linear is not None
+
+
+def test_vllm_still_returns_routed_experts_from_its_v2_runner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it does not, a CPU can serve them, and docs/sampling.md says why they are not served."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    config = config_of(tmp_path, "qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    arguments = engine_args(replace(config, max_loras=0), "cpu")
+    arguments.create_engine_config()
+    asking = replace(arguments, enable_return_routed_experts=True)
+    with pytest.raises(ValueError, match="requires Model Runner V2"):
+        asking.create_engine_config()
