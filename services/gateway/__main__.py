@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from services.common.contract.errors import Internal, TinsmithError
 from services.common.process import rpc
 from services.common.process.memory import collector
-from services.common.process.process import allow_open_files, setup_process, wait_for_signal
+from services.common.process.process import allow_open_files, setup_process, status_of, wait_for_signal
 from services.common.process.tasks import cancel_all
 from services.common.state import known_models, redis_client, versions
 from services.common.state.claim import Claim
@@ -148,7 +148,8 @@ def main() -> None:
         with tracing.exported("tinsmith-gateway", config.id, os.environ):
             uvloop.run(run(config))
     except (TinsmithError, RedisError, OSError, ValueError) as error:
-        sys.exit(f"{config.id}: {error}")
+        print(f"{config.id}: {error}", file=sys.stderr)
+        sys.exit(status_of(error))
 
 
 if __name__ == "__main__":

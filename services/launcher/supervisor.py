@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.contract.errors import Unavailable
-from services.common.process.process import die_with_parent
+from services.common.process.process import REFUSED, die_with_parent
 from services.common.process.tasks import cancel_all
 from services.launcher.plan import Process
 
@@ -27,6 +27,8 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 STABLE_AFTER_S = 10.0
 STARTS_BEFORE_GIVING_UP = 3
+_REFUSALS = (2, REFUSED)
+"""Exit statuses of a process that does not take its flags, or its settings: it would say the same again."""
 _TAIL_LINES = 12
 
 
@@ -82,7 +84,7 @@ class Supervisor:
         """Raises what ended the supervision of a process, if anything did.
 
         Raises:
-            Unavailable: a process died again and again before it was ever ready.
+            Unavailable: before it was ever ready a process died again and again, or refused its settings.
         """
         for task in self._tasks:
             if task.done() and not task.cancelled():
@@ -108,11 +110,11 @@ class Supervisor:
             lived = time.monotonic() - running.started_at
             running.quick_deaths = 1 if lived > STABLE_AFTER_S else running.quick_deaths + 1
             name = running.process.name
+            if not running.was_ready and code in _REFUSALS:
+                raise Unavailable(f"{name} does not take its settings; {self._log_end(name)}")
             if not running.was_ready and running.quick_deaths >= STARTS_BEFORE_GIVING_UP:
-                raise Unavailable(
-                    f"{name} ended {running.quick_deaths} times before it was ready (last status {code}); "
-                    f"the end of {self.log_path(name)}:\n{self._log_tail(name)}"
-                )
+                times = f"{running.quick_deaths} times before it was ready (last status {code})"
+                raise Unavailable(f"{name} ended {times}; {self._log_end(name)}")
             delay = restart_delay(running.quick_deaths)
             log.warning("%s ended with status %s, restarting in %.1f s", name, code, delay)
             # What the process had started must not meet its successor.
@@ -138,9 +140,9 @@ class Supervisor:
         if process.name in self._spawn_hooks:
             self._spawn_hooks[process.name](running.child.pid)
 
-    def _log_tail(self, name: str) -> str:
+    def _log_end(self, name: str) -> str:
         lines = self.log_path(name).read_text(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:])
+        return "\n    ".join([f"the end of {self.log_path(name)}:", *lines[-_TAIL_LINES:]])
 
     def log_path(self, name: str) -> Path:
         """Where a process's output goes."""

@@ -26,7 +26,8 @@ log = logging.getLogger("services.sampler")
 
 
 def main() -> int:
-    """Runs until a signal (exit code 0) or until the engine ends (exit code 1)."""
+    """Runs until a signal (exit code 0) or until the engine ends (exit code 1), unless it refuses its
+    settings: exit code 2, or `process.REFUSED` when that takes looking at the model."""
     try:
         settings = config.parse()
     except TinsmithError as error:
@@ -49,7 +50,7 @@ def main() -> int:
             return uvloop.run(replica.run(settings))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)
-        return 1
+        return process.status_of(error)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def main() -> int:
             return uvloop.run(serve(settings, place))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)
-        return 1
+        return process.status_of(error)
 
 
 def _follow(settings: TrainerConfig, place: Place) -> int:
@@ -59,9 +59,9 @@ def _follow(settings: TrainerConfig, place: Place) -> int:
     done = WorkerThread("engine").submit(work)
     try:
         done.result()
-    except BaseException:
+    except BaseException as error:
         log.critical("rank %d cannot go on", place.rank, exc_info=True)
-        return 1
+        return process.status_of(error)
     log.info("dismissed")
     return 0
 

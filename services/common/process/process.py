@@ -17,10 +17,13 @@ import sys
 from pathlib import Path
 
 from services.common.contract import variables
+from services.common.contract.errors import InvalidRequest
 from services.common.process import failpoints
 
 log = logging.getLogger(__name__)
 
+REFUSED = os.EX_CONFIG
+"""Exit status of a process that refuses its settings or its model: started again it would say the same."""
 _PR_SET_PDEATHSIG = 1
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
@@ -44,6 +47,12 @@ def die_with_parent(signal_number: int = signal.SIGKILL, parent: int = 0) -> Non
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal_number)
+
+
+def status_of(error: BaseException) -> int:
+    """Exit status of a process that ends with an error before it serves: REFUSED for what it has against its
+    settings or its model, else 1."""
+    return REFUSED if isinstance(error, InvalidRequest) else 1
 
 
 def machine_memory() -> int:

@@ -102,7 +102,7 @@ class Engine:
             max_context: most tokens of a datum; 0 = as many as the base model takes.
 
         Raises:
-            ValueError: the base model takes fewer tokens than `max_context`.
+            InvalidRequest: the base model takes fewer tokens than `max_context`, or is none that is trained.
         """
         element = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
         sharding = sharding or Sharding()
@@ -142,8 +142,9 @@ class Engine:
         self.page_locked = PageLocked(self._device, page_locked.share())
         self.vocab_size = self._base.vocab_size
         if max_context > self._base.context_length:
-            raise ValueError(
-                f"--max-context {max_context}: the model takes {self._base.context_length} tokens"
+            raise InvalidRequest(
+                f"--max-context is {max_context}, and the model takes {self._base.context_length} tokens: "
+                "give no more"
             )
         self.context_length = max_context or self._base.context_length
         self.arch = self._base.arch

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from services.common.process.process import REFUSED
 from tests.component.loading import Scraped
 from tests.component.sampler.process import launch, make_model, wait_ready
 
@@ -25,7 +26,7 @@ def last_words(redis_url: str, data_dir: Path, model: Path) -> str:
         timeout=120,
         check=False,
     )
-    assert ended.returncode != 0
+    assert ended.returncode == REFUSED
     assert "EngineCore" not in ended.stderr
     return ended.stderr.splitlines()[-1]
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from services.common.contract.errors import Unavailable
+from services.common.process.process import REFUSED
 from services.launcher import supervisor as supervision
 from services.launcher.plan import Process
 from services.launcher.supervisor import Supervisor, restart_delay
@@ -64,6 +65,38 @@ async def test_a_process_that_never_gets_ready_ends_the_supervision(
         return False
 
     await until(failed)
+    await supervisor.stop()
+
+
+@pytest.mark.parametrize("status", [2, REFUSED])
+async def test_settings_that_a_process_refuses_end_the_supervision_at_once_however_long_that_took_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(supervision, "STABLE_AFTER_S", 0.0)
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
+    supervisor = Supervisor(tmp_path, dict(os.environ))
+    refusing = f"print('give --max-context 7', flush=True); raise SystemExit({status})"
+    await supervisor.start(Process("refusing", (sys.executable, "-c", refusing)))
+    (keeping,) = supervisor._tasks
+    with pytest.raises(
+        Unavailable, match=r"refusing does not take its settings; (.|\n)*give --max-context 7"
+    ):
+        async with asyncio.timeout(60):
+            await keeping
+    assert supervisor.running["refusing"].restarts == 0
+    await supervisor.stop()
+
+
+async def test_a_process_that_was_ready_is_started_again_whatever_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
+    supervisor = Supervisor(tmp_path, dict(os.environ))
+    waiting = f"import time; time.sleep(0.5); raise SystemExit({REFUSED})"
+    await supervisor.start(Process("waiting", (sys.executable, "-c", waiting)))
+    running = supervisor.running["waiting"]
+    running.was_ready = True
+    await until(lambda: running.restarts >= 2)
     await supervisor.stop()
 
 

@@ -1,0 +1,53 @@
+"""A trainer that refuses what it is to serve, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.common.process.process import REFUSED
+from services.launcher.machine import free_port
+from services.trainer.world.launch import launch_command
+
+
+def last_words(redis_url: str, data_dir: Path, model: Path, *more: str) -> str:
+    """What a trainer writes that is not to be started again."""
+    flags = ["--model", f"org/name={model}", "--data-dir", str(data_dir), "--port", "0", "--device", "cpu"]
+    ended = subprocess.run(
+        launch_command(1, free_port(), ["--id", "trainer-0", *flags, *more]),
+        env={**os.environ, "TINSMITH_REDIS_URL": redis_url},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == REFUSED, ended.stderr
+    return ended.stderr
+
+
+def test_a_model_that_is_not_there_is_named(redis_url: str, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    said = last_words(redis_url, tmp_path, missing)
+    assert f"there is no {missing}: put the model's files into {missing}" in said
+
+
+@pytest.mark.heavy
+def test_a_context_that_the_model_does_not_take_is_named(redis_url: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen3",
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=64,
+        max_position_embeddings=128,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    said = last_words(redis_url, tmp_path, tmp_path / "model", "--max-context", "129")
+    assert "--max-context is 129, and the model takes 128 tokens: give no more" in said
