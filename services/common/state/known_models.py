@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import redis.asyncio
@@ -130,11 +131,19 @@ def parse_configured(text: str) -> tuple[Configured, ...]:
 
 
 async def configure(client: redis.asyncio.Redis, models: Iterable[Configured]) -> None:
-    """Makes base models known as the operator says. Ends their retirement."""
+    """Makes base models known as the operator says. Ends their retirement.
+
+    What is known so already is not written: a gateway starts also with a Redis that has no memory left.
+    """
+    wanted = {field(_CONFIGURED, model.name): (model.name, msgspec.json.encode(model)) for model in models}
+    if not wanted:
+        return
+    known: Any = await client.hmget(keys.BASE_MODELS, list(wanted))
     async with client.pipeline(transaction=True) as pipeline:
-        for model in models:
-            pipeline.hset(keys.BASE_MODELS, field(_CONFIGURED, model.name), msgspec.json.encode(model))
-            pipeline.hdel(keys.BASE_MODELS, retired_field(model.name))
+        for (configured, (name, told)), before in zip(wanted.items(), known, strict=True):
+            if before != told:
+                pipeline.hset(keys.BASE_MODELS, configured, told)
+            pipeline.hdel(keys.BASE_MODELS, retired_field(name))
         await pipeline.execute()
 
 

@@ -25,10 +25,8 @@ class SweepLease:
         self._redis = client
         self._key = key
         self._gateway_id = gateway_id
-        self._renew = Script(client, "renew_lease")
+        self._claim = Script(client, "claim")
 
     async def take(self) -> bool:
         """Whether this gateway is the one that sweeps, for the next minute."""
-        if await self._renew([self._key], self._gateway_id, _LEASE_MS):
-            return True
-        return bool(await self._redis.set(self._key, self._gateway_id, nx=True, px=_LEASE_MS))
+        return not await self._claim([self._key], self._gateway_id, _LEASE_MS, "")

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Claims an id for a process, or keeps its claim.
 -- KEYS claim
 -- ARGV the process, ttl (ms), a process that is known to be gone ('' = none)

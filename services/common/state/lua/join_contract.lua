@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Notes the contract of a release that gets along with the one that is noted, if it is newer.
 -- KEYS contract
 -- ARGV contract of this release, oldest contract that it gets along with
