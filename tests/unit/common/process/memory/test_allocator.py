@@ -58,11 +58,6 @@ def run(*how: str) -> Any:
 def test_memory_that_was_freed_is_used_again_and_goes_back_when_asked(where: str) -> None:
     told, cleared, back = run("keeps", where)
     assert told
-    # Of 4 KiB each.
+    # Of 4 KiB each. Untold it is mostly all of them, and few where huge pages or the heap's layout have it.
     assert cleared < 10 * _USED / 4096 / 50
     assert back > _USED / 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc is told")
-def test_as_it_comes_the_allocator_has_it_cleared_over_and_over() -> None:
-    assert run("main")[1] > 10 * _USED / 4096 / 10, "it has changed, and need not be told any more"
