@@ -73,6 +73,7 @@ class SampleJournal:
         self._redis = client
         self._room = room or Room()
         self._most = gateway_samples
+        self._join = Script(client, "join_samples")
         self._accept = SharedScript(client, "accept_sample")
         self._claim = Script(client, "claim_samples")
         self._publish = SharedScript(client, "publish_sample")
@@ -185,7 +186,7 @@ class SampleJournal:
 
     async def join(self, gateway_id: str) -> None:
         """Makes a gateway one that may have unfinished samples."""
-        await self._redis.sadd(keys.SAMPLE_GATEWAYS, gateway_id)
+        await self._join([keys.SAMPLE_GATEWAYS], gateway_id)
 
     async def leave(self, gateway_id: str) -> None:
         """The gateway is gone, and its list empty."""

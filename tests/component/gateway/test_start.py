@@ -56,6 +56,30 @@ def test_it_drains_when_it_is_asked_to_end_as_soon_as_it_can_be_reached(
         gateway.process.communicate(timeout=60)
 
 
+async def test_it_starts_again_while_redis_has_no_memory_left(
+    redis_client: redis.asyncio.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    await redis_client.flushall()
+    configured = '[{"name": "org/model"}]'
+
+    def ends_when_asked() -> None:
+        gateway = launch(redis_url, tmp_path, "gateway-again", "--base-models", configured)
+        try:
+            gateway.wait_ready()
+            gateway.process.terminate()
+            assert gateway.process.wait(60) == 0
+        finally:
+            gateway.process.kill()
+            gateway.process.communicate(timeout=60)
+
+    await asyncio.to_thread(ends_when_asked)
+    await redis_client.config_set("maxmemory", 1)
+    try:
+        await asyncio.to_thread(ends_when_asked)
+    finally:
+        await redis_client.config_set("maxmemory", 0)
+
+
 def _listens(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0

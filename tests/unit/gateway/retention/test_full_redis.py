@@ -1,4 +1,4 @@
-"""What is let go is let go, and taken off the count, also while Redis has no memory left."""
+"""A gateway starts, and what is let go is taken off the count, also while Redis has no memory left."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ async def test_a_gateway_takes_the_lease_on_a_sweep(any_redis: redis.asyncio.Red
     async with full(any_redis):
         assert [await mine.take(), await mine.take(), await other.take()] == [True, True, False]
     assert 50_000 < await any_redis.pttl(keys.SNAPSHOT_SWEEP_LEASE) <= 60_000
+
+
+async def test_a_gateway_becomes_one_that_may_have_samples(any_redis: redis.asyncio.Redis) -> None:
+    samples = Stores.over(any_redis).samples
+    async with full(any_redis):
+        await samples.join("gateway-0")
+    assert await samples.gateways() == {"gateway-0"}
 
 
 async def test_a_snapshot_is_forgotten(any_redis: redis.asyncio.Redis) -> None:
