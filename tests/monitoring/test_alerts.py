@@ -16,6 +16,9 @@ HTTP = 'tinsmith_http_seconds_count{namespace="n",route="/api/v1/%s",status="%s"
 RPC = 'tinsmith_rpc_seconds_count{namespace="n",method="/tinsmith.%s/%s",code="%s"}'
 WORK = 'tinsmith_periodic_failures_%s{namespace="n",pod="gateway",work="sweep"}'
 STARTED = 'process_start_time_seconds{namespace="n",pod="trainer",app_kubernetes_io_component="trainer"}'
+FREE = 'tinsmith_volume_free_bytes{namespace="n",pod="trainer"}'
+LOADED = 'tinsmith_model_loaded{namespace="n",pod="trainer"}'
+DURABLE = 'tinsmith_durable_snapshot_failures_total{namespace="n",pod="trainer"}'
 ACCEPTED = (
     'tinsmith_rpc_seconds_bucket{namespace="n",method="/tinsmith.v1.TinsmithService/OptimStep",le="%s"}'
 )
@@ -58,9 +61,11 @@ FIRES: list[tuple[str, Series]] = [
             HTTP % ("asample", "200"): "0+6000x90",
         },
     ),
-    ("TinsmithModelNotLoaded", {'tinsmith_model_loaded{namespace="n",pod="trainer"}': "0x30 _x5 0x60"}),
+    ("TinsmithModelNotLoaded", {LOADED: "0x30 _x5 0x60"}),
     ("TinsmithProcessRestarts", {STARTED: "1x30 2x2 _x5 3x2 _x5 4x20"}),
     # A work that hangs fails once in its deadline; what is done once a day, once in six hours.
+    ("TinsmithDurableSnapshotsFail", {DURABLE: "0x20 1+1x70"}),
+    ("TinsmithVolumeNearlyFull", {FREE: "9e9x90", LOADED: "1x90"}),
     ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x20 1x70", WORK % "total": "0x20 1x70"}),
     ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x90", WORK % "total": "0+1x90"}),
     (
@@ -85,7 +90,10 @@ QUIET: list[tuple[str, Series]] = [
         {'tinsmith_state_bytes{namespace="n"}': "50x90", 'tinsmith_state_max_bytes{namespace="n"}': "100x90"},
     ),
     ("TinsmithOperationsWait", waits("heavy")),
-    ("TinsmithModelNotLoaded", {'tinsmith_model_loaded{namespace="n",pod="trainer"}': "1x30 _x5 0x40"}),
+    ("TinsmithDurableSnapshotsFail", {DURABLE: "0x50 1x40"}),
+    ("TinsmithVolumeNearlyFull", {FREE: "11e9x90", LOADED: "1x90"}),
+    ("TinsmithVolumeNearlyFull", {FREE: "0x90", LOADED: "0x90"}),
+    ("TinsmithModelNotLoaded", {LOADED: "1x30 _x5 0x40"}),
     ("TinsmithProcessRestarts", {STARTED: "1x20 2x20 3x20"}),
     ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x50 9x5 0x20", WORK % "total": "0x50 9x40"}),
     (
