@@ -158,7 +158,9 @@ def choose(replicas: Sequence[Replica], home: bytes, weights: str) -> Replica | 
         best = max(replicas, key=lambda replica: _weight(replica, home))
         idlest = min(replicas, key=lambda replica: (replica.load.tokens, _weight(replica, home)))
         return best if best.load.tokens <= idlest.load.tokens + SWAP_TOKENS else idlest
-    fewest = min(replica.load.sequences for replica in replicas)
+    # One that would have to make room first takes nobody from those that need not.
+    at_hand = [replica for replica in replicas if _is_at_hand(replica, weights)] or replicas
+    fewest = min(replica.load.sequences for replica in at_hand)
     return min(replicas, key=lambda replica: (_cost(replica, weights, fewest), _weight(replica, home)))
 
 
@@ -168,9 +170,14 @@ def _cached(known_blocks: int) -> int:
 
 
 def _cost(replica: Replica, weights: str, fewest: int) -> int:
-    swap = 0 if replica.weights == weights and not replica.waits else SWAP_TOKENS
+    swap = 0 if _is_at_hand(replica, weights) else SWAP_TOKENS
     spared = 0 if _crowded(replica, fewest) else replica.spared
     return replica.load.tokens - spared + swap
+
+
+def _is_at_hand(replica: Replica, weights: str) -> bool:
+    """Whether it neither has to swap its engine's weights nor to free a slot."""
+    return replica.weights == weights and not replica.waits
 
 
 def _crowded(replica: Replica, fewest: int) -> bool:

@@ -122,7 +122,7 @@ class SampleDispatcher:
         replicas.listen(self._resize)
         self._gateways = gateways
         self._cancellations = Subscription(client, keys.CANCEL_CHANNEL, self._cancel, lambda: None)
-        self._followed = Running(client, stores.inflight, replicas)
+        self._followed = Running(client, stores.inflight, stores.snapshots, replicas)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._claimed: set[str] = set()
         self._new: set[str] = set()
@@ -215,7 +215,7 @@ class SampleDispatcher:
             size = request.ByteSize()
             session = await self._sessions.of(request_id)
             self._admission.hold(request_id, session.owner, request.num_samples, size)
-            with self._followed.follow(request) as followed:
+            with self._followed.follow(request, session.owner) as followed:
                 await self._unless_kept(request_id, followed, session, taken_over)
         except TinsmithError as error:
             failed = OperationResult(error=errors.to_pb(error))
@@ -249,14 +249,14 @@ class SampleDispatcher:
         request = followed.request
         while True:
             asked, of = time.monotonic(), self._admission.class_of(session.owner)
+            await self._followed.note_use(followed)
             slots = self._slots(session.base_model)
             try:
                 async with slots.held(session.owner, request.num_samples, request.priority):
                     TURN_SECONDS.labels(of).observe(time.monotonic() - asked)
                     result = await self._sample(request_id, request, session, tries)
                     followed.settle()
-                    used = used_by(request, session, result)
-                    await self._publish(request_id, request, result, used)
+                    await self._publish(request_id, request, result, used_by(request, session, result))
                     return
             except Overloaded:
                 tries.number += 1
@@ -311,7 +311,7 @@ class SampleDispatcher:
             snapshot = sampler_pb2.Snapshot(
                 model_id=request.snapshot.model_id, version=request.snapshot.version
             )
-            if snapshot.model_id and not session.model_path:
+            if snapshot.model_id:
                 await self._snapshots.note_used(snapshot.model_id, snapshot.version, session.owner)
             wanted = wanted_by(request, session.full)
             change = self._replicas.change

@@ -3,7 +3,8 @@
 Invariants: a sample that moves hears of every newer version of its model that an inflight save made, from
 before it asks for a version until it is done; a word that was lost while Redis was away is made up for.
 A sample that is to be kept ends where it is: it has come to nothing only when no replica has it, and one that
-cannot be asked may have it.
+cannot be asked may have it. From before a sample waits for its turn until it is done its snapshot is noted as
+used.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Overloaded, Unavailable
+from services.common.process.periodic import Periodic
 from services.common.process.tasks import a_few_at_once, cancel_all
 from services.common.state import keys
 from services.gateway.dispatch.plan import backoff
 from services.gateway.records.sample_news import Kept, Moved, SampleNews
 from services.gateway.records.sampling_session import InflightStore, SamplingSessionRecord
+from services.gateway.records.snapshot import SnapshotStore
 from services.gateway.results.subscription import Subscription
 from services.gateway.sampling.replicas import Replicas, wanted_by
 from tinsmith.internal.v1 import sampler_pb2
@@ -31,16 +34,22 @@ from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
 log = logging.getLogger(__name__)
 
+# The store writes a use down once a minute; a snapshot that is not used may go after two.
+_USE_S = 15.0
+_USE_DEADLINE_S = 60.0
+
 
 class Followed:
     """One sample of this gateway.
 
     Attributes:
+        owner: of its session.
         waiting: ends when the sample is to be kept and no replica runs it for this gateway.
     """
 
-    def __init__(self, request: sampler_pb2.SampleRequest) -> None:
+    def __init__(self, request: sampler_pb2.SampleRequest, owner: str) -> None:
         self.request = request
+        self.owner = owner
         self.waiting = asyncio.timeout(None)
         self._settled = False
 
@@ -58,29 +67,39 @@ class Followed:
 class Running:
     """The samples of one gateway that are not done."""
 
-    def __init__(self, client: redis.asyncio.Redis, inflight: InflightStore, replicas: Replicas) -> None:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        inflight: InflightStore,
+        snapshots: SnapshotStore,
+        replicas: Replicas,
+    ) -> None:
         self._inflight = inflight
+        self._snapshots = snapshots
         self._replicas = replicas
         self._heard = Subscription(client, keys.SAMPLE_CHANNEL, self._hear, self._look)
         self._followed: dict[str, Followed] = {}
         self._moving: defaultdict[str, dict[str, sampler_pb2.SampleRequest]] = defaultdict(dict)
         self._unseen: set[str] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._uses = Periodic("use of snapshots", _USE_S, self._note_uses, _USE_DEADLINE_S)
 
     def start(self) -> None:
         """Starts listening."""
         self._heard.start()
+        self._uses.start()
 
     async def stop(self) -> None:
         """Stops listening."""
         await self._heard.stop()
+        await self._uses.stop()
         await cancel_all([self._looking])
 
     @contextmanager
-    def follow(self, request: sampler_pb2.SampleRequest) -> Iterator[Followed]:
+    def follow(self, request: sampler_pb2.SampleRequest, owner: str) -> Iterator[Followed]:
         """Has a sample told what it is to be told; its request names newer weights when it moves."""
         name, model_id = request.request_id, request.snapshot.model_id
-        followed = self._followed[name] = Followed(request)
+        followed = self._followed[name] = Followed(request, owner)
         if request.moves:
             self._moving[model_id][name] = request
         try:
@@ -91,6 +110,16 @@ class Running:
                 del self._moving[model_id][name]
                 if not self._moving[model_id]:
                     del self._moving[model_id]
+
+    async def note_use(self, followed: Followed) -> None:
+        """The snapshot that a sample asks for stays while the sample waits or runs."""
+        snapshot = followed.request.snapshot
+        if snapshot.model_id:
+            await self._snapshots.note_used(snapshot.model_id, snapshot.version, followed.owner)
+
+    async def _note_uses(self) -> None:
+        for followed in list(self._followed.values()):
+            await self.note_use(followed)
 
     def _hear(self, text: str) -> None:
         news: SampleNews = msgspec.json.decode(text, type=SampleNews)

@@ -53,7 +53,7 @@ def _heeds_stacks_signal(pid: int) -> bool:
 
 def _said(path: Path, name: str) -> str:
     """What the kernel says of a process under a name; 0 where it says nothing."""
-    lines = (line.partition(":") for line in path.read_text().splitlines())
+    lines = (line.partition(":") for line in path.read_text(errors="replace").splitlines())
     return next((value.strip() for key, _, value in lines if key == name), "0")
 
 

@@ -275,7 +275,9 @@ class Engine:
             stream, start = tell is not None, len(before)
             params = vllm_params(job, index, self.limits, plan, constraint, stream=stream, start=start)
             async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
-                if tell is not None and output.outputs[0].token_ids:
+                # Where a constraint has a dead end, its last token was not allowed: `whole` says so.
+                made = bool(output.outputs[0].token_ids) and output.outputs[0].finish_reason != "error"
+                if tell is not None and made:
                     told = start if known is None else start + len(known.outputs[0].token_ids)
                     tell(answers.new_tokens(job, output, index, told))
                 if known is None:

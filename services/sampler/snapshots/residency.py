@@ -2,8 +2,8 @@
 
 Invariants: a snapshot that a request uses or waits for is never evicted, and an adapter id is never given
 twice, so a late message about an evicted adapter cannot touch another one. What is loaded ahead of its turn
-fits the budget together with all that cannot give way. So what is held and loaded does, too, unless the
-adapters of one engine step alone exceed it; and the newest that was received.
+fits the budget together with all that cannot give way. So what is held and loaded exceeds it by the adapters
+of one engine step at most, which are loaded at their turn whatever waits, and by the newest received.
 """
 
 from __future__ import annotations
@@ -81,6 +81,10 @@ class Residency:
                 break
             found.append(key)
         return found
+
+    def failed(self, key: SnapshotKey) -> None:
+        """It could not be loaded: it is tried again at its turn, and not ahead of it."""
+        self._absent.pop(key, None)
 
     def acquire(self, key: SnapshotKey) -> int | None:
         """Adapter id of a resident snapshot, now in use and most recently used; None on a miss.

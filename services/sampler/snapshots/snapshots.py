@@ -205,6 +205,7 @@ class Snapshots:
             del self._loads[key]
             if not task.cancelled() and task.exception() is not None:
                 # Whose turn comes tries again, and fails with it.
+                self._residency.failed(key)
                 log.warning("%s: %s", task.get_name(), task.exception())
 
         task = self._loads.get(key)

@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.models.utils import get_pp_missing_layer_names
+from vllm.utils.torch_utils import PIN_MEMORY
 
 from services.common import weights
 from services.common.contract.adapters import LORA_ALPHA
@@ -315,6 +316,9 @@ class WorkerExtension:
             if adapter.loras:
                 manager._validate_moe_lora_format(adapter)
                 manager._create_merged_loras_inplace(adapter)
+                # vLLM leaves an adapter alone whose first layer is one of experts.
+                if self.device.type == "cuda" and PIN_MEMORY:
+                    _lock_pages(adapter)
             _check_slots(manager, adapter)
         except Exception as error:
             # Shapes that do not fit must not reach a running step, where they would end the engine.
@@ -347,6 +351,18 @@ def _check_slots(manager: Any, adapter: LoRAModel) -> None:
             slots = copy.copy(layer)
             vars(slots).update({of: _without_memory(value) for of, value in vars(layer).items()})
             slots.set_lora(0, _without_memory(lora.lora_a), _without_memory(lora.lora_b))
+
+
+def _lock_pages(adapter: LoRAModel) -> None:
+    """Brings what is not in page-locked memory there; layers of experts have lists of tensors, or None."""
+
+    def locked(value: Any) -> Any:
+        if isinstance(value, list):
+            return [locked(each) for each in value]
+        return value if value is None or value.is_pinned() else value.pin_memory()
+
+    for lora in adapter.loras.values():
+        lora.lora_a, lora.lora_b = locked(lora.lora_a), locked(lora.lora_b)
 
 
 def _without_memory(value: Any) -> Any:

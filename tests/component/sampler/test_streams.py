@@ -139,6 +139,10 @@ async def test_a_constraint_that_nothing_goes_on_with_says_so_and_fails_alone(st
     )
     assert "at token 2 " in response.error.message
     assert "bad_words" in response.error.message
+    again = request(prompt(5, 4), stop=EOS, bad_words=["b"])
+    again.constraint.regex, again.sampled_logprobs = "ab", True
+    _, last = await streamed(stub, again)
+    assert last.error.code == "constraint_dead_end"
     await sample(stub, request(prompt(5, 4)))
 
 

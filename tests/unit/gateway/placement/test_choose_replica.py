@@ -103,6 +103,16 @@ def test_a_cache_keeps_nobody_where_many_more_sequences_are_generated_than_elsew
     assert chosen([endless, Replica("idle", Load())], adapter(3)) == endless
 
 
+def test_an_idle_replica_that_had_to_make_room_first_takes_nobody_from_the_cache_of_another() -> None:
+    warm = Replica("warm", Load(3300, 140), 5000, max_sequences=256)
+    other = Replica("other", Load(3200, 135), max_sequences=256)
+    for elsewhere in (
+        Replica("swaps", Load(), weights="s:train:1@9", max_sequences=256),
+        Replica("full", Load(), waits=True, max_sequences=256),
+    ):
+        assert chosen([warm, other, elsewhere], adapter(3)) == warm
+
+
 def test_a_sample_waits_for_a_slot_where_more_adapters_are_needed_than_there_are_slots() -> None:
     assert not waits("x", {"y"}, slots=2)
     assert not waits("x", {"x", "y"}, slots=2)

@@ -11,8 +11,10 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import Unavailable
+from services.common.state import keys
 from services.common.state.journal_records import Accepted
 from services.common.state.known_models import Configured, configure
+from services.gateway.records.snapshot import SnapshotStore
 from services.gateway.records.usage import UsageStore, day_of
 from services.gateway.sampling.running import Followed
 from tests.unit.gateway.sampling.dispatching import (
@@ -246,13 +248,30 @@ async def test_a_sample_that_an_audit_finds_before_it_is_submitted_is_kept_at_on
     await until(lambda: not gateway.dispatcher._new)
 
 
+async def test_a_sample_that_waits_for_its_turn_keeps_its_snapshot_in_use(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    snapshots = SnapshotStore(redis_client)
+    await snapshots.add(MODEL, 3, "alice", 100)
+    await redis_client.zadd(keys.SNAPSHOTS_USED, {f"{MODEL}@3": 1.0})
+    (before,) = await snapshots.oldest(9)
+    assert before.last_used == 1.0
+    gateway = await gateway_on()
+    request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, 0), num_samples=1)
+    request.snapshot.model_id, request.snapshot.version = MODEL, 3
+    with gateway.dispatcher._followed.follow(request, "alice"):
+        await gateway.dispatcher._followed._note_uses()
+    (after,) = await snapshots.oldest(9)
+    assert after.last_used > time.time() - 600
+
+
 async def test_a_sample_that_is_done_is_not_cut_off_while_its_result_is_written() -> None:
-    followed = Followed(sampler_pb2.SampleRequest())
+    followed = Followed(sampler_pb2.SampleRequest(), "alice")
     async with followed.waiting:
         followed.settle()
         followed.keep()
         await asyncio.sleep(0.01)
-    other = Followed(sampler_pb2.SampleRequest())
+    other = Followed(sampler_pb2.SampleRequest(), "alice")
     with pytest.raises(TimeoutError):
         async with other.waiting:
             other.keep()

@@ -37,7 +37,7 @@ def test_every_process_below_writes_its_stacks_and_those_that_cannot_go_on(tmp_p
         until(lambda: err.read_text().count("in hang_at_depth") == 2)
         second, last = child._below(first.pid)
         states = [Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in (first.pid, second, last)]
-        assert states == ["S", "S", "S"], "none of them has ended"
+        assert not {"Z", "X"} & set(states), "none of them has ended"
     finally:
         os.killpg(first.pid, 9)
         first.wait()

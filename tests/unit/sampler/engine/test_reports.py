@@ -33,7 +33,7 @@ async def test_the_socket_is_for_this_user_alone_and_gone_once_the_workers_are_t
 async def test_a_worker_that_does_not_connect_ends_the_start() -> None:
     reports = Reports(2)
     with pytest.raises(DeadlineExceeded, match=r"workers \[1\] did not connect"):
-        async with reports.listening(0.1) as path:
+        async with reports.listening(2.0) as path:
             worker = Reporter(path, 0)
     assert not Path(path).parent.exists()
     del worker

@@ -100,6 +100,8 @@ def test_what_is_being_loaded_is_not_loaded_again_and_takes_room_until_it_failed
     assert residency.ahead() == []
     residency.loaded(A)
     assert residency.ahead() == [C], "A is tried again at its turn"
+    residency.failed(C)
+    assert residency.ahead() == [], "and so is what could not even be found"
 
 
 def test_others_give_way_before_a_snapshot_is_loaded_also_for_those_that_are_being_loaded() -> None:
