@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import urllib.request
+from http.client import HTTPException
 
 from services.launcher.machine import free_port
 
@@ -33,11 +34,14 @@ class Scraped:
         self._thread.join()
 
     def _ask(self) -> None:
-        while not self._over.wait(_BETWEEN_S):
+        over = False
+        while not over:
+            # Once more after it is left: what was told last may have been on its way.
+            over = self._over.wait(_BETWEEN_S)
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as reply:
                     lines = reply.read().decode().splitlines()
-            except OSError:
+            except (OSError, HTTPException):
                 continue
             named = [line for line in lines if line.startswith("tinsmith_model_loaded ")]
             self.loaded += [float(line.split()[1]) for line in named]

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import publish_directory
 from services.common.storage.model_files import delete_state
 from services.trainer.files.checkpoints import Meta, SavedState, read_meta, read_state, state_files
+from services.trainer.files.volume import FreeBytes
 from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
@@ -120,8 +121,7 @@ class DurableStore:
         self._draining = False
         self._failed: set[str] = set()
         """Models whose last write failed and was not begun again."""
-        # Asked on the thread that serves metrics: a volume may hang.
-        VOLUME_FREE.set_function(lambda: _free_bytes(data.root))
+        VOLUME_FREE.set_function(FreeBytes(data.root).read)
 
     def changed(self, model_id: str) -> None:
         """The model has a new state that is to be made durable soon."""
@@ -258,13 +258,21 @@ class DurableStore:
         rest = min(_MOST_REST_S, _REST * len(self._writers) * (clock() - started))
         return 0.0 if await self._pointers.is_half_full(model_id) else rest
 
+    async def _in_good_time(self, model_id: str, writing: Coroutine[None, None, None]) -> None:
+        """Waits for a write, which nothing can cut short; one that hangs is told of as one that failed."""
+        work = asyncio.create_task(writing, name=f"write {model_id}")
+        while not (await asyncio.wait([work], timeout=_SETTLED_S))[0]:
+            FAILED.inc()
+            log.error("the snapshot of %s is still being written after %.0f s", model_id, _SETTLED_S)
+        work.result()
+
     async def _write(self, snapshot: DurableSnapshot) -> None:
         model_id, seq_id = snapshot.model_id, snapshot.seq_id
         epoch = self._epoch_of(model_id)
         # Another trainer may write the same operation's snapshot: under another epoch, so elsewhere.
         location = f"{seq_id}-{epoch}"
         parent = self._data.state(model_id)
-        await asyncio.to_thread(_write_files, parent / location, snapshot)
+        await self._in_good_time(model_id, asyncio.to_thread(_write_files, parent / location, snapshot))
         await failpoints.reach("trainer.before_pointer")
         if not await self._pointers.mark_durable(model_id, epoch, seq_id, location):
             log.warning(
@@ -282,13 +290,6 @@ def unwritten(model_id: str) -> ModelBusy:
         f"the snapshot of model {model_id} is not written yet; look whether the trainer's data directory has "
         "space and takes writes, and into its log"
     )
-
-
-def _free_bytes(directory: Path) -> float:
-    try:
-        return shutil.disk_usage(directory).free
-    except OSError:
-        return float("nan")
 
 
 def _write_files(target: Path, snapshot: DurableSnapshot) -> None:
