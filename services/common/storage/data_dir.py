@@ -14,7 +14,7 @@ from services.common.contract.errors import InvalidRequest
 
 NAMES = frozenset(
     {
-        *("api_key", "cluster_id", "run", "logs", "redis", "tls", "cache"),
+        *("api_key", "cluster_id", "volume_id", "run", "logs", "redis", "tls", "cache"),
         *("checkpoints", "staging", "snapshots", "state"),
     }
 )
@@ -36,6 +36,11 @@ class DataDir:
     def cluster_id(self) -> Path:
         """File that tells which Redis knows the models here."""
         return self.root / "cluster_id"
+
+    @property
+    def volume_id(self) -> Path:
+        """File that tells this volume from others, which may be mounted in its place."""
+        return self.root / "volume_id"
 
     @property
     def run(self) -> Path:

@@ -80,6 +80,23 @@ def publish_directory(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def written_once(path: Path, content: str) -> str:
+    """What a file says, which is this if it is not there yet, whoever else writes it at the same time."""
+    if not path.exists():
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            # Fails when another process was first.
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+        finally:
+            Path(temporary).unlink()
+    return path.read_text(encoding="ascii", errors="replace")
+
+
 def linked_files(directory: Path, go_on: GoOn = lambda: None) -> dict[str, Writer]:
     """Writers of the files of a published directory: they link them where the file system can, else copy.
     Each of them may be long, and asks whether to go on."""

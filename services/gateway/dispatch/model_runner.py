@@ -252,7 +252,7 @@ class ModelRunner:
             self._lease.lose()
             return
         log.warning("model %s is not back yet: %s", self.model_id, error.message)
-        self._delay()
+        self._delay(plan.most_between_restores(error))
         await self._pause(plan.not_back_reason(error, self._missing_reason()))
 
     async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
@@ -381,9 +381,10 @@ class ModelRunner:
         last = await self._publisher.fail_pending(closing)
         self._position = Position(cursor=max(self._position.cursor, last))
 
-    def _delay(self) -> None:
+    def _delay(self, most: float = 2.0) -> None:
         self._attempt += 1
-        self._not_before = asyncio.get_running_loop().time() + plan.backoff(self._attempt, first=0.1)
+        wait = plan.backoff(self._attempt, first=0.1, most=most)
+        self._not_before = asyncio.get_running_loop().time() + wait
 
     async def _pause(self, reason: str, seconds: float = 0.0) -> None:
         self._paused = reason

@@ -306,6 +306,12 @@ def not_back_reason(error: TinsmithError, missing: str) -> str:
     return f"the trainer cannot bring the model back at present ({error.message})"
 
 
+def most_between_restores(error: TinsmithError) -> float:
+    """Seconds that pass at most before a trainer is asked again to bring a model back. What it refuses for
+    what the snapshot is may cost the reading of it each time, and comes again until somebody changes it."""
+    return LONGEST_PAUSE_S if isinstance(error, InvalidRequest) else 2.0
+
+
 def backoff(attempt: int, first: float = 0.05, most: float = 2.0) -> float:
     """Seconds to wait before attempt number `attempt` (1, 2, ...) is repeated."""
     return min(most, first * 2.0 ** min(attempt - 1, 16))

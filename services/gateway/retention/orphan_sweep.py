@@ -9,12 +9,9 @@ by one that knows none of the models. All of this may be done twice, by any gate
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from services.common.contract.errors import TinsmithError
 from services.common.process.pools import DELETIONS
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
-from services.common.storage.directory import clean_abandoned, delete_directory
+from services.common.storage.directory import clean_abandoned, delete_directory, written_once
 from services.gateway.retention.daily import Daily
 
 log = logging.getLogger(__name__)
@@ -86,7 +83,7 @@ class OrphanSweep:
         await self._redis.set(keys.CLUSTER_ID, uuid.uuid4().hex, nx=True)
         here: Any = await self._redis.get(keys.CLUSTER_ID)
         return here is not None and here.decode() == await DELETIONS.run(
-            _written_once, self._data.cluster_id, here.decode()
+            written_once, self._data.cluster_id, here.decode()
         )
 
     async def _knows_any(self, found: set[str]) -> bool:
@@ -113,20 +110,3 @@ def _models_in(directory: Path) -> set[str]:
     if not directory.is_dir():
         return set()
     return {path.name for path in directory.iterdir() if ids.is_model_id(path.name)}
-
-
-def _written_once(path: Path, content: str) -> str:
-    """What a file says, which is this if it is not there yet."""
-    if not path.exists():
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        try:
-            with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(descriptor)
-            # Fails when another gateway was first.
-            with suppress(FileExistsError):
-                os.link(temporary, path)
-        finally:
-            Path(temporary).unlink()
-    return path.read_text(encoding="ascii", errors="replace")

@@ -13,8 +13,8 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +29,7 @@ from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import publish_directory
 from services.common.storage.model_files import delete_state
 from services.trainer.files.checkpoints import Meta, SavedState, read_meta, read_state, state_files
-from services.trainer.files.volume import FreeBytes
+from services.trainer.files.volume import FreeBytes, identified, other_volume, volume_of
 from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
@@ -176,23 +176,25 @@ class DurableStore:
 
         Raises:
             DataLoss: there should be one, but its files are missing or damaged.
+            Internal: they are on another volume than the one that is here.
         """
-        directory = await self._directory(model_id)
-        if directory is None:
-            return None
-        found = await asyncio.to_thread(read_meta, directory)
-        if found is None:
-            raise _missing(directory)
-        return found
+        async with self._snapshot_of(model_id) as directory:
+            if directory is None:
+                return None
+            found = await asyncio.to_thread(read_meta, directory)
+            if found is None:
+                raise _missing(directory)
+            return found
 
     async def read(self, model_id: str) -> DurableSnapshot | None:
         """The model's durable snapshot, which the caller releases; None when it has none.
 
         Raises:
             DataLoss: there should be one, but its files are missing or damaged.
+            Internal: they are on another volume than the one that is here.
         """
-        directory = await self._directory(model_id)
-        return None if directory is None else await asyncio.to_thread(_read, directory, self._staging)
+        async with self._snapshot_of(model_id) as directory:
+            return None if directory is None else await asyncio.to_thread(_read, directory, self._staging)
 
     async def is_closed(self, model_id: str) -> bool:
         """Whether the model will never be used again."""
@@ -210,10 +212,22 @@ class DurableStore:
             raise unwritten(model_id)
         await asyncio.to_thread(delete_state, self._data, model_id)
 
-    async def _directory(self, model_id: str) -> Path | None:
-        """Where the model's durable snapshot is."""
+    @asynccontextmanager
+    async def _snapshot_of(self, model_id: str) -> AsyncIterator[Path | None]:
+        """Where the model's durable snapshot is. What is missing on another volume than the one it was
+        written to is no loss."""
         pointer = await self._pointers.durable(model_id)
-        return None if pointer is None else self._data.state(model_id) / Path(pointer[1]).name
+        if pointer is None:
+            yield None
+            return
+        location = Path(pointer[1])
+        try:
+            yield self._data.state(model_id) / location.name
+        except DataLoss as error:
+            volume = location.parent.name
+            if volume and volume != await asyncio.to_thread(volume_of, self._data):
+                raise other_volume(self._data, volume) from error
+            raise
 
     async def _write_all(self, model_id: str) -> None:
         try:
@@ -272,9 +286,10 @@ class DurableStore:
         # Another trainer may write the same operation's snapshot: under another epoch, so elsewhere.
         location = f"{seq_id}-{epoch}"
         parent = self._data.state(model_id)
+        volume = await asyncio.to_thread(identified, self._data)
         await self._in_good_time(model_id, asyncio.to_thread(_write_files, parent / location, snapshot))
         await failpoints.reach("trainer.before_pointer")
-        if not await self._pointers.mark_durable(model_id, epoch, seq_id, location):
+        if not await self._pointers.mark_durable(model_id, epoch, seq_id, f"{volume}/{location}"):
             log.warning(
                 "durable snapshot of %s at %d was not marked: another gateway leads it", model_id, seq_id
             )

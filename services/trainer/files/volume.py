@@ -1,6 +1,7 @@
-"""What is free on a volume, for who asks often, and while the volume does not answer.
+"""The volume that the data directory is on: which it is, and what is free there.
 
-Invariant: one thread at most asks the volume, and nobody waits for it longer than `_PATIENCE_S`.
+Invariants: a volume that is mounted in place of another is not taken for it. One thread at most asks what is
+free, and nobody waits for that longer than `_PATIENCE_S`, also while the volume does not answer.
 """
 
 from __future__ import annotations
@@ -8,11 +9,39 @@ from __future__ import annotations
 import math
 import shutil
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from services.common.contract.errors import Internal
+from services.common.storage.data_dir import DataDir
+from services.common.storage.directory import written_once
+
 _PATIENCE_S = 1.0
+
+
+def identified(data: DataDir) -> str:
+    """Which volume this is, by a file that it has from now on."""
+    data.root.mkdir(parents=True, exist_ok=True)
+    return written_once(data.volume_id, uuid.uuid4().hex).strip()
+
+
+def volume_of(data: DataDir) -> str:
+    """Which volume this is; empty where nothing was written to it."""
+    try:
+        return data.volume_id.read_text(encoding="ascii", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def other_volume(data: DataDir, wanted: str) -> Internal:
+    """Says that what is missing here is on another volume."""
+    return Internal(
+        f"its snapshot is on another volume than {data.root}: mount that one there. If it is lost for good, "
+        f"write {wanted} into {data.volume_id}: what was on it is then reported as lost",
+        "other_volume",
+    )
 
 
 def _free_bytes(directory: Path) -> int:

@@ -34,6 +34,7 @@ from services.gateway.dispatch.plan import (
     can_replay_from_start,
     closing_result,
     ends_model,
+    most_between_restores,
     plan,
     position_after_restore,
     replay_passes_over,
@@ -245,3 +246,8 @@ def test_no_more_is_sent_than_there_is_memory_for(
     assert [send.seq_id for send in step.sends] == sent
     assert (step.held_back, step.nbytes) == (held_back, 10 * len(sent))
     assert step.position.cursor == len(sent) - 1
+
+
+def test_a_trainer_is_asked_less_and_less_often_for_what_it_refuses_and_soon_for_what_passes() -> None:
+    assert most_between_restores(InvalidRequest("no such layer")) == LONGEST_PAUSE_S
+    assert most_between_restores(Overloaded("adapters are in use")) == 2.0

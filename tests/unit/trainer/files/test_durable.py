@@ -7,18 +7,20 @@ import errno
 import math
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from services.common.contract.errors import DataLoss, ModelBusy
+from services.common.contract.errors import DataLoss, Internal, ModelBusy
 from services.common.storage.data_dir import DataDir
 from services.trainer.compute.data import ModelState
 from services.trainer.files import durable
 from services.trainer.files.checkpoints import Meta, SavedState
 from services.trainer.files.durable import DurableSnapshot, DurableStore
+from services.trainer.files.volume import identified, volume_of
 from tinsmith.v1 import checkpoints_pb2, results_pb2
 
 MODEL = "s:train:0"
@@ -185,7 +187,7 @@ async def test_a_stale_epoch_moves_no_pointer_and_deletes_nothing(tmp_path: Path
     pointers.epoch, trained.seq_id = 2, 9
     store.changed(MODEL)
     await store.settle(MODEL)
-    assert pointers.pointer == (0, "0-1")
+    assert pointers.pointer == (0, f"{volume_of(DataDir(tmp_path))}/0-1")
     assert told == [(MODEL, 0)]
     assert (await store.read(MODEL)) is not None
 
@@ -272,6 +274,30 @@ async def test_a_lost_snapshot_is_reported_not_passed_over(tmp_path: Path, train
         await store.read(MODEL)
 
 
+async def test_a_snapshot_on_a_volume_that_is_not_mounted_is_not_lost(
+    tmp_path: Path, trained: Trained
+) -> None:
+    pointers, mounted = PointersInMemory(), tmp_path / "mounted"
+    mounted.mkdir()
+    store, _ = make(mounted, pointers, trained.take)
+    store.changed(MODEL)
+    await store.settle(MODEL)
+    mounted.rename(tmp_path / "away")
+    for make_it in (mounted.mkdir, partial(identified, DataDir(mounted))):
+        make_it()
+        for read in (store.read, store.meta):
+            with pytest.raises(Internal, match="mount that one there") as waits:
+                await read(MODEL)
+            assert waits.value.code == "other_volume"
+    (mounted / "volume_id").write_text(volume_of(DataDir(tmp_path / "away")) + "\n")
+    with pytest.raises(DataLoss):
+        await store.read(MODEL)
+    shutil.rmtree(mounted)
+    (tmp_path / "away").rename(mounted)
+    found = await store.read(MODEL)
+    assert found is not None
+
+
 @pytest.mark.parametrize(
     "results", [None, b"", b"\xc1", b"\x93", msgspec.msgpack.encode({0: b"\xff"})], ids=repr
 )
@@ -283,7 +309,7 @@ async def test_results_that_cannot_be_read_are_damage(
     store.changed(MODEL)
     await store.settle(MODEL)
     assert pointers.pointer is not None
-    path = DataDir(tmp_path).state(MODEL) / pointers.pointer[1] / "results.msgpack"
+    path = DataDir(tmp_path).state(MODEL) / Path(pointers.pointer[1]).name / "results.msgpack"
     path.unlink()
     if results is not None:
         path.write_bytes(results)
