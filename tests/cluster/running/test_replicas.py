@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import tinker
@@ -19,9 +22,11 @@ from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
 
 SHORT = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
 LONG = types.SamplingParams(max_tokens=CONTEXT - 20, temperature=0.0, stop=[])
-NEW = "sampler-new"
+NEW, THIRD = "sampler-new", "sampler-third"
 TURN = 128
 """Tokens that a turn of a conversation adds: whole blocks of the engine, which alone are cached."""
+ANSWER = 48
+"""Tokens of an answer in it."""
 MANY, GROUP = 64, 16
 """Samples, and sequences of each, of which an engine takes a minute and more."""
 PROMPTS = range(16)
@@ -39,24 +44,21 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
-    """A replica that joins the running cluster, with room for no snapshot but the one in use.
-
-    The last test that uses it ends it.
-    """
+@contextmanager
+def joining(cluster: Cluster, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A replica that joins the running cluster, with room for no snapshot but the one in use."""
     command = [
-        *(sys.executable, "-m", "services.sampler", "--id", NEW, "--port", "0", "--device", "cpu"),
+        *(sys.executable, "-m", "services.sampler", "--id", name, "--port", "0", "--device", "cpu"),
         *("--model", f"{BASE_MODEL}={cluster.model_dir}", "--data-dir", str(cluster.data_dir)),
         *("--dtype", "float32", "--snapshot-cache-gib", "0.0000001"),
         *("--identity", str(DataDir(cluster.data_dir).tls / "sampler")),
     ]
 
     def came() -> bool:
-        return cluster.sampler_record(NEW) is not None
+        return cluster.sampler_record(name) is not None
 
     url = (cluster.data_dir / "run" / "redis_url").read_text().strip()
-    path = cluster.data_dir / "logs" / f"{NEW}.log"
+    path = cluster.data_dir / "logs" / f"{name}.log"
     path.touch(mode=0o600)
     with path.open("wb") as log:
         process = subprocess.Popen(
@@ -72,6 +74,22 @@ def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def second_sampler(cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
+    """The last test that uses it ends it."""
+    with joining(cluster, NEW) as process:
+        yield process
+
+
+@pytest.fixture
+def third_sampler(cluster: Cluster, second_sampler: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Its end is in order, so that nobody goes on asking it."""
+    with joining(cluster, THIRD) as process:
+        yield
+        process.terminate()
+        assert process.wait(120) == 0
 
 
 def known_to_be_accepted(client: tinker.SamplingClient) -> int:
@@ -108,22 +126,43 @@ def test_given_up_samples_free_the_engine(cluster: Cluster, service: tinker.Serv
     check_freed(before, "samples of a finished session")
 
 
-def test_conversations_return_to_the_replica_that_has_their_beginning(
-    service: tinker.ServiceClient, second_sampler: subprocess.Popen[bytes]
+def test_conversations_return_to_the_replica_that_has_their_beginning_and_load_stays_even(
+    cluster: Cluster, service: tinker.ServiceClient, third_sampler: None
 ) -> None:
+    def generated() -> Counter[str]:
+        names = ("sampler-0", NEW, THIRD)
+        return Counter({name: cluster.sampler_status(name).generated_tokens for name in names})
+
     client = service.create_sampling_client(base_model=BASE_MODEL).result()
-    one = types.SamplingParams(max_tokens=1, temperature=0.0)
-    said = {seed: batches.tokens(100 + seed, TURN) for seed in range(12)}
+    # So long that all of a turn are under way at once: few that come one by one go to the same idle replica.
+    each = types.SamplingParams(max_tokens=ANSWER, temperature=0.0, stop=[])
+    said = {seed: batches.tokens(100 + seed, TURN) for seed in range(24)}
+    others = itertools.count(1000)
+
+    def found_by_gateways() -> bool:
+        # They look at the registry every few seconds.
+        prompts = [types.ModelInput.from_ints(batches.tokens(next(others), TURN)) for _ in said]
+        for future in [client.sample(prompt, 1, each) for prompt in prompts]:
+            future.result()
+        return generated()[THIRD] > 0
+
+    until(found_by_gateways, "the third replica was given nothing")
+    before = generated()
     found = 0
     for turn in range(3):
         futures = {
-            seed: client.sample(types.ModelInput.from_ints(tokens), 1, one) for seed, tokens in said.items()
+            seed: client.sample(types.ModelInput.from_ints(tokens), 1, each) for seed, tokens in said.items()
         }
         for seed, future in futures.items():
             found += future.result().prompt_cache_hit_tokens
             said[seed] = said[seed] + batches.tokens(1_000 * (turn + 1) + seed, TURN)
-    # With two replicas, and turns that go anywhere, about half of it. A busy replica's conversation may move.
+    # With three replicas, and turns that go anywhere, about a third of it. A busy replica's conversation may
+    # move.
     assert found >= 0.8 * len(said) * (TURN + 2 * TURN)
+    work = generated() - before
+    even = len(said) * ANSWER
+    assert sum(work.values()) == 3 * even
+    assert len(work) == 3 and max(work.values()) <= 1.5 * even, work
 
 
 def test_replicas_come_drain_and_die_and_no_sample_is_lost(
