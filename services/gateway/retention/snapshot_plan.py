@@ -60,9 +60,9 @@ def expected(mine: int, listed: int, coming: int, budget: SnapshotBudget) -> int
 
     Args:
         mine: bytes of those that are listed.
-        listed: how many they are; of an owner who has none, one is taken for a 256th of what it may have.
+        listed: how many they are; of an owner who has none, one is taken for a 64th of what it may have.
     """
-    return mine + coming * (mine // listed if listed else budget.owner_bytes // 256)
+    return mine + coming * (mine // listed if listed else budget.owner_bytes // 64)
 
 
 def to_let_go(

@@ -17,7 +17,16 @@ from services.gateway.dispatch.leases import Lease, Leases
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
-from tests.unit.gateway.dispatching import MODEL, SETTINGS, GatewayFactory, batch, create, started, step
+from tests.unit.gateway.dispatching import (
+    MODEL,
+    SETTINGS,
+    Gateway,
+    GatewayFactory,
+    batch,
+    create,
+    started,
+    step,
+)
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
 from tinsmith.v1 import types_pb2
 
@@ -77,6 +86,17 @@ async def test_a_gateway_that_dies_loses_its_models_when_its_lease_ends(
         assert trainer.order(MODEL) == [0, 1, 2, 3]
         await asyncio.gather(other.result(1), other.result(2))
         assert sorted(other.recorded) == [1, 2, 3]
+
+
+async def waits(gateway: Gateway, seq_id: int, reason: str) -> None:
+    """An operation of the model comes to wait for this reason. While it is being tried there is none."""
+    told = ""
+    async with asyncio.timeout(60):
+        while reason not in told:
+            await asyncio.sleep(0.01)
+            view = await gateway.futures.wait(ids.request_id(MODEL, seq_id), 0)
+            assert view.state == "pending"
+            told = view.queue_state_reason or ""
 
 
 async def _nothing(lease: object) -> None:
@@ -313,12 +333,7 @@ async def test_a_batch_that_fails_in_a_replay_is_repeated_from_the_snapshot_befo
         while len(restarted.dropped) < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert 2 not in restarted.order(MODEL) and 3 not in restarted.order(MODEL)
-        told = ""
-        async with asyncio.timeout(60):
-            while "operation 1 cannot be repeated at present (out of memory)" not in told:
-                await asyncio.sleep(0.01)
-                view = await gateway.futures.wait(ids.request_id(MODEL, 3), 0)
-                told = view.queue_state_reason or ""
+        await waits(gateway, 3, "operation 1 cannot be repeated at present (out of memory)")
         del restarted.fail[1]
         assert (await gateway.result(3, 30)).optim_step.metrics["steps"] == 4
     assert restarted.models[MODEL].effects == [0, 1, 2, 3]
@@ -374,8 +389,7 @@ async def test_a_creation_that_finds_no_room_in_a_replay_is_repeated_until_it_do
         async with asyncio.timeout(60):
             while restarted.order(MODEL).count(0) < 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        view = await gateway.futures.wait(ids.request_id(MODEL, 2), 0)
-        assert view.queue_state_reason == "operation 0 cannot be repeated at present (there is no room)"
+        await waits(gateway, 2, "operation 0 cannot be repeated at present (there is no room)")
         del restarted.fail[0]
         assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3
 
@@ -397,9 +411,8 @@ async def test_nothing_is_made_of_a_model_without_a_step_that_cannot_be_repeated
             while restarted.order(MODEL).count(2) < 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not {4, 6} & set(restarted.order(MODEL)), "a step would make the wrong state durable"
-        view = await gateway.futures.wait(ids.request_id(MODEL, 5), 0)
-        assert view.state == "pending", "a batch would be told the numbers of other weights"
-        assert "it tries once more after an hour" in (view.queue_state_reason or "")
+        # Not answered: a batch would be told the numbers of other weights.
+        await waits(gateway, 5, "it tries once more after an hour")
         del restarted.fail[2]
         assert (await gateway.result(6, 30)).optim_step.metrics["steps"] == 7
     assert restarted.models[MODEL].effects == [0, 1, 2, 3, 4, 5, 6]
@@ -434,11 +447,6 @@ async def test_a_model_that_its_trainer_cannot_bring_back_waits_and_says_why(
     restarted.cannot_restore = Internal("no memory for 5 GiB", "out_of_memory")
     async with serving(redis_client, restarted, "trainer-0"):
         await gateway.accept(step(2))
-        told = ""
-        async with asyncio.timeout(60):
-            while told != "the trainer cannot bring the model back at present (no memory for 5 GiB)":
-                await asyncio.sleep(0.01)
-                view = await gateway.futures.wait(ids.request_id(MODEL, 2), 0)
-                told = view.queue_state_reason or ""
+        await waits(gateway, 2, "the trainer cannot bring the model back at present (no memory for 5 GiB)")
         restarted.cannot_restore = None
         assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3

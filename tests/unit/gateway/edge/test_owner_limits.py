@@ -98,7 +98,7 @@ async def test_unnamed_snapshots_are_counted_by_their_bytes(redis_url: str, tmp_
         body = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
         return await client.post("save_weights_for_sampler", json=body)
 
-    budget = SnapshotBudget(100, 60)
+    budget = SnapshotBudget(6400, 3840)
     async with (
         running(redis_url, tmp_path, snapshots=budget) as edges,
         edges.http() as alice,
@@ -107,15 +107,15 @@ async def test_unnamed_snapshots_are_counted_by_their_bytes(redis_url: str, tmp_
         model, others = await new_model(edges, alice), await new_model(edges, bob)
         for seq_id in (1, 2):
             assert (await save_unnamed(alice, model, seq_id)).status_code == 200
-            saved = checkpoints_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=25)
+            saved = checkpoints_pb2.SaveForSamplerResult(path="x", version=seq_id, size_bytes=1600)
             await edges.answer(model, seq_id, save_for_sampler=saved)
         assert refused(await save_unnamed(alice, model, 3), "--snapshot-owner-bytes")
         assert (await save_unnamed(alice, model, 2)).status_code == 200
         assert (await save_unnamed(bob, others, 1)).status_code == 200
-        # Those that are accepted and not made count, too, each for a sixteenth of 60 while none is made: with
-        # hers they are more than 100, and his are more than half of that.
-        accepted = [(await save_unnamed(bob, others, seq_id)).status_code for seq_id in range(1, 30)]
-        assert accepted == [200] * 16 + [429] * 13
+        # Those that are accepted and not made count, too, each for a 64th of 3840 while none is made: with
+        # hers they are more than 6400, and his are more than half of that.
+        accepted = [(await save_unnamed(bob, others, seq_id)).status_code for seq_id in range(1, 61)]
+        assert accepted == [200] * 53 + [429] * 7
         named = {"model_id": model, "seq_id": 3, "path": "kept"}
         assert (await alice.post("save_weights_for_sampler", json=named)).status_code == 200
 
