@@ -19,7 +19,7 @@ from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from services.gateway.timelines.timelines import Timelines
-from tests.unit.gateway.scripted_services import BASE
+from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import models_pb2, results_pb2, training_pb2
 
@@ -102,6 +102,11 @@ class Gateway:
 
 
 GatewayFactory = Callable[..., Awaitable[Gateway]]
+
+
+def again(trainer: ScriptedTrainer) -> ScriptedTrainer:
+    """The trainer's next start, on the same disk."""
+    return ScriptedTrainer(trainer._journal, trainer.disk)
 
 
 @asynccontextmanager

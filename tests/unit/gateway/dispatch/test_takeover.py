@@ -10,7 +10,6 @@ import pytest
 import redis.asyncio
 
 from services.common.contract import ids
-from services.common.contract.errors import DataLoss, Internal
 from services.gateway.dispatch import dispatcher as dispatcher_module
 from services.gateway.dispatch import model_runner
 from services.gateway.dispatch.leases import Lease, Leases
@@ -20,8 +19,8 @@ from services.gateway.records.stores import Stores
 from tests.unit.gateway.dispatching import (
     MODEL,
     SETTINGS,
-    Gateway,
     GatewayFactory,
+    again,
     batch,
     create,
     started,
@@ -29,11 +28,6 @@ from tests.unit.gateway.dispatching import (
 )
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
 from tinsmith.v1 import types_pb2
-
-
-def again(trainer: ScriptedTrainer) -> ScriptedTrainer:
-    """The trainer's next start, on the same disk."""
-    return ScriptedTrainer(trainer._journal, trainer.disk)
 
 
 async def test_a_gateway_that_stops_hands_its_models_to_another(
@@ -86,17 +80,6 @@ async def test_a_gateway_that_dies_loses_its_models_when_its_lease_ends(
         assert trainer.order(MODEL) == [0, 1, 2, 3]
         await asyncio.gather(other.result(1), other.result(2))
         assert sorted(other.recorded) == [1, 2, 3]
-
-
-async def waits(gateway: Gateway, seq_id: int, reason: str) -> None:
-    """An operation of the model comes to wait for this reason. While it is being tried there is none."""
-    told = ""
-    async with asyncio.timeout(60):
-        while reason not in told:
-            await asyncio.sleep(0.01)
-            view = await gateway.futures.wait(ids.request_id(MODEL, seq_id), 0)
-            assert view.state == "pending"
-            told = view.queue_state_reason or ""
 
 
 async def _nothing(lease: object) -> None:
@@ -287,166 +270,3 @@ async def test_an_idle_model_is_let_go_and_led_again_when_there_is_work(
         await other.accept(step(1))
         await other.result(1)
         assert other.recorded == [1]
-
-
-async def test_a_step_is_not_answered_before_the_failure_of_a_batch_that_it_passed_over_is_written_down(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
-) -> None:
-    gateway = await gateway_on()
-    trainer.fail[1] = Internal("out of memory", "out_of_memory")
-    trainer.durable_steps = False
-    gateway.held[1] = asyncio.Event()
-    async with serving(redis_client, trainer, "trainer-0") as first:
-        # Else what overtakes the creation on its way is sent again, and that waits for what is held.
-        await gateway.accept(create())
-        await gateway.result(0)
-        await gateway.accept(batch(1), step(2), batch(3))
-        await gateway.result(3)
-        view = await gateway.futures.wait(ids.request_id(MODEL, 2), 0.2)
-        assert view.state == "pending", "a replay might still find that the batch succeeds"
-        gateway.held[1].set()
-        assert (await gateway.result(1)).HasField("error")
-        assert (await gateway.result(2)).optim_step.metrics["steps"] == 2
-        await first.kill()
-    # A trainer that could do the batch is not asked to: it passes over what is failed.
-    restarted = again(trainer)
-    async with serving(redis_client, restarted, "trainer-0"):
-        await gateway.accept(step(4))
-        await gateway.result(4)
-    assert restarted.order(MODEL) == [0, 2, 3, 4]
-
-
-async def test_a_batch_that_fails_in_a_replay_is_repeated_from_the_snapshot_before_anything_builds_on_it(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
-) -> None:
-    gateway = await gateway_on()
-    async with serving(redis_client, trainer, "trainer-0") as first:
-        trainer.durable_steps = False
-        await gateway.accept(create(), batch(1), step(2))
-        await gateway.result(2)
-        await first.kill()
-    restarted = again(trainer)
-    restarted.durable_steps = False
-    restarted.fail[1] = Internal("out of memory", "out_of_memory")
-    async with serving(redis_client, restarted, "trainer-0"):
-        await gateway.accept(step(3))
-        while len(restarted.dropped) < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert 2 not in restarted.order(MODEL) and 3 not in restarted.order(MODEL)
-        await waits(gateway, 3, "operation 1 cannot be repeated at present (out of memory)")
-        del restarted.fail[1]
-        assert (await gateway.result(3, 30)).optim_step.metrics["steps"] == 4
-    assert restarted.models[MODEL].effects == [0, 1, 2, 3]
-
-
-async def test_an_operation_whose_result_was_lost_is_repeated_by_a_replay(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
-) -> None:
-    gateway = await gateway_on()
-    trainer.durable_steps = False
-    trainer.raises[1] = Internal("executed, but its result is no longer kept", "result_lost")
-    async with serving(redis_client, trainer, "trainer-0") as first:
-        await gateway.accept(create(), batch(1))
-        assert (await gateway.result(1)).error.code == "result_lost"
-        await first.kill()
-    restarted = again(trainer)
-    async with serving(redis_client, restarted, "trainer-0"):
-        await gateway.accept(step(2))
-        await gateway.result(2)
-    assert restarted.order(MODEL) == [0, 1, 2]
-
-
-async def test_a_replay_goes_on_past_batches_whose_results_the_trainer_no_longer_keeps(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
-) -> None:
-    trainer.durable_steps = False
-    async with serving(redis_client, trainer, "trainer-0"):
-        async with started(redis_client, "gateway-0", SETTINGS, 6.0) as first:
-            await first.accept(create(), batch(1), step(2))
-            await first.result(2)
-        trainer.raises[1] = Internal("executed, but its result is no longer kept", "result_lost")
-        second = await gateway_on("gateway-1")
-        await second.accept(step(3))
-        assert (await second.result(3)).optim_step.metrics["steps"] == 4
-    assert trainer.order(MODEL) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "code", ["adapters_in_use", "full_models_in_use", "out_of_memory", "internal", "storage_full"]
-)
-async def test_a_creation_that_finds_no_room_in_a_replay_is_repeated_until_it_does(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer, code: str
-) -> None:
-    gateway = await gateway_on()
-    async with serving(redis_client, trainer, "trainer-0") as first:
-        await gateway.accept(create(), batch(1))
-        await gateway.result(1)
-        await first.kill()
-    restarted = again(trainer)
-    restarted.fail[0] = Internal("there is no room", code)
-    async with serving(redis_client, restarted, "trainer-0"):
-        await gateway.accept(step(2))
-        async with asyncio.timeout(60):
-            while restarted.order(MODEL).count(0) < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        await waits(gateway, 2, "operation 0 cannot be repeated at present (there is no room)")
-        del restarted.fail[0]
-        assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3
-
-
-async def test_nothing_is_made_of_a_model_without_a_step_that_cannot_be_repeated_at_present(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
-) -> None:
-    gateway = await gateway_on()
-    trainer.durable_steps = False
-    async with serving(redis_client, trainer, "trainer-0") as first:
-        await gateway.accept(create(), batch(1), step(2), batch(3), step(4))
-        await gateway.result(4)
-        await first.kill()
-    restarted = again(trainer)
-    restarted.fail[2] = Internal("the trainer died 3 times", "crashed_trainer")
-    async with serving(redis_client, restarted, "trainer-0"):
-        await gateway.accept(batch(5), step(6))
-        async with asyncio.timeout(60):
-            while restarted.order(MODEL).count(2) < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert not {4, 6} & set(restarted.order(MODEL)), "a step would make the wrong state durable"
-        # Not answered: a batch would be told the numbers of other weights.
-        await waits(gateway, 5, "it tries once more after an hour")
-        del restarted.fail[2]
-        assert (await gateway.result(6, 30)).optim_step.metrics["steps"] == 7
-    assert restarted.models[MODEL].effects == [0, 1, 2, 3, 4, 5, 6]
-
-
-async def test_a_model_of_which_an_operation_is_refused_in_every_replay_is_lost(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
-) -> None:
-    gateway = await gateway_on()
-    async with serving(redis_client, trainer, "trainer-0") as first:
-        await gateway.accept(create(), batch(1))
-        await gateway.result(1)
-        await first.kill()
-    restarted = again(trainer)
-    restarted.fail[1] = DataLoss("what it loads is damaged")
-    async with serving(redis_client, restarted, "trainer-0"):
-        await gateway.accept(step(2))
-        error = (await gateway.result(2)).error
-        assert error.code == "model_lost" and "what it loads is damaged" in error.message
-    assert restarted.order(MODEL).count(1) == 3
-
-
-async def test_a_model_that_its_trainer_cannot_bring_back_waits_and_says_why(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
-) -> None:
-    gateway = await gateway_on()
-    async with serving(redis_client, trainer, "trainer-0") as first:
-        await gateway.accept(create(), step(1))
-        await gateway.result(1)
-        await first.kill()
-    restarted = again(trainer)
-    restarted.cannot_restore = Internal("no memory for 5 GiB", "out_of_memory")
-    async with serving(redis_client, restarted, "trainer-0"):
-        await gateway.accept(step(2))
-        await waits(gateway, 2, "the trainer cannot bring the model back at present (no memory for 5 GiB)")
-        restarted.cannot_restore = None
-        assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3

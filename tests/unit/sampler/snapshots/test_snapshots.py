@@ -243,6 +243,20 @@ async def test_however_many_adapters_are_wanted_no_more_are_in_memory_than_it_ha
     assert engine.most == most
 
 
+async def test_an_adapter_whose_file_has_gone_is_not_looked_for_again_before_its_turn(
+    engine: Engine, tmp_path: Path
+) -> None:
+    residency = Residency(100, 100, copies=1)
+    full = FullSnapshots(engine, DataDir(tmp_path), Staging(20, copies=1))
+    snapshots = Snapshots(engine, DataDir(tmp_path), residency, AdapterSlots(2), full)
+    residency.wait_for(KEY, 10)
+    assert residency.ahead() == [KEY]
+    with pytest.raises(SnapshotNotFound):
+        await snapshots._begin_load(KEY)
+    await asyncio.sleep(0)
+    assert residency.ahead() == []
+
+
 async def test_a_snapshot_is_ready_when_a_request_for_it_would_not_wait(snapshots: Snapshots) -> None:
     assert snapshots.is_ready(None) and not snapshots.is_ready(KEY)
     await use(snapshots, KEY)
