@@ -41,7 +41,7 @@ def trainers(tmp_path: Path) -> Iterator[tuple[TrainerWorld, TrainerWorld]]:
 
 
 def test_a_trainer_that_was_cut_off_changes_nothing_and_catches_up(
-    trainers: tuple[TrainerWorld, TrainerWorld],
+    trainers: tuple[TrainerWorld, TrainerWorld], tmp_path: Path
 ) -> None:
     cut_off, other = trainers
     model = TrainedModel(cut_off)
@@ -61,9 +61,9 @@ def test_a_trainer_that_was_cut_off_changes_nothing_and_catches_up(
     for operation in model.sent[3:]:
         other.send(operation, epoch=epoch).result()
     other.wait_durable(model.model_id, 5)
-    assert cut_off.redis.hget(meta, "location") == f"5-{epoch}".encode(), (
-        "the first moves no pointer any more"
-    )
+    volume, _, snapshot = cut_off.redis.hget(meta, "location").decode().partition("/")
+    assert snapshot == f"5-{epoch}", "the first moves no pointer any more"
+    assert volume == (tmp_path / "data" / "volume_id").read_text().strip()
     other.send(model_operation(model.model_id, 6, optim_step=step()), epoch=epoch).result()
     other.wait_durable(model.model_id, 6)
 
