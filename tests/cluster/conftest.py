@@ -1,4 +1,7 @@
-"""One real cluster for all tests of this folder, started by `tinsmith up` and driven by the tinker SDK."""
+"""One real cluster for all tests of this folder, started by `tinsmith up` and driven by the tinker SDK.
+
+Where several processes run the tests each has its own, and takes whole rooms.
+"""
 
 from __future__ import annotations
 
@@ -214,6 +217,16 @@ def stop_cluster(cluster: Cluster, signal_number: int = signal.SIGINT) -> list[p
     cluster.process.wait(timeout=180)
     _, alive = psutil.wait_procs(family, timeout=60)
     return alive
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes (loadgroup) take whole rooms: tests of one may count on what was tested before them in
+    the same cluster. Before xdist looks."""
+    for item in items:
+        room = item.path.parent
+        if room.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group(room.name))
 
 
 @pytest.fixture(scope="session")
