@@ -150,6 +150,7 @@ class Registry:
         self._redis = client
         self._announce = Script(client, "announce")
         self._look = Script(client, "look_services")
+        self._note_times = Script(client, "note_times")
 
     async def announce(self, record: ServiceRecord) -> None:
         """Has a service be alive for TTL_S seconds from now."""
@@ -201,7 +202,7 @@ class Registry:
         count: Any = await self._redis.zcard(keys.DRAINED)
         if count >= _MOST_DRAINED and await self._redis.zscore(keys.DRAINED, name) is None:
             raise LimitReached(f"{count} services are drained; undrain those that are gone for good")
-        await self._redis.zadd(keys.DRAINED, {name: time.time()})
+        await self._note_times([keys.DRAINED], "", repr(time.time()), name)
 
     async def undrain(self, kind: str, service_id: str) -> bool:
         """Ends that; whether the service was drained."""

@@ -14,6 +14,7 @@ from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
 from tests.unit.gateway.dispatching import MODEL, Gateway, GatewayFactory, batch, create, refused, step
+from tests.unit.gateway.full_redis import full
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import results_pb2, types_pb2
@@ -202,6 +203,19 @@ async def test_without_a_trainer_operations_wait_and_say_why(
         assert (view.state, view.queue_state, view.queue_state_reason) == ("pending", "active", None)
         trainer.gate.set()
         await gateway.result(1)
+
+
+async def test_what_waits_says_why_also_while_redis_has_no_memory_left(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    await Journal(redis_client).accept(create(), "ann")
+    async with full(redis_client):
+        gateway = await gateway_on()
+        async with asyncio.timeout(60):
+            while not await redis_client.exists(keys.queue_state(MODEL)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        view = await gateway.futures.wait(ids.request_id(MODEL, 0), 0)
+    assert view.queue_state == "paused_capacity"
 
 
 async def test_what_waits_for_a_base_model_that_is_retired_fails_and_says_so(
