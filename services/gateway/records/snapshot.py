@@ -2,7 +2,7 @@
 
 Invariants: what an owner's snapshots come to is the sum over the snapshots that are listed; a snapshot is
 listed before its client hears of it, and taken off the list only when its files are gone. From when it is
-accepted until it is listed, it is to come; one that is never made is so for a quarter of an hour.
+accepted until it is listed or has failed, it is to come, but no longer than a quarter of an hour.
 """
 
 from __future__ import annotations
