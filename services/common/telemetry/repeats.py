@@ -1,0 +1,90 @@
+"""What the log says of failures that come again and again, for as long as something is away.
+
+Invariants: of a streak of one name's failures the log has the first, and the end where that is told. All
+that come between, of all names, are one line in SAY_AGAIN_S, with their number: an outage fills no disk,
+however many things are tried in it how often. What is kept is bounded: of names beyond it there is only that
+line.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SAY_AGAIN_S = 600.0
+"""A name that has not failed for so long begins another streak."""
+_MOST_NAMES = 4096
+
+
+@dataclass
+class _Streak:
+    failures: int
+    last: float
+
+
+class Repeats:
+    """The failures of one kind of work.
+
+    Args:
+        log: of the module whose work it is.
+        what: failed, in words that begin every line.
+        clock: seconds.
+    """
+
+    def __init__(self, log: logging.Logger, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._what = what
+        self._clock = clock
+        self._streaks: dict[str, _Streak] = {}
+        self._unsaid = 0
+        self._unsaid_since = 0.0
+
+    def failed(self, name: str, why: object, place: BaseException | None = None) -> None:
+        """Something failed.
+
+        Args:
+            name: of what it was done for.
+            why: in words.
+            place: the error, where the first line of a streak is to have its traceback.
+        """
+        now = self._clock()
+        streak = self._known(name, now)
+        if streak is not None and streak.failures == 0:
+            self._log.warning("%s: %s: %s", self._what, name, why, exc_info=place)
+        else:
+            self._count(name, why, now)
+        if streak is not None:
+            streak.failures += 1
+            streak.last = now
+
+    def over(self, name: str) -> None:
+        """It did not fail this time."""
+        streak = self._streaks.pop(name, None)
+        if streak is not None:
+            self._log.info("%s: no more of %s, after %d failures", self._what, name, streak.failures)
+
+    def _known(self, name: str, now: float) -> _Streak | None:
+        """The streak of a name, perhaps a new one; None where there are too many."""
+        streak = self._streaks.get(name)
+        if streak is not None and now - streak.last < SAY_AGAIN_S:
+            return streak
+        if streak is None and len(self._streaks) >= _MOST_NAMES:
+            kept = {known: one for known, one in self._streaks.items() if now - one.last < SAY_AGAIN_S}
+            self._streaks = kept
+            if len(kept) >= _MOST_NAMES:
+                return None
+        self._streaks[name] = _Streak(0, now)
+        return self._streaks[name]
+
+    def _count(self, name: str, why: object, now: float) -> None:
+        if not self._unsaid:
+            self._unsaid_since = now
+        self._unsaid += 1
+        seconds = now - self._unsaid_since
+        if seconds >= SAY_AGAIN_S:
+            self._log.warning(
+                "%s: %d more times in %.0f s, the last %s: %s", self._what, self._unsaid, seconds, name, why
+            )
+            self._unsaid = 0
