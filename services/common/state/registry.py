@@ -27,6 +27,7 @@ from services.common.state import keys, known_models
 from services.common.state.known_models import Facts, KnownModel
 from services.common.state.scripts import Script
 from services.common.state.versions import Range
+from services.common.telemetry.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -247,6 +248,7 @@ class Announcer:
     ) -> None:
         self._load = load
         self._registry = Registry(client)
+        self._silent = Repeats(log, "a service could not be announced")
         self.record = record
         self._task: asyncio.Task[None] | None = None
 
@@ -273,7 +275,9 @@ class Announcer:
                 await self._registry.announce(self.record)
             except RedisError as error:
                 # The record grows old meanwhile, which is what others should see.
-                log.warning("could not announce %s, trying again: %s", self.record.id, error)
+                self._silent.failed(self.record.id, error)
+            else:
+                self._silent.over(self.record.id)
 
 
 async def live(client: redis.asyncio.Redis, kind: str) -> Sequence[ServiceRecord]:

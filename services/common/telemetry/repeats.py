@@ -1,9 +1,9 @@
 """What the log says of failures that come again and again, for as long as something is away.
 
-Invariants: of a streak of one name's failures the log has the first, and the end where that is told. All
-that come between, of all names, are one line in SAY_AGAIN_S, with their number: an outage fills no disk,
-however many things are tried in it how often. What is kept is bounded: of names beyond it there is only that
-line.
+Invariants: of a streak of one name's failures the log has the first of each kind, and the end where that is
+told. All that come between, of all names, are one line in SAY_AGAIN_S, with their number: an outage fills no
+disk, however many things are tried in it how often. What is kept is bounded: of names beyond it there is only
+that line.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SAY_AGAIN_S = 600.0
 """A name that has not failed for so long begins another streak."""
 _MOST_NAMES = 4096
+_MOST_KINDS = 8
 
 
 @dataclass
 class _Streak:
-    failures: int
     last: float
+    failures: int = 0
+    kinds: set[str] = field(default_factory=set)
 
 
 class Repeats:
@@ -41,23 +43,27 @@ class Repeats:
         self._unsaid = 0
         self._unsaid_since = 0.0
 
-    def failed(self, name: str, why: object, place: BaseException | None = None) -> None:
+    def failed(self, name: str, why: Exception | str, foreseen: bool = True) -> None:
         """Something failed.
 
         Args:
             name: of what it was done for.
-            why: in words.
-            place: the error, where the first line of a streak is to have its traceback.
+            why: an error, or words.
+            foreseen: else where it failed is said, too.
         """
         now = self._clock()
-        streak = self._known(name, now)
-        if streak is not None and streak.failures == 0:
-            self._log.warning("%s: %s: %s", self._what, name, why, exc_info=place)
-        else:
-            self._count(name, why, now)
-        if streak is not None:
-            streak.failures += 1
-            streak.last = now
+        streak, kind, words = self._known(name, now), _kind(why), str(why) or repr(why)
+        if streak is None:
+            self._count(name, words, now)
+            return
+        streak.failures += 1
+        streak.last = now
+        if kind in streak.kinds or len(streak.kinds) >= _MOST_KINDS:
+            self._count(name, words, now)
+            return
+        streak.kinds.add(kind)
+        place = why if isinstance(why, Exception) and not foreseen else None
+        self._log.warning("%s: %s: %s", self._what, name, words, exc_info=place)
 
     def over(self, name: str) -> None:
         """It did not fail this time."""
@@ -75,10 +81,10 @@ class Repeats:
             self._streaks = kept
             if len(kept) >= _MOST_NAMES:
                 return None
-        self._streaks[name] = _Streak(0, now)
+        self._streaks[name] = _Streak(now)
         return self._streaks[name]
 
-    def _count(self, name: str, why: object, now: float) -> None:
+    def _count(self, name: str, why: str, now: float) -> None:
         if not self._unsaid:
             self._unsaid_since = now
         self._unsaid += 1
@@ -88,3 +94,10 @@ class Repeats:
                 "%s: %d more times in %.0f s, the last %s: %s", self._what, self._unsaid, seconds, name, why
             )
             self._unsaid = 0
+
+
+def _kind(why: Exception | str) -> str:
+    """By what failures are told apart, where their words have numbers."""
+    if isinstance(why, str):
+        return ""
+    return f"{type(why).__name__} {getattr(why, 'code', '')} {getattr(why, 'errno', '')}"

@@ -18,6 +18,7 @@ from services.common.contract.errors import LimitReached, TinsmithError
 from services.common.process.pools import DELETIONS
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import delete_directory
+from services.common.telemetry.repeats import Repeats
 from services.gateway.records.snapshot import SnapshotStore, StoredSnapshot
 from services.gateway.retention.snapshot_plan import Excess, SnapshotBudget, excess, expected, to_let_go
 
@@ -43,6 +44,7 @@ class SnapshotRoom:
         self._snapshots = snapshots
         self._data = data
         self._budget = budget
+        self._stay = Repeats(log, "a snapshot that is to make room stays for now")
 
     async def check(self, owner: str, model_id: str, version: int) -> bool:
         """To be called before an unnamed snapshot is accepted. What may go for it goes now.
@@ -125,8 +127,9 @@ class SnapshotRoom:
                 await self._snapshots.mark_let_go(snapshot.model_id, snapshot.version)
                 await self.remove(snapshot)
             except (TinsmithError, OSError) as error:
-                log.warning("snapshot %s stays for now: %s", name, error)
+                self._stay.failed(name, error)
             else:
+                self._stay.over(name)
                 log.info("snapshot %s was let go to make room", name)
 
     async def _newest(self, models: Iterable[str]) -> dict[str, int]:

@@ -258,9 +258,7 @@ class DurableStore:
     def _note_failed(self, model_id: str, error: Exception) -> None:
         FAILED.inc()
         # Of many models that are to make room on a full disk, each is tried every few seconds.
-        self._unwritten.failed(
-            model_id, str(error) or repr(error), None if isinstance(error, _EXPECTED) else error
-        )
+        self._unwritten.failed(model_id, error, isinstance(error, _EXPECTED))
         self._failed.add(model_id)
         if not self._draining:
             self._changed.add(model_id)

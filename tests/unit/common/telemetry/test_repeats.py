@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from services.common.contract.errors import Overloaded
 from services.common.telemetry import repeats
 from services.common.telemetry.repeats import SAY_AGAIN_S, Repeats
 
@@ -92,5 +93,22 @@ def test_the_place_of_an_error_is_said_once(said: tuple[Repeats, pytest.LogCaptu
         try:
             raise ZeroDivisionError("by nothing")
         except ZeroDivisionError as error:
-            writes.failed("a", error, error)
+            writes.failed("a", error, foreseen=False)
     assert caplog.text.count("Traceback") == 1
+
+
+def test_another_reason_is_said_too_and_once_whatever_its_numbers(
+    said: tuple[Repeats, pytest.LogCaptureFixture],
+) -> None:
+    writes, caplog = said
+    for number in range(3):
+        writes.failed("a", ConnectionError(f"{number} tries"))
+        writes.failed("a", Overloaded(f"{number} MiB in use", "adapters_in_use"))
+        writes.failed("a", OSError(28, "No space left on device"))
+        writes.failed("a", OSError(30, "Read-only file system"))
+    assert caplog.messages == [
+        "not written: a: 0 tries",
+        "not written: a: 0 MiB in use",
+        "not written: a: [Errno 28] No space left on device",
+        "not written: a: [Errno 30] Read-only file system",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import redis.asyncio
 
 from services.common.contract import ids
@@ -315,3 +316,33 @@ async def test_a_model_that_cannot_be_looked_at_keeps_no_other_from_its_gateway(
         await Journal(redis_client).accept(create(), "ann")
         gateway = await gateway_on()
         assert (await gateway.result(0)).HasField("create_model")
+
+
+async def test_however_often_a_result_is_not_written_down_the_log_has_the_first_time_and_the_end(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    trainer: ScriptedTrainer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    gateway = await gateway_on()
+    record, tries = gateway.dispatcher._on_result, 0
+
+    async def fails(
+        operation: operation_pb2.Operation, result: results_pb2.OperationResult
+    ) -> results_pb2.OperationResult:
+        nonlocal tries
+        tries += 1
+        if tries <= 3:
+            raise ConnectionResetError("Redis is away")
+        return await record(operation, result)
+
+    gateway.dispatcher._on_result = fails
+    async with serving(redis_client, trainer, "trainer-0"):
+        await gateway.accept(create())
+        await gateway.result(0)
+    said = [one for one in caplog.messages if one.startswith("a result is not written down yet")]
+    assert said == [
+        f"a result is not written down yet: {MODEL}: Redis is away",
+        f"a result is not written down yet: no more of {MODEL}, after 3 failures",
+    ]

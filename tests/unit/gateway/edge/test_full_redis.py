@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import grpc.aio
+import pytest
+
 from services.common.contract import ids
+from services.common.process import rpc
 from services.common.state import known_models
 from services.common.state.registry import Registry
 from services.gateway.administration.base_models import retire
-from tests.unit.gateway.edges import BASE, Edges, new_model, new_session
+from tests.unit.gateway.edges import ALICE, BASE, Edges, new_model, new_session
 from tests.unit.gateway.full_redis import full
 from tests.unit.gateway.saved import names, save, url
+from tinsmith.v1 import service_pb2_grpc, sessions_pb2
 
 
 async def test_checkpoints_models_samples_and_sessions_go(edges: Edges) -> None:
@@ -79,3 +84,23 @@ async def test_a_base_model_is_retired_and_a_replica_drained(edges: Edges) -> No
     view = await registry.look()
     assert view.drained == {("sampler", "sampler-0")}
     assert view.base_models[BASE] == known_models.KnownModel(BASE, retired=True)
+
+
+async def test_refusals_for_want_of_memory_do_not_fill_the_log(
+    edges: Edges, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"tags": [], "sdk_version": "1"}
+    async with (
+        edges.http() as client,
+        rpc.channel(edges.grpc_address) as channel,
+        full(edges.redis),
+    ):
+        stub = service_pb2_grpc.TinsmithServiceStub(channel)
+        for _ in range(10):
+            assert (await client.post("create_session", json=body)).status_code == 429
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.CreateSession(
+                    sessions_pb2.CreateSessionRequest(), metadata=(("x-api-key", ALICE),), timeout=10
+                )
+    # Of each edge the first, unless another test of this process had it.
+    assert len([one for one in caplog.messages if "not allowed when used memory" in one]) <= 2
