@@ -49,7 +49,7 @@ class Repeats:
         Args:
             name: of what it was done for.
             why: an error, or words.
-            foreseen: else where it failed is said, too.
+            foreseen: else it is an error of the program, and where it failed is said, too.
         """
         now = self._clock()
         streak, kind, words = self._known(name, now), _kind(why), str(why) or repr(why)
@@ -62,8 +62,9 @@ class Repeats:
             self._count(name, words, now)
             return
         streak.kinds.add(kind)
+        level = logging.WARNING if foreseen else logging.ERROR
         place = why if isinstance(why, Exception) and not foreseen else None
-        self._log.warning("%s: %s: %s", self._what, name, words, exc_info=place)
+        self._log.log(level, "%s: %s: %s", self._what, name, words, exc_info=place)
 
     def over(self, name: str) -> None:
         """It did not fail this time."""

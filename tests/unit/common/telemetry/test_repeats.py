@@ -95,6 +95,7 @@ def test_the_place_of_an_error_is_said_once(said: tuple[Repeats, pytest.LogCaptu
         except ZeroDivisionError as error:
             writes.failed("a", error, foreseen=False)
     assert caplog.text.count("Traceback") == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 def test_another_reason_is_said_too_and_once_whatever_its_numbers(
