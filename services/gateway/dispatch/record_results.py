@@ -134,7 +134,7 @@ class ResultRecorder:
             inflight=save.inflight,
             full=model.lora_rank == 0,
         )
-        stored = await self._sampling_sessions.create_if_absent(record)
+        stored = await self._sampling_sessions.create_if_absent(record, saved=True)
         if stored != record:
             return False
         if save.inflight:

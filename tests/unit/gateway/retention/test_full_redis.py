@@ -9,11 +9,13 @@ import msgspec
 import pytest
 import redis.asyncio
 
+from services.common.contract import ids
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
 from services.gateway.audit import store as audit
 from services.gateway.audit.record import AuditRecord
 from services.gateway.audit.store import AuditStore
+from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
@@ -26,6 +28,7 @@ from tests.unit.gateway.full_redis import full
 from tests.unit.gateway.retention.stage import DELETED, SETTLED, Stage
 from tests.unit.gateway.scripted_services import BASE
 from tinsmith.internal.v1 import operation_pb2
+from tinsmith.v1 import results_pb2
 
 SESSION = "0b0e9f2c-7a55-4c3e-9a43-000000000001"
 MODEL = f"{SESSION}:train:0"
@@ -222,3 +225,24 @@ async def test_records_of_acts_beyond_their_number_go(
     async with full(any_redis):
         await store.sweep()
     assert await any_redis.xlen(keys.audit("ann", "done")) == 10
+
+
+async def test_what_was_saved_is_written_down_so_that_its_model_may_go(stage: Stage) -> None:
+    model_id = await stage.model(await stage.session())
+    saves = {
+        2: operation_pb2.SaveState(checkpoint_id="weights/one"),
+        3: operation_pb2.SaveForSampler(checkpoint_id="sampler_weights/one"),
+        4: operation_pb2.SaveForSampler(sampling_session_id=f"{ids.session_of(model_id)}:sample:0"),
+    }
+    async with full(stage.redis):
+        recorder = ResultRecorder(stage.stores)
+        for seq_id, save in saves.items():
+            kind = "save_state" if seq_id == 2 else "save_for_sampler"
+            operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id, **{kind: save})  # type: ignore[arg-type]
+            result = results_pb2.OperationResult()
+            getattr(result, kind).size_bytes = 10
+            assert await recorder.record(operation, result) == result
+    assert [record.version for record in await stage.checkpoints.of_model(model_id)] == [2, 3]
+    assert [one.version for one in await stage.stores.snapshots.of_model(model_id)] == [4]
+    assert await stage.samplers.of_model(model_id, 4) == [(f"{ids.session_of(model_id)}:sample:0", 4)]
+    assert await stage.store.samplers(ids.session_of(model_id)) == [f"{ids.session_of(model_id)}:sample:0"]
