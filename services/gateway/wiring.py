@@ -243,9 +243,7 @@ class Gateway:
             session_search=SessionSearch(stores.sessions, stores.checkpoints, limits),
             use=use,
             models=models,
-            saves=Saves(
-                models, checkpoints, base_models, stores.sampling_sessions, limits, snapshot_room.check
-            ),
+            saves=Saves(models, checkpoints, base_models, stores.sampling_sessions, limits, snapshot_room),
             exports=Exports(models, checkpoints, journal, stores.models, limits),
             checkpoints=checkpoints,
             copies=copies,

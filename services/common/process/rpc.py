@@ -30,9 +30,12 @@ from services.common.process import error_details, redis_errors
 from services.common.process.health import Health
 from services.common.telemetry import access_log, subject, tracing
 from services.common.telemetry.metrics import LONG_S
+from services.common.telemetry.repeats import Repeats
 from services.common.tls.wires import Identity, Role, ServerTls, name_of
 
 log = logging.getLogger(__name__)
+
+_REDIS_FAILED = Repeats(log, "Redis failed a call")
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 CODE_METADATA = "tinsmith-code"
@@ -269,7 +272,7 @@ def typed(error: Exception, method: str) -> errors.TinsmithError:
     if isinstance(error, errors.TinsmithError):
         return error
     if isinstance(error, RedisError):
-        log.warning("%s: %s", method, error)
+        _REDIS_FAILED.failed(method, error)
         return redis_errors.typed(error)
     log.error("%s failed", method, exc_info=error)
     return errors.Internal(f"{type(error).__name__}: {error}")

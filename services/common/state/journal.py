@@ -78,6 +78,9 @@ class Journal:
         self._limits = limits or JournalLimits()
         self._announced: dict[str, float] = {}
         self._accept = Script(client, "accept")
+        self._accept_unload = Script(client, "accept_unload")
+        self._note_times = Script(client, "note_times")
+        self._note_queue_state = Script(client, "note_queue_state")
         self._index = Script(client, "index")
         self._publish = Script(client, "publish")
         self._mark_durable = Script(client, "mark_durable")
@@ -129,7 +132,9 @@ class Journal:
             )
         )
         await self._announce(model_id)
-        outcome = await self._accept(
+        # What makes room gets in also while Redis has no memory left.
+        accept = self._accept_unload if kind == "unload_model" else self._accept
+        outcome = await accept(
             [
                 keys.future(model_id, seq_id),
                 keys.journal(model_id),
@@ -175,7 +180,7 @@ class Journal:
         now = time.monotonic()
         if now - self._announced.get(model_id, -_ANNOUNCE_AGAIN_S) < _ANNOUNCE_AGAIN_S:
             return
-        await self._redis.zadd(keys.PENDING_MODELS, {model_id: time.time()})
+        await self._note_times([keys.PENDING_MODELS], "", repr(time.time()), model_id)
         self._announced = {known: at for known, at in self._announced.items() if now - at < _ANNOUNCE_AGAIN_S}
         self._announced[model_id] = now
 
@@ -350,7 +355,7 @@ class Journal:
     async def set_queue_state(self, model_id: str, reason: str, seconds: float = 0.0) -> None:
         """Says why a model's operations wait, for so long and half a minute more; empty = they run."""
         if reason:
-            await self._redis.set(keys.queue_state(model_id), reason, ex=30 + round(seconds))
+            await self._note_queue_state([keys.queue_state(model_id)], reason, 30 + round(seconds))
         else:
             await self._redis.delete(keys.queue_state(model_id))
 

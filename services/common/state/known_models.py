@@ -16,6 +16,7 @@ import redis.asyncio
 
 from services.common.contract.errors import InvalidRequest
 from services.common.state import keys
+from services.common.state.scripts import Script
 
 EXAMPLE = '[{"name": "org/model", "trained": true, "sampled": true}]'
 """What `parse_configured` reads."""
@@ -149,8 +150,6 @@ async def configure(client: redis.asyncio.Redis, models: Iterable[Configured]) -
 
 async def retire(client: redis.asyncio.Redis, name: str) -> None:
     """Forgets what is known of a base model but that it is retired."""
-    async with client.pipeline(transaction=True) as pipeline:
-        parts = [field(part, name) for part in ("trainer", "sampler", _CONFIGURED)]
-        pipeline.hdel(keys.BASE_MODELS, *parts)
-        pipeline.hset(keys.BASE_MODELS, retired_field(name), repr(time.time()))
-        await pipeline.execute()
+    parts = [field(part, name) for part in ("trainer", "sampler", _CONFIGURED)]
+    script = Script(client, "retire_model")
+    await script([keys.BASE_MODELS], retired_field(name), repr(time.time()), *parts)

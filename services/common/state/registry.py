@@ -27,6 +27,7 @@ from services.common.state import keys, known_models
 from services.common.state.known_models import Facts, KnownModel
 from services.common.state.scripts import Script
 from services.common.state.versions import Range
+from services.common.telemetry.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +151,7 @@ class Registry:
         self._redis = client
         self._announce = Script(client, "announce")
         self._look = Script(client, "look_services")
+        self._note_times = Script(client, "note_times")
 
     async def announce(self, record: ServiceRecord) -> None:
         """Has a service be alive for TTL_S seconds from now."""
@@ -201,7 +203,7 @@ class Registry:
         count: Any = await self._redis.zcard(keys.DRAINED)
         if count >= _MOST_DRAINED and await self._redis.zscore(keys.DRAINED, name) is None:
             raise LimitReached(f"{count} services are drained; undrain those that are gone for good")
-        await self._redis.zadd(keys.DRAINED, {name: time.time()})
+        await self._note_times([keys.DRAINED], "", repr(time.time()), name)
 
     async def undrain(self, kind: str, service_id: str) -> bool:
         """Ends that; whether the service was drained."""
@@ -246,6 +248,7 @@ class Announcer:
     ) -> None:
         self._load = load
         self._registry = Registry(client)
+        self._silent = Repeats(log, "a service could not be announced")
         self.record = record
         self._task: asyncio.Task[None] | None = None
 
@@ -272,7 +275,9 @@ class Announcer:
                 await self._registry.announce(self.record)
             except RedisError as error:
                 # The record grows old meanwhile, which is what others should see.
-                log.warning("could not announce %s, trying again: %s", self.record.id, error)
+                self._silent.failed(self.record.id, error)
+            else:
+                self._silent.over(self.record.id)
 
 
 async def live(client: redis.asyncio.Redis, kind: str) -> Sequence[ServiceRecord]:

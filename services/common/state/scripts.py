@@ -3,8 +3,8 @@
 Invariant: every key that a script touches is in its KEYS.
 
 A line "-- USES name" puts another file in its place. What must not fail while Redis has no memory left,
-because it makes room, keeps leases or lets a process start, says "flags=allow-oom" in its first line;
-everything else is refused then.
+because it makes room, keeps leases or lets a process start, says "flags=allow-oom" in its first line, or
+begins by deleting something; everything else is refused then, and so is every plain command that adds.
 
 Who runs one for every sample shares its round trips (`SharedScript`). Each run is still a step of its own,
 which fails or succeeds by itself.

@@ -8,6 +8,7 @@ stream with its last one. There are streams of so many owners, those who did som
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 import redis.asyncio
 
 from services.common.state import keys
+from services.common.state.scripts import Script
 from services.gateway.audit.pages import FIELD, Page, Pages, Place, Window
 from services.gateway.audit.record import AuditRecord, Wanted
 
@@ -39,6 +41,7 @@ class AuditStore:
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._redis = client
         self._pages = Pages(client)
+        self._claim = Script(client, "claim")
 
     async def add(self, records: Sequence[AuditRecord]) -> None:
         """Keeps records, all or none."""
@@ -84,7 +87,8 @@ class AuditStore:
 
     async def sweep(self) -> None:
         """Drops what is too old, and of the longest streams what is too much; once a minute at most."""
-        if not await self._redis.set(keys.AUDIT_SWEPT, b"", nx=True, ex=_SWEEP_EVERY_S):
+        # A claim, and not a mere SET: a sweep makes room.
+        if await self._claim([keys.AUDIT_SWEPT], uuid.uuid4().hex, _SWEEP_EVERY_S * 1000, ""):
             return
         now = time.time()
         await self._redis.zremrangebyscore(keys.AUDIT_OWNERS, "-inf", now - LIFE_S)

@@ -28,6 +28,7 @@ from services.common.contract.errors import (
 from services.common.state.journal import Journal, UnreadableOperation
 from services.common.state.journal_records import Entry, JournalIndex, error_result
 from services.common.state.registry import ServiceRecord
+from services.common.telemetry.repeats import Repeats
 from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services, call_error
 from services.gateway.dispatch import plan
@@ -81,9 +82,8 @@ class ModelRunner:
         lease.on_lost = self._changed.set
         self._base_model = ""
         self._incarnation: str | None = None
-        self._synchronised = False
-        self._discards = False
-        self._looking = False
+        self._synchronised = self._discards = self._looking = False
+        self._not_back = Repeats(log, "a model is not back yet")
         self._position = Position()
         self._room = room
         self._awaited = ""
@@ -231,6 +231,7 @@ class ModelRunner:
                 await self._after_failed_restore(error)
                 return False
         self._discards = False
+        self._not_back.over(self.model_id)
         self._position = plan.position_after_restore(applied, index.lowest_pending)
         log.info("model %s is at %d on %s", self.model_id, applied, trainer.id)
         return True
@@ -251,7 +252,7 @@ class ModelRunner:
         if action is Action.GIVE_UP_LEASE:
             self._lease.lose()
             return
-        log.warning("model %s is not back yet: %s", self.model_id, error.message)
+        self._not_back.failed(self.model_id, error)
         self._delay(plan.most_between_restores(error))
         await self._pause(plan.not_back_reason(error, self._missing_reason()))
 
@@ -331,11 +332,10 @@ class ModelRunner:
         return Outcome.SETTLED if action is Action.REPORT_LOST_RESULT else Outcome.OPEN
 
     def _judge(self, send: Send, error: TinsmithError) -> Action:
-        times = 1
+        call = send.seq_id, error.code
         if isinstance(error, Conflict):
-            self._failed_calls[send.seq_id, error.code] += 1
-            times = self._failed_calls[send.seq_id, error.code]
-        return plan.after_failure(error, times)
+            self._failed_calls[call] += 1
+        return plan.after_failure(error, max(1, self._failed_calls[call]))
 
     async def _act(
         self, action: Action, send: Send, operation: operation_pb2.Operation, error: TinsmithError

@@ -19,6 +19,7 @@ from services.common.process import failpoints
 from services.common.state.journal import Journal, UnreadableOperation
 from services.common.state.journal_records import Published, error_result
 from services.common.state.poison import Poison, Unreadable
+from services.common.telemetry.repeats import Repeats
 from services.gateway.dispatch import plan
 from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.used import event_of, used_by
@@ -66,6 +67,7 @@ class ResultPublisher:
         self._lease = lease
         self._journal = journal
         self._on_result = on_result
+        self._unwritten = Repeats(log, "a result is not written down yet")
         self.writing: set[int] = set()
 
     async def publish(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
@@ -80,12 +82,11 @@ class ResultPublisher:
                     await failpoints.reach("gateway.before_publish")
                     await self._publish(operation, recorded)
                     await failpoints.reach("gateway.after_publish")
+                    self._unwritten.over(operation.model_id)
                     return
                 except (RedisError, OSError) as error:
                     attempt += 1
-                    log.warning(
-                        "%s:%d is not written down yet: %s", operation.model_id, operation.seq_id, error
-                    )
+                    self._unwritten.failed(operation.model_id, error)
                     await asyncio.sleep(plan.backoff(attempt))
         finally:
             self.writing.discard(operation.seq_id)

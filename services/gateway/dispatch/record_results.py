@@ -54,6 +54,8 @@ class ResultRecorder:
             await self._models.set_status(operation.model_id, "failed" if failed else "ready")
         elif kind == "unload_model" and not failed:
             await self._models.note_unloaded(operation.model_id)
+        elif kind == "save_for_sampler" and failed and operation.save_for_sampler.sampling_session_id:
+            await self._give_back(operation)
         _tell_stand_in(operation, result)
         if failed or kind not in ("save_state", "save_for_sampler", "save_external"):
             return result
@@ -80,6 +82,12 @@ class ResultRecorder:
                 await self._snapshots.supersede(model.model_id, operation.seq_id, time.time())
                 return _taken(operation.save_for_sampler.sampling_session_id)
         return result
+
+    async def _give_back(self, save: operation_pb2.Operation) -> None:
+        """The snapshot of a save that failed has no part any more of what its owner may have."""
+        model = await self._models.get(save.model_id)
+        if model is not None:
+            await self._snapshots.expect_no_more(save.model_id, save.seq_id, model.owner)
 
     async def _put_checkpoint(
         self,
@@ -126,7 +134,7 @@ class ResultRecorder:
             inflight=save.inflight,
             full=model.lora_rank == 0,
         )
-        stored = await self._sampling_sessions.create_if_absent(record)
+        stored = await self._sampling_sessions.create_if_absent(record, saved=True)
         if stored != record:
             return False
         if save.inflight:

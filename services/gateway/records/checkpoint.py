@@ -28,6 +28,7 @@ from services.common.state.room import ACCOUNT
 from services.common.state.scripts import Script
 from services.common.storage.base import Key
 from services.gateway.records.listed import Cursor, Pages
+from services.gateway.records.times import Times
 
 _SETTLE_S = 60.0
 """A version that is losing its record is looked at this much later; longer than any removal can take."""
@@ -81,6 +82,7 @@ class CheckpointStore:
         self._list_one = Script(client, "list_checkpoint")
         self._unlist_one = Script(client, "unlist_checkpoint")
         self._pages = Pages(client)
+        self._times = Times(client)
 
     async def put(self, record: CheckpointRecord) -> bool:
         """Stores a checkpoint in place of an earlier one of the same name. A later one stays, and so does
@@ -225,7 +227,7 @@ class CheckpointStore:
                 due.append(parse_member(member.decode()))
             except (ValueError, InvalidRequest) as error:
                 self._poison.note(f"{keys.CHECKPOINTS_DUE} {member.decode(errors='replace')}", str(error))
-                await self._redis.zadd(keys.CHECKPOINTS_DUE, {member: time.time() + _UNREADABLE_AGAIN_S})
+                await self._times.note(keys.CHECKPOINTS_DUE, {member: time.time() + _UNREADABLE_AGAIN_S})
         return due
 
     async def look_again(self, key: Key, at: float) -> None:
@@ -245,7 +247,7 @@ class CheckpointStore:
             return msgspec.json.decode(raw, type=CheckpointRecord)
 
     async def _note_due(self, key: Key, at: float) -> None:
-        await self._redis.zadd(keys.CHECKPOINTS_DUE, {member_of(key): at})
+        await self._times.note(keys.CHECKPOINTS_DUE, {member_of(key): at})
 
     async def _list(self, record: CheckpointRecord) -> None:
         expires = "" if record.expires_at is None else repr(record.expires_at)

@@ -19,6 +19,7 @@ from services.common.state.poison import Poison
 from services.common.state.room import ACCOUNT
 from services.common.state.scripts import Script
 from services.gateway.records.listed import Cursor, Listed, Pages
+from services.gateway.records.times import Times
 
 ModelStatus = Literal["creating", "ready", "failed", "unloaded"]
 
@@ -52,6 +53,8 @@ class ModelStore:
         self._put = Script(client, "put_record")
         self._drop = Script(client, "drop_record")
         self._list_model = Script(client, "list_model")
+        self._note = Script(client, "note_field")
+        self._times = Times(client)
         self._pages = Pages(client)
 
     async def create_if_absent(self, record: ModelRecord) -> ModelRecord:
@@ -106,7 +109,7 @@ class ModelStore:
 
     async def set_status(self, model_id: str, status: ModelStatus) -> None:
         """Changes the status of an existing model."""
-        await self._redis.hset(keys.model(model_id), "status", status)
+        await self._note([keys.model(model_id)], "status", status, 0, 0)
 
     async def unload_seq_id(self, model_id: str, attempt: int) -> int | None:
         """The seq_id that this attempt to unload an existing model takes, if there was one."""
@@ -115,10 +118,9 @@ class ModelStore:
 
     async def claim_unload(self, model_id: str, attempt: int, seq_id: int) -> int:
         """Notes the seq_id that an attempt to unload an existing model takes; the one that is noted."""
-        await self._redis.hsetnx(keys.model(model_id), f"unload:{attempt}", str(seq_id))
-        return await self.unload_seq_id(model_id, attempt) or seq_id
+        return int(await self._note([keys.model(model_id)], f"unload:{attempt}", seq_id, 1, 0))
 
     async def note_unloaded(self, model_id: str) -> None:
         """Notes that an existing model was unloaded, for its durable state to be deleted."""
-        await self._redis.zadd(keys.ENDED_MODELS, {model_id: time.time()})
+        await self._times.note(keys.ENDED_MODELS, {model_id: time.time()})
         await self.set_status(model_id, "unloaded")

@@ -47,30 +47,28 @@ class SamplingSessionStore:
         self._redis = client
         self._poison = poison
         self._put = Script(client, "put_sampler")
+        self._bind = Script(client, "bind_sampler")
 
-    async def create_if_absent(self, record: SamplingSessionRecord) -> SamplingSessionRecord:
-        """Stores a sampling session unless its id is taken; what is stored."""
-        # Listed first: what a session answers from is always known to be in use.
-        await self._redis.sadd(keys.session_samplers(record.session_id), record.sampling_session_id)
-        if record.model_id:
-            users = keys.model_samplers(record.model_id)
-            await self._redis.zadd(users, {record.sampling_session_id: record.version})
-        names = [keys.sampling_session(record.sampling_session_id), keys.session(record.session_id)]
-        first = await self._put([*names, *ACCOUNT], record.owner, msgspec.json.encode(record))
-        if first is None:
-            return record
-        stored = self._decode(record.sampling_session_id, first)
-        if record.model_id and (stored.model_id, stored.version) != (record.model_id, record.version):
-            await self._list_again(record, stored)
-        return stored
+    async def create_if_absent(
+        self, record: SamplingSessionRecord, *, saved: bool = False
+    ) -> SamplingSessionRecord:
+        """Stores a sampling session unless its id is taken; what is stored.
 
-    async def _list_again(self, record: SamplingSessionRecord, stored: SamplingSessionRecord) -> None:
-        """What a session that was not made would have answered from is not in use by it."""
-        users, name = keys.model_samplers(record.model_id), record.sampling_session_id
-        if stored.model_id == record.model_id:
-            await self._redis.zadd(users, {name: stored.version})
-        else:
-            await self._redis.zrem(users, name)
+        Args:
+            saved: by a save that was accepted, so it is stored also while Redis has no memory left.
+        """
+        names = [
+            keys.sampling_session(record.sampling_session_id),
+            keys.session(record.session_id),
+            keys.session_samplers(record.session_id),
+            keys.model_samplers(record.model_id),
+            *ACCOUNT,
+        ]
+        version = record.version if record.model_id else ""
+        put = self._bind if saved else self._put
+        raw = msgspec.json.encode(record)
+        first = await put(names, record.owner, raw, record.sampling_session_id, version)
+        return record if first is None else self._decode(record.sampling_session_id, first)
 
     async def get(self, sampling_session_id: str) -> SamplingSessionRecord | None:
         """The sampling session. Raises Unreadable."""

@@ -18,6 +18,7 @@ from services.common.state.poison import Poison
 from services.common.state.room import ACCOUNT
 from services.common.state.scripts import Script
 from services.gateway.records.listed import Cursor, Listed, Pages
+from services.gateway.records.times import Times
 
 _IDEMPOTENCY_TTL_S = 24 * 3600
 _DETAIL_CHARS = 1000
@@ -55,7 +56,8 @@ class SessionStore:
         self._recount = Script(client, "recount_record")
         self._account = Script(client, "account")
         self._touch = Script(client, "touch_session")
-        self._abandon = Script(client, "abandon_session")
+        self._end_session = Script(client, "end_session")
+        self._times = Times(client)
         self._pages = Pages(client)
 
     async def create(self, record: SessionRecord, idempotency_key: str | None = None) -> SessionRecord:
@@ -137,36 +139,32 @@ class SessionStore:
 
     async def touch(self, session_id: str) -> None:
         """Notes that the client of a session is alive now, unless the session is over."""
-        now = time.time()
-        if await self._touch([keys.session(session_id)], repr(now)):
-            await self._redis.zadd(keys.SESSION_LIFE, {session_id: now})
+        await self._touch([keys.session(session_id), keys.SESSION_LIFE], repr(time.time()), session_id)
 
     async def finish(self, session_id: str, reason: str, detail: str) -> None:
         """Marks an existing session as over, for what it holds to be released."""
-        said: dict[Any, Any] = {"finished": "1", "reason": reason, "detail": detail[:_DETAIL_CHARS]}
-        await self._redis.hset(keys.session(session_id), mapping=said)
-        await self.list_ended(session_id)
+        said = ("finished", "1", "reason", reason, "detail", detail[:_DETAIL_CHARS])
+        await self._end(session_id, "", *said)
 
     async def discard(self, record: SessionRecord, idempotency_key: str | None, detail: str) -> None:
         """Ends a session in which nothing came to be: it is forgotten soon, and its key makes another one."""
         if idempotency_key:
             await self._redis.delete(keys.session_idempotency(record.owner, idempotency_key))
         await self.finish(record.session_id, "failed", detail)
-        await self._redis.zadd(keys.OVER_SESSIONS, {record.session_id: 0.0})
+        await self._times.note(keys.OVER_SESSIONS, {record.session_id: 0.0})
 
     async def abandon(self, session_id: str, last_heartbeat: float) -> bool:
         """Marks a session as over for its silence, unless it was heard of meanwhile."""
-        abandoned = await self._abandon([keys.session(session_id)], repr(last_heartbeat))
-        if abandoned:
-            await self.list_ended(session_id)
-        return bool(abandoned)
+        return await self._end(session_id, repr(last_heartbeat), "finished", "abandoned")
 
     async def list_ended(self, session_id: str) -> None:
         """Moves a session that is over from the list of the living to that of the ended."""
-        await self._redis.zadd(keys.OVER_SESSIONS, {session_id: time.time()}, nx=True)
-        await self._redis.zadd(keys.ENDED_SESSIONS, {session_id: time.time()})
-        await self._redis.zrem(keys.SESSION_LIFE, session_id)
-        await self._redis.zrem(keys.PARKED_SESSIONS, session_id)
+        await self._end(session_id, "")
+
+    async def _end(self, session_id: str, last_heartbeat: str, *said: str) -> bool:
+        lists = (keys.SESSION_LIFE, keys.PARKED_SESSIONS, keys.OVER_SESSIONS, keys.ENDED_SESSIONS)
+        names = [keys.session(session_id), *lists]
+        return bool(await self._end_session(names, session_id, repr(time.time()), last_heartbeat, *said))
 
     async def models(self, session_id: str) -> list[str]:
         """Ids of the session's models, some perhaps never created."""

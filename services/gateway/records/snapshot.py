@@ -2,7 +2,7 @@
 
 Invariants: what an owner's snapshots come to is the sum over the snapshots that are listed; a snapshot is
 listed before its client hears of it, and taken off the list only when its files are gone. From when it is
-accepted until it is listed, it is to come; one that is never made is so for a quarter of an hour.
+accepted until it is listed or has failed, it is to come, but no longer than a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cachetools import TTLCache
 
 from services.common.state import keys
 from services.common.state.scripts import Script
+from services.gateway.records.times import Times
 
 _NOTED_S = 60.0
 _NOTED = 65_536
@@ -43,6 +44,8 @@ class SnapshotStore:
         self._redis = client
         self._note = Script(client, "note_snapshot")
         self._forget = Script(client, "forget_snapshot")
+        self._note_field = Script(client, "note_field")
+        self._times = Times(client)
         self._noted: TTLCache[str, None] = TTLCache(_NOTED, _NOTED_S)
 
     async def add(self, model_id: str, version: int, owner: str, size_bytes: int) -> None:
@@ -79,8 +82,8 @@ class SnapshotStore:
         if member in self._noted:
             return
         self._noted[member] = None
-        for name in (keys.SNAPSHOTS_USED, keys.owner_snapshots(owner)):
-            await self._redis.zadd(name, {member: time.time()}, xx=True)
+        lists = [keys.SNAPSHOTS_USED, keys.owner_snapshots(owner)]
+        await self._times.note(lists, {member: time.time()}, only="known")
 
     async def forget(self, model_id: str, version: int, owner: str) -> None:
         """Takes a snapshot off the list."""
@@ -109,7 +112,7 @@ class SnapshotStore:
 
     async def supersede(self, model_id: str, version: int, at: float) -> None:
         """Has a snapshot looked at at a time, because the sessions that followed its model moved on."""
-        await self._redis.zadd(keys.SNAPSHOTS_SUPERSEDED, {_member(model_id, version): at})
+        await self._times.note(keys.SNAPSHOTS_SUPERSEDED, {_member(model_id, version): at})
 
     async def superseded(self, limit: int) -> list[tuple[str, int]]:
         """(model, version) of snapshots to be looked at now."""
@@ -123,9 +126,7 @@ class SnapshotStore:
 
     async def mark_let_go(self, model_id: str, version: int) -> None:
         """Remembers that a snapshot is deleted to make room."""
-        name = keys.let_go(model_id)
-        await self._redis.hset(name, str(version), repr(time.time()))
-        await self._redis.expire(name, _LET_GO_TTL_S)
+        await self._note_field([keys.let_go(model_id)], version, repr(time.time()), 0, _LET_GO_TTL_S)
 
     async def was_let_go(self, model_id: str, version: int) -> bool:
         """Whether a snapshot was deleted to make room."""

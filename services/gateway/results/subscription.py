@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
 from services.common.process.tasks import cancel_all, keep_running
+from services.common.telemetry.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Subscription:
         self._on_message = on_message
         self._on_subscribed = on_subscribed
         self._unreadable = 0
+        self._breaks = Repeats(log, "a subscription broke, subscribing again")
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -58,7 +60,7 @@ class Subscription:
             try:
                 await self._listen()
             except (RedisError, OSError) as error:
-                log.warning("subscription to %s broke, subscribing again: %s", self._channel, error)
+                self._breaks.failed(self._channel, error)
             await asyncio.sleep(_BACKOFF_S)
 
     def _handle(self, data: bytes) -> None:
@@ -88,6 +90,7 @@ class Subscription:
                     continue
                 heard, asked = loop.time(), False
                 if message["type"] == "subscribe":
+                    self._breaks.over(self._channel)
                     self._on_subscribed()
                 elif message["type"] == "message":
                     self._handle(message["data"])

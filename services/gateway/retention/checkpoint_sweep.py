@@ -17,6 +17,7 @@ from services.common.process.periodic import Periodic
 from services.common.process.pools import CLEANINGS
 from services.common.state import keys
 from services.common.storage.base import Key
+from services.common.telemetry.repeats import Repeats
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.records.checkpoint import CheckpointStore, has_expired
 from services.gateway.retention.daily import Daily
@@ -39,6 +40,7 @@ class CheckpointSweep:
     ) -> None:
         self._store = store
         self._files = files
+        self._stay = Repeats(log, "files of a checkpoint stay for now")
         self._lease = SweepLease(client, keys.CHECKPOINT_SWEEP_LEASE, gateway_id)
         self._sweeps = Periodic("checkpoint sweep", _SWEEP_S, self._sweep_if_due, _SWEEP_DEADLINE_S)
         self._cleanings = Daily(
@@ -66,7 +68,9 @@ class CheckpointSweep:
             try:
                 await self._look(key)
             except (OSError, TinsmithError) as error:
-                log.warning("the files of %s stay for now: %s", key.path, error)
+                self._stay.failed(key.path, error)
+            else:
+                self._stay.over(key.path)
 
     async def _look(self, key: Key) -> None:
         record = await self._store.get(key.model_id, key.checkpoint_id)

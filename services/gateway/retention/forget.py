@@ -20,6 +20,7 @@ from services.common.state import keys
 from services.gateway.checkpoints.files import sampled_versions
 from services.gateway.records.model import ModelRecord
 from services.gateway.records.stores import Stores
+from services.gateway.records.times import Times
 from services.gateway.retention.sweep_lease import SweepLease
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Forgetting:
         self, client: redis.asyncio.Redis, stores: Stores, gateway_id: str, forget_after: float
     ) -> None:
         self._redis = client
+        self._times = Times(client)
         self._stores = stores
         self._forget_after = forget_after
         self._again = min(_AGAIN_S, forget_after)
@@ -65,7 +67,7 @@ class Forgetting:
         due: Any = await self._redis.zrangebyscore(keys.OVER_SESSIONS, "-inf", before, 0, _AT_ONCE)
         for session_id in (raw.decode() for raw in due):
             # Whatever comes of it, the next ones have their turn.
-            await self._redis.zadd(keys.OVER_SESSIONS, {session_id: before + self._again})
+            await self._times.note(keys.OVER_SESSIONS, {session_id: before + self._again})
             try:
                 if await self._forget(session_id):
                     await self._redis.zrem(keys.OVER_SESSIONS, session_id)

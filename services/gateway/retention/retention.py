@@ -34,6 +34,7 @@ from services.gateway.dispatch.dispatcher import Dispatcher
 from services.gateway.dispatch.leases import Lease
 from services.gateway.records.snapshot import StoredSnapshot
 from services.gateway.records.stores import Stores
+from services.gateway.records.times import Times
 from services.gateway.retention.plan import (
     EndedModel,
     ModelStep,
@@ -95,6 +96,7 @@ class Retention:
         settings: RetentionSettings,
     ) -> None:
         self._redis = client
+        self._times = Times(client)
         self._journal = journal
         self._dispatcher = dispatcher
         self._trainers = trainers
@@ -173,7 +175,7 @@ class Retention:
             await self._sessions.list_ended(session_id)
         elif record.last_heartbeat > last_seen:
             # Heard of just now, or the list lost its last second.
-            await self._redis.zadd(keys.SESSION_LIFE, {session_id: record.last_heartbeat})
+            await self._times.note(keys.SESSION_LIFE, {session_id: record.last_heartbeat})
         elif step is SessionStep.END:
             if await self._sessions.abandon(session_id, record.last_heartbeat):
                 log.info("session %s was silent for long and is over", session_id)
@@ -182,7 +184,7 @@ class Retention:
             models = await self._sessions.models(session_id)
             if not all([await self._park(model_id) for model_id in models]):
                 return False
-            await self._redis.zadd(keys.PARKED_SESSIONS, {session_id: last_seen})
+            await self._times.note(keys.PARKED_SESSIONS, {session_id: last_seen})
         return True
 
     async def _park(self, model_id: str) -> bool:
@@ -243,7 +245,7 @@ class Retention:
         await self._cancel_samples(session_id, f"session {session_id} is over")
         models = await self._sessions.models(session_id)
         if models:
-            await self._redis.zadd(keys.ENDED_MODELS, dict.fromkeys(models, now))
+            await self._times.note(keys.ENDED_MODELS, dict.fromkeys(models, now))
         await self._redis.zrem(keys.ENDED_SESSIONS, session_id)
         return True
 
@@ -265,7 +267,7 @@ class Retention:
             if not await self._do(step, model_id, index.base_model):
                 return False
             if step is ModelStep.CLOSE:
-                await self._redis.zadd(keys.ENDED_MODELS, {model_id: now})
+                await self._times.note(keys.ENDED_MODELS, {model_id: now})
                 return True
             if step in (ModelStep.DROP, ModelStep.DELETE_SNAPSHOTS):
                 await self._redis.zrem(keys.ENDED_MODELS, model_id)

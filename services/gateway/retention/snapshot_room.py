@@ -2,7 +2,7 @@
 
 Invariants: all of this may be done twice, by any gateways, with the same effect; that a snapshot was let go
 is remembered before its files go, so its clients are told. Of what an owner may have, a save takes its part
-when it is accepted, and what it is made of afterwards may be larger than was expected.
+when it is accepted, which it gives back when it fails; what it comes to may be larger than was expected.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from services.common.contract.errors import LimitReached, TinsmithError
 from services.common.process.pools import DELETIONS
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import delete_directory
+from services.common.telemetry.repeats import Repeats
 from services.gateway.records.snapshot import SnapshotStore, StoredSnapshot
 from services.gateway.retention.snapshot_plan import Excess, SnapshotBudget, excess, expected, to_let_go
 
@@ -43,24 +44,28 @@ class SnapshotRoom:
         self._snapshots = snapshots
         self._data = data
         self._budget = budget
+        self._stay = Repeats(log, "a snapshot that is to make room stays for now")
 
-    async def check(self, owner: str, model_id: str, version: int) -> None:
+    async def check(self, owner: str, model_id: str, version: int) -> bool:
         """To be called before an unnamed snapshot is accepted. What may go for it goes now.
+
+        Returns:
+            Whether it has its part only since now; `give_back` where it is not accepted.
 
         Raises:
             LimitReached: the owner has too much all the same.
         """
         new = await self._snapshots.expect(model_id, version, owner)
         if await self._excess(owner) is None:
-            return
+            return new
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
                 await self._make_room(await self._snapshots.oldest(_AT_ONCE, owner), owner)
         found = await self._excess(owner)
         if found is None:
-            return
+            return new
         if new:
-            await self._snapshots.expect_no_more(model_id, version, owner)
+            await self.give_back(owner, model_id, version)
         raise LimitReached(
             f"the snapshots without a name of this API key would take {found.held} bytes with this one, and "
             f"may take {found.most} ({found.flag}); those that a newer one follows go "
@@ -68,6 +73,10 @@ class SnapshotRoom:
             "save less often, or end sessions that are done",
             about={"limit": found.flag},
         )
+
+    async def give_back(self, owner: str, model_id: str, version: int) -> None:
+        """An unnamed snapshot that had its part does not come."""
+        await self._snapshots.expect_no_more(model_id, version, owner)
 
     async def keep_within(self) -> int:
         """Lets go of what is beyond the budgets; the bytes of all snapshots before."""
@@ -118,8 +127,9 @@ class SnapshotRoom:
                 await self._snapshots.mark_let_go(snapshot.model_id, snapshot.version)
                 await self.remove(snapshot)
             except (TinsmithError, OSError) as error:
-                log.warning("snapshot %s stays for now: %s", name, error)
+                self._stay.failed(name, error)
             else:
+                self._stay.over(name)
                 log.info("snapshot %s was let go to make room", name)
 
     async def _newest(self, models: Iterable[str]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from prometheus_client import Gauge
 from services.common.contract.errors import TinsmithError
 from services.common.process.periodic import Periodic
 from services.common.state import keys
+from services.common.telemetry.repeats import Repeats
 from services.gateway.records.stores import Stores
 from services.gateway.retention.snapshot_room import SnapshotRoom
 from services.gateway.retention.sweep_lease import SweepLease
@@ -37,6 +38,7 @@ class SnapshotSweep:
     ) -> None:
         self._stores = stores
         self._room = room
+        self._stay = Repeats(log, "a snapshot that was superseded stays for now")
         self._lease = SweepLease(client, keys.SNAPSHOT_SWEEP_LEASE, gateway_id)
         self._sweeps = Periodic("snapshot sweep", _SWEEP_S, self._sweep_if_due, _DEADLINE_S)
 
@@ -59,7 +61,7 @@ class SnapshotSweep:
         for model_id, version in await self._stores.snapshots.superseded(_AT_ONCE):
             # Whatever comes of it, the next ones have their turn.
             await self._stores.snapshots.supersede(model_id, version, time.time() + _AGAIN_S)
-            await _try(f"{model_id}@{version}", self._superseded(model_id, version))
+            await self._try(f"{model_id}@{version}", self._superseded(model_id, version))
         STORED.set(await self._room.keep_within())
 
     async def _superseded(self, model_id: str, version: int) -> None:
@@ -80,10 +82,11 @@ class SnapshotSweep:
                 return True
         return False
 
-
-async def _try(name: str, work: Awaitable[None]) -> None:
-    """Does something about one snapshot; what fails is made up for by a later sweep."""
-    try:
-        await work
-    except (TinsmithError, OSError) as error:
-        log.warning("snapshot %s stays for now: %s", name, error)
+    async def _try(self, name: str, work: Awaitable[None]) -> None:
+        """Does something about one snapshot; what fails is made up for by a later sweep."""
+        try:
+            await work
+        except (TinsmithError, OSError) as error:
+            self._stay.failed(name, error)
+        else:
+            self._stay.over(name)

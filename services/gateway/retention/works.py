@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
 from services.common.process.tasks import cancel_all
+from services.common.telemetry.repeats import Repeats
 from services.gateway.retention.plan import Rest, longer
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Works:
         self._most_rest = most_rest
         self._rests: dict[str, Rest] = {}
         self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._failures = Repeats(log, "what nobody uses is not let go of yet")
 
     async def do(self, now: float, works: Mapping[str, Work]) -> None:
         """Begins all that neither rest nor are under way; returns when they are done, or after a while."""
@@ -83,12 +85,12 @@ class Works:
         async with self._slots:
             try:
                 done = await work()
-            except (TinsmithError, RedisError, OSError) as error:
-                log.warning("retention of %s: %s; a later sweep goes on", name, error)
+            except Exception as error:
+                # A later sweep goes on.
+                self._failures.failed(name, error, isinstance(error, (TinsmithError, RedisError, OSError)))
                 done = False
-            except Exception:
-                log.exception("retention of %s broke off; a later sweep goes on", name)
-                done = False
+            else:
+                self._failures.over(name)
         if done:
             self._rests.pop(name, None)
         else:

@@ -27,6 +27,7 @@ from services.common.contract.roles import Role
 from services.common.process import failpoints
 from services.common.process.pools import COMPUTE
 from services.common.state.journal import Journal
+from services.common.state.journal_records import Accepted
 from services.common.telemetry import subject
 from services.gateway.access.limits import THREAD_ABOVE_BYTES, Limits
 from services.gateway.checkpoints.checkpoints import Checkpoints
@@ -47,6 +48,10 @@ _MAX_SEQ_ID = 2**31 - 1
 
 T = TypeVar("T")
 Wake = Callable[[str, operation_pb2.Operation | None], None]
+
+
+async def _nothing() -> None:
+    """There is nothing to take back."""
 
 
 class Models:
@@ -232,7 +237,7 @@ class Models:
         if stored != msgspec.structs.replace(record, created_at=stored.created_at, status=stored.status):
             raise Conflict(f"model {model_id} exists with other settings; use the next model_seq_id")
         operation = operation_pb2.Operation(model_id=model_id, seq_id=0, create_model=create)
-        return await self._accept(operation, owner, asked)
+        return (await self._accept(operation, owner, asked)).request_id
 
     def _check_kind(self, lora: models_pb2.LoraConfig | None, role: Role, base: BaseModel) -> None:
         if lora is None:
@@ -311,11 +316,13 @@ class Models:
         seq_id: int,
         asked: bytes,
         fill: Callable[[operation_pb2.Operation, ModelRecord], Awaitable[None]],
+        take_back: Callable[[], Awaitable[None]] = _nothing,
     ) -> str:
         """Journals what `fill` makes of an operation, or its refusal.
 
         Args:
             asked: digest of the request: what `fill` makes of its repetition may be something else.
+            take_back: called where the operation is not to be run by this request: undoes what `fill` did.
 
         Raises:
             NotFound, Gone: the model is not the caller's, or its session is finished.
@@ -340,9 +347,17 @@ class Models:
             if error.category != "user":
                 raise
             operation = operation_pb2.Operation(model_id=model_id, seq_id=seq_id, refused=errors.to_pb(error))
-        return await self._accept(operation, owner, asked)
+        try:
+            accepted = await self._accept(operation, owner, asked)
+        except TinsmithError:
+            # Of any other failure it is not known whether it is in the journal.
+            await take_back()
+            raise
+        if not accepted.to_run:
+            await take_back()
+        return accepted.request_id
 
-    async def _accept(self, operation: operation_pb2.Operation, owner: str, asked: bytes) -> str:
+    async def _accept(self, operation: operation_pb2.Operation, owner: str, asked: bytes) -> Accepted:
         accepted = None
         operation.origin.traceparent, operation.origin.owner = subject.traceparent(), owner
         operation.origin.accepted_at = time.time()
@@ -358,7 +373,7 @@ class Models:
         finally:
             # Also when the caller has gone: the operation may be in the journal.
             self._wake(operation.model_id, operation if accepted is not None and accepted.to_run else None)
-        return accepted.request_id
+        return accepted
 
 
 async def _run(work: Callable[[], T], size: int) -> T:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.common.contract import ids, roles
 from services.common.contract.errors import InvalidRequest
@@ -26,6 +27,14 @@ class SaveOptions:
     user_metadata: Mapping[str, str] | None = None
 
 
+class SnapshotParts(Protocol):
+    """The parts that unnamed snapshots have of what their owners may have."""
+
+    async def check(self, owner: str, model_id: str, version: int) -> bool: ...
+
+    async def give_back(self, owner: str, model_id: str, version: int) -> None: ...
+
+
 def _plain(options: SaveOptions) -> tuple[object, ...]:
     return options.ttl_seconds, dict(options.user_metadata or {})
 
@@ -34,8 +43,8 @@ class Saves:
     """Operations between a model and what is kept of it. All raise as `Models.submit`.
 
     Args:
-        check_snapshots: refuses a version of a model as an unnamed snapshot of an owner who has as much of
-            them as it may.
+        snapshots: refuses a version of a model as an unnamed snapshot of an owner who has as much of them as
+            it may.
     """
 
     def __init__(
@@ -45,14 +54,14 @@ class Saves:
         base_models: BaseModels,
         sampling_sessions: SamplingSessionStore,
         limits: Limits,
-        check_snapshots: Callable[[str, str, int], Awaitable[None]],
+        snapshots: SnapshotParts,
     ) -> None:
         self._models = models
         self._checkpoints = checkpoints
         self._base_models = base_models
         self._sampling_sessions = sampling_sessions
         self._limits = limits
-        self._check_snapshots = check_snapshots
+        self._snapshots = snapshots
 
     async def save_state(
         self, owner: str, model_id: str, seq_id: int, name: str | None, overwrite: bool, options: SaveOptions
@@ -143,8 +152,10 @@ class Saves:
                 same. Otherwise one that names another is answered with the first.
         """
         session = ids.sampling_session_id(ids.session_of(model_id), sampling_session_seq_id)
+        new = False
 
         async def fill(operation: operation_pb2.Operation, record: ModelRecord) -> None:
+            nonlocal new
             await self._check_sampled(record)
             taken = await self._sampling_sessions.get(session)
             if taken is not None and (taken.model_id, taken.version) != (model_id, seq_id):
@@ -154,13 +165,17 @@ class Saves:
             if taken is None:
                 have = await self._sampling_sessions.count(record.session_id)
                 self._limits.owners.check_samplers(have)
-                await self._check_snapshots(owner, model_id, seq_id)
+                new = await self._snapshots.check(owner, model_id, seq_id)
             operation.save_for_sampler.sampling_session_id = session
             operation.save_for_sampler.inflight = inflight
 
+        async def give_back() -> None:
+            if new:
+                await self._snapshots.give_back(owner, model_id, seq_id)
+
         # The SDK numbers the session anew each time that it sends a save again.
         asked = digest("save_for_sampling_session", session if told else None, inflight)
-        return await self._models.submit(owner, model_id, seq_id, asked, fill), session
+        return await self._models.submit(owner, model_id, seq_id, asked, fill, give_back), session
 
     async def _check_sampled(self, record: ModelRecord) -> None:
         """Refuses to publish what no sampler could answer from."""

@@ -22,12 +22,14 @@ from typing import Protocol
 import msgspec
 from google.protobuf.message import DecodeError
 from prometheus_client import Counter, Gauge
+from redis.exceptions import RedisError
 
-from services.common.contract.errors import DataLoss, ModelBusy
+from services.common.contract.errors import DataLoss, ModelBusy, TinsmithError
 from services.common.process import failpoints
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import publish_directory
 from services.common.storage.model_files import delete_state
+from services.common.telemetry.repeats import Repeats
 from services.trainer.files.checkpoints import Meta, SavedState, read_meta, read_state, state_files
 from services.trainer.files.volume import FreeBytes, identified, other_volume, volume_of
 from tinsmith.v1 import results_pb2
@@ -50,6 +52,10 @@ _REST = 4.0
 _MOST_REST_S = 30.0
 """And none longer than this: until its next snapshot the journal holds what the model executes. After a write
 that failed a writer rests as long."""
+
+
+_EXPECTED = (TinsmithError, RedisError, OSError)
+"""What the world does to a write."""
 
 
 class Pointers(Protocol):
@@ -121,6 +127,7 @@ class DurableStore:
         self._draining = False
         self._failed: set[str] = set()
         """Models whose last write failed and was not begun again."""
+        self._unwritten = Repeats(log, "a durable snapshot was not written")
         VOLUME_FREE.set_function(FreeBytes(data.root).read)
 
     def changed(self, model_id: str) -> None:
@@ -239,18 +246,19 @@ class DurableStore:
                         self._changed.discard(model_id)
                         self._failed.discard(model_id)
                         rest = await self._write_newest(model_id)
-                except Exception:
+                except Exception as error:
                     # The journal keeps what the snapshot would have covered.
-                    log.exception("no durable snapshot of %s was written", model_id)
-                    self._note_failed(model_id)
+                    self._note_failed(model_id, error)
                     rest = _MOST_REST_S
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._hurry[model_id].wait(), rest)
         finally:
             del self._writers[model_id], self._hurry[model_id]
 
-    def _note_failed(self, model_id: str) -> None:
+    def _note_failed(self, model_id: str, error: Exception) -> None:
         FAILED.inc()
+        # Of many models that are to make room on a full disk, each is tried every few seconds.
+        self._unwritten.failed(model_id, error, isinstance(error, _EXPECTED))
         self._failed.add(model_id)
         if not self._draining:
             self._changed.add(model_id)
@@ -267,6 +275,7 @@ class DurableStore:
         started = clock()
         try:
             await self._write(snapshot)
+            self._unwritten.over(model_id)
         finally:
             await asyncio.to_thread(snapshot.saved.release)
         rest = min(_MOST_REST_S, _REST * len(self._writers) * (clock() - started))

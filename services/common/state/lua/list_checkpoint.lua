@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Lists a version of a checkpoint among its owner's, or counts it anew.
 -- KEYS checkpoints by creation, checkpoints by expiry, their bytes
 -- ARGV member, creation (s), expiry (s) or '' when it is kept, bytes

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Counts a stored snapshot, once.
 -- KEYS sizes, bytes by owner, used, the owner's, the model's, the owner's that are to come
 -- ARGV member, owner, bytes, now (s)

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Stores the record of a checkpoint unless one of this or a later version is there, or an earlier one that stays, and
 -- counts what it takes.
 -- USES held

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from services.common.contract.errors import Internal, PermissionDenied, TinsmithError, Unavailable
 from services.common.process import redis_errors
+from services.common.telemetry.repeats import Repeats
 from services.common.tls.files import KeyFiles
 from services.common.tls.wires import https
 from services.gateway.application import Application
@@ -52,6 +53,8 @@ from services.gateway.identity.rights import NEEDS
 from services.gateway.identity.tokens import REJECTED
 
 log = logging.getLogger(__name__)
+
+_REDIS_FAILED = Repeats(log, "Redis failed a request")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Answer = Callable[[Request, Exception], Awaitable[Response]]
@@ -224,7 +227,7 @@ async def _tinsmith_error(request: Request, error: Exception) -> Response:
 
 
 async def _redis_error(request: Request, error: Exception) -> Response:
-    log.warning("%s %s: %s", request.method, request.url.path, error)
+    _REDIS_FAILED.failed(request.method, f"{request.url.path}: {error}")
     assert isinstance(error, RedisError)
     return _error(redis_errors.typed(error))
 

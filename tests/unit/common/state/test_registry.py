@@ -178,3 +178,33 @@ async def test_who_is_drained_is_so_while_it_is_heard_of_and_for_a_while_after_t
     assert (await services.look()).drained == {("trainer", "running"), ("trainer", "away")}
     assert await services.undrain("trainer", "running")
     assert not await services.undrain("trainer", "gone")
+
+
+async def test_however_often_a_service_is_not_announced_the_log_has_the_first_time_and_the_end(
+    redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(registry, "REFRESH_S", 0.01)
+    announcer = Announcer(redis_client, record())
+    await announcer.start()
+    announce, tries, done = announcer._registry.announce, 0, asyncio.Event()
+
+    async def fails(told: ServiceRecord) -> None:
+        nonlocal tries
+        tries += 1
+        if tries <= 3:
+            raise redis.exceptions.ConnectionError("Redis is away")
+        await announce(told)
+        done.set()
+
+    monkeypatch.setattr(announcer._registry, "announce", fails)
+    try:
+        async with asyncio.timeout(60):
+            await done.wait()
+            await asyncio.sleep(0)
+    finally:
+        await announcer.stop()
+    assert [one for one in caplog.messages if "announced" in one] == [
+        "a service could not be announced: one: Redis is away",
+        "a service could not be announced: no more of one, after 3 failures",
+    ]

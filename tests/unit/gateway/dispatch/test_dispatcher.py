@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import redis.asyncio
 
 from services.common.contract import ids
@@ -14,6 +15,7 @@ from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
 from tests.unit.gateway.dispatching import MODEL, Gateway, GatewayFactory, batch, create, refused, step
+from tests.unit.gateway.full_redis import full
 from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import results_pb2, types_pb2
@@ -204,6 +206,19 @@ async def test_without_a_trainer_operations_wait_and_say_why(
         await gateway.result(1)
 
 
+async def test_what_waits_says_why_also_while_redis_has_no_memory_left(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    await Journal(redis_client).accept(create(), "ann")
+    async with full(redis_client):
+        gateway = await gateway_on()
+        async with asyncio.timeout(60):
+            while not await redis_client.exists(keys.queue_state(MODEL)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        view = await gateway.futures.wait(ids.request_id(MODEL, 0), 0)
+    assert view.queue_state == "paused_capacity"
+
+
 async def test_what_waits_for_a_base_model_that_is_retired_fails_and_says_so(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
 ) -> None:
@@ -301,3 +316,33 @@ async def test_a_model_that_cannot_be_looked_at_keeps_no_other_from_its_gateway(
         await Journal(redis_client).accept(create(), "ann")
         gateway = await gateway_on()
         assert (await gateway.result(0)).HasField("create_model")
+
+
+async def test_however_often_a_result_is_not_written_down_the_log_has_the_first_time_and_the_end(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    trainer: ScriptedTrainer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    gateway = await gateway_on()
+    record, tries = gateway.dispatcher._on_result, 0
+
+    async def fails(
+        operation: operation_pb2.Operation, result: results_pb2.OperationResult
+    ) -> results_pb2.OperationResult:
+        nonlocal tries
+        tries += 1
+        if tries <= 3:
+            raise ConnectionResetError("Redis is away")
+        return await record(operation, result)
+
+    gateway.dispatcher._on_result = fails
+    async with serving(redis_client, trainer, "trainer-0"):
+        await gateway.accept(create())
+        await gateway.result(0)
+    said = [one for one in caplog.messages if one.startswith("a result is not written down yet")]
+    assert said == [
+        f"a result is not written down yet: {MODEL}: Redis is away",
+        f"a result is not written down yet: no more of {MODEL}, after 3 failures",
+    ]

@@ -192,3 +192,28 @@ async def test_a_model_that_its_trainer_cannot_bring_back_waits_and_says_why(
         await waits(gateway, 2, "the trainer cannot bring the model back at present (no memory for 5 GiB)")
         restarted.cannot_restore = None
         assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3
+
+
+async def test_however_often_a_model_is_not_brought_back_the_log_has_the_first_time_and_the_end(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    trainer: ScriptedTrainer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    gateway = await gateway_on()
+    restarted = await died_after(redis_client, gateway, trainer, create(), step(1))
+    restarted.cannot_restore = Internal("no memory for 5 GiB", "out_of_memory")
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(2))
+        await waits(gateway, 2, "(no memory for 5 GiB)")
+        runner = gateway.dispatcher._runners[MODEL]
+        tries = runner._attempt + 3
+        async with asyncio.timeout(60):
+            while runner._attempt < tries:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        restarted.cannot_restore = None
+        await gateway.result(2, 30)
+    said = [one for one in caplog.messages if one.startswith("a model is not back yet")]
+    assert said.count(f"a model is not back yet: {MODEL}: no memory for 5 GiB") == 1
+    assert f"no more of {MODEL}, after" in said[-1]

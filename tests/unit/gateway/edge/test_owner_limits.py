@@ -13,7 +13,12 @@ import httpx
 import pytest
 from google.protobuf.message import Message
 
+from services.common.contract import errors
+from services.common.contract.errors import Gone, StorageFull
 from services.common.process import rpc
+from services.common.state import keys
+from services.common.state.journal_records import error_result
+from services.common.state.room import RoomLimits
 from services.gateway.access.limits import Limits, OwnerLimits
 from services.gateway.retention.snapshot_plan import SnapshotBudget
 from tests.unit.gateway.edges import ALICE, BASE, BOB, LORA, Edges, new_model, new_session, running
@@ -93,11 +98,12 @@ async def test_sampling_clients_of_a_session_are_counted(edges: Edges) -> None:
         assert (await alice.post("create_sampling_session", json=body)).status_code == 200
 
 
-async def test_unnamed_snapshots_are_counted_by_their_bytes(redis_url: str, tmp_path: Path) -> None:
-    async def save_unnamed(client: httpx.AsyncClient, model: str, seq_id: int) -> httpx.Response:
-        body = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
-        return await client.post("save_weights_for_sampler", json=body)
+async def save_unnamed(client: httpx.AsyncClient, model: str, seq_id: int) -> httpx.Response:
+    body = {"model_id": model, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
+    return await client.post("save_weights_for_sampler", json=body)
 
+
+async def test_unnamed_snapshots_are_counted_by_their_bytes(redis_url: str, tmp_path: Path) -> None:
     budget = SnapshotBudget(6400, 3840)
     async with (
         running(redis_url, tmp_path, snapshots=budget) as edges,
@@ -118,6 +124,45 @@ async def test_unnamed_snapshots_are_counted_by_their_bytes(redis_url: str, tmp_
         assert accepted == [200] * 53 + [429] * 7
         named = {"model_id": model, "seq_id": 3, "path": "kept"}
         assert (await alice.post("save_weights_for_sampler", json=named)).status_code == 200
+
+
+async def test_a_save_that_comes_to_nothing_gives_its_part_back(redis_url: str, tmp_path: Path) -> None:
+    full = errors.to_pb(StorageFull("the disk is full"))
+    async with (
+        running(redis_url, tmp_path, snapshots=SnapshotBudget(640, 640)) as edges,
+        edges.http() as alice,
+    ):
+        model = await new_model(edges, alice)
+        # Each that is to come counts for a 64th of what she may have.
+        for seq_id in range(1, 80):
+            assert (await save_unnamed(alice, model, seq_id)).status_code == 200, seq_id
+            await edges.answer(model, seq_id, error=full)
+        # Sent again it is answered as before, and takes nothing.
+        assert (await save_unnamed(alice, model, 79)).status_code == 200
+        assert await edges.redis.zcard(keys.coming_snapshots("alice")) == 0
+
+
+async def test_a_save_that_is_not_taken_on_has_no_part(redis_url: str, tmp_path: Path) -> None:
+    async with (
+        running(redis_url, tmp_path, snapshots=SnapshotBudget(640, 640)) as edges,
+        edges.http() as alice,
+    ):
+        model = await new_model(edges, alice)
+        coming = keys.coming_snapshots("alice")
+        edges.journal.room.limits = RoomLimits(owner_operations=1)
+        assert (await save_unnamed(alice, model, 1)).status_code == 200
+        for _ in range(2):
+            # The first waits, and no more may.
+            assert refused(await save_unnamed(alice, model, 3), "--owner-operations")
+        assert [name.decode() for name in await edges.redis.zrange(coming, 0, -1)] == [f"{model}@1"]
+        # Sent again, what was taken on keeps its part.
+        assert (await save_unnamed(alice, model, 1)).status_code == 200
+        assert await edges.redis.zcard(coming) == 1
+
+        await edges.answer(model, 1, error=errors.to_pb(StorageFull("the disk is full")))
+        await edges.redis.hset(keys.journal_meta(model), "closed", error_result(errors.to_pb(Gone("over"))))
+        assert (await save_unnamed(alice, model, 2)).status_code == 200
+        assert await edges.redis.zcard(coming) == 0, "it fails at once"
 
 
 @bounded(checkpoints=2)

@@ -208,3 +208,25 @@ async def test_what_cannot_be_removed_for_a_save_has_it_refused(
     with pytest.raises(LimitReached):
         await stage.room.check(OWNER, MODEL, 5)
     assert await stage.stores.snapshots.owners() == {OWNER: 80}
+
+
+async def test_however_often_a_snapshot_cannot_be_removed_the_log_has_the_first_time(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await stage.save(1, age=0)
+    for version in (2, 3, 4):
+        await stage.save(version, age=LONG_AGO)
+
+    def fails(path: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(snapshot_room, "delete_directory", fails)
+    for _ in range(5):
+        await stage.stores.snapshots.supersede(MODEL, 1, time.time() - 1)
+        await stage.sweeps.sweep()
+    said = sorted(one for one in caplog.messages if "stays for now" in one)
+    error = "[Errno 30] Read-only file system"
+    assert said == [
+        f"a snapshot that is to make room stays for now: 2 of {MODEL}: {error}",
+        f"a snapshot that was superseded stays for now: {MODEL}@1: {error}",
+    ]

@@ -214,7 +214,7 @@ def failures() -> float:
 
 
 async def test_a_write_that_failed_is_counted_and_due_until_it_succeeds(
-    tmp_path: Path, trained: Trained, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, trained: Trained
 ) -> None:
     pointers, before = PointersInMemory(), failures()
     store, _ = make(tmp_path, pointers, trained.take)
@@ -225,10 +225,27 @@ async def test_a_write_that_failed_is_counted_and_due_until_it_succeeds(
         assert store.failed(MODEL)
         assert failures() - before == times
     assert pointers.marked == []
-    assert "no durable snapshot" in caplog.text
     blocker.unlink()
     assert await store.settle(MODEL)
     assert pointers.marked == [0] and not store.failed(MODEL)
+
+
+async def test_however_often_a_write_fails_the_log_has_the_first_and_the_end(
+    tmp_path: Path, trained: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    store, _ = make(tmp_path, PointersInMemory(), trained.take)
+    blocker, before = blocked(tmp_path), failures()
+    store.changed(MODEL)
+    for _ in range(5):
+        assert not await store.settle(MODEL)
+    assert failures() - before == 5
+    blocker.unlink()
+    assert await store.settle(MODEL)
+    first, last = caplog.messages
+    assert first.startswith(f"a durable snapshot was not written: {MODEL}: ")
+    assert last == f"a durable snapshot was not written: no more of {MODEL}, after 5 failures"
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_drain_ends_though_snapshots_cannot_be_written(tmp_path: Path, trained: Trained) -> None:

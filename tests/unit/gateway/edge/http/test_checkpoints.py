@@ -321,3 +321,28 @@ async def test_an_sdk_that_knows_no_exports_can_still_list_the_others(edges: Edg
         assert await names(client) == ["weights/a"]
         client.headers["x-stainless-package-version"] = "0.28.0"
         assert await names(client) == ["external_weights/e", "weights/a"]
+
+
+async def test_however_often_files_cannot_be_removed_the_log_has_the_first_time_and_the_end(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = await save(edges, client, model, 1, "a")
+        record = await record_of(edges, path)
+    assert await edges.records.remove(record)
+    delete = edges.files.storage.delete
+
+    def fails(key: Key) -> float | None:
+        raise OSError(30, "Read-only file system")
+
+    for storage in (fails, fails, fails, delete):
+        monkeypatch.setattr(edges.files.storage, "delete", storage)
+        await edges.redis.zadd(keys.CHECKPOINTS_DUE, {f"{path}@1": 1})
+        await edges.sweep.sweep()
+    name = f"{model}/weights/a/1"
+    assert [one for one in caplog.messages if "stay for now" in one] == [
+        f"files of a checkpoint stay for now: {name}: [Errno 30] Read-only file system",
+        f"files of a checkpoint stay for now: no more of {name}, after 3 failures",
+    ]

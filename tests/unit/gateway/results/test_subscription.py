@@ -1,0 +1,40 @@
+"""A gateway hears of what others publish, again as soon as it can."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import redis.asyncio
+
+from services.gateway.results import subscription as module
+from services.gateway.results.subscription import Subscription
+
+
+async def test_however_often_a_subscription_breaks_the_log_has_the_first_time_and_the_end(
+    redis_client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(module, "_BACKOFF_S", 0.001)
+    subscribed = asyncio.Event()
+    heard = Subscription(redis_client, "a-channel", lambda _: None, subscribed.set)
+    pubsub, tries = redis_client.pubsub, 0
+
+    def fails() -> redis.asyncio.client.PubSub:
+        nonlocal tries
+        tries += 1
+        if tries <= 3:
+            raise redis.exceptions.ConnectionError("Redis is away")
+        return pubsub()
+
+    monkeypatch.setattr(redis_client, "pubsub", fails)
+    heard.start()
+    try:
+        async with asyncio.timeout(60):
+            await subscribed.wait()
+    finally:
+        await heard.stop()
+    assert caplog.messages == [
+        "a subscription broke, subscribing again: a-channel: Redis is away",
+        "a subscription broke, subscribing again: no more of a-channel, after 3 failures",
+    ]
