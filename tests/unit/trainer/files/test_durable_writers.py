@@ -238,3 +238,35 @@ def test_a_writer_whose_models_journal_is_half_full_does_not_rest(
         return pointers.durable_at[MODEL, 2]
 
     assert fake_clock.run_until_complete(train()) < 11
+
+
+def test_a_write_that_hangs_is_counted_and_told_of_every_ten_minutes_until_it_ends(
+    tmp_path: Path,
+    trained: Trained,
+    fake_clock: FakeClockLoop,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    at_once, write, counted = asyncio.to_thread, durable._write_files, failures()
+
+    async def hangs(function: Callable[..., object], *args: object) -> object:
+        if function is write:
+            await asyncio.sleep(25 * 60)
+        return await at_once(function, *args)
+
+    monkeypatch.setattr(asyncio, "to_thread", hangs)
+    pointers = PointersInMemory()
+    store, _ = make(tmp_path, pointers, trained.take)
+
+    async def train() -> list[float]:
+        store.changed(MODEL)
+        told = []
+        for minutes in (9, 2, 8, 2, 10):
+            await asyncio.sleep(60 * minutes)
+            told.append(failures() - counted)
+        return told
+
+    # After 9, 11, 19, 21 and 31 minutes.
+    assert fake_clock.run_until_complete(train()) == [0, 1, 1, 2, 2]
+    assert caplog.text.count(f"the snapshot of {MODEL} is still being written after 600 s") == 2
+    assert pointers.marked == [0] and not store.failed(MODEL), "it did not fail"
