@@ -16,13 +16,7 @@ from services.common.contract.errors import DataLoss, Internal
 from services.common.storage.data_dir import DataDir
 from services.trainer.files import durable
 from services.trainer.files.volume import identified, volume_of
-from tests.unit.trainer.files.durable_snapshots import (
-    MODEL,
-    RESULT,
-    PointersInMemory,
-    Trained,
-    make,
-)
+from tests.unit.trainer.files.durable_snapshots import MODEL, RESULT, PointersInMemory, Trained, make
 
 
 async def test_the_newest_state_comes_back_with_its_results(tmp_path: Path, trained: Trained) -> None:
