@@ -5,7 +5,9 @@ spared because it has the prompt's beginning cached. A sample goes where the dif
 conversation returns to its cache until another replica has that much less to do. Only a replica that
 generates many more sequences than another counts without its cache: a prompt that all share must not keep all
 work on one replica, which would refuse it. Samples prefer replicas whose engine has their weights: swapping
-them in elsewhere takes long, and stops what runs there. An adapter goes where it finds a slot.
+them in elsewhere takes long, and stops what runs there. An adapter goes where it finds a slot. Replicas that
+are as good as each other share samples, but for those that begin alike: these go to the same one, also by
+gateways that have not heard of each other's.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from services.gateway.placement.placements import Load, Placements
 SEQUENCE_TOKENS = 256
 """Most that a sequence under generation counts, whatever it may still come to: how many tokens a sequence has
 is not known before its end, and `max_tokens` is often the whole context."""
-ADAPTER_TOKENS = 1024
-"""What a replica is spared that was sent this adapter before: it need not load it."""
+KNOWN_TOKENS = 1024
+"""What a replica is spared that was sent this adapter before, which it need not load, or this beginning of a
+prompt: samples with a short one in common stay together when they come at once."""
 CACHED_WORTH = 3
 """What a cached token counts. A sample that leaves its cache computes its beginning anew, has it held twice,
 and its conversation's next turns find a part of it here and a part there."""
@@ -40,7 +43,7 @@ class Replica:
 
     Attributes:
         load: what is under way there, of all gateways.
-        spared: what it is worth that it has the prompt's beginning or the adapter; see `spared`.
+        known: how many of the sample's blocks it knows.
         weights: full snapshot in its engine; "" = the base model, which adapters need too.
         max_sequences: that it generates at once; 0 = not known.
         waits: the sample would wait there for an adapter's slot; see `waits`.
@@ -48,7 +51,7 @@ class Replica:
 
     id: str
     load: Load
-    spared: int = 0
+    known: int = 0
     weights: str = ""
     max_sequences: int = 0
     waits: bool = False
@@ -61,10 +64,11 @@ class Wanted:
     Attributes:
         weights: as Replica.weights: what it needs in the engine.
         adapter: that it needs on them; "" = none.
-        home: shared by samples that had best share a replica when none has their weights.
+        home: shared by samples that had best share a replica when none has their weights, or their adapter.
         blocks: of its prompt, each named with all before it; the first stands for the snapshot.
         prompt_tokens, answer_tokens: its work, counted as Load.tokens.
         sequences: that it has generated.
+        request_id: of no other sample.
     """
 
     weights: str
@@ -74,6 +78,7 @@ class Wanted:
     prompt_tokens: int
     answer_tokens: int
     sequences: int
+    request_id: str
 
 
 def wanted(
@@ -84,6 +89,7 @@ def wanted(
     prompt: bytes,
     sequences: int,
     max_tokens: int | None,
+    request_id: str,
 ) -> Wanted:
     """What a sample of a snapshot wants; model_id "" = the base model.
 
@@ -106,6 +112,7 @@ def wanted(
         prompt_tokens=len(prompt) // prompt_blocks.TOKEN_BYTES,
         answer_tokens=sequences * each,
         sequences=sequences,
+        request_id=request_id,
     )
 
 
@@ -116,16 +123,18 @@ def seen(record: ServiceRecord, wanted: Wanted, placements: Placements) -> Repli
     return Replica(
         name,
         placements.load(name),
-        spared(placements.known(name, wanted.blocks)),
+        placements.known(name, wanted.blocks),
         record.weights,
         record.max_sequences,
         waits(wanted.adapter, needed, record.adapter_slots),
     )
 
 
-def spared(known_blocks: int) -> int:
+def spared(wanted: Wanted, known_blocks: int) -> int:
     """What it is worth, in tokens of work, that a replica knows so many of a sample's blocks."""
-    return ADAPTER_TOKENS + CACHED_WORTH * _cached(known_blocks) if known_blocks else 0
+    cached = _cached(known_blocks)
+    is_known = cached > 0 or (known_blocks > 0 and wanted.adapter != "")
+    return KNOWN_TOKENS + CACHED_WORTH * cached if is_known else 0
 
 
 def work(wanted: Wanted, known_blocks: int) -> Load:
@@ -145,23 +154,32 @@ def waits(adapter: str, needed: Set[str], slots: int) -> bool:
     return bool(adapter) and 0 < slots < len(needed | {adapter})
 
 
-def choose(replicas: Sequence[Replica], home: bytes, weights: str) -> Replica | None:
-    """The replica to use; None when there is none.
-
-    Args:
-        home, weights: as in Wanted.
-    """
+def choose(replicas: Sequence[Replica], wanted: Wanted) -> Replica | None:
+    """The replica to use; None when there is none."""
     if not replicas:
         return None
-    if all(replica.weights != weights for replica in replicas):
+    if all(replica.weights != wanted.weights for replica in replicas):
         # Rendezvous hashing: when a replica comes or goes, only the models it wins or loses move.
-        best = max(replicas, key=lambda replica: _weight(replica, home))
-        idlest = min(replicas, key=lambda replica: (replica.load.tokens, _weight(replica, home)))
+        best = max(replicas, key=lambda replica: _weight(replica, wanted.home))
+        idlest = min(replicas, key=lambda replica: (replica.load.tokens, _weight(replica, wanted.home)))
         return best if best.load.tokens <= idlest.load.tokens + SWAP_TOKENS else idlest
     # One that would have to make room first takes nobody from those that need not.
-    at_hand = [replica for replica in replicas if _is_at_hand(replica, weights)] or replicas
+    at_hand = [replica for replica in replicas if _is_at_hand(replica, wanted)] or replicas
     fewest = min(replica.load.sequences for replica in at_hand)
-    return min(replicas, key=lambda replica: (_cost(replica, weights, fewest), _weight(replica, home)))
+    costs = [_cost(replica, wanted, fewest) for replica in replicas]
+    equal = [replica for replica, cost in zip(replicas, costs, strict=True) if cost == min(costs)]
+    common = _in_common(wanted, max(replica.known for replica in equal))
+    return min(equal, key=lambda replica: _weight(replica, common))
+
+
+def _in_common(wanted: Wanted, known_blocks: int) -> bytes:
+    """What samples have in common that go to the same one of equal replicas, of which none knows more than so
+    many of this one's blocks: an adapter that none has loaded, the next block of the prompt, or nothing."""
+    if wanted.adapter and not known_blocks:
+        return wanted.home
+    # The first block stands for the snapshot.
+    new = wanted.blocks[max(known_blocks, 1) :]
+    return _digest(str(new[0]).encode() if new else wanted.request_id.encode())
 
 
 def _cached(known_blocks: int) -> int:
@@ -169,15 +187,15 @@ def _cached(known_blocks: int) -> int:
     return max(0, known_blocks - 1) * prompt_blocks.BLOCK_TOKENS
 
 
-def _cost(replica: Replica, weights: str, fewest: int) -> int:
-    swap = 0 if _is_at_hand(replica, weights) else SWAP_TOKENS
-    spared = 0 if _crowded(replica, fewest) else replica.spared
-    return replica.load.tokens - spared + swap
+def _cost(replica: Replica, wanted: Wanted, fewest: int) -> int:
+    swap = 0 if _is_at_hand(replica, wanted) else SWAP_TOKENS
+    saved = 0 if _crowded(replica, fewest) else spared(wanted, replica.known)
+    return replica.load.tokens - saved + swap
 
 
-def _is_at_hand(replica: Replica, weights: str) -> bool:
+def _is_at_hand(replica: Replica, wanted: Wanted) -> bool:
     """Whether it neither has to swap its engine's weights nor to free a slot."""
-    return replica.weights == weights and not replica.waits
+    return replica.weights == wanted.weights and not replica.waits
 
 
 def _crowded(replica: Replica, fewest: int) -> bool:

@@ -89,6 +89,7 @@ def wanted_by(request: sampler_pb2.SampleRequest, full: bool) -> Wanted:
         request.prompt.data,
         request.num_samples,
         request.params.max_tokens if request.params.HasField("max_tokens") else None,
+        request.request_id,
     )
 
 
@@ -181,7 +182,7 @@ class Replicas:
         usable = [name for name in able if name not in avoided]
         sound = [name for name in usable if self._rests.sound(name, now)]
         replicas = [choose_replica.seen(ready[name], wanted, self._placements) for name in sound or usable]
-        chosen = choose_replica.choose(replicas, wanted.home, wanted.weights)
+        chosen = choose_replica.choose(replicas, wanted)
         return None if chosen is None else ready[chosen.id]
 
     async def find(self, base_model: str, request_id: str) -> ServiceRecord | None:

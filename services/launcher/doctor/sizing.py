@@ -6,8 +6,8 @@ Where it comes from:
   define it; the published shapes are those of the models' own config.json.
 - Activations: what PyTorch keeps for the backward pass of one micro-batch. Bytes per token and layer are
   linear in the layer's widths; the coefficients were measured on Qwen3 layers with the trainer's adapters on
-  every linear, and tests/unit/launcher/test_sizing.py measures them again. On GPUs (elements of 2 bytes) a
-  layer keeps its input alone, and one layer at a time is computed again.
+  every linear, and tests/unit/launcher/doctor/test_sizing.py measures them again. On GPUs (elements of 2
+  bytes) a layer keeps its input alone, and one layer at a time is computed again.
 - An adapter of rank r has r * (in + out) parameters in every linear; in experts, the factor beside the
   model's width is there once, as in trainer/compute/lora/experts.py. What training keeps of each is
   the trainer's own count (trainer/compute/memory/capacity.py), on one rank.

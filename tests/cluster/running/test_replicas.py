@@ -134,7 +134,7 @@ def test_conversations_return_to_the_replica_that_has_their_beginning_and_load_s
         return Counter({name: cluster.sampler_status(name).generated_tokens for name in names})
 
     client = service.create_sampling_client(base_model=BASE_MODEL).result()
-    # So long that all of a turn are under way at once: few that come one by one go to the same idle replica.
+    # So long that all of a turn are under way at once, which is what keeps load even.
     each = types.SamplingParams(max_tokens=ANSWER, temperature=0.0, stop=[])
     said = {seed: batches.tokens(100 + seed, TURN) for seed in range(24)}
     others = itertools.count(1000)

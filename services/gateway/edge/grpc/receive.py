@@ -219,9 +219,11 @@ class Reception(grpc.aio.ServerInterceptor):
             DeadlineExceeded: it did not arrive in time.
             InvalidRequest: there is none.
         """
-        reading = asyncio.ensure_future(context.read())
+        reading: asyncio.Task[Any] | None = None
         try:
             async with place:
+                # Not before there is a place: what is read is there as a whole, however large.
+                reading = asyncio.create_task(context.read())
                 await asyncio.wait([reading], timeout=_AT_ONCE_S)
             if not reading.done():
                 if account is None:

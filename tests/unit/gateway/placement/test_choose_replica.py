@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from services.gateway.placement.choose_replica import (
-    ADAPTER_TOKENS,
     CACHED_WORTH,
     FEW_SEQUENCES,
+    KNOWN_TOKENS,
     SEQUENCE_TOKENS,
     SWAP_TOKENS,
     Replica,
@@ -31,21 +31,21 @@ def idle(*names: str) -> list[Replica]:
 
 
 def adapter(version: int, prompt: bytes = PROMPT, model_id: str = "s:train:0", namespace: str = "") -> Wanted:
-    return wanted(model_id, version, False, namespace, prompt, 1, None)
+    return wanted(model_id, version, False, namespace, prompt, 1, None, "request")
 
 
 def full(version: int, prompt: bytes = PROMPT, model_id: str = "s:train:0") -> Wanted:
-    return wanted(model_id, version, True, "", prompt, 1, None)
+    return wanted(model_id, version, True, "", prompt, 1, None, "request")
 
 
 def chosen(replicas: list[Replica], sample: Wanted) -> Replica:
-    found = choose(replicas, sample.home, sample.weights)
+    found = choose(replicas, sample)
     assert found is not None
     return found
 
 
 def test_without_replicas_there_is_none_to_choose() -> None:
-    assert choose([], b"home", "") is None
+    assert choose([], adapter(3)) is None
 
 
 def test_prompts_share_blocks_as_far_as_they_agree_under_the_same_weights_and_namespace() -> None:
@@ -59,11 +59,11 @@ def test_prompts_share_blocks_as_far_as_they_agree_under_the_same_weights_and_na
 
 
 def test_a_samples_work_is_what_is_not_cached_and_some_of_each_answer() -> None:
-    sample = wanted("m", 1, False, "", PROMPT, 4, 10)
+    sample = wanted("m", 1, False, "", PROMPT, 4, 10, "request")
     assert work(sample, 0) == Load(8 * BLOCK_TOKENS + 40, 4)
     assert work(sample, 1 + 6) == Load(2 * BLOCK_TOKENS + 40, 4)
-    assert wanted("m", 1, False, "", PROMPT, 4, 100_000).answer_tokens == 4 * SEQUENCE_TOKENS
-    assert wanted("m", 1, False, "", PROMPT, 4, None).answer_tokens == 4 * SEQUENCE_TOKENS
+    assert wanted("m", 1, False, "", PROMPT, 4, 100_000, "request").answer_tokens == 4 * SEQUENCE_TOKENS
+    assert wanted("m", 1, False, "", PROMPT, 4, None, "request").answer_tokens == 4 * SEQUENCE_TOKENS
 
 
 def test_an_idle_snapshot_goes_to_the_same_replica_whoever_asks() -> None:
@@ -83,11 +83,11 @@ def test_only_the_snapshots_of_a_lost_replica_move() -> None:
 
 
 def test_a_cached_prompt_is_worth_several_times_the_work_that_it_spares() -> None:
-    cached = spared(1 + 100)
-    assert cached == ADAPTER_TOKENS + CACHED_WORTH * 100 * BLOCK_TOKENS
-    warm = Replica("warm", Load(5000 + cached - 1), cached)
+    cached = spared(adapter(3), 1 + 100)
+    assert cached == KNOWN_TOKENS + CACHED_WORTH * 100 * BLOCK_TOKENS
+    warm = Replica("warm", Load(5000 + cached - 1), 1 + 100)
     assert chosen([warm, Replica("idle", Load(5000))], adapter(3)) == warm
-    warm = Replica("warm", Load(5000 + cached + 1), cached)
+    warm = Replica("warm", Load(5000 + cached + 1), 1 + 100)
     assert chosen([warm, Replica("idle", Load(5000))], adapter(3)).id == "idle"
 
 
@@ -104,7 +104,7 @@ def test_a_cache_keeps_nobody_where_many_more_sequences_are_generated_than_elsew
 
 
 def test_an_idle_replica_that_had_to_make_room_first_takes_nobody_from_the_cache_of_another() -> None:
-    warm = Replica("warm", Load(3300, 140), 5000, max_sequences=256)
+    warm = Replica("warm", Load(3300, 140), 1 + 20, max_sequences=256)
     other = Replica("other", Load(3200, 135), max_sequences=256)
     for elsewhere in (
         Replica("swaps", Load(), weights="s:train:1@9", max_sequences=256),
@@ -124,7 +124,8 @@ def test_a_sample_waits_for_a_slot_where_more_adapters_are_needed_than_there_are
 
 def test_an_adapter_goes_where_it_finds_a_slot_unless_that_replica_has_much_more_to_do() -> None:
     for ahead, name in ((SWAP_TOKENS - 1, "free"), (SWAP_TOKENS + 1, "taken")):
-        taken, free = Replica("taken", Load(5), 100, waits=True), Replica("free", Load(ahead - 95))
+        taken = Replica("taken", Load(5 + KNOWN_TOKENS), 1, waits=True)
+        free = Replica("free", Load(5 + ahead))
         assert chosen([taken, free], adapter(3)).id == name
 
 

@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio
 
 from services.gateway.placement import placements
-from services.gateway.placement.choose_replica import Replica, Wanted, choose, spared, wanted, work
+from services.gateway.placement.choose_replica import Replica, Wanted, choose, wanted, work
 from services.gateway.placement.news import PlacementNews
 from services.gateway.placement.placements import SILENT_S, Load, Placements
 from services.gateway.placement.prompt_blocks import BLOCK_TOKENS, TOKEN_BYTES
@@ -170,7 +170,7 @@ class Talk:
         self.tokens += self.rng.choices(range(1_000_000), k=TURN_TOKENS)
         self.turn += 1
         data = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in self.tokens)
-        return wanted("m", 1, False, "", data, 1, ANSWER_TOKENS)
+        return wanted("m", 1, False, "", data, 1, ANSWER_TOKENS, f"{self.number}:{self.turn}")
 
     def answered(self) -> None:
         self.tokens += self.rng.choices(range(1_000_000), k=ANSWER_TOKENS)
@@ -219,11 +219,7 @@ def simulated(gateways: int, at_once: int, seed: int = 0) -> Outcome:
             continue
         sample, view = talk.next(), rng.choice(views)
         known = {name: view.known(name, sample.blocks) for name in names}
-        found = choose(
-            [Replica(n, view.load(n), spared(known[n]), max_sequences=at_once) for n in names],
-            sample.home,
-            sample.weights,
-        )
+        found = choose([Replica(n, view.load(n), known[n], max_sequences=at_once) for n in names], sample)
         assert found is not None
         name = found.id
         cached = next((n for n, b in enumerate(sample.blocks) if b not in really[name]), len(sample.blocks))
@@ -263,12 +259,12 @@ def test_a_prompt_that_all_share_leaves_no_replica_idle_while_another_refuses(
     shared: int, at_once: int
 ) -> None:
     own = gateway("g", Clock(), **{f"r{n}": 0 for n in range(4)})
-    sample = wanted("m", 1, False, "", bytes(shared * TOKEN_BYTES), 1, 1024)
     sent: Counter[str] = Counter()
-    for _ in range(2 * at_once):
+    for number in range(2 * at_once):
+        sample = wanted("m", 1, False, "", bytes(shared * TOKEN_BYTES), 1, 1024, str(number))
         known = {f"r{n}": own.known(f"r{n}", sample.blocks) for n in range(4)}
-        replicas = [Replica(n, own.load(n), spared(k), max_sequences=at_once) for n, k in known.items()]
-        found = choose(replicas, sample.home, "")
+        replicas = [Replica(n, own.load(n), k, max_sequences=at_once) for n, k in known.items()]
+        found = choose(replicas, sample)
         assert found is not None
         # The prompt is computed once; what is measured is how answers spread.
         own.begin(found.id, sample.blocks, Load(sample.answer_tokens, 1))

@@ -206,7 +206,7 @@ async def test_a_draining_replica_finishes_what_it_runs_and_gets_nothing_new(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:
     old, new = ScriptedSampler("old"), ScriptedSampler("new")
-    # Held, until each has some: one that answered at once could have them all.
+    # Held, so that both run some when one of them drains.
     old.gate.clear()
     new.gate.clear()
     async with serving(redis_client, old, "sampler-0") as draining, serving(redis_client, new, "sampler-1"):

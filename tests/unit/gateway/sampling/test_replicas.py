@@ -247,7 +247,8 @@ async def test_samples_of_adapters_and_full_models_go_where_these_run_and_wait_w
     able: str, full: bool
 ) -> None:
     alone, more = of_each_kind(able)
-    asked, base = wanted("m", 1, full, "", bytes(40), 1, 8), wanted("", 0, False, "", bytes(40), 1, 8)
+    asked = wanted("m", 1, full, "", bytes(40), 1, 8, "first")
+    base = wanted("", 0, False, "", bytes(40), 1, 8, "second")
     async with services(alone, more) as found:
         replicas = over(found)
         assert replicas.choose(BASE, asked, set()) == more
@@ -262,13 +263,13 @@ async def test_samples_of_adapters_and_full_models_go_where_these_run_and_wait_w
 async def test_where_none_runs_them_one_is_asked_that_says_why(full: bool) -> None:
     alone, _ = of_each_kind("adapts")
     async with services(alone) as found:
-        assert over(found).choose(BASE, wanted("m", 1, full, "", bytes(40), 1, 8), set()) == alone
+        assert over(found).choose(BASE, wanted("m", 1, full, "", bytes(40), 1, 8, "first"), set()) == alone
 
 
 async def test_an_adapter_more_than_a_replica_has_slots_for_goes_to_another_with_more_to_do() -> None:
     two_slots = {"kind": "sampler", "address": "", "base_model": BASE, "adapter_slots": 2}
     busy, idle = (ServiceRecord(id=name, **two_slots) for name in ("busy", "idle"))  # type: ignore[arg-type]
-    asked = wanted("m", 1, False, "", bytes(40), 1, 8)
+    asked = wanted("m", 1, False, "", bytes(40), 1, 8, "first")
     placements = Placements("gateway-0", time.monotonic)
     async with services(busy, idle) as found:
         replicas = Replicas(found, placements, AnswerRoom(2**20))

@@ -28,7 +28,7 @@ from services.trainer.files.checkpoints import Meta, SavedState
 from services.trainer.files.durable import DurableSnapshot
 from services.trainer.world.commands import CreateModel, DropModel
 from services.trainer.world.world import World
-from tests.unit.trainer.files.test_durable import RESULT, PointersInMemory
+from tests.unit.trainer.files.durable_snapshots import RESULT, PointersInMemory
 
 MODEL = ids.model_id("s", 0)
 SEQ_ID = 3

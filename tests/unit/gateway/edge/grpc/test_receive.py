@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -128,6 +129,58 @@ async def test_calls_that_send_nothing_do_not_keep_others_waiting(channel: grpc.
         await asyncio.wait_for(heartbeat(channel, BOB, session), 20)
     for call in silent:
         call.cancel()
+
+
+class Calls:
+    """Calls whose messages come when the test says so. Counts how many are read at once."""
+
+    def __init__(self) -> None:
+        self.reading = self.most = 0
+        self.comes = asyncio.Semaphore(0)
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return metadata()
+
+    async def read(self) -> bytes:
+        self.reading += 1
+        self.most = max(self.most, self.reading)
+        try:
+            await self.comes.acquire()
+        finally:
+            self.reading -= 1
+        return b""
+
+
+async def test_no_message_is_read_before_there_is_a_place_for_it(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receive, "_AT_ONCE_S", 60.0)
+    # One of these places is for callers without a key.
+    limits, memory = Limits(grpc_message_bytes=MESSAGE), replace(Memory.of(), receiving=4 * 2 * MESSAGE)
+    calls = Calls()
+
+    async def answer(request: sessions_pb2.HeartbeatRequest, _: object) -> sessions_pb2.HeartbeatRequest:
+        return request
+
+    async def found(_: object) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(answer, sessions_pb2.HeartbeatRequest.FromString)
+
+    async with running(redis_url, tmp_path, limits, memory) as edges:
+        details = SimpleNamespace(method=f"{SERVICE}/Heartbeat")
+        handler = await receive.Reception(edges.app, ()).intercept_service(found, details)
+        answers = [asyncio.ensure_future(handler.stream_unary(None, calls)) for _ in range(20)]
+        given_up = answers.pop()
+        async with asyncio.timeout(60):
+            while calls.reading < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            given_up.cancel()
+            for _ in answers:
+                calls.comes.release()
+            assert await asyncio.gather(*answers) == [sessions_pb2.HeartbeatRequest()] * 19
+        assert (given_up.cancelled(), calls.most, calls.reading) == (True, 3, 0)
 
 
 async def test_health_takes_small_messages(channel: grpc.aio.Channel) -> None:

@@ -1,0 +1,129 @@
+"""`tinsmith status`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.common.state.registry import ServiceRecord
+from services.launcher import cli, status
+
+
+def test_status_of_a_directory_where_nothing_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINSMITH_REDIS_URL", raising=False)
+    assert cli.main(["status", "--data-dir", str(tmp_path), "--json"]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["processes"] == []
+    assert "no cluster runs" in report["error"]
+
+
+def test_status_looks_where_the_variable_had_up_keep_its_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINSMITH_REDIS_URL", raising=False)
+    monkeypatch.setenv("TINSMITH_DATA_DIR", str(tmp_path / "elsewhere"))
+    assert cli.main(["status"]) == 3
+    assert str(tmp_path / "elsewhere") in capsys.readouterr().out
+
+
+def test_status_says_what_cannot_be_read() -> None:
+    met = {"name": "tinsmith:session:{a}", "reason": "no such field", "count": 7, "last": time.time() - 5}
+    shown = status.show({"processes": [], "services": [], "set_aside": [met]})
+    assert "cannot be read: tinsmith:session:{a}: no such field (7 times, 5 s ago)" in shown
+
+
+def test_status_says_which_samplers_of_a_base_model_have_different_model_runners() -> None:
+    runners = {"org/one": {"v1": ["sampler-0"], "v2": ["sampler-1", "sampler-2"]}}
+    shown = status.show({"processes": [], "services": [], "mixed_runners": runners})
+    assert "samplers of org/one have different model runners (v1: sampler-0; v2: sampler-1, " in shown
+    assert "different model runners" not in status.show({"processes": [], "services": []})
+
+
+def test_status_says_how_a_sampler_was_started_and_what_it_has_room_for() -> None:
+    sampler = ServiceRecord(
+        kind="sampler",
+        id="sampler-0",
+        address="h:1",
+        max_sequences=64,
+        queued_sequences=16,
+        batched_tokens=2048,
+        kv_tokens=9000,
+        adapter_slots=8,
+        kv_cache_dtype="fp8",
+        head_dtype="auto",
+        quantization="none",
+        model_runner="v1",
+        pipeline_stages=2,
+        speculative_ngram_tokens=4,
+    )
+    shown = status.show({"processes": [], "services": [msgspec.to_builtins(sampler)]})
+    assert (
+        "  generates 64 sequences at once, takes on 16 beside them, 2048 tokens a step, "
+        "keys and values of 9000, 8 adapters at a time, "
+        "model runner v1, pipeline stages 2, drafted tokens 4, keys and values in fp8"
+    ) in shown.splitlines()
+    plain = ServiceRecord(kind="sampler", id="sampler-1", address="h:2", max_sequences=64)
+    shown = status.show({"processes": [], "services": [msgspec.to_builtins(plain)]})
+    assert "  generates 64 sequences at once" in shown.splitlines()
+
+
+def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
+    trainer = {
+        "world_size": 2,
+        "zero_stage": 1,
+        "max_sequence_tokens": "4096",
+        "max_forward_tokens": "8192",
+        "max_operation_tokens": "100000",
+        "adapter_bytes": str(3 * 2**20),
+        "adapter_room_bytes": str(2**30),
+        "adapter_host_bytes": str(5 * 2**20),
+        "adapter_host_room_bytes": str(2**31),
+        "page_locked_bytes": str(6 * 2**20),
+        "page_locked_kept_bytes": str(7 * 2**20),
+        "models": [
+            {
+                "model_id": name,
+                "lora_rank": rank,
+                "applied_seq_id": 3,
+                "durable_seq_id": 2,
+                "queued": 0,
+                "on_host": on_host,
+            }
+            for name, rank, on_host in (
+                ("s:train:0", 8, False),
+                ("s:train:1", 0, False),
+                ("s:train:2", 8, True),
+            )
+        ],
+    }
+    snapshot = {"model_id": "s:train:1", "version": 3}
+    sampler = {"running": 1, "waiting": 4, "group_epoch": 2, "resident": [], "weights": snapshot}
+    services = [
+        {"id": name, "state": "ready", "address": "h:1", "status": status}
+        for name, status in (("trainer-0", trainer), ("sampler-0", sampler))
+    ]
+    shown = status.show({"processes": [], "services": services})
+    assert "s:train:0  rank 8 " in shown
+    assert "adapters take 3 of 1024 MiB of each rank; sequences of up to 4096 tokens (8192 that only" in shown
+    assert "that only run forward), 100000 an operation" in shown
+    assert "adapters that are idle take 5 of 2048 MiB of each rank's host" in shown
+    assert "6 MiB of the host are page-locked, and 7 kept for later" in shown
+    assert [line.endswith("0 queued, on the host") for line in shown.splitlines() if ":train:" in line] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert "s:train:1  all weights " in shown
+    assert "1 requests, 4 waiting for other weights" in shown
+    assert "has the weights of s:train:1 version 3" in shown
+    unshared = "what sequences begin with alike is computed for each of them; its log says why"
+    assert unshared in shown
+    services[0]["status"] = {**trainer, "shares_prefixes": True}
+    assert unshared not in status.show({"processes": [], "services": services})
