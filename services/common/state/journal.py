@@ -27,6 +27,7 @@ from services.common.state.journal_records import (
     Accepted,
     Closing,
     Entry,
+    InVain,
     JournalIndex,
     JournalLimits,
     Published,
@@ -86,6 +87,7 @@ class Journal:
         self._mark_durable = Script(client, "mark_durable")
         self._skip = Script(client, "skip")
         self._gap_age = Script(client, "gap_age")
+        self._tried_in_vain = Script(client, "tried_in_vain")
         self._close_model = Script(client, "close_model")
         self._erase_journal = Script(client, "erase_journal")
         self._forget_idle = Script(client, "forget_idle")
@@ -351,6 +353,18 @@ class Journal:
         """Seconds since some dispatcher first missed this seq_id; None on a stale epoch."""
         age = await self._gap_age([keys.journal_meta(model_id), keys.epoch(model_id)], first, epoch)
         return None if age < 0 else age / 1000
+
+    async def tried_in_vain(self, model_id: str, epoch: int, waited: float, refused: bool) -> InVain | None:
+        """Counts a try to bring a model where its journal is; how long there were such, whoever made them,
+        until a result of the model is published. None on a stale epoch.
+
+        Args:
+            waited: pause before this try, in seconds.
+            refused: it came to what comes again until something changes.
+        """
+        names = [keys.journal_meta(model_id), keys.epoch(model_id)]
+        total, since = await self._tried_in_vain(names, epoch, round(waited * 1000), int(refused))
+        return None if total < 0 else InVain(total / 1000, since / 1000)
 
     async def set_queue_state(self, model_id: str, reason: str, seconds: float = 0.0) -> None:
         """Says why a model's operations wait, for so long and half a minute more; empty = they run."""

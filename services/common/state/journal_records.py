@@ -82,6 +82,20 @@ class JournalIndex:
     entries: tuple[Entry, ...]
 
 
+@dataclass(frozen=True)
+class InVain:
+    """How long a model was tried in vain to bring where its journal is, over all gateways. Seconds, of pauses
+    between tries: time in which nobody tried does not count.
+
+    Attributes:
+        total: since the last result of it.
+        refused: of that, since it last failed otherwise than by a refusal.
+    """
+
+    total: float
+    refused: float
+
+
 class Closing(IntEnum):
     """What became of an attempt to close a model."""
 

@@ -19,7 +19,6 @@ import grpc.aio
 from services.common.contract import errors
 from services.common.contract.errors import (
     Conflict,
-    DataLoss,
     Internal,
     NotFound,
     SnapshotNotFound,
@@ -38,6 +37,7 @@ from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.placement import Loads, Placement
 from services.gateway.dispatch.plan import Action, DispatchSettings, Plan, Position, Send
 from services.gateway.dispatch.publish_results import ResultPublisher
+from services.gateway.dispatch.recovery import Recovery
 from services.gateway.dispatch.send_room import SendRoom
 from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
 from tinsmith.v1 import results_pb2
@@ -94,6 +94,7 @@ class ModelRunner:
         self._not_before = 0.0
         self._paused = ""
         self._gap = GapWatch(lease, journal, session_finished, settings.gap_timeout)
+        self._recovery = Recovery(lease, journal, publisher, session_finished)
         self._idle_since: float | None = None
 
     def wake(self) -> None:
@@ -224,9 +225,6 @@ class ModelRunner:
             error = call_error(raw)
             if isinstance(error, _NO_SNAPSHOT) and plan.can_replay_from_start(index):
                 applied = -1
-            elif isinstance(error, (*_NO_SNAPSHOT, DataLoss)):
-                await self._declare_lost(index, error)
-                return False
             else:
                 await self._after_failed_restore(error)
                 return False
@@ -236,25 +234,16 @@ class ModelRunner:
         log.info("model %s is at %d on %s", self.model_id, applied, trainer.id)
         return True
 
-    async def _declare_lost(self, index: JournalIndex, error: TinsmithError) -> None:
-        """Nothing holds the model's state any more: all its operations fail, and say so."""
-        log.error("model %s is lost: %s", self.model_id, error.message)
-        lost = Internal(
-            f"the state of model {self.model_id} is lost ({error.message}); create a model from its last "
-            "checkpoint with load_state",
-            "model_lost",
-        )
-        closing = error_result(errors.to_pb(lost))
-        await self._publisher.close_model(index.lowest_pending, closing)
-
     async def _after_failed_restore(self, error: TinsmithError) -> None:
         action = plan.after_failure(error, 1)
         if action is Action.GIVE_UP_LEASE:
             self._lease.lose()
             return
+        wait = self._delay(plan.most_between_restores(error))
+        if await self._recovery.ends_with_restore(error, wait):
+            return
         self._not_back.failed(self.model_id, error)
-        self._delay(plan.most_between_restores(error))
-        await self._pause(plan.not_back_reason(error, self._missing_reason()))
+        await self._pause(plan.not_back_reason(error, self._missing_reason()), wait)
 
     async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
         step = self._plan(index.entries, trainer, max(index.floor, index.durable))
@@ -362,15 +351,11 @@ class ModelRunner:
 
     async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:
         """An operation that had taken effect cannot be repeated: without it the model is another one."""
-        times = self._failed_calls[seq_id, "replay"] = self._failed_calls[seq_id, "replay"] + 1
-        wait = plan.backoff(times, first=0.1, most=plan.LONGEST_PAUSE_S)
+        wait = self._recovery.pause(seq_id)
         self._not_before = asyncio.get_running_loop().time() + wait
         self._discards = True  # The trainer would answer as it did, and its copy lacks the operation.
-        why = plan.cannot_repeat(seq_id, error)
-        over = times >= plan.MOST_TRIES and await self._session_finished(self.model_id)
-        if plan.ends_model(error, times, over):
-            await self._declare_lost(await self._journal.index(self.model_id, -1, entries=0), error)
-        else:
+        if not await self._recovery.ends_with_operation(seq_id, error, wait):
+            why = plan.cannot_repeat(seq_id, error)
             log.error("model %s waits: %s; next try in %.1f s", self.model_id, why, wait)
             await self._pause(why, wait)
         self._synchronised = False
@@ -381,10 +366,11 @@ class ModelRunner:
         last = await self._publisher.fail_pending(closing)
         self._position = Position(cursor=max(self._position.cursor, last))
 
-    def _delay(self, most: float = 2.0) -> None:
+    def _delay(self, most: float = 2.0) -> float:
         self._attempt += 1
         wait = plan.backoff(self._attempt, first=0.1, most=most)
         self._not_before = asyncio.get_running_loop().time() + wait
+        return wait
 
     async def _pause(self, reason: str, seconds: float = 0.0) -> None:
         self._paused = reason

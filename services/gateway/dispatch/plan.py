@@ -20,11 +20,12 @@ from services.common.contract.errors import (
     ModelNotResident,
     NotFound,
     Overloaded,
+    SnapshotNotFound,
     StaleEpoch,
     TinsmithError,
     Unavailable,
 )
-from services.common.state.journal_records import Entry, JournalIndex, error_result
+from services.common.state.journal_records import Entry, InVain, JournalIndex, error_result
 from services.common.state.poison import Unreadable
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import results_pb2
@@ -231,15 +232,21 @@ def after_failure(error: TinsmithError, times: int) -> Action:
 TOOK_EFFECT = frozenset(("non_finite_gradient", "result_lost"))
 """Codes of what failed and yet changed the model, as it does again: a step that dropped the gradient, an
 operation that ran and whose result is not known."""
-_REFUSALS = (InvalidRequest, NotFound, Gone, DataLoss, Unreadable)
-"""What comes again however often the same is tried; a lack of memory, an outage or a crash does not."""
+_REFUSALS = (InvalidRequest, NotFound, Gone, DataLoss)
+"""What comes again until something changes. The operation took effect before, so that is seldom its own:
+files are away with their volume, or the trainer was started with another model or release. A lack of memory,
+an outage or a crash is no refusal. A result has the code alone: a checkpoint that is not found is an
+InvalidRequest there."""
+_NO_SNAPSHOT = (NotFound, SnapshotNotFound, DataLoss)
 _SETTINGS = frozenset(("beyond_trainer_memory",))
 """Codes of refusals that another trainer, or other settings of it, would not come to."""
-_MOST_REFUSALS = 3
+_MOST_UNREADABLE = 3
+REFUSED_S = 600.0
+"""Pauses until a model is lost that is refused all the time: for whoever brings back what is away."""
+IN_VAIN_S = 24 * 3600.0
+"""Pauses until a model is lost whose session is over, whatever it waits for."""
 LONGEST_PAUSE_S = 300.0
 """Between tries to repeat an operation, each of which reads the model from its snapshot."""
-MOST_TRIES = 300
-"""About a day of pauses."""
 _GIVEN_UP = "crashed_trainer"
 """Code of what brought its trainer down and is not begun for a while (common/process/crashes.py)."""
 
@@ -254,16 +261,44 @@ def replay_passes_over(operation: operation_pb2.Operation, result: results_pb2.O
     return kind in ("save_state", "save_for_sampler", "save_external")
 
 
-def ends_model(error: TinsmithError, times: int, over: bool) -> bool:
+def is_refused(error: TinsmithError) -> bool:
+    """Whether a replay met what comes again until something changes."""
+    return isinstance(error, _REFUSALS) and error.code not in _SETTINGS
+
+
+def ends_model(error: TinsmithError, times: int, waited: InVain, over: bool) -> bool:
     """Whether a model is lost because an operation that had taken effect could not be repeated. Its snapshot
-    and journal are whole, so only for what can never be repeated, or once nobody can miss the model.
+    and journal are whole, so only for what was refused for long, or once nobody can miss the model.
 
     Args:
-        times: how often it could not be so far, this time included.
+        times: how often the operation could not be so far, this time included.
+        waited: so far.
         over: its session is.
     """
-    refused = isinstance(error, _REFUSALS) and error.code not in _SETTINGS
-    return (refused and times >= _MOST_REFUSALS) or (over and times >= MOST_TRIES)
+    if isinstance(error, Unreadable):
+        # In Redis, where no volume comes back.
+        return times >= _MOST_UNREADABLE
+    return (is_refused(error) and waited.refused >= REFUSED_S) or gives_up(waited, over)
+
+
+def is_snapshot_missing(error: TinsmithError) -> bool:
+    """Whether a trainer that answers does not find what a model is to be brought back from, or not whole."""
+    return isinstance(error, _NO_SNAPSHOT)
+
+
+def loses_snapshot(error: TinsmithError, waited: InVain, over: bool) -> bool:
+    """Whether a model is lost because a trainer could not bring it back; otherwise as `ends_model`."""
+    return (is_snapshot_missing(error) and waited.refused >= REFUSED_S) or gives_up(waited, over)
+
+
+def gives_up(waited: InVain, over: bool) -> bool:
+    """Whether a model is waited for no longer whatever it waits for. `over`: its session is."""
+    return over and waited.total >= IN_VAIN_S
+
+
+def tried_in_vain(error: TinsmithError) -> bool:
+    """Whether a trainer tried to bring a model back and could not: one that is away or hangs has not."""
+    return not isinstance(error, (Unavailable, DeadlineExceeded))
 
 
 def cannot_repeat(seq_id: int, error: TinsmithError) -> str:
@@ -301,7 +336,7 @@ def missing_reason(base_model: str, seen: bool) -> str:
 
 def not_back_reason(error: TinsmithError, missing: str) -> str:
     """Why a model's operations wait while its trainer cannot bring it back. `missing`: why there is none."""
-    if isinstance(error, (Unavailable, DeadlineExceeded)):
+    if not tried_in_vain(error):
         return missing
     return f"the trainer cannot bring the model back at present ({error.message})"
 
@@ -309,7 +344,7 @@ def not_back_reason(error: TinsmithError, missing: str) -> str:
 def most_between_restores(error: TinsmithError) -> float:
     """Seconds that pass at most before a trainer is asked again to bring a model back. What it refuses for
     what the snapshot is may cost the reading of it each time, and comes again until somebody changes it."""
-    return LONGEST_PAUSE_S if isinstance(error, InvalidRequest) else 2.0
+    return LONGEST_PAUSE_S if isinstance(error, (InvalidRequest, DataLoss)) else 2.0
 
 
 def backoff(attempt: int, first: float = 0.05, most: float = 2.0) -> float:

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import redis.asyncio
 
+from services.common.contract import errors
 from services.common.contract.errors import (
     ModelNotResident,
     ModelOpen,
@@ -29,7 +30,7 @@ from services.common.state import registry
 from services.common.state.journal import Journal
 from services.common.state.registry import ServiceRecord
 from tinsmith.internal.v1 import operation_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
-from tinsmith.v1 import results_pb2, types_pb2
+from tinsmith.v1 import results_pb2
 
 BASE = "org/base"
 
@@ -54,6 +55,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         dropped: models of which it had a copy from before they moved to another trainer.
         durable_steps: whether an optim_step makes the state durable.
         cannot_restore: what a restore comes to, if anything.
+        restores: how often it was asked for one.
     """
 
     def __init__(self, journal: Journal, disk: dict[str, tuple[int, list[int]]]) -> None:
@@ -75,6 +77,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.raises: dict[int, TinsmithError] = {}
         self.durable_steps = True
         self.cannot_restore: TinsmithError | None = None
+        self.restores = 0
 
     def order(self, model_id: str) -> list[int]:
         """seq_ids executed for a model by this start."""
@@ -116,9 +119,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if failure is not None:
             if kind == "create_model":
                 del self.models[operation.model_id]
-            code = types_pb2.ERROR_CATEGORY_SERVER
-            error = types_pb2.Error(category=code, code=failure.code, message=failure.message)
-            return results_pb2.OperationResult(error=error)
+            return results_pb2.OperationResult(error=errors.to_pb(failure))
         if kind == "unload_model":
             del self.models[operation.model_id]
         if not (kind == "forward_backward" and operation.forward_backward.forward_only):
@@ -138,6 +139,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Restore(
         self, request: trainer_pb2.RestoreRequest, context: grpc.aio.ServicerContext
     ) -> trainer_pb2.RestoreResponse:
+        self.restores += 1
         self._drop_former(request.model_id, request.moved_epoch)
         self._fence(request.model_id, request.epoch)
         if self.cannot_restore is not None:

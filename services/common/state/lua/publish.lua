@@ -38,6 +38,8 @@ if size > 0 then
     hold(owner, -size)
   end
 end
+-- The model goes on: what it was tried in vain for is no more.
+redis.call('HDEL', KEYS[5], 'vain_ms', 'refused_ms')
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[5], 'closed', ARGV[6]) end
 count_use(KEYS[8], ARGV[9], redis.call('HGET', KEYS[5], 'base_model') or '', ARGV[10], ARGV[11], 12)
 redis.call('PUBLISH', ARGV[8], ARGV[7])

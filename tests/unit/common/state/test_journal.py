@@ -12,7 +12,7 @@ from services.common.contract import errors, ids
 from services.common.contract.errors import Conflict, InvalidRequest, Overloaded
 from services.common.state import keys
 from services.common.state.journal import Journal
-from services.common.state.journal_records import Accepted, JournalLimits, Published
+from services.common.state.journal_records import Accepted, InVain, JournalLimits, Published
 from services.gateway.dispatch.leases import Lease, Leases
 from services.gateway.results.futures import Futures
 from tinsmith.internal.v1 import operation_pb2
@@ -374,3 +374,25 @@ async def test_a_journal_says_that_it_is_half_full_until_a_durable_snapshot_trim
     assert await journal.is_half_full(MODEL)
     assert await journal.mark_durable(MODEL, lease.epoch, 5, "5")
     assert not await journal.is_half_full(MODEL)
+
+
+async def test_tries_in_vain_are_counted_whoever_makes_them_until_a_result_is_published(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = Journal(any_redis)
+    lease = await created(any_redis, journal)
+    await journal.accept(step(1), "ann")
+
+    async def tried(epoch: int, waited: float, refused: bool) -> InVain | None:
+        return await journal.tried_in_vain(MODEL, epoch, waited, refused)
+
+    assert await tried(lease.epoch, 0.0, False) == InVain(0.0, 0.0)
+    assert await tried(lease.epoch, 0.1, True) == InVain(0.1, 0.0), "refused since now"
+    assert await tried(lease.epoch, 0.2, True) == InVain(0.3, 0.2)
+    epoch = (await lead(any_redis)).epoch
+    assert await tried(lease.epoch, 0.4, True) is None, "another start of the gateway leads the model"
+    assert await tried(epoch, 0.4, True) == InVain(0.7, 0.6)
+    assert await tried(epoch, 0.8, False) == InVain(1.5, 0.0)
+    assert await tried(epoch, 300.0, True) == InVain(301.5, 0.0)
+    assert await journal.publish(MODEL, epoch, 1, done()) is Published.PUBLISHED
+    assert await tried(epoch, 0.1, True) == InVain(0.1, 0.0)

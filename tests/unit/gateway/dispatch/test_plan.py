@@ -14,15 +14,17 @@ from services.common.contract.errors import (
     ModelNotResident,
     NotFound,
     Overloaded,
+    SnapshotNotFound,
     StaleEpoch,
     TinsmithError,
     Unavailable,
 )
 from services.common.state.journal import UnreadableOperation
-from services.common.state.journal_records import Entry, JournalIndex
+from services.common.state.journal_records import Entry, InVain, JournalIndex
 from services.gateway.dispatch.plan import (
+    IN_VAIN_S,
     LONGEST_PAUSE_S,
-    MOST_TRIES,
+    REFUSED_S,
     Action,
     Allowance,
     Gap,
@@ -34,11 +36,15 @@ from services.gateway.dispatch.plan import (
     can_replay_from_start,
     closing_result,
     ends_model,
+    is_refused,
+    is_snapshot_missing,
+    loses_snapshot,
     most_between_restores,
     plan,
     position_after_restore,
     replay_passes_over,
     starts_at_creation,
+    tried_in_vain,
 )
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import results_pb2, types_pb2
@@ -136,11 +142,12 @@ def test_every_failure_of_a_call_has_its_answer(error: TinsmithError, times: int
 
 
 @pytest.mark.parametrize(
-    ("error", "ends"),
+    ("error", "refused"),
     [
         (DataLoss("damaged"), True),
         (InvalidRequest("of another shape", "state_mismatch"), True),
         (NotFound("checkpoint 7 is gone"), True),
+        (NotFound("checkpoint 7 does not exist", "checkpoint_not_found"), True),
         (InvalidRequest("too large for it", "beyond_trainer_memory"), False),
         (Conflict("another trainer's"), False),
         (Internal("died 3 times", "crashed_trainer"), False),
@@ -148,24 +155,58 @@ def test_every_failure_of_a_call_has_its_answer(error: TinsmithError, times: int
         (Internal("the disk does not answer"), False),
     ],
 )
-def test_only_what_can_never_be_repeated_ends_a_model_and_not_at_once(
-    error: TinsmithError, ends: bool
+def test_only_what_is_refused_for_long_ends_a_model_whose_session_lives(
+    error: TinsmithError, refused: bool
 ) -> None:
-    told = errors.from_pb(errors.to_pb(error))
-    assert not ends_model(error, 2, over=True) and not ends_model(told, 2, over=True)
-    assert ends_model(error, 3, over=True) is ends_model(told, 3, over=False) is ends
-    assert ends_model(error, 10**6, over=False) is ends
+    at_once, soon, late = InVain(0, 0), InVain(10**6, REFUSED_S - 1), InVain(10**6, REFUSED_S)
+    for told in (error, errors.from_pb(errors.to_pb(error))):
+        assert is_refused(told) is refused
+        assert not ends_model(told, 10**6, at_once, over=True)
+        assert not ends_model(told, 10**6, soon, over=False)
+        assert ends_model(told, 1, late, over=False) is refused
+
+
+def test_what_a_replay_loads_may_be_away_for_minutes() -> None:
+    waits = [backoff(times, first=0.1, most=LONGEST_PAUSE_S) for times in range(1, 20)]
+    tries = next(number for number in range(20) if sum(waits[:number]) >= REFUSED_S)
+    assert sum(waits[: tries - 1]) > 5 * 60 and sum(waits[:tries]) < 20 * 60
 
 
 def test_an_operation_that_cannot_be_read_ends_a_model_that_needs_it() -> None:
-    assert ends_model(UnreadableOperation("journal", 1, "torn"), 3, over=False)
+    torn, at_once = UnreadableOperation("journal", 1, "torn"), InVain(0, 0)
+    assert not ends_model(torn, 2, at_once, over=False)
+    assert ends_model(torn, 3, at_once, over=False)
 
 
-def test_a_model_whose_session_is_over_does_not_wait_for_ever() -> None:
-    waits = [backoff(times, first=0.1, most=LONGEST_PAUSE_S) for times in range(1, MOST_TRIES)]
-    assert 20 * 3600 < sum(waits) < 30 * 3600
-    assert not ends_model(Internal("no room"), MOST_TRIES - 1, over=True)
-    assert ends_model(Internal("no room"), MOST_TRIES, over=True)
+@pytest.mark.parametrize(
+    ("error", "missing"),
+    [
+        (DataLoss("damaged"), True),
+        (SnapshotNotFound("none"), True),
+        (NotFound("none"), True),
+        (Internal("it is on another volume", "other_volume"), False),
+        (InvalidRequest("of another shape", "state_mismatch"), False),
+        (Overloaded("adapters are in use"), False),
+    ],
+)
+def test_only_a_snapshot_that_is_missing_for_long_ends_a_model_whose_session_lives(
+    error: TinsmithError, missing: bool
+) -> None:
+    assert is_snapshot_missing(error) is missing and tried_in_vain(error)
+    assert not loses_snapshot(error, InVain(10**6, REFUSED_S - 1), over=False)
+    assert loses_snapshot(error, InVain(10**6, REFUSED_S), over=False) is missing
+
+
+def test_a_model_whose_session_is_over_is_not_tried_for_ever() -> None:
+    error, long, longer = Internal("no room"), InVain(IN_VAIN_S - 1, 0), InVain(IN_VAIN_S, 0)
+    assert not ends_model(error, 10**6, long, over=True) and not loses_snapshot(error, long, over=True)
+    assert ends_model(error, 1, longer, over=True) and loses_snapshot(error, longer, over=True)
+    assert not ends_model(error, 1, longer, over=False) and not loses_snapshot(error, longer, over=False)
+
+
+@pytest.mark.parametrize("error", [Unavailable("it drains"), DeadlineExceeded("it hangs")])
+def test_a_trainer_that_is_away_has_not_tried(error: TinsmithError) -> None:
+    assert not tried_in_vain(error)
 
 
 def test_only_what_changed_the_model_is_replayed() -> None:
@@ -250,4 +291,5 @@ def test_no_more_is_sent_than_there_is_memory_for(
 
 def test_a_trainer_is_asked_less_and_less_often_for_what_it_refuses_and_soon_for_what_passes() -> None:
     assert most_between_restores(InvalidRequest("no such layer")) == LONGEST_PAUSE_S
+    assert most_between_restores(DataLoss("damaged")) == LONGEST_PAUSE_S
     assert most_between_restores(Overloaded("adapters are in use")) == 2.0

@@ -8,7 +8,11 @@ import pytest
 import redis.asyncio
 
 from services.common.contract import ids
-from services.common.contract.errors import DataLoss, Internal
+from services.common.contract.errors import DataLoss, Internal, InvalidRequest, NotFound, TinsmithError
+from services.common.state import keys
+from services.gateway.dispatch import plan
+from services.gateway.records.session import SessionRecord
+from services.gateway.records.stores import Stores
 from tests.unit.gateway.dispatching import (
     MODEL,
     SETTINGS,
@@ -47,6 +51,23 @@ async def waits(gateway: Gateway, seq_id: int, reason: str) -> None:
             view = await gateway.futures.wait(ids.request_id(MODEL, seq_id), 0)
             assert view.state == "pending"
             told = view.queue_state_reason or ""
+
+
+async def tried(trainer: ScriptedTrainer, seq_id: int, times: int) -> None:
+    """A start of a trainer comes to have executed an operation so often."""
+    async with asyncio.timeout(60):
+        while trainer.order(MODEL).count(seq_id) < times:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def session_of_the_model(redis_client: redis.asyncio.Redis) -> None:
+    record = SessionRecord(session_id="s", owner="ann", created_at=1.0, last_heartbeat=1.0)
+    await Stores.over(redis_client).sessions.create(record)
+
+
+def load(seq_id: int) -> operation_pb2.Operation:
+    made = operation_pb2.LoadState(source_model_id=ids.model_id("s", 1), checkpoint_id="weights/best")
+    return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, load_state=made)
 
 
 async def test_a_step_is_not_answered_before_the_failure_of_a_batch_that_it_passed_over_is_written_down(
@@ -138,9 +159,7 @@ async def test_a_creation_that_finds_no_room_in_a_replay_is_repeated_until_it_do
     restarted.fail[0] = Internal("there is no room", code)
     async with serving(redis_client, restarted, "trainer-0"):
         await gateway.accept(step(2))
-        async with asyncio.timeout(60):
-            while restarted.order(MODEL).count(0) < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await tried(restarted, 0, 5)
         await waits(gateway, 2, "operation 0 cannot be repeated at present (there is no room)")
         del restarted.fail[0]
         assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3
@@ -157,9 +176,7 @@ async def test_nothing_is_made_of_a_model_without_a_step_that_cannot_be_repeated
     restarted.fail[2] = Internal("the trainer died 3 times", "crashed_trainer")
     async with serving(redis_client, restarted, "trainer-0"):
         await gateway.accept(batch(5), step(6))
-        async with asyncio.timeout(60):
-            while restarted.order(MODEL).count(2) < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await tried(restarted, 2, 5)
         assert not {4, 6} & set(restarted.order(MODEL)), "a step would make the wrong state durable"
         # Not answered: a batch would be told the numbers of other weights.
         await waits(gateway, 5, "it tries once more after an hour")
@@ -168,17 +185,136 @@ async def test_nothing_is_made_of_a_model_without_a_step_that_cannot_be_repeated
     assert restarted.models[MODEL].effects == [0, 1, 2, 3, 4, 5, 6]
 
 
-async def test_a_model_of_which_an_operation_is_refused_in_every_replay_is_lost(
+async def test_a_load_whose_checkpoint_is_away_in_a_replay_is_repeated_until_it_is_back(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
 ) -> None:
     gateway = await gateway_on()
-    restarted = await died_after(redis_client, gateway, trainer, create(), batch(1))
-    restarted.fail[1] = DataLoss("what it loads is damaged")
+    restarted = await died_after(redis_client, gateway, trainer, create(), load(1))
+    restarted.fail[1] = NotFound("checkpoint best does not exist", "checkpoint_not_found")
     async with serving(redis_client, restarted, "trainer-0"):
         await gateway.accept(step(2))
-        error = (await gateway.result(2)).error
-        assert error.code == "model_lost" and "what it loads is damaged" in error.message
-    assert restarted.order(MODEL).count(1) == 3
+        await tried(restarted, 1, 5)
+        await waits(gateway, 2, "operation 1 cannot be repeated at present (checkpoint best does not exist)")
+        del restarted.fail[1]
+        assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataLoss("what it loads is damaged"),
+        NotFound("what it loads is damaged", "checkpoint_not_found"),
+        InvalidRequest("what it loads is damaged", "state_mismatch"),
+    ],
+    ids=lambda error: error.code,
+)
+async def test_a_model_of_which_an_operation_is_refused_for_long_is_lost(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    trainer: ScriptedTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    error: TinsmithError,
+) -> None:
+    monkeypatch.setattr(plan, "REFUSED_S", 0.5)
+    gateway = await gateway_on()
+    restarted = await died_after(redis_client, gateway, trainer, create(), load(1))
+    restarted.fail[1] = error
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(2))
+        told = (await gateway.result(2)).error
+        assert told.code == "model_lost" and "what it loads is damaged" in told.message
+    # Pauses of 0.1, 0.2 and 0.4 s.
+    assert restarted.order(MODEL).count(1) == 4
+
+
+async def test_a_model_whose_session_is_over_is_given_up_after_all_that_gateways_have_tried_together(
+    redis_client: redis.asyncio.Redis, trainer: ScriptedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await session_of_the_model(redis_client)
+    async with started(redis_client, "gateway-0", SETTINGS, 6.0) as first:
+        restarted = await died_after(redis_client, first, trainer, create(), batch(1))
+        restarted.fail[1] = Internal("there is no room", "adapters_in_use")
+        async with serving(redis_client, restarted, "trainer-0"):
+            monkeypatch.setattr(plan, "IN_VAIN_S", 0.0)
+            await first.accept(step(2))
+            await tried(restarted, 1, 4)
+            await waits(first, 2, "operation 1 cannot be repeated at present")
+    meta = await redis_client.hgetall(keys.journal_meta(MODEL))
+    waited = int(meta[b"vain_ms"])
+    assert waited >= 300 and b"refused_ms" not in meta
+    monkeypatch.setattr(plan, "IN_VAIN_S", waited / 1000)
+    await Stores.over(redis_client).sessions.finish("s", "success", "")
+    third = again(restarted)
+    third.fail = restarted.fail
+    async with (
+        serving(redis_client, third, "trainer-0"),
+        started(redis_client, "gateway-1", SETTINGS, 6.0) as second,
+    ):
+        assert (await second.result(2)).error.code == "model_lost"
+    assert third.order(MODEL).count(1) == 1
+
+
+async def test_a_model_that_its_trainer_never_brings_back_is_given_up_once_its_session_is_over(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    trainer: ScriptedTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "IN_VAIN_S", 0.0)
+    await session_of_the_model(redis_client)
+    gateway = await gateway_on()
+    restarted = await died_after(redis_client, gateway, trainer, create(), step(1))
+    restarted.cannot_restore = Internal("it is on another volume", "other_volume")
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(2))
+        await waits(gateway, 2, "it is on another volume")
+        await Stores.over(redis_client).sessions.finish("s", "success", "")
+        told = (await gateway.result(2)).error
+        assert told.code == "model_lost" and "it is on another volume" in told.message
+
+
+async def test_a_model_whose_snapshot_is_not_found_for_a_moment_comes_back(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    gateway = await gateway_on()
+    restarted = await died_after(redis_client, gateway, trainer, create(), step(1))
+    restarted.cannot_restore = DataLoss("the snapshot is missing")
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(2))
+        await waits(
+            gateway, 2, "the trainer cannot bring the model back at present (the snapshot is missing)"
+        )
+        restarted.cannot_restore = None
+        assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "grows"),
+    [(InvalidRequest("of another shape", "state_mismatch"), True), (Internal("no memory"), False)],
+    ids=lambda value: str(value),
+)
+async def test_a_trainer_that_refuses_a_snapshot_is_asked_less_and_less_and_the_client_knows_why_all_the_time(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    trainer: ScriptedTrainer,
+    error: TinsmithError,
+    grows: bool,
+) -> None:
+    gateway = await gateway_on()
+    restarted = await died_after(redis_client, gateway, trainer, create(), step(1))
+    restarted.cannot_restore = error
+    async with serving(redis_client, restarted, "trainer-0"):
+        await gateway.accept(step(2))
+        async with asyncio.timeout(60):
+            while restarted.restores < 20:
+                # As when the pause is over, which grows to minutes.
+                for runner in gateway.dispatcher._runners.values():
+                    runner._not_before = 0.0
+                    runner.wake()
+                await asyncio.sleep(0.01)
+        # The reason is kept for the pause and half a minute.
+        told_for = await redis_client.ttl(keys.queue_state(MODEL))
+        assert told_for > plan.LONGEST_PAUSE_S if grows else 0 < told_for < 40
 
 
 async def test_a_model_that_its_trainer_cannot_bring_back_waits_and_says_why(

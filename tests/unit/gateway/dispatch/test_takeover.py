@@ -11,7 +11,7 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.gateway.dispatch import dispatcher as dispatcher_module
-from services.gateway.dispatch import model_runner
+from services.gateway.dispatch import model_runner, plan
 from services.gateway.dispatch.leases import Lease, Leases
 from services.gateway.dispatch.plan import DispatchSettings
 from services.gateway.records.session import SessionRecord
@@ -240,8 +240,12 @@ async def test_the_lease_on_a_model_of_a_finished_session_is_given_back_early(
 
 
 async def test_a_lost_state_fails_the_model_instead_of_hanging(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    trainer: ScriptedTrainer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(plan, "REFUSED_S", 0.5)
     gateway = await gateway_on()
     async with serving(redis_client, trainer, "trainer-0"):
         await gateway.accept(create(), step(1))

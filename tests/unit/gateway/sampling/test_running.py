@@ -16,6 +16,7 @@ from services.common.state.journal_records import Accepted
 from services.common.state.known_models import Configured, configure
 from services.gateway.records.snapshot import SnapshotStore
 from services.gateway.records.usage import UsageStore, day_of
+from services.gateway.sampling.dispatcher import SampleSettings
 from services.gateway.sampling.running import Followed
 from tests.unit.gateway.sampling.dispatching import (
     MODEL,
@@ -263,6 +264,25 @@ async def test_a_sample_that_waits_for_its_turn_keeps_its_snapshot_in_use(
         await gateway.dispatcher._followed._note_uses()
     (after,) = await snapshots.oldest(9)
     assert after.last_used > time.time() - 600
+
+
+async def test_a_sample_has_noted_the_use_of_its_snapshot_when_it_begins_to_wait_for_its_turn(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    snapshots = SnapshotStore(redis_client)
+    await snapshots.add(MODEL, 3, "ann", 100)
+    await redis_client.zadd(keys.SNAPSHOTS_USED, {f"{MODEL}@3": 1.0})
+    gateway = await gateway_on()
+    # Not by another sample of the snapshot: its use would be noted, and a gateway notes one once a minute.
+    slots = gateway.dispatcher._slots(BASE)
+    async with slots.held("bob", SampleSettings().replica_sequences):
+        request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, 0), num_samples=1)
+        request.snapshot.model_id, request.snapshot.version = MODEL, 3
+        accepted = await gateway.journal.accept(SESSION, 0, request.SerializeToString(), gateway.name)
+        gateway.dispatcher.submit(accepted, request)
+        await until(lambda: "ann" in slots._waiting)
+        (used,) = await snapshots.oldest(9)
+        assert used.last_used > time.time() - 600
 
 
 async def test_a_sample_that_is_done_is_not_cut_off_while_its_result_is_written() -> None:
