@@ -221,8 +221,8 @@ def stop_cluster(cluster: Cluster, signal_number: int = signal.SIGINT) -> list[p
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several processes (loadgroup) take whole rooms: tests of one may count on what was tested before them in
-    the same cluster. Before xdist looks."""
+    """Several processes (loadgroup) take whole rooms: tests of one may count on what was tested before them
+    in the same cluster. Before xdist looks."""
     for item in items:
         room = item.path.parent
         if room.parent == Path(__file__).parent:
