@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 import msgspec
 import redis.asyncio
@@ -20,9 +21,10 @@ from services.common.process import process, rpc
 from services.common.process.carrier.answering import Carrier
 from services.common.process.memory import collector
 from services.common.process.tasks import cancel_all
+from services.common.process.threads import WorkerThread
 from services.common.state import redis_client, registry, versions
 from services.common.state.claim import Claim
-from services.common.storage.model_path import check_model_path
+from services.common.storage.hub import model_directory
 from services.common.telemetry import logs, metrics
 from services.common.telemetry.loaded import LOADED
 from services.common.telemetry.loop_lag import watched_loop
@@ -68,8 +70,9 @@ async def run(config: SamplerConfig) -> int:
 
 async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis, served: metrics.Served) -> int:
     started = time.monotonic()
-    await asyncio.to_thread(check_model_path, config.model_path)
-    engine = Engine(config)
+    # Not one of the loop's own threads, for which the process would wait when it is told to end.
+    fetching = WorkerThread("files").submit(lambda: model_directory(config.model_path))
+    engine = Engine(replace(config, model_path=await asyncio.wrap_future(fetching)))
     try:
         await engine.prepare()
         logs.take_over()

@@ -11,7 +11,7 @@ import threading
 import uvloop
 from redis.exceptions import RedisError
 
-from services.common.contract.errors import TinsmithError
+from services.common.contract.errors import InvalidRequest, TinsmithError
 from services.common.process import process
 from services.common.process.threads import WorkerThread
 from services.common.storage.data_dir import DataDir
@@ -19,6 +19,7 @@ from services.common.telemetry import logs, tracing
 from services.trainer import config
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.server import load, serve
+from services.trainer.world import refusals
 from services.trainer.world.channel import follow
 
 log = logging.getLogger("services.trainer")
@@ -42,26 +43,41 @@ def main() -> int:
             return uvloop.run(serve(settings, place))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)
-        return process.status_of(error)
+        return refusals.ends_with(error, f"rank {place.rank}")
 
 
 def _follow(settings: TrainerConfig, place: Place) -> int:
     """Ranks other than 0. Signals go to all ranks of a terminal or container; rank 0 answers them."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    loaded = threading.Event()
+
+    def ask(*_: object) -> None:
+        if not loaded.is_set():
+            # There is nothing to drain, and rank 0 dismisses nobody.
+            raise SystemExit(0)
         # Rank 0 dismisses this rank when it has drained; should it not, the alarm ends the process.
-        signal.signal(number, lambda *_: signal.alarm(_DISMISSAL_S))
+        signal.alarm(_DISMISSAL_S)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, ask)
 
     def work() -> None:
         engine, channel, _ = load(settings, place)
+        loaded.set()
         log.info("following rank 0")
         follow(engine, channel)
 
     done = WorkerThread("engine").submit(work)
     try:
         done.result()
-    except BaseException as error:
+    except SystemExit:
+        log.info("stopped while loading")
+        return 0
+    except InvalidRequest as error:
+        log.critical("%s", error)
+        return refusals.ends_with(error, f"rank {place.rank}")
+    except BaseException:
         log.critical("rank %d cannot go on", place.rank, exc_info=True)
-        return process.status_of(error)
+        return 1
     log.info("dismissed")
     return 0
 

@@ -22,7 +22,7 @@ from services.common.process.threads import WorkerThread
 from services.common.state import redis_client, versions
 from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
-from services.common.storage.model_path import check_model_path
+from services.common.storage.hub import model_directory
 from services.common.telemetry import logs, metrics
 from services.common.telemetry.loaded import LOADED
 from services.common.telemetry.loop_lag import watched_loop
@@ -97,10 +97,11 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
     Raises:
         InvalidRequest: there is no such model, so many ranks cannot share its weights as was asked for, or
             ranks were started with different settings.
+        Unavailable: its hub was away for too long.
     """
     if wrong := mistakes(config.sharding, config.zero_stage, place.world_size):
         raise InvalidRequest(wrong[0])
-    check_model_path(config.model_path)
+    directory = model_directory(config.model_path)
     log.info(
         "loading %s from %s (%s, %s, ZeRO stage %d, rank %d of %d)",
         config.base_model,
@@ -118,7 +119,7 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
     # Before anything is loaded, and before the ranks wait for one another.
     own_host = host_memory(config.adapter_host_bytes, config.device)
     engine = Engine(
-        model_path=config.model_path,
+        model_path=directory,
         device=config.device,
         dtype=config.dtype,
         zero_stage=config.zero_stage,

@@ -22,13 +22,15 @@ def tcp_store(host: str, port: int, rank: int, world_size: int, timeout: timedel
     if rank != 0:
         return dist.TCPStore(host, port, world_size, False, timeout)
     # The store closes the socket.
-    return dist.TCPStore(host, port, world_size, True, timeout, master_listen_fd=_listening(host, port))
+    listening = _listening(host, port).detach()
+    return dist.TCPStore(host, port, world_size, True, timeout, master_listen_fd=listening)
 
 
 def meeting_store(host: str, port: int, serves: bool, timeout: timedelta) -> dist.TCPStore:
     """A store for those who find out by it who is there. Returns when it can be asked.
 
     Args:
+        port: 0: whoever serves takes a free one, and the store says which.
         serves: this process does.
         timeout: within which it is reached, and asked.
 
@@ -36,12 +38,15 @@ def meeting_store(host: str, port: int, serves: bool, timeout: timedelta) -> dis
         OSError: it cannot listen there.
         torch.distributed.DistError: nobody serves it there.
     """
-    listening = _listening(host, port) if serves else None
+    if not serves:
+        return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    server = _listening(host, port)
+    port = server.getsockname()[1]
     return dist.TCPStore(
-        host, port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listening
+        host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=server.detach()
     )
 
 
-def _listening(host: str, port: int) -> int:
+def _listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family).detach()
+    return socket.create_server((host, port), family=family)

@@ -36,7 +36,7 @@ from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
 from services.trainer.compute.sharding import quantized
-from services.trainer.compute.sharding.stage3 import held_bytes, share_replicas, stage3
+from services.trainer.compute.sharding.stage3 import gather_what_is_read, held_bytes, share_replicas, stage3
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.compute.split.exchange import Exchange
 from services.trainer.compute.trial.own_forward import check_own_forward
@@ -312,6 +312,8 @@ def load_model(
             f"{model_path}: {type(model).__name__} has no linear output head; use another model"
         )
     model.requires_grad_(False).eval()
+    if sharded_config:
+        gather_what_is_read(model)
     fuse_norms(model)
     fuse_rotations(model)
     if activation_checkpointing:

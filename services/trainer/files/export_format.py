@@ -20,6 +20,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from services.common.contract.adapters import LORA_ALPHA
 from services.common.contract.errors import Internal
 from services.common.contract.tensors import HostTensor
+from services.common.storage import hub
 from services.common.storage.base import Writer
 from services.trainer.compute.data import LoraSpec
 from services.trainer.files.base import Base
@@ -136,6 +137,8 @@ def base_directory(model_path: str) -> Path:
     """
     if Path(model_path).is_dir():
         return Path(model_path)
+    if here := hub.kept(model_path):
+        return here
     wanted = [MODEL_CONFIG, *_COPIED]
     try:
         return Path(huggingface_hub.snapshot_download(model_path, allow_patterns=wanted))

@@ -3,13 +3,15 @@ launcher, or a node of several machines.
 
 Invariant: the world lives and ends as one. A rank that dies takes the others with it (the launcher
 ends them); SIGTERM drains rank 0, which dismisses the others; and when this process is killed
-outright every rank is told by the kernel and ends too.
+outright every rank is told by the kernel and ends too. What a rank refuses this process ends with,
+whichever rank that is.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import signal
 import socket
@@ -21,6 +23,8 @@ import psutil
 
 from services.common.worlds.nodes import Nodes
 
+log = logging.getLogger("services.trainer.world.launch")
+
 _HOST = "127.0.0.1"
 _TRAINER = "services.trainer"
 
@@ -29,7 +33,8 @@ def launch_command(ranks: int, master_port: int, args: list[str], gpus: Sequence
     """Command line of a world of `ranks` processes of `python -m services.trainer ARGS` on this machine.
 
     Send it SIGTERM to stop: it exits 0 once all ranks have ended (of several, at most 30 s for each). It
-    exits with a rank's status when that rank failed. `master_port` must be free; it is only bound on
+    exits with a rank's status when that rank failed, and with REFUSED and its sentence when it refused its
+    settings. `master_port` must be free; it is only bound on
     127.0.0.1. OMP_NUM_THREADS is set to an equal share of the cores unless the environment sets it. `gpus`
     names the GPU of each rank; without it a CUDA_VISIBLE_DEVICES in the environment chooses them.
     """
@@ -85,7 +90,7 @@ def _devices(ranks: int, gpus: Sequence[str]) -> list[int] | list[str]:
 
 def main() -> None:
     """With the arguments of `launch_command`: this process is the only rank, or the DeepSpeed launcher."""
-    from services.common.process.process import die_with_parent
+    from services.common.process.process import REFUSED, die_with_parent
 
     if os.getppid() != 0 and os.getpid() != 1:
         # The rank that this becomes keeps it.
@@ -101,11 +106,21 @@ def main() -> None:
     signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
     from deepspeed.launcher import launch
 
+    from services.common.telemetry import logs
+    from services.trainer.world import refusals
+
+    store = refusals.listen(_HOST)
     try:
         launch.main()
     except SystemExit:
-        if not _stop_was_asked(seen):
-            raise
+        if _stop_was_asked(seen):
+            return
+        if refusal := refusals.heard(store):
+            # The last line, below what the others said when it was gone.
+            logs.configure("trainer", os.environ.get("TINSMITH_LOG_FORMAT", "text"))
+            log.critical("%s", refusal)
+            sys.exit(REFUSED)
+        raise
 
 
 def _become_the_rank(device: str, port: str, args: list[str]) -> NoReturn:

@@ -6,7 +6,8 @@ serves gRPC; the other nodes, its followers, have the ranks after it.
 Invariant: the world lives and ends as one. A rank that dies ends its node; the others' connections to it
 close, which ends them. The head then exits with an error, for its supervisor to start it anew, and followers
 come to its next start by themselves, for as long as they were told to wait. What is dismissed, since the head
-was asked to stop, exits 0.
+was asked to stop, exits 0. A node with a rank that refuses its settings ends with that rank's status, and the
+head with REFUSED, whichever node has it: the same settings would be refused again.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ import signal
 import sys
 import time
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from services.common.contract.errors import TinsmithError
-from services.common.process.process import die_with_parent
+from services.common.process.process import REFUSED, die_with_parent
 from services.common.telemetry import logs
 from services.common.worlds.nodes import LOOPBACK, Nodes, endpoint, mistakes
+from services.trainer.world import refusals
 from services.trainer.world.launch import addresses
 from services.trainer.world.rendezvous import Rendezvous
 
 log = logging.getLogger("services.trainer.world.node")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FAILED = 1
 _POLL_S = 0.5
 _AGAIN_S = 2.0
 _STOP_S = 30
@@ -39,6 +42,18 @@ _STOP_S = 30
 
 
 class _Agent(LocalElasticAgent):
+    def __init__(self, spec: WorkerSpec, meeting: Rendezvous) -> None:
+        # Ranks log where their node does.
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=_STOP_S)
+        self._meeting = meeting
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """The head's ranks may wait for one that refused its settings before it met them."""
+        found: RunResult = super()._monitor_workers(worker_group)
+        if found.state == WorkerState.HEALTHY and self._meeting.refusal():
+            return RunResult(state=WorkerState.FAILED)
+        return found
+
     def _exit_barrier(self) -> None:
         """Waits for no other agent: ranks are dismissed together, and the head's store may be gone."""
 
@@ -54,38 +69,45 @@ def main(argv: list[str]) -> int:
     # Ranks have no business on other networks.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = nodes.interface
     try:
-        while not _run(nodes, ranks, args):
-            if nodes.rank == 0:
-                return 1
+        while (status := _run(nodes, ranks, args)) == _FAILED and nodes.rank != 0:
             log.warning("the world ended; this node waits for the head's next start")
             time.sleep(_AGAIN_S)
+        return status
     except SignalException:
         # Its ranks have ended.
         return 0
     except (TinsmithError, OSError) as error:
         log.critical("%s", error)
-        return 1
-    return 0
+        return _FAILED
 
 
-def _run(nodes: Nodes, ranks: int, args: list[str]) -> bool:
-    """One world, as far as it is on this node; whether it was dismissed."""
+def _run(nodes: Nodes, ranks: int, args: list[str]) -> int:
+    """One world, as far as it is on this node; the status that its node ends with, 0 if it was dismissed."""
     for number in _SIGNALS:
         # While nodes meet there is nothing to end, and nothing would hear a handler of Python's.
         signal.signal(number, signal.SIG_DFL)
+    meeting = Rendezvous(nodes)
+    refusals.announce(nodes.host, nodes.port)
     spec = WorkerSpec(
         role="trainer",
         local_world_size=ranks,
-        rdzv_handler=Rendezvous(nodes),
+        rdzv_handler=meeting,
         entrypoint=sys.executable,
         args=("-u", "-m", "services.trainer", *args),
         max_restarts=0,
         monitor_interval=_POLL_S,
         local_addr=nodes.host if nodes.rank == 0 else None,
     )
-    # Ranks log where their node does.
-    agent = _Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=_STOP_S)
-    return not agent.run().is_failed()
+    found = _Agent(spec, meeting).run()
+    if not found.is_failed():
+        return 0
+    own = {failure.exitcode for failure in found.failures.values()} & {*refusals.STATUSES}
+    if own:
+        # A rank that does not take its flags has no sentence for others.
+        refusals.tell(f"node {nodes.rank} does not take its flags, and its log says why")
+    if refusal := meeting.refusal():
+        log.critical("%s", refusal)
+    return min(own) if own else REFUSED if refusal else _FAILED
 
 
 def _parse(argv: list[str]) -> tuple[Nodes, int, list[str]]:

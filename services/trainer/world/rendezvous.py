@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from services.common.contract.errors import Unavailable
 from services.common.weights.rendezvous import meeting_store
 from services.common.worlds.nodes import Nodes
+from services.trainer.world import refusals
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,12 @@ class Rendezvous(RendezvousHandler):
         raise Unavailable(
             f"node {nodes.rank} did not meet the head at {where} within {nodes.wait_s:g} s, {found}"
         )
+
+    def refusal(self) -> str:
+        """What a rank of any node has against its settings; empty = nothing, or this is not the head."""
+        if self._store is None or self._nodes.rank != 0:
+            return ""
+        return refusals.heard(self._store)
 
     def is_closed(self) -> bool:
         return False

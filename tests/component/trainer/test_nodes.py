@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from services.common.process.process import REFUSED
 from services.common.worlds.nodes import Nodes
 from services.launcher.machine import free_port
 from services.trainer.world.launch import node_command
@@ -240,15 +241,46 @@ def test_nodes_that_cannot_be_are_refused() -> None:
     assert "--rendezvous 192.0.2.1:29400 is not of this machine alone, and --interface lo" in found.stderr
 
 
-def test_a_follower_with_other_flags_is_found_out(redis_url: str, model_dir: Path, tmp_path: Path) -> None:
+def worlds_end(redis_url: str, model_dir: Path, data_dir: Path, *flags: str) -> tuple[int, list[str], int]:
+    """Two nodes, the follower with more flags: the head's status, what it said, the follower's status."""
     port = free_port()
-    follower = Follower(replace(on_loopback(port), rank=1), model_dir, tmp_path, 3, *FLAGS)
+    other = Follower(replace(on_loopback(port), rank=1), model_dir, data_dir, 0, *FLAGS, *flags)
     try:
-        args = ["--model", f"tinsmith/tiny={model_dir}", "--device", "cpu", "--data-dir", str(tmp_path)]
-        status, said = ended(
-            Nodes(2, 0, LOOPBACK, port, wait_s=WAIT_S), *args, *FLAGS, TINSMITH_REDIS_URL=redis_url
-        )
-        assert status == 1
-        assert "--zero-stage: not the same on all ranks; start every node with the same flags" in said
+        args = ["--model", f"tinsmith/tiny={model_dir}", "--device", "cpu", "--data-dir", str(data_dir)]
+        status, said = ended(on_loopback(port), *args, *FLAGS, TINSMITH_REDIS_URL=redis_url)
+        return status, said.splitlines(), other.process.wait(120)
     finally:
-        follower.kill()
+        other.kill()
+
+
+def test_a_follower_with_other_flags_is_found_out(redis_url: str, model_dir: Path, tmp_path: Path) -> None:
+    head, said, follower = worlds_end(redis_url, model_dir, tmp_path, "--zero-stage", "3")
+    assert (head, follower) == (REFUSED, REFUSED)
+    assert "--zero-stage: not the same on all ranks; start every node with the same flags" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        # Before it meets the other rank, which waits for it, and after.
+        (
+            ("--model", "tinsmith/tiny=/not/there"),
+            "rank 1: there is no /not/there: put the model's files into",
+        ),
+        (("--adapter-host-gib", "1000000"), "rank 1: --adapter-host-gib 1e+06 is more than this machine has"),
+    ],
+)
+def test_what_a_follower_alone_refuses_ends_the_head_with_its_sentence(
+    redis_url: str, model_dir: Path, tmp_path: Path, flags: tuple[str, ...], sentence: str
+) -> None:
+    head, said, follower = worlds_end(redis_url, model_dir, tmp_path, *flags)
+    assert (head, follower) == (REFUSED, REFUSED)
+    assert sentence in said[-1]
+
+
+def test_a_follower_that_does_not_take_its_flags_ends_the_head(
+    redis_url: str, model_dir: Path, tmp_path: Path
+) -> None:
+    head, said, follower = worlds_end(redis_url, model_dir, tmp_path, "--max-context", "-1")
+    assert (head, follower) == (REFUSED, 2)
+    assert said[-1].endswith("node 1 does not take its flags, and its log says why")

@@ -12,13 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.common.process.process import REFUSED
 from services.launcher.machine import free_port
 from services.trainer.world.launch import launch_command
+from tests.component.trainer.world import make_model
 
 
-def last_words(redis_url: str, data_dir: Path, model: Path, *more: str) -> str:
+def last_words(redis_url: str, data_dir: Path, model: Path, *more: str, ranks: int = 1) -> str:
     """What a trainer writes that is not to be started again."""
     flags = ["--model", f"org/name={model}", "--data-dir", str(data_dir), "--port", "0", "--device", "cpu"]
     ended = subprocess.run(
-        launch_command(1, free_port(), ["--id", "trainer-0", *flags, *more]),
+        launch_command(ranks, free_port(), ["--id", "trainer-0", *flags, *more]),
         env={**os.environ, "TINSMITH_REDIS_URL": redis_url},
         capture_output=True,
         text=True,
@@ -33,6 +34,17 @@ def test_a_model_that_is_not_there_is_named(redis_url: str, tmp_path: Path) -> N
     missing = tmp_path / "missing"
     said = last_words(redis_url, tmp_path, missing)
     assert f"there is no {missing}: put the model's files into {missing}" in said
+
+
+@pytest.mark.heavy
+def test_what_several_ranks_refuse_is_the_last_that_their_launcher_says(
+    redis_url: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "tiny")
+    said = last_words(redis_url, tmp_path, model, "--adapter-host-gib", "1000000", ranks=2)
+    last = said.splitlines()[-1]
+    assert "CRITICAL [trainer]" in last and last.endswith("for 2 ranks; give less")
+    assert ": --adapter-host-gib 1e+06 is more than this machine has" in last
 
 
 @pytest.mark.heavy

@@ -16,6 +16,9 @@ from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
 
 # Norms and biases stay on every rank: gathering them costs more than holding them.
 _WHOLE = 10_000
+_READ = ("conv1d", "conv", "dt_proj")
+"""Layers within state-space layers, linear attention and short convolutions that are not called: whoever has
+them hands their weights to a kernel. As transformers names them (`force_accelerate_hooks`)."""
 
 
 def stage3(sharding: Sharding) -> dict[str, Any]:
@@ -42,6 +45,18 @@ def share_replicas() -> None:
             groups._get_zero_param_intra_parallel_group().set_timeout(COLLECTIVE_TIMEOUT)
 
     groups._create_zero_param_parallel_group = once
+
+
+def gather_what_is_read(model: nn.Module) -> None:
+    """Has a layer gather, with its own weights, those of layers in it that it reads and does not call: their
+    own hooks would never gather them. Before DeepSpeed has the model."""
+    import deepspeed
+
+    for module in model.modules():
+        for name, child in module.named_children():
+            if name in _READ:
+                for weight in child.parameters(recurse=False):
+                    deepspeed.zero.register_external_parameter(module, weight)
 
 
 def gathered(module: nn.Module) -> AbstractContextManager[Any]:

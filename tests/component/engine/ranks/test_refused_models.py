@@ -43,6 +43,7 @@ def refused(directory: Path, stage: int, dtype: str) -> None:
     [
         ("falcon_h1", 1, 0, "float32"),
         ("falcon_h1", 2, 0, "bfloat16"),
+        ("falcon_h1", 2, 3, "float32"),
         ("granite", 2, 3, "float32"),
         ("granite with a head of its own", 2, 3, "bfloat16"),
     ],

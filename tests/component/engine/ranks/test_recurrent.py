@@ -1,0 +1,42 @@
+"""Models with layers that read weights of layers in them, which ZeRO-3 shards: they come to what they come to
+where nothing is sharded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.component.engine.data import VOCAB, flat
+from tests.component.engine.process import play
+from tests.component.engine.ranks.recurrent import ADAPTER, FULL, ROWS, STEPS, Report
+from tests.component.engine.reference import values
+from tests.unit.trainer.compute.architectures import SINGLE, config_of, random_model
+
+pytestmark = pytest.mark.heavy
+
+LONG = pytest.mark.long
+
+
+def logprobs(report: Report, name: str, step: int) -> np.ndarray:
+    """Of all rows, before a step."""
+    assert len(report.results[name]) == STEPS and len(report.results[name][step]) == len(ROWS)
+    return np.concatenate([values(row.outputs["logprobs"]) for row in report.results[name][step]])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_5_text", pytest.param("qwen3_next", marks=LONG), pytest.param("qwen3_5_moe_text", marks=LONG)],
+)
+def test_shared_weights_train_as_whole_ones_do(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = tmp_path_factory.mktemp("model")
+    random_model(config_of(name, {**SINGLE[name], "vocab_size": VOCAB}), "eager").save_pretrained(model)
+    (alone,) = play("ranks.recurrent", model, tmp_path_factory.mktemp("alone"), Report, 1, stage=0)
+    found, *_ = play("ranks.recurrent", model, tmp_path_factory.mktemp("ranks"), Report, 2, stage=3)
+    for kind in (ADAPTER, FULL):
+        first, second = (logprobs(alone, kind, step) for step in range(STEPS))
+        assert np.abs(second - first).max() > 1e-2
+        np.testing.assert_allclose(logprobs(found, kind, 0), first, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(logprobs(found, kind, 1), second, rtol=0, atol=1e-4)
+    assert alone.trained is not None and found.trained is not None
+    assert any(".linear_attn." in name for name in found.trained.adapter)
+    np.testing.assert_allclose(flat(found.trained), flat(alone.trained), rtol=1e-4, atol=1e-5)
