@@ -14,6 +14,7 @@ import redis.asyncio
 
 from services.common.contract.errors import Unavailable
 from services.common.process.periodic import Periodic
+from services.common.state.scripts import Script
 
 _LOOK_S = 60.0
 _DAY_S = 24 * 3600.0
@@ -36,6 +37,7 @@ class Daily:
     ) -> None:
         self._redis = client
         self._mark = mark
+        self._mark_daily = Script(client, "mark_daily")
         self._work = work
         self._looks = Periodic(name, _LOOK_S, self.look, DEADLINE_S)
 
@@ -51,7 +53,7 @@ class Daily:
         Raises:
             Unavailable: it failed when it was begun last, here or elsewhere.
         """
-        if not await self._redis.set(self._mark, "", nx=True, px=round(DEADLINE_S * 1000)):
+        if not await self._mark_daily([self._mark], "", round(DEADLINE_S * 1000)):
             why: Any = await self._redis.get(self._mark)
             if why:
                 raise Unavailable(f"it failed when it was begun last: {why.decode()}")
@@ -60,6 +62,6 @@ class Daily:
             await self._work()
         except Exception as error:
             failed = (str(error) or repr(error))[:_WHY_CHARS]
-            await self._redis.set(self._mark, failed, xx=True, keepttl=True)
+            await self._mark_daily([self._mark], failed, 0)
             raise
         await self._redis.pexpire(self._mark, round(_DAY_S * 1000))

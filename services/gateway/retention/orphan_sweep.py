@@ -23,6 +23,7 @@ from services.common.process.pools import DELETIONS
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import clean_abandoned, delete_directory, written_once
+from services.gateway.records.times import Times
 from services.gateway.retention.daily import Daily
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class OrphanSweep:
 
     def __init__(self, client: redis.asyncio.Redis, data: DataDir) -> None:
         self._redis = client
+        self._times = Times(client)
         self._data = data
         self._looks = Daily(client, "search for orphaned snapshots", keys.ORPHAN_SEARCH, self._look)
 
@@ -69,7 +71,7 @@ class OrphanSweep:
             if await self._is_known(model_id):
                 await _try(model_id, clean_abandoned, self._data.snapshots(model_id))
             elif model_id not in since:
-                await self._redis.zadd(keys.ORPHANED_MODELS, {model_id: now})
+                await self._times.note(keys.ORPHANED_MODELS, {model_id: now})
             elif now - since[model_id] >= _DAY_S:
                 log.warning("snapshots of %s are deleted: nothing knows the model any more", model_id)
                 await _try(model_id, delete_directory, self._data.snapshots(model_id))
@@ -80,8 +82,10 @@ class OrphanSweep:
     async def _is_ours(self) -> bool:
         """Whether the data directory belongs to this Redis; it comes to the first one that knows any of its
         models."""
-        await self._redis.set(keys.CLUSTER_ID, uuid.uuid4().hex, nx=True)
         here: Any = await self._redis.get(keys.CLUSTER_ID)
+        if here is None:
+            await self._redis.set(keys.CLUSTER_ID, uuid.uuid4().hex, nx=True)
+            here = await self._redis.get(keys.CLUSTER_ID)
         return here is not None and here.decode() == await DELETIONS.run(
             written_once, self._data.cluster_id, here.decode()
         )

@@ -10,6 +10,7 @@ import pytest
 import redis.asyncio
 
 from services.common.contract import ids
+from services.common.contract.errors import Unavailable
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
 from services.gateway.audit import store as audit
@@ -19,7 +20,9 @@ from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
+from services.gateway.retention.daily import Daily
 from services.gateway.retention.forget import Forgetting
+from services.gateway.retention.orphan_sweep import OrphanSweep
 from services.gateway.retention.snapshot_plan import SnapshotBudget
 from services.gateway.retention.snapshot_room import SnapshotRoom
 from services.gateway.retention.snapshot_sweep import SnapshotSweep
@@ -246,3 +249,36 @@ async def test_what_was_saved_is_written_down_so_that_its_model_may_go(stage: St
     assert [one.version for one in await stage.stores.snapshots.of_model(model_id)] == [4]
     assert await stage.samplers.of_model(model_id, 4) == [(f"{ids.session_of(model_id)}:sample:0", 4)]
     assert await stage.store.samplers(ids.session_of(model_id)) == [f"{ids.session_of(model_id)}:sample:0"]
+
+
+async def test_what_is_done_once_a_day_is_done_and_orphans_are_found(
+    any_redis: redis.asyncio.Redis, tmp_path: Path
+) -> None:
+    done: list[str] = []
+
+    async def work() -> None:
+        done.append("once")
+        if len(done) == 2:
+            raise OSError("the disk is away")
+
+    data, known = DataDir(tmp_path), ids.model_id(SESSION, 1)
+    for model_id in (MODEL, known):
+        data.snapshot(model_id, 1).mkdir(parents=True)
+    await any_redis.hset(keys.model(known), "record", "")
+    orphans = OrphanSweep(any_redis, data)
+    await orphans.look(0.0)
+    await any_redis.delete(keys.ORPHANED_MODELS)
+    daily = Daily(any_redis, "work of a test", "a-mark", work)
+    async with full(any_redis):
+        for _ in range(2):
+            await daily.look()
+        assert done == ["once"]
+        assert await any_redis.delete("a-mark")
+        with pytest.raises(OSError, match="the disk is away"):
+            await daily.look()
+        with pytest.raises(Unavailable, match="the disk is away"):
+            await daily.look()
+        await orphans.look(0.0)
+        assert data.snapshots(MODEL).exists()
+        await orphans.look(86_400.0)
+    assert [data.snapshots(one).exists() for one in (MODEL, known)] == [False, True]
