@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-SHARED = ("sampler", "worlds")
+SHARED = ("sampler", "worlds", "trainer_service")
 """What is started once, and takes a while: those who use it stay in one process."""
 
 

@@ -11,14 +11,12 @@ from functools import cache
 import pytest
 
 from services.common.process import rpc
-from tests.component.own_redis import redis_server
 from tests.component.sampler.process import (
     MODEL_ID,
     Sampler,
-    launch,
     make_adapter,
     make_model,
-    wait_ready,
+    replica,
     write_snapshot,
 )
 from tests.reference import Reference
@@ -36,23 +34,14 @@ STORED = {
 def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     directory = tmp_path_factory.mktemp("sampler")
     model_dir = make_model(directory / "model", tied=True)
-    with redis_server(directory) as redis_url:
-        started = launch(
-            directory,
-            model_dir,
-            redis_url,
-            *("--max-loras", "2", "--max-sequences", "64"),
-            # Two of the tiny full models fit, a third pushes one out.
-            *("--full-snapshot-cache-gib", "0.001"),
-        )
+    # Two of the tiny full models fit, a third pushes one out.
+    options = ("--max-loras", "2", "--max-sequences", "64", "--full-snapshot-cache-gib", "0.001")
+    with replica(directory, model_dir, *options) as started:
         for version, (rank, targets) in STORED.items():
             write_snapshot(
                 started.data_dir.snapshot(MODEL_ID, version), make_adapter(version, rank, **targets), rank
             )
-        try:
-            yield wait_ready(started)
-        finally:
-            assert started.stop() == 0, started.log.read_text()[-3000:]
+        yield started
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +24,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.common import weights
+from services.common.contract.tensors import TensorSpec
 from services.common.storage.data_dir import DataDir
 from services.launcher.machine import free_port
 from services.launcher.tiny_model import make_tiny_model
+from tests.component.own_redis import redis_server
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
-from tinsmith.v1 import sampling_pb2, types_pb2
+from tinsmith.v1 import models_pb2, sampling_pb2, types_pb2
 
 MODEL_ID = "session:train:0"
 BASE_MODEL = "tinsmith/tiny"
@@ -240,6 +243,22 @@ def wait_ready(sampler: Sampler, timeout: float = 420) -> Sampler:
     raise AssertionError(f"the sampler did not come up:\n{sampler.log.read_text()[-6000:]}")
 
 
+@contextmanager
+def replica(
+    directory: Path,
+    model_dir: Path,
+    *options: str,
+    program: Sequence[str] = ("-m", "services.sampler"),
+) -> Iterator[Sampler]:
+    """A sampler of one worker or of several, with its own Redis, once it answers. It has to end in order."""
+    with redis_server(directory) as redis_url:
+        started = launch(directory, model_dir, redis_url, *options, program=program)
+        try:
+            yield wait_ready(started)
+        finally:
+            assert started.stop() == 0, started.log.read_text()[-3000:]
+
+
 # A client of the sampler.
 
 
@@ -297,3 +316,20 @@ async def join(
         )
         await stub.JoinGroup(wanted, timeout=150)
         return await mine
+
+
+def incoming(
+    epoch: int, version: int, rank: int, buffer: torch.Tensor, specs: list[TensorSpec]
+) -> sampler_pb2.ReceiveSnapshotRequest:
+    """That a whole adapter is broadcast, packed."""
+    return sampler_pb2.ReceiveSnapshotRequest(
+        epoch=epoch,
+        snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=version),
+        lora=models_pb2.LoraConfig(rank=rank, train_attn=True, train_mlp=True, train_unembed=True),
+        tensors=[
+            sampler_pb2.TensorSpec(name=s.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=s.shape)
+            for s in specs
+        ],
+        checksum=weights.checksum(buffer),
+        timeout_seconds=120,
+    )

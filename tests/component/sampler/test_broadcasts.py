@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from services.common import weights
-from services.common.contract.tensors import TensorSpec
 from tests.component.sampler.process import (
     HIDDEN,
     MODEL_ID,
     Sampler,
     floats,
+    incoming,
     ints,
     join,
     make_adapter,
@@ -28,7 +28,7 @@ from tests.component.sampler.process import (
 )
 from tests.reference import Reference
 from tinsmith.internal.v1 import sampler_pb2
-from tinsmith.v1 import models_pb2, sampling_pb2, types_pb2
+from tinsmith.v1 import sampling_pb2
 
 GLOO = sampler_pb2.WEIGHT_MEDIUM_GLOO
 
@@ -36,22 +36,6 @@ pytestmark = pytest.mark.heavy
 
 TOLERANCE = 1e-4
 NEVER = sampling_pb2.StopCondition(never={})
-
-
-def incoming(
-    epoch: int, version: int, rank: int, buffer: torch.Tensor, specs: list[TensorSpec]
-) -> sampler_pb2.ReceiveSnapshotRequest:
-    return sampler_pb2.ReceiveSnapshotRequest(
-        epoch=epoch,
-        snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=version),
-        lora=models_pb2.LoraConfig(rank=rank, train_attn=True, train_mlp=True, train_unembed=True),
-        tensors=[
-            sampler_pb2.TensorSpec(name=s.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=s.shape)
-            for s in specs
-        ],
-        checksum=weights.checksum(buffer),
-        timeout_seconds=120,
-    )
 
 
 async def test_a_broadcast_snapshot_serves_while_running_generations_go_on_undisturbed(

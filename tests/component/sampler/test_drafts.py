@@ -16,20 +16,18 @@ from transformers import AutoTokenizer
 from services.common.process import rpc
 from services.common.state import registry
 from services.common.state.redis_client import connect
-from tests.component.own_redis import redis_server
 from tests.component.sampler.process import (
     CONTEXT,
     MODEL_ID,
     Sampler,
     floats,
     ints,
-    launch,
     make_adapter,
     make_full,
     prompt,
+    replica,
     request,
     sample,
-    wait_ready,
     write_full,
     write_snapshot,
 )
@@ -59,15 +57,11 @@ def drafting(sampler: Sampler, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @contextmanager
 def started_to_draft(sampler: Sampler, directory: Path, *more: str) -> Iterator[Sampler]:
     options = ("--speculative-ngram-tokens", str(DRAFT), "--max-loras", "2", "--max-sequences", "64", *more)
-    with redis_server(directory) as redis_url:
-        started = launch(directory, sampler.model_dir, redis_url, *options)
+    with replica(directory, sampler.model_dir, *options) as started:
         write_snapshot(started.data_dir.snapshot(MODEL_ID, ADAPTER), make_adapter(ADAPTER, 8), 8)
         full = make_full(sampler.model_dir, FULL)
         write_full(started.data_dir.snapshot(MODEL_ID, FULL), sampler.model_dir, full)
-        try:
-            yield wait_ready(started)
-        finally:
-            assert started.stop() == 0, started.log.read_text()[-3000:]
+        yield started
 
 
 @pytest.fixture

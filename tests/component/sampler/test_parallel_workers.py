@@ -10,32 +10,30 @@ import pytest
 import torch
 
 from services.common import weights
-from services.common.contract.tensors import TensorSpec
 from services.common.process import rpc
 from services.common.state import registry
 from services.common.state.redis_client import connect
-from tests.component.own_redis import redis_server
 from tests.component.sampler.process import (
     BASE_MODEL,
     MODEL_ID,
     Sampler,
     floats,
+    incoming,
     ints,
     join,
-    launch,
     make_adapter,
     make_full,
     make_model,
     prompt,
+    replica,
     request,
     sample,
-    wait_ready,
     write_full,
     write_snapshot,
 )
 from tests.reference import Reference
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
-from tinsmith.v1 import models_pb2, sampling_pb2, types_pb2
+from tinsmith.v1 import sampling_pb2, types_pb2
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
@@ -58,10 +56,7 @@ async def sampler(shape: tuple[int, int], tmp_path: Path) -> AsyncIterator[Sampl
     options = ("--tensor-parallel-size", str(shape[0]), "--pipeline-parallel-size", str(shape[1]))
     # Prompts are computed in several steps.
     options += ("--max-sequences", "16", "--max-batched-tokens", "64")
-    with redis_server(tmp_path) as redis_url:
-        started = launch(
-            tmp_path, model_dir, redis_url, *options, "--max-loras", "2", "--kv-cache-gib", "0.25"
-        )
+    with replica(tmp_path, model_dir, *options, "--max-loras", "2", "--kv-cache-gib", "0.25") as started:
         write_snapshot(started.data_dir.snapshot(MODEL_ID, STORED), make_adapter(STORED, 8), 8)
         # Layers are 0 and 1.
         strange = {
@@ -73,10 +68,7 @@ async def sampler(shape: tuple[int, int], tmp_path: Path) -> AsyncIterator[Sampl
         # The last stage alone would miss it.
         half = {name: one for name, one in full.items() if name != "model.norm.weight"}
         write_full(started.data_dir.snapshot(MODEL_ID, HALF), model_dir, half)
-        try:
-            yield wait_ready(started)
-        finally:
-            assert started.stop() == 0, started.log.read_text()[-3000:]
+        yield started
 
 
 async def check(
@@ -103,7 +95,7 @@ async def test_several_workers_answer_as_the_reference_from_store_and_from_wire(
         tensors = make_adapter(BROADCAST, 16)
         buffer, specs = weights.pack(tensors)
         sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
-        await stub.ReceiveSnapshot(_incoming(buffer, specs), timeout=150)
+        await stub.ReceiveSnapshot(incoming(1, BROADCAST, 16, buffer, specs), timeout=150)
         await sent
         arrived = write_snapshot(tmp_path / "peft", tensors, 16)
         await check(stub, BROADCAST, Reference(sampler.model_dir, arrived))
@@ -147,17 +139,3 @@ async def _check_together(stub: sampler_pb2_grpc.SamplerServiceStub) -> None:
         assert [ints(found.tokens) for found in one.sequences] == [
             ints(found.tokens) for found in other.sequences
         ]
-
-
-def _incoming(buffer: torch.Tensor, specs: list[TensorSpec]) -> sampler_pb2.ReceiveSnapshotRequest:
-    return sampler_pb2.ReceiveSnapshotRequest(
-        epoch=1,
-        snapshot=sampler_pb2.Snapshot(model_id=MODEL_ID, version=BROADCAST),
-        lora=models_pb2.LoraConfig(rank=16, train_attn=True, train_mlp=True, train_unembed=True),
-        tensors=[
-            sampler_pb2.TensorSpec(name=spec.name, dtype=types_pb2.DATA_TYPE_FLOAT32, shape=spec.shape)
-            for spec in specs
-        ],
-        checksum=weights.checksum(buffer),
-        timeout_seconds=120,
-    )

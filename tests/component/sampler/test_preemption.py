@@ -12,19 +12,17 @@ import pytest
 import torch
 
 from services.common.process import rpc
-from tests.component.own_redis import redis_server
 from tests.component.sampler.process import (
     MODEL_ID,
     Sampler,
     floats,
     ints,
-    launch,
     make_adapter,
     make_model,
     prompt,
+    replica,
     request,
     sample,
-    wait_ready,
     write_snapshot,
 )
 from tests.reference import Reference
@@ -42,15 +40,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     """A sampler with keys and values for 800 tokens."""
     directory = tmp_path_factory.mktemp("small")
     model_dir = make_model(directory / "model", tied=True)
-    with redis_server(directory) as redis_url:
-        started = launch(
-            directory, model_dir, redis_url, *("--kv-cache-gib", "0.0005", "--max-context", "400")
-        )
+    with replica(directory, model_dir, "--kv-cache-gib", "0.0005", "--max-context", "400") as started:
         write_snapshot(started.data_dir.snapshot(MODEL_ID, ADAPTER), make_adapter(ADAPTER, 8), 8)
-        try:
-            yield wait_ready(started)
-        finally:
-            assert started.stop() == 0, started.log.read_text()[-3000:]
+        yield started
 
 
 def asked() -> list[sampler_pb2.SampleRequest]:

@@ -14,20 +14,18 @@ from safetensors.torch import load_file, save_file
 from services.common.process import rpc
 from services.common.state import registry
 from services.common.state.redis_client import connect
-from tests.component.own_redis import redis_server
 from tests.component.sampler.process import (
     MODEL_ID,
     Sampler,
     floats,
     ints,
-    launch,
     make_adapter,
     make_full,
     make_model,
     prompt,
+    replica,
     request,
     sample,
-    wait_ready,
     write_full,
     write_snapshot,
 )
@@ -86,14 +84,10 @@ def scaled(model_dir: Path) -> Reference:
 def sampler(tmp_path: Path) -> Iterator[Sampler]:
     model_dir = make_model(tmp_path / "model", tied=False)
     write_quantised(model_dir, tmp_path / "quantised")
-    with redis_server(tmp_path) as redis_url:
-        started = launch(tmp_path, tmp_path / "quantised", redis_url, "--kv-cache-gib", "0.25")
+    with replica(tmp_path, tmp_path / "quantised", "--kv-cache-gib", "0.25") as started:
         write_snapshot(started.data_dir.snapshot(MODEL_ID, ADAPTER), make_adapter(ADAPTER, 8), 8)
         write_full(started.data_dir.snapshot(MODEL_ID, FULL), model_dir, make_full(model_dir, FULL))
-        try:
-            yield wait_ready(started)
-        finally:
-            assert started.stop() == 0, started.log.read_text()[-3000:]
+        yield started
 
 
 async def test_its_base_model_is_sampled_and_what_it_cannot_run_is_announced_and_refused(

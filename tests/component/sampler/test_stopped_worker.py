@@ -14,24 +14,22 @@ import torch
 
 from services.common import weights
 from services.common.process import rpc
-from tests.component.own_redis import redis_server
 from tests.component.sampler.process import (
     MODEL_ID,
     Sampler,
     floats,
+    incoming,
     ints,
     join,
-    launch,
     make_adapter,
     make_model,
     prompt,
+    replica,
     request,
     sample,
     until_running,
-    wait_ready,
     write_snapshot,
 )
-from tests.component.sampler.test_broadcasts import incoming
 from tests.reference import Reference
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
@@ -54,13 +52,9 @@ STORED, BROADCAST = 1, 2
 async def sampler(tmp_path: Path) -> AsyncIterator[Sampler]:
     model_dir = make_model(tmp_path / "model", tied=True)
     options = ("--tensor-parallel-size", "2", "--max-loras", "2", "--kv-cache-gib", "0.25")
-    with redis_server(tmp_path) as redis_url:
-        started = launch(tmp_path, model_dir, redis_url, *options, program=("-c", HASTY))
+    with replica(tmp_path, model_dir, *options, program=("-c", HASTY)) as started:
         write_snapshot(started.data_dir.snapshot(MODEL_ID, STORED), make_adapter(STORED, 8), 8)
-        try:
-            yield wait_ready(started)
-        finally:
-            assert started.stop() == 0, started.log.read_text()[-3000:]
+        yield started
 
 
 def workers_of(sampler: Sampler) -> list[psutil.Process]:
