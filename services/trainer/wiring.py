@@ -19,7 +19,7 @@ from services.trainer.config import Place, TrainerConfig
 from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import Executor
-from services.trainer.execution.residency import Residency
+from services.trainer.execution.residency import Residency, Restores
 from services.trainer.execution.resident_models import Model
 from services.trainer.execution.states import States, staging_of
 from services.trainer.files.base import Base
@@ -67,6 +67,9 @@ class Trainer:
         models = self.models
 
         # What is kept: models in memory, their snapshots on disk, the ledger of crashes.
+        self.crashes = CrashLedger[tuple[str, int]](
+            data.run / f"{config.id}.executing", tuple[str, int], "trainer"
+        )
         staging = staging_of(data, config.id)
         self.states = States(world, base, staging)
         self.residency = Residency(
@@ -81,11 +84,9 @@ class Trainer:
             engine.adapter_bytes,
             capacity.adapter_host_bytes,
             engine.adapter_host_bytes,
+            Restores(self.crashes),
         )
         checkpoints = CheckpointStore(connect(config.checkpoint_store, data), base, staging)
-        self.crashes = CrashLedger[tuple[str, int]](
-            data.run / f"{config.id}.executing", tuple[str, int], "trainer"
-        )
 
         # What sends weights to samplers.
         self.broadcaster = Broadcaster(

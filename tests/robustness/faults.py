@@ -92,6 +92,13 @@ def _lease_taken(world: World, chance: random.Random) -> None:
     world.wait_fired("gateway.lease_taken")
 
 
+def _mid_restore(world: World, chance: random.Random) -> None:
+    """The trainer that brings models back is killed too."""
+    armed.arm(world.failpoints, "trainer.mid_restore", "kill")
+    world.send("trainer-0", signal.SIGKILL)
+    world.wait_fired("trainer.mid_restore")
+
+
 def _every_sampler(world: World, chance: random.Random) -> None:
     for name in ("sampler-0", "sampler-1"):
         world.wait_ready(name)
@@ -116,6 +123,7 @@ def _all_faults() -> list[Fault]:
         ),
         Fault("gateway: killed at gateway.lease_taken", "gateway", _lease_taken),
         Fault("trainer: SIGKILL of rank 0", "trainer", _signal("trainer-0", signal.SIGKILL)),
+        Fault("trainer: killed, and again at trainer.mid_restore", "trainer", _mid_restore),
         Fault("trainer: SIGKILL of rank 1", "trainer", _signal("trainer-1", signal.SIGKILL), ranks=2),
         Fault("trainer: SIGTERM", "trainer", _signal("trainer-0", signal.SIGTERM)),
         Fault("trainer: SIGSTOP past its record, then SIGCONT", "trainer", _stop("trainer-0", PAST_RECORD_S)),
@@ -169,7 +177,7 @@ def _all_faults() -> list[Fault]:
         ]
     for point in failpoints.POINTS:
         part = point.partition(".")[0]
-        if point != "gateway.lease_taken":
+        if point not in ("gateway.lease_taken", "trainer.mid_restore"):
             action = "kill:0.05" if point == "sampler.mid_generation" else "kill"
             amid = point in _AMID_POINTS
             found.append(Fault(f"{part}: killed at {point}", part, _point(point, action), amid=amid))

@@ -25,6 +25,7 @@ REST_S = 3600.0
 """The others of a process bear so few deaths of it."""
 _KEPT = 4096
 _MOST_BYTES = 1 << 20
+_CLOSED = -1
 
 Key = TypeVar("Key")
 
@@ -70,7 +71,7 @@ class CrashLedger(Generic[Key]):
         self._executing.clear()
         self._acquitted.clear()
         self._size = 0
-        self._file = -1
+        self._file = _CLOSED
         self._compact()
 
     def _read(self, decoder: msgspec.json.Decoder[_Line[Key]]) -> None:
@@ -149,6 +150,7 @@ class CrashLedger(Generic[Key]):
         self._acquitted.clear()
         self._compact()
         os.close(self._file)
+        self._file = _CLOSED
         if not self._crashes:
             self._path.unlink(missing_ok=True)
 
@@ -156,6 +158,9 @@ class CrashLedger(Generic[Key]):
         return self._crashes.get(key, 0) >= MOST_CRASHES
 
     def _append(self, line: _Line[Key]) -> None:
+        if self._file == _CLOSED:
+            # What is still under way when a process ends in order does it no harm.
+            return
         text = msgspec.json.encode(line) + b"\n"
         self._size += os.write(self._file, text)
         if self._size > _MOST_BYTES:
@@ -176,7 +181,7 @@ class CrashLedger(Generic[Key]):
         fresh.write_bytes(text)
         file = os.open(fresh, os.O_WRONLY | os.O_APPEND)
         fresh.replace(self._path)
-        if self._file >= 0:
+        if self._file != _CLOSED:
             os.close(self._file)
         self._file = file
         self._size = len(text)

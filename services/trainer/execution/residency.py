@@ -10,19 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from prometheus_client import Counter
 
 from services.common.contract.errors import (
+    Internal,
     ModelBusy,
     ModelNotResident,
     ModelOpen,
     SnapshotNotFound,
     TinsmithError,
 )
+from services.common.process import failpoints
+from services.common.process.crashes import CrashLedger
 from services.common.storage.data_dir import DataDir
 from services.common.storage.model_files import delete_snapshots
 from services.trainer.compute.data import LoraSpec
@@ -32,6 +35,7 @@ from services.trainer.execution.host_room import HostRoom
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
 from services.trainer.execution.states import States
 from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers, unwritten
+from services.trainer.world.channel import WorldFailure
 from services.trainer.world.commands import CreateModel, DropModel, MoveAdapter
 from services.trainer.world.world import World
 
@@ -44,8 +48,63 @@ Evict = Callable[[Model, TinsmithError], None]
 _LOOK_AGAIN_S = 0.05
 _PATIENCE_S = 1.0
 """With which a snapshot that was taken waits for results."""
-_RESTORING = 4
+AT_ONCE = 4
 """Models whose states are read at once: after a start all of them are asked for together."""
+_RESTORE = -1
+"""In the place of an operation's seq_id."""
+
+
+class Restores:
+    """Whose turn it is to be brought back: few are at once.
+
+    One that was being brought back when the trainer died is brought back while no other is, so that those are
+    not blamed with it; after MOST_CRASHES such deaths in a row it rests (`CrashLedger`), and everything else
+    goes on without it. Nothing of it is lost: it waits.
+
+    Args:
+        crashes: what was under way when a predecessor died.
+    """
+
+    def __init__(self, crashes: CrashLedger[tuple[str, int]]) -> None:
+        self._crashes = crashes
+        self._reading = asyncio.Semaphore(AT_ONCE)
+        self._suspects = asyncio.Lock()
+
+    def check(self, model_id: str) -> None:
+        """Whether a model may be brought back now.
+
+        Raises:
+            Internal: it rests.
+        """
+        given_up = self._crashes.verdict((model_id, _RESTORE))
+        if given_up is not None:
+            deaths = self._crashes.deaths((model_id, _RESTORE))
+            raise Internal(
+                f"the trainer died {deaths} times in a row while it brought model {model_id} back; it tries "
+                "again within an hour, or when it is restarted in order. Its log says what it died of",
+                given_up.code,
+            )
+
+    @asynccontextmanager
+    async def turn(self, model_id: str) -> AsyncIterator[None]:
+        """Within it a model is read and brought back. Waits for its turn."""
+        key = (model_id, _RESTORE)
+        async with AsyncExitStack() as held:
+            if self._crashes.is_suspect(key):
+                # One suspect at a time waits for all places.
+                await held.enter_async_context(self._suspects)
+            for _ in range(AT_ONCE if self._crashes.is_suspect(key) else 1):
+                await held.enter_async_context(self._reading)
+            self._crashes.begin([key])
+            try:
+                yield
+            except Exception as error:
+                # What broke the world is not over: the process ends of it.
+                if not isinstance(error, WorldFailure):
+                    self._crashes.end([key])
+                raise
+            self._crashes.end([key])
+            self._crashes.survived(key)
 
 
 class Residency:
@@ -57,6 +116,7 @@ class Residency:
         max_full_models: models that train all weights which may be here at once.
         adapter_bytes: that adapters may take of each rank; `bytes_of`: what one takes.
         host_bytes: the same of each rank's host; `host_bytes_of`: what one takes there.
+        restores: whose turn it is to come back.
     """
 
     def __init__(
@@ -72,6 +132,7 @@ class Residency:
         bytes_of: Callable[[LoraSpec], int],
         host_bytes: int,
         host_bytes_of: Callable[[LoraSpec], int],
+        restores: Restores,
     ) -> None:
         self._world = world
         self._models = models
@@ -79,7 +140,7 @@ class Residency:
         self._data = data
         self._restoring: dict[str, tuple[int, asyncio.Task[int]]] = {}
         """With the last move that each knows of."""
-        self._reading = asyncio.Semaphore(_RESTORING)
+        self._restores = restores
         self.durable = DurableStore(
             data, staging, pointers, self._answered, self._take, self._epoch_of, self._note_durable
         )
@@ -106,6 +167,7 @@ class Residency:
             ModelBusy: one is still being written.
             StaleEpoch: another gateway leads the model.
             DataLoss: the snapshot is damaged.
+            Internal: the trainer died of it several times.
         """
         known, task = self._restoring.get(model_id, (moved, None))
         while task is not None and known < moved:
@@ -141,12 +203,13 @@ class Residency:
         meta = await self.durable.meta(model_id)
         if meta is None:
             raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
+        self._restores.check(model_id)
         # Room may take a minute, so whoever waits for it has no state in memory and keeps no other out.
         if meta.lora is None:
             room: AbstractAsyncContextManager[int | None] = self.full.room(model_id)
         else:
             room = self.adapters.room(model_id, meta.lora, had_before=True)
-        async with room as size, self._reading:
+        async with room as size, self._restores.turn(model_id):
             snapshot = await self.durable.read(model_id)
             if snapshot is None:
                 raise SnapshotNotFound(f"model {model_id} has no durable snapshot")
@@ -169,6 +232,7 @@ class Residency:
         model.sequence.restore_results(snapshot.results)
         # At once, whether the caller waits for it or not: it is of after the model's last move.
         model.sequence.fence(epoch)
+        await failpoints.reach("trainer.mid_restore")
         await self._world.call(create)
         model.last_used = time.monotonic()
         self._models[model_id] = model

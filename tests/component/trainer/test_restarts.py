@@ -12,6 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
+from services.common.process import failpoints
+from services.common.process.crashes import MOST_CRASHES, CrashLedger
+from services.common.process.faults import armed
 from services.trainer.__main__ import _DISMISSAL_S
 from tests.announced import find
 from tests.component.own_redis import redis_server
@@ -124,3 +127,46 @@ def test_sigterm_drains_and_leaves_nothing_behind(redis_url: str, model_dir: Pat
             assert error.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         world.kill()
+
+
+def test_a_model_that_trainers_die_of_while_they_bring_it_back_keeps_no_other_away(
+    redis_url: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults, data = tmp_path / "faults", tmp_path / "data"
+    faults.mkdir()
+    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{faults}")
+
+    def ledger(number: int) -> Path:
+        """Of a world of this test, each of which has a name of its own."""
+        return data / "run" / f"trainer-{number}.executing"
+
+    first = TrainerWorld(redis_url, model_dir, data, 1, 0)
+    number = int(first.name.rpartition("-")[2])
+    deadly, other = TrainedModel(first), TrainedModel(first)
+    try:
+        for model in (deadly, other):
+            model.create()
+            first.wait_durable(model.model_id, 0)
+    finally:
+        first.kill()
+    for _ in range(MOST_CRASHES - 1):
+        dead = CrashLedger[tuple[str, int]](ledger(number + 1), tuple[str, int], "trainer")
+        dead.begin([(deadly.model_id, -1)])
+
+    armed.arm(faults, "trainer.mid_restore", "kill")
+    second = TrainerWorld(redis_url, model_dir, data, 1, 0)
+    try:
+        with pytest.raises(grpc.RpcError):
+            second.restore(deadly.model_id)
+        assert second.process.wait(120) != 0
+    finally:
+        second.kill()
+
+    ledger(number + 1).rename(ledger(number + 2))
+    third = TrainerWorld(redis_url, model_dir, data, 1, 0)
+    try:
+        with pytest.raises(grpc.RpcError, match="died 3 times in a row while it brought model"):
+            third.restore(deadly.model_id)
+        assert third.restore(other.model_id) == 0
+    finally:
+        third.kill()

@@ -15,11 +15,11 @@ from prometheus_client import REGISTRY
 
 from services.common.contract import ids
 from services.common.contract.errors import ModelBusy, Overloaded
+from services.common.process.crashes import CrashLedger
 from services.common.storage.data_dir import DataDir
 from services.trainer.compute.data import LoraSpec, ModelState
-from services.trainer.execution import residency as module
 from services.trainer.execution import room
-from services.trainer.execution.residency import Residency
+from services.trainer.execution.residency import AT_ONCE, Residency, Restores
 from services.trainer.execution.resident_models import Model, Operation, new_sequence
 from services.trainer.execution.states import States, staging_of
 from services.trainer.files import durable
@@ -68,8 +68,22 @@ class Trainer:
         base = Base("org/base", "org/base")
         world, staging = cast(World, self.engine), staging_of(data, "trainer-0")
         states = States(world, base, staging)
+        self.crashes = CrashLedger[tuple[str, int]](
+            data.run / "trainer-0.executing", tuple[str, int], "trainer"
+        )
         self.residency = Residency(
-            world, self.models, states, data, staging, self.pointers, 1, 2**30, lambda _: 1, 0, lambda _: 1
+            world,
+            self.models,
+            states,
+            data,
+            staging,
+            self.pointers,
+            1,
+            2**30,
+            lambda _: 1,
+            0,
+            lambda _: 1,
+            Restores(self.crashes),
         )
         self._data = data
         self._state = state
@@ -110,9 +124,9 @@ async def test_of_a_thousand_models_that_are_asked_for_together_few_are_read_at_
     models = [trainer.stored(ids.model_id("s", number)) for number in range(20)]
     trainer.engine.gate.clear()
     restores = [asyncio.create_task(trainer.restore(model_id, 1)) for model_id in models]
-    await until(lambda: trainer.engine.waiting == module._RESTORING)
+    await until(lambda: trainer.engine.waiting == AT_ONCE)
     await asyncio.sleep(0.1)
-    assert trainer.engine.waiting == module._RESTORING
+    assert trainer.engine.waiting == AT_ONCE
     trainer.engine.gate.set()
     assert await asyncio.gather(*restores) == [SEQ_ID] * 20
     assert trainer.models.keys() == set(models)
@@ -142,7 +156,7 @@ async def test_a_model_whose_snapshot_hangs_in_its_writer_says_so_and_is_here_on
 
 async def test_those_that_wait_for_room_keep_no_other_from_being_read(trainer: Trainer) -> None:
     bytes_of = {2: 2**20, 3: 1}
-    large = [trainer.stored(ids.model_id("s", number)) for number in range(2 * module._RESTORING)]
+    large = [trainer.stored(ids.model_id("s", number)) for number in range(2 * AT_ONCE)]
     trainer.residency.adapters._room.most = 10
     trainer.residency.adapters._bytes_of = lambda spec: bytes_of[spec.rank]
     trainer.models["busy"] = Model("busy", created=True, adapter_bytes=5, held=True)
