@@ -98,6 +98,8 @@ def main() -> None:
     world, port = (word.partition("=")[2] for word in sys.argv[1:3])
     devices = json.loads(base64.urlsafe_b64decode(world))["localhost"]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(devices))))
+    # Ranks take it for their agent's word, and it would be of whoever started this.
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
     if len(devices) == 1:
         _become_the_rank(str(devices[0]), port, sys.argv[sys.argv.index(_TRAINER) + 1 :])
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.component.gateway.process import ALICE, launch
+from tests.component.own_redis import redis_server
 from tests.node_example import node_example
 
 LOADING = '[{"name": "org/model"}]'
+
+
+@pytest.fixture
+def own_redis_url(tmp_path: Path) -> Iterator[str]:
+    """One that knows of no base model."""
+    with redis_server(tmp_path) as url:
+        yield url
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="Node's npm is not installed")
@@ -24,11 +33,11 @@ LOADING = '[{"name": "org/model"}]'
     ],
 )
 def test_the_node_example_says_what_it_waits_for(
-    redis_url: str, tmp_path: Path, configured: str, awaited: str
+    own_redis_url: str, tmp_path: Path, configured: str, awaited: str
 ) -> None:
     train = node_example(tmp_path / "here")
     (tmp_path / "data").mkdir()
-    gateway = launch(redis_url, tmp_path / "data", "gateway-0", "--base-models", configured)
+    gateway = launch(own_redis_url, tmp_path / "data", "gateway-0", "--base-models", configured)
     environment = {**os.environ, "TINSMITH_GRPC": f"127.0.0.1:{gateway.grpc_port}", "TINKER_API_KEY": ALICE}
     try:
         gateway.wait_ready()

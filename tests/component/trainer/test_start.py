@@ -20,7 +20,8 @@ def last_words(redis_url: str, data_dir: Path, model: Path, *more: str, ranks: i
     flags = ["--model", f"org/name={model}", "--data-dir", str(data_dir), "--port", "0", "--device", "cpu"]
     ended = subprocess.run(
         launch_command(ranks, free_port(), ["--id", "trainer-0", *flags, *more]),
-        env={**os.environ, "TINSMITH_REDIS_URL": redis_url},
+        # It may be started within another world.
+        env={**os.environ, "TINSMITH_REDIS_URL": redis_url, "LOCAL_WORLD_SIZE": "1"},
         capture_output=True,
         text=True,
         timeout=240,

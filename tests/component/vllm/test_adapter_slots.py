@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
+    destroy_model_parallel,
     ensure_model_parallel_initialized,
     init_distributed_environment,
 )
@@ -37,7 +40,9 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 @pytest.fixture(scope="module")
 def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """vLLM's manager of adapters of a real model, without an engine."""
+    """vLLM's manager of adapters of a real model, without an engine. What other tests have in this process
+    stays: a process group of theirs is used and left, and of the environment nothing remains."""
+    environment, others = dict(os.environ), dist.is_initialized()
     directory = tmp_path_factory.mktemp("model")
     model_dir = make_model(directory / "model", tied=False)
     wanted = SamplerConfig(
@@ -51,7 +56,13 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         made.create_lora_manager(initialize_model(vllm_config=config), config)
         keep_slots(made)
         yield made
+    if others:
+        destroy_model_parallel()
+    else:
         cleanup_dist_env_and_memory()
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 class Worker(WorkerExtension):
