@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ VOCAB = 512
 CONTEXT = 512
 PENDING_BYTES = 1_000_000
 """What a model's requests that wait may have in these clusters."""
+_ENDING_S = 30.0
 
 
 @dataclass
@@ -211,7 +213,10 @@ def serves(cluster: Cluster) -> bool:
 
 
 def stop_cluster(cluster: Cluster, signal_number: int = signal.SIGINT) -> list[psutil.Process]:
-    """Stops `tinsmith up` with a signal; returns processes of the cluster that are still alive."""
+    """Ends the sessions and stops `tinsmith up` with a signal; returns the cluster's processes that are still
+    alive."""
+    # Else they would ask for the cluster, and say so, for as long as this process lives.
+    futures.wait([client.close("success").future() for client in cluster.clients], _ENDING_S)
     family = psutil.Process(cluster.process.pid).children(recursive=True)
     cluster.process.send_signal(signal_number)
     cluster.process.wait(timeout=180)
@@ -244,8 +249,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Cluster]:
     running = start_cluster(tmp_path_factory.mktemp("cluster"), model_dir, "--gateways", "2")
     yield running
-    for client in running.clients:
-        client.close("success")
     left = stop_cluster(running)
     assert left == [], f"processes left behind: {left}"
     assert running.process.returncode == 0

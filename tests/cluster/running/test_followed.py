@@ -66,8 +66,6 @@ def followed(
             scraped = {name: scrape(first + index) for index, name in enumerate(PROCESSES)}
             yield Followed(cluster, traces, scraped)
         finally:
-            for client in cluster.clients:
-                client.close("success")
             stop_cluster(cluster)
 
 

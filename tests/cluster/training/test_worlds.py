@@ -61,8 +61,6 @@ def two_ranks(
         assert running.pid("trainer-1") != running.pid("trainer-0")
         assert not (running.data_dir / "run" / "redis-0.pid").exists()
         yield running
-        for client in running.clients:
-            client.close("success")
         assert stop_cluster(running) == []
     assert running.process.returncode == 0
     assert list((running.data_dir / "run").glob("*.pid")) == []
