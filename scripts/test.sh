@@ -2,8 +2,8 @@
 # The suite, or the parts of it that are named: each folder of tests in processes of its own, so that what one of them
 # does to its process (threads of the SDK, a crash) is not the others' trouble. All run, whatever fails; the quickest
 # first. Tests that start nothing large run several at a time: mostly they wait, for processes, sockets and clocks.
-# So do those of single services, and of clusters, as far as cores and memory go, with a share of the cores each: mostly
-# they wait for one service to start, which is the work of one core.
+# So do those of single services, of families and of clusters, as far as cores and memory go, with a share of the cores
+# each: mostly they wait for one service to start, which is the work of one core.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 # pytest answers an interrupt itself: without this the next folder would begin.
@@ -22,7 +22,7 @@ for part in "${parts[@]}"; do
   threads=()
   case $part in
     unit | helm) how=(-n "$at_once" --dist worksteal) ;;
-    component | cluster)
+    component | cluster | families)
       how=(-n "$beside" --dist loadgroup)
       threads=("OMP_NUM_THREADS=$((cores / beside))")
       ;;
