@@ -167,7 +167,8 @@ def choose(replicas: Sequence[Replica], wanted: Wanted) -> Replica | None:
     at_hand = [replica for replica in replicas if _is_at_hand(replica, wanted)] or replicas
     fewest = min(replica.load.sequences for replica in at_hand)
     costs = [_cost(replica, wanted, fewest) for replica in replicas]
-    equal = [replica for replica, cost in zip(replicas, costs, strict=True) if cost == min(costs)]
+    lowest = min(costs)
+    equal = [replica for replica, cost in zip(replicas, costs, strict=True) if cost == lowest]
     common = _in_common(wanted, max(replica.known for replica in equal))
     return min(equal, key=lambda replica: _weight(replica, common))
 

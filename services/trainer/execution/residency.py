@@ -90,10 +90,12 @@ class Restores:
         """Within it a model is read and brought back. Waits for its turn."""
         key = (model_id, _RESTORE)
         async with AsyncExitStack() as held:
+            places = 1
             if self._crashes.is_suspect(key):
                 # One suspect at a time waits for all places.
                 await held.enter_async_context(self._suspects)
-            for _ in range(AT_ONCE if self._crashes.is_suspect(key) else 1):
+                places = AT_ONCE
+            for _ in range(places):
                 await held.enter_async_context(self._reading)
             self._crashes.begin([key])
             try:
