@@ -4,7 +4,8 @@ Invariant: what a process was executing when it died, at whatever moment and of 
 its successor, because it is written to a file before it is begun. A request that was under way in
 MOST_CRASHES deaths in a row is given up: it is not begun again for REST_S, and then once at a time. Who asks
 for it after it was given up needs it, as a replay does, and what it died of may be over. One that was under
-way in any death is a *suspect*: whoever runs it sees to it that few others are blamed with it.
+way in any death is a *suspect*: whoever runs it sees to it that few others are blamed with it. Where the
+process could tell what it dies of, nobody else is blamed, and one death is enough.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +32,20 @@ _CLOSED = -1
 Key = TypeVar("Key")
 
 
+@dataclass(frozen=True)
+class Cause(Generic[Key]):
+    """What a process told of its death, before it came.
+
+    Attributes:
+        key: the request that it cannot execute; None: none is to blame.
+        code, why: of the error that whoever asks for it gets.
+    """
+
+    key: Key | None = None
+    code: str = ""
+    why: str = ""
+
+
 class _Line(msgspec.Struct, Generic[Key], omit_defaults=True):
     """What has changed. The state is all lines of the file, in order."""
 
@@ -40,6 +56,8 @@ class _Line(msgspec.Struct, Generic[Key], omit_defaults=True):
     """Deaths in a row; 0 = none any more."""
     resting: list[tuple[Key, float]] = []
     """Until when one that was given up is not begun, in seconds since the epoch."""
+    reasons: list[tuple[Key, str, str]] = []
+    """Code and sentence of what is known of one that was given up."""
 
 
 class CrashLedger(Generic[Key]):
@@ -52,9 +70,17 @@ class CrashLedger(Generic[Key]):
         key_type: of the keys, for decoding them.
         who: what dies ("trainer").
         clock: seconds since the epoch.
+        died_of: what the last death was of; None: that is not known, or there was none.
     """
 
-    def __init__(self, path: Path, key_type: Any, who: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        key_type: Any,
+        who: str,
+        clock: Callable[[], float] = time.time,
+        died_of: Cause[Key] | None = None,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._who = who
@@ -63,16 +89,28 @@ class CrashLedger(Generic[Key]):
         self._acquitted: set[Key] = set()
         self._crashes: dict[Key, int] = {}
         self._resting: dict[Key, float] = {}
+        self._reasons: dict[Key, tuple[str, str]] = {}
         self._read(msgspec.json.Decoder(_Line[key_type]))
-        # Whoever has shown for a while that it does no harm is blamed only when nobody else can be.
-        for key in set(self._executing) - self._acquitted or set(self._executing):
-            self._crashes[key] = self._crashes.pop(key, 0) + 1
+        for key in self._blamed(died_of):
+            deaths = self._crashes.pop(key, 0) + 1
+            self._crashes[key] = deaths if died_of is None else MOST_CRASHES
             self._resting[key] = clock() + REST_S
+            self._reasons.pop(key, None)
+            if died_of is not None:
+                self._reasons[key] = died_of.code, died_of.why
         self._executing.clear()
         self._acquitted.clear()
         self._size = 0
         self._file = _CLOSED
         self._compact()
+
+    def _blamed(self, died_of: Cause[Key] | None) -> set[Key]:
+        """The requests that the last death was of."""
+        under_way = set(self._executing)
+        if died_of is not None:
+            return under_way & {died_of.key}
+        # Whoever has shown for a while that it does no harm is blamed only when nobody else can be.
+        return under_way - self._acquitted or under_way
 
     def _read(self, decoder: msgspec.json.Decoder[_Line[Key]]) -> None:
         if not self._path.exists():
@@ -89,6 +127,7 @@ class CrashLedger(Generic[Key]):
             self._acquitted.difference_update(line.ended)
             self._crashes.update(line.crashes)
             self._resting.update(line.resting)
+            self._reasons.update((key, (code, why)) for key, code, why in line.reasons)
         self._executing = +self._executing
         self._crashes = {key: deaths for key, deaths in self._crashes.items() if deaths}
 
@@ -136,6 +175,9 @@ class CrashLedger(Generic[Key]):
             self._crashes[key] = MOST_CRASHES - 1
             self._append(_Line(crashes=[(key, MOST_CRASHES - 1)]))
             return None
+        if key in self._reasons:
+            code, why = self._reasons[key]
+            return Internal(why, code)
         return Internal(
             f"the {self._who} died {self._crashes[key]} times while it executed this request, which is "
             f"therefore given up; everything else goes on without it. The {self._who}'s log says more",
@@ -175,6 +217,7 @@ class CrashLedger(Generic[Key]):
             acquitted=list(self._acquitted),
             crashes=list(self._crashes.items()),
             resting=[(key, until) for key, until in self._resting.items() if self._is_barred(key)],
+            reasons=[(key, *reason) for key, reason in self._reasons.items() if self._is_barred(key)],
         )
         text = msgspec.json.encode(line) + b"\n"
         fresh = self._path.with_name(f"{self._path.name}.new")

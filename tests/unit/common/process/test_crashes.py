@@ -126,6 +126,42 @@ def test_who_has_shown_that_it_does_no_harm_is_blamed_only_when_nobody_else_can_
     assert started(path).deaths(KEY) == 1
 
 
+def test_of_a_death_that_was_told_of_the_request_that_is_named_is_given_up_at_once_and_no_other_blamed(
+    tmp_path: Path,
+) -> None:
+    path, now = tmp_path / "ledger", time.time()
+    started(path).begin([KEY, OTHER])
+    cause = crashes.Cause(KEY, "out_of_memory", "it does not fit")
+    for ledger in (
+        crashes.CrashLedger[Key](path, Key, "trainer", died_of=cause),
+        # The next one has it from the file.
+        started(path),
+    ):
+        error = ledger.verdict(KEY)
+        assert error is not None
+        assert (error.category, error.code, error.message) == ("server", "out_of_memory", "it does not fit")
+        assert not ledger.is_suspect(OTHER)
+    rested = started(path, lambda: now + REST_S + 10)
+    assert rested.verdict(KEY) is None
+    rested.begin([KEY])
+    again = started(path, lambda: now + REST_S + 20).verdict(KEY)
+    assert again is not None and again.code == "crashed_trainer", "this death was of something else"
+
+
+def test_of_a_death_that_was_told_of_and_is_no_requests_none_is_blamed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    died_executing(path, KEY, times=MOST_CRASHES - 1).begin([KEY, OTHER])
+    ledger = crashes.CrashLedger[Key](path, Key, "trainer", died_of=crashes.Cause())
+    assert (ledger.deaths(KEY), ledger.deaths(OTHER)) == (MOST_CRASHES - 1, 0)
+
+
+def test_who_was_not_under_way_is_not_blamed_whatever_was_told(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    started(path).begin([OTHER])
+    ledger = crashes.CrashLedger[Key](path, Key, "trainer", died_of=crashes.Cause(KEY, "out_of_memory", "no"))
+    assert ledger.verdict(KEY) is None
+
+
 def test_a_line_that_the_process_died_in_changes_nothing_and_hides_nothing(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     started(path).begin([KEY])
