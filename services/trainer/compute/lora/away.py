@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from services.common.process import failpoints
 from services.trainer.compute.exchange import any_rank
-from services.trainer.compute.memory.failures import free_cache
+from services.trainer.compute.memory.failures import free_cache, is_of_device
 from services.trainer.compute.memory.host import Away
 
 if TYPE_CHECKING:
@@ -54,11 +54,17 @@ def come_back(tenant: LoraTenant, device: str) -> bool:
 
 
 def _everywhere(take: Callable[[], None], device: str) -> bool:
-    """Whether all ranks can take memory. No other rank is waited for in a collective meanwhile."""
+    """Whether all ranks can take memory. No other rank is waited for in a collective meanwhile.
+
+    Raises:
+        RuntimeError: the device failed.
+    """
     failed = False
     try:
         take()
     except RuntimeError as error:
+        if is_of_device(error):
+            raise
         # Neither the host's allocators nor a CPU's have an error of their own.
         log.warning("no memory for an adapter that is to move: %s", error)
         failed = True

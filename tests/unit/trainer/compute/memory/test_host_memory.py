@@ -105,6 +105,18 @@ def test_a_failpoint_stands_for_a_device_without_memory(monkeypatch: pytest.Monk
     assert tenant.away is not None and on_device(tenant) == 0
 
 
+def test_a_device_that_fails_meanwhile_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenant = made(torch.float32)
+    assert leave(tenant, "cpu")
+
+    def fails(away: Away) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Away, "take_room", fails)
+    with pytest.raises(torch.AcceleratorError):
+        come_back(tenant, "cpu")
+
+
 def test_a_host_without_memory_leaves_it_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tenant = made(torch.float32)
 
