@@ -193,6 +193,7 @@ RUNS: dict[str, list[Panel]] = {
             {
                 "p10": quantile(0.1, "tinsmith_micro_batch_tokens"),
                 "p50": quantile(0.5, "tinsmith_micro_batch_tokens"),
+                "at most, {{pod}}": now("tinsmith_micro_batch_limit_tokens", how="min"),
             },
         ),
         (

@@ -22,6 +22,7 @@ from services.common.process.threads import WorkerThread
 from services.common.state import redis_client, versions
 from services.common.state.claim import Claim
 from services.common.state.registry import Announcer, ServiceRecord
+from services.common.storage.data_dir import DataDir
 from services.common.storage.hub import model_directory
 from services.common.telemetry import logs, metrics
 from services.common.telemetry.loaded import LOADED
@@ -39,6 +40,7 @@ from services.trainer.wiring import Trainer
 from services.trainer.world.channel import Channel
 from services.trainer.world.commands import Shutdown
 from services.trainer.world.settings import check_same
+from services.trainer.world.shortage import Shortage
 from services.trainer.world.world import World
 from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
@@ -144,7 +146,8 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
         found.adapter_bytes / GIB,
         found.adapter_host_bytes / GIB,
     )
-    return engine, Channel(place.rank, place.world_size, COLLECTIVE_TIMEOUT), found
+    shortage = Shortage(DataDir(config.data_dir).run, config.id)
+    return engine, Channel(place.rank, place.world_size, COLLECTIVE_TIMEOUT, shortage.tell), found
 
 
 class _Server:
@@ -200,6 +203,7 @@ class _Server:
         if failed is None:
             await self._drain(executing)
             self._parts.crashes.close()
+            self._parts.shortage.forget()
         await cancel_all(failures)
         stopping = Unavailable("the trainer is stopping; the operation runs after its restart")
         self._parts.executor.abandon(stopping)
@@ -257,6 +261,11 @@ class _Server:
                 "Memory of each rank by what it is for, as the trainer counts it",
                 lambda: self._engine.memory(parts.residency.adapters.used()),
                 "purpose",
+            ),
+            metrics.Reading(
+                "micro_batch_limit_tokens",
+                "Tokens up to which several sequences are computed at once",
+                lambda: parts.micro_batch_tokens,
             ),
             metrics.Reading(
                 "queued_operation_bytes", "Bytes of their requests", lambda: parts.executor.queued_bytes

@@ -28,6 +28,7 @@ from services.trainer.order.scheduler import Limits
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Publisher
 from services.trainer.service import TrainerServicer
+from services.trainer.world.shortage import Shortage
 from services.trainer.world.world import World
 
 
@@ -41,6 +42,7 @@ class Trainer:
         residency: which models are in memory, and their durable snapshots.
         broadcaster: sends weights to samplers.
         crashes: what was executing when a predecessor died.
+        shortage: the memory that one lacked; `micro_batch_tokens` follow from it.
         servicer: what gateways call.
     """
 
@@ -67,9 +69,12 @@ class Trainer:
         models = self.models
 
         # What is kept: models in memory, their snapshots on disk, the ledger of crashes.
+        self.shortage = Shortage(data.run, config.id)
         self.crashes = CrashLedger[tuple[str, int]](
-            data.run / f"{config.id}.executing", tuple[str, int], "trainer"
+            data.run / f"{config.id}.executing", tuple[str, int], "trainer", died_of=self.shortage.cause()
         )
+        self.shortage.heard()
+        self.micro_batch_tokens = self.shortage.tokens(config.micro_batch_tokens)
         staging = staging_of(data, config.id)
         self.states = States(world, base, staging)
         self.residency = Residency(
@@ -115,8 +120,8 @@ class Trainer:
             world,
             models,
             control,
-            Target(config.base_model, config.micro_batch_tokens, engine.shares_prefixes, engine.splits),
-            Limits(place.world_size, config.micro_batch_tokens),
+            Target(config.base_model, self.micro_batch_tokens, engine.shares_prefixes, engine.splits),
+            Limits(place.world_size, self.micro_batch_tokens),
             self.crashes,
         )
         self.servicer = TrainerServicer(

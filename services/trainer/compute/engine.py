@@ -238,8 +238,8 @@ class Engine:
         come in parts, over several passes. If any part of it fails, all of its rows, in this pass and later
         ones, have a `failure`, and no gradient of it is left. So it is when any rank has no memory for a
         sequence that all compute, which they find out before they begin. Under ZeRO-3, of a full model, and
-        of a sequence that all ranks compute, an exception inside a forward or backward pass is raised
-        instead: the ranks are out of step, or a gradient is in doubt, and the world must be restarted.
+        of a sequence that all ranks compute, an exception inside a forward or backward pass is raised, of
+        memory as LacksMemory: ranks are out of step, or a gradient in doubt, and the world must be restarted.
 
         Returns:
             On rank 0 one result per row, ordered by operation and index; elsewhere nothing.

@@ -1,15 +1,16 @@
 """What one rank computes of a pass: its micro-batches, one after the other.
 
 Invariants: an operation of which a micro-batch failed here is told, and nothing of it runs after that; while
-one micro-batch runs on a device the host makes the next, and waits only for what came before both. A sequence
-that all ranks compute together fails for none of them alone: what breaks it off is raised. So is an error of
-the device, which is no operation's.
+one micro-batch runs on a device the host makes the next, and waits only for what came before both. What all
+ranks take part in fails for none of them alone: what breaks it off is raised, and a lack of memory as what is
+to be done about it. So is an error of the device, which is no operation's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -26,6 +27,7 @@ from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.logprobs import shifted
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.memory.failures import (
+    LacksMemory,
     explained,
     free_cache,
     is_of_device,
@@ -103,6 +105,8 @@ class Rounds:
         self._world_size = world_size
         self.shares_prefixes = shares_prefixes
         self._device = base.device
+        self._fitted = 0
+        """Tokens of the largest micro-batch of several sequences that ran and all ranks took part in."""
 
     def run(self, work: Pass, failures: Mapping[int, Failure]) -> tuple[list[RowResult], dict[int, Failure]]:
         """Runs this rank's micro-batches; its results, and the operations that failed while running."""
@@ -114,7 +118,8 @@ class Rounds:
         results: list[RowResult] = []
         loads = [0] * self._world_size
         for row in (row for rows, split in kept if split for row in rows):
-            leaving = self._run_split(model, work.ops, row)
+            with self._together(work.ops, [row], row.length):
+                leaving = self._run_split(model, work.ops, row)
             loads = [load + Share(0, self._world_size, row.length).size for load in loads]
             # All ranks came to the same.
             results += leaving.results() if self._rank == 0 else []
@@ -175,7 +180,9 @@ class Rounds:
         if ready is not None and ready.rows != len(left):
             ready = None
         if model.collective:
-            return [self._run(model, ops, ready or self._ready(ops, left), grad)]
+            ready = ready or self._ready(ops, left)
+            with self._together(ops, left, ready.batch.tokens.numel()):
+                return [self._run(model, ops, ready, grad)]
         return self._start_or_split(model, ops, grad, failed, left, ready) if left else []
 
     def _start_or_split(
@@ -218,6 +225,28 @@ class Rounds:
             left = [row for row in half if row.op not in failed]
             started += self._start_or_split(model, ops, grad, failed, left, None) if left else []
         return started
+
+    @contextmanager
+    def _together(self, ops: Sequence[PassOp], rows: Sequence[Row], tokens: int) -> Iterator[None]:
+        """Within it this rank computes so many tokens and the others take part.
+
+        Raises:
+            LacksMemory: this rank has none for its rows. What fitted before was not too large: if this is
+                smaller, something else takes more than it did, and larger ones would be next.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not rows or not is_out_of_memory(error):
+                raise
+            if len(rows) == 1:
+                op = ops[rows[0].op]
+                why = explained(error, rows).message
+                raise LacksMemory(0, (op.model_id, op.seq_id), why) from error
+            why = f"out of device memory on a micro-batch of {len(rows)} rows, {tokens} tokens"
+            raise LacksMemory(max(tokens, self._fitted) // 2, None, why) from error
+        if len(rows) > 1:
+            self._fitted = max(self._fitted, tokens)
 
     def _computes(self, work: Pass) -> BaseModel | FullModel:
         """The model that a pass runs on."""

@@ -7,6 +7,7 @@ gloo group of their own also where the engine computes on CUDA.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,12 @@ import torch.distributed as dist
 
 from services.common.contract.errors import Internal, TinsmithError
 from services.trainer.compute.engine import Engine
-from services.trainer.compute.memory.failures import OUT_OF_MEMORY, is_of_device, is_out_of_memory
+from services.trainer.compute.memory.failures import (
+    OUT_OF_MEMORY,
+    LacksMemory,
+    is_of_device,
+    is_out_of_memory,
+)
 from services.trainer.world.commands import Command, Shutdown, apply, leaves_others_waiting, refused
 
 log = logging.getLogger(__name__)
@@ -29,9 +35,20 @@ class WorldFailure(Exception):
 
 
 class Channel:
-    """Carries commands and outcomes between the ranks. Blocking; one thread per rank uses it."""
+    """Carries commands and outcomes between the ranks. Blocking; one thread per rank uses it.
 
-    def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
+    Args:
+        tell: hears of a lack of memory that the world ends of, before it does.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        tell: Callable[[LacksMemory], None] = lambda lack: None,
+    ) -> None:
+        self.tell = tell
         self._rank = rank
         self._world_size = world_size
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
@@ -93,6 +110,8 @@ def execute(engine: Engine, channel: Channel, command: Command) -> Any:
         answer = apply(engine, command)
     except Exception as caught:
         if leaves_others_waiting(command, caught) or is_of_device(caught):
+            if isinstance(caught, LacksMemory):
+                channel.tell(caught)
             # Others would wait for minutes, if this rank did not end, and its device computes no more.
             raise WorldFailure(f"{type(command).__name__} broke off: {caught!r}") from caught
         error = caught

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.memory.failures import LacksMemory
 from tests.component.engine.data import NO_CLIP, ce_row, flat, op, trained_model, work
 
 pytestmark = pytest.mark.heavy
@@ -63,6 +64,29 @@ def test_a_batch_that_does_not_fit_is_split_until_it_does(
     monkeypatch.setattr(engine._base, "backward", limited)
     for found, wanted in zip(trained(engine), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["score", "backward"])
+def test_of_a_model_that_trains_all_weights_the_world_is_to_end_and_go_on_with_half_the_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    engine.create_model("full", None)
+    rows = [ce_row(seed, 20) for seed in range(4)]
+    engine.run_pass(work((op("full"), rows[:2])))
+    full = engine._tenants["full"]
+    original = getattr(full, where)
+
+    def refused(*given: Any) -> Any:
+        original(*given)
+        of_the_cpu()
+
+    monkeypatch.setattr(full, where, refused)
+    with pytest.raises(LacksMemory) as several:
+        engine.run_pass(work((op("full"), rows)))
+    assert (several.value.tokens, several.value.operation) == (40, None)
+    with pytest.raises(LacksMemory, match="on one sequence of 20 tokens") as alone:
+        engine.run_pass(work((op("full"), rows[:1])))
+    assert alone.value.operation == ("full", 1)
 
 
 def test_a_sequence_that_does_not_fit_fails_its_operation_and_no_other(

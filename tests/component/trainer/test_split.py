@@ -130,6 +130,46 @@ def test_a_rank_that_fails_within_such_a_sequence_ends_the_world_at_once_and_its
     assert not crashes.is_suspect((short.model_id, 1))
 
 
+def test_a_rank_that_runs_out_of_memory_within_such_a_sequence_fails_its_operation_and_no_other(
+    redis_url: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{faults}")
+    first = TrainerWorld(redis_url, model_dir, tmp_path / "data", 2, 0, *LITTLE)
+    try:
+        one_rank, longest = first.record.one_rank_tokens, first.record.max_sequence_tokens
+        long, short = TrainedModel(first), TrainedModel(first)
+        for model in (long, short):
+            model.create(rank=1)
+            first.wait_durable(model.model_id, 0)
+        armed.arm(faults, "trainer.mid_split[trainer-1]", "oom")
+        operations = [
+            model.operation(forward_backward=forward_backward(data), ranks=2, one_rank_tokens=one_rank)
+            for model, data in ((long, datums([longest])), (short, batch(3, rows=4, longest=one_rank)))
+        ]
+        calls = [first.send(operation) for operation in operations]
+        assert first.process.wait(240) != 0
+        assert not armed.armed(faults)
+        assert calls[0].exception() is not None
+    finally:
+        first.kill()
+    second = TrainerWorld(redis_url, model_dir, tmp_path / "data", 2, 0, *LITTLE, name=first.name)
+    try:
+        for model in (long, short):
+            model.world = second
+            second.restore(model.model_id)
+        failed, went_on = [second.send(operation).result() for operation in operations]
+        assert failed.error.code == "out_of_memory"
+        assert f"on one sequence of {longest} tokens" in failed.error.message
+        assert not went_on.HasField("error")
+        # Nothing of it is left, and a shorter one is trained on.
+        assert long.step().optim_step.metrics["skipped"] == 1
+        assert not trained(long, datums([one_rank]), one_rank).HasField("error")
+    finally:
+        second.kill()
+
+
 def test_a_long_sequence_of_one_tenant_and_small_work_of_another_go_on_beside_each_other(
     redis_url: str, model_dir: Path, tmp_path: Path
 ) -> None:

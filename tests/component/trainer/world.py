@@ -131,15 +131,26 @@ def step(learning_rate: float = 1e-2) -> operation_pb2.OptimStep:
 
 
 class TrainerWorld:
-    """A world started by the DeepSpeed launcher."""
+    """A world started by the DeepSpeed launcher.
+
+    Args:
+        name: of its trainer; empty: one of its own.
+    """
 
     def __init__(
-        self, redis_url: str, model_dir: Path, data_dir: Path, ranks: int, zero_stage: int, *flags: str
+        self,
+        redis_url: str,
+        model_dir: Path,
+        data_dir: Path,
+        ranks: int,
+        zero_stage: int,
+        *flags: str,
+        name: str = "",
     ) -> None:
         self.redis = redis.Redis.from_url(redis_url)
         self.data_dir = data_dir
         self.ranks = ranks
-        name = f"trainer-{next(_trainer)}"
+        name = name or f"trainer-{next(_trainer)}"
         self.name = name
         args = ["--model", f"{BASE_MODEL}={model_dir}", "--device", "cpu", "--data-dir", str(data_dir)]
         args += ["--id", name, "--zero-stage", str(zero_stage), *flags]

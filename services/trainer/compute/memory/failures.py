@@ -30,6 +30,20 @@ failpoints.name_error("oom", torch.OutOfMemoryError)
 failpoints.name_error("device", torch.AcceleratorError)
 
 
+class LacksMemory(Exception):
+    """A rank has no memory for its part of what all of them compute at once, and so the world ends.
+
+    Attributes:
+        tokens: with which micro-batches of several sequences may fit; 0: no fewer than now.
+        operation: model and seq_id of a sequence that does not fit by itself; None: there were several.
+        why: what its client is told.
+    """
+
+    def __init__(self, tokens: int, operation: tuple[str, int] | None, why: str) -> None:
+        super().__init__(why)
+        self.tokens, self.operation, self.why = tokens, operation, why
+
+
 def free_cache() -> None:
     """Gives back what the allocator keeps for later, of the device that this process computes on."""
     if torch.cuda.is_initialized():

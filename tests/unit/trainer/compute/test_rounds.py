@@ -19,6 +19,7 @@ from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.memory.buffers import FlatBuffers
+from services.trainer.compute.memory.failures import LacksMemory
 from services.trainer.compute.rounds import Rounds, in_turn
 from services.trainer.compute.tenant import LoraTenant
 
@@ -57,10 +58,11 @@ def test_each_is_made_while_the_one_before_it_runs_and_waited_for_after_the_next
 class Head:
     """A base model without blocks: what follows a token depends on that token."""
 
-    collective, flat, device = False, True, "cpu"
+    flat, device = True, "cpu"
 
     def __init__(self) -> None:
         torch.manual_seed(0)
+        self.collective = False
         self.router = LoraRouter()
         self.embedding = torch.randn(VOCAB, HIDDEN)
         self.head = LogprobHead(nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False), self.router)
@@ -151,6 +153,44 @@ def test_what_does_not_fit_runs_in_halves_and_what_was_made_meanwhile_goes_on(
     assert not failed
     assert found.keys() == expected.keys()
     torch.testing.assert_close(rank.gradient(1), whole.gradient(1))
+
+
+def collective_rank(refuses: Callable[[int], bool]) -> Rank:
+    """One that other ranks wait for in every micro-batch, which is refused memory for some of them."""
+    rank = Rank()
+    rank.base.collective = True
+    rank.base.refuses = lambda tokens: torch.OutOfMemoryError("no memory") if refuses(tokens) else None
+    return rank
+
+
+def test_what_does_not_fit_where_all_ranks_take_part_is_raised_with_half_its_tokens() -> None:
+    rank = collective_rank(lambda tokens: tokens > 10)
+    with pytest.raises(LacksMemory, match="3 rows, 21 tokens") as caught:
+        rank.run(ROWS[:3], ROWS[3:])
+    assert (caught.value.tokens, caught.value.operation) == (10, None)
+
+
+def test_of_a_micro_batch_smaller_than_what_had_fitted_it_is_half_of_that() -> None:
+    rank = collective_rank(lambda tokens: tokens == 11)
+    with pytest.raises(LacksMemory) as caught:
+        rank.run(ROWS[:2], ROWS[2:])
+    assert rank.base.scored == [14]
+    assert caught.value.tokens == 7
+
+
+def test_a_sequence_that_does_not_fit_by_itself_where_all_ranks_take_part_is_raised_with_its_operation() -> (
+    None
+):
+    rank = collective_rank(lambda tokens: tokens == 7)
+    with pytest.raises(LacksMemory, match="out of device memory on one sequence of 7 tokens") as caught:
+        rank.run([ROWS[0]], [ROWS[2]])
+    assert (caught.value.tokens, caught.value.operation) == (0, ("m", 2))
+
+
+def test_a_rank_without_memory_for_what_has_no_rows_blames_nobody() -> None:
+    rank = collective_rank(lambda tokens: True)
+    with pytest.raises(torch.OutOfMemoryError), rank.rounds._together(OPS, [], 1):
+        raise torch.OutOfMemoryError("no memory")
 
 
 def test_of_an_operation_that_failed_nothing_runs_any_more_and_others_run() -> None:
