@@ -18,30 +18,28 @@ import torch.distributed as dist
 
 from services.common.weights.base import Arrived, WeightGroup
 
-_SETTINGS = {
-    # By default PyTorch ends the process, from a thread of its own, when a member dies or is late.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # And when that thread is stuck, as it may be while a broken group is aborted.
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
+_ERRORS_ARE_OURS = "TORCH_NCCL_BLOCKING_WAIT"
+"""Of a group that is made with it PyTorch has no thread that watches for errors. Such a thread ends the
+process when a member dies or is late; and told to leave that, it still raises a flag that all groups of the
+process have in common, for which the first of them, whatever that was made with, ends the process minutes
+later."""
 _constructing = threading.Lock()
 
 
 @contextmanager
 def _errors_are_ours() -> Iterator[None]:
-    """A group that is made within it leaves errors to who uses it. PyTorch reads these settings when it makes
-    a group, and knows no other way; the groups of those who compute are made before, and keep theirs."""
+    """A group that is made within it leaves errors to who uses it. PyTorch reads the setting when it makes a
+    group, and knows no other way; the groups of those who compute are made before, and keep theirs."""
     with _constructing:
-        before = {name: os.environ.get(name) for name in _SETTINGS}
-        os.environ.update(_SETTINGS)
+        before = os.environ.get(_ERRORS_ARE_OURS)
+        os.environ[_ERRORS_ARE_OURS] = "1"
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            if before is None:
+                del os.environ[_ERRORS_ARE_OURS]
+            else:
+                os.environ[_ERRORS_ARE_OURS] = before
 
 
 class NcclGroup(WeightGroup):

@@ -184,16 +184,19 @@ def test_a_member_that_comes_and_goes_before_the_medium_is_there_costs_no_more_t
         weights.join("org/model", 19, 0, 2, "cpu", redis_url, 1.5)
 
 
-def test_a_group_over_nccl_leaves_errors_to_who_uses_it_and_others_theirs(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("theirs", ["0", None])
+def test_a_group_over_nccl_is_watched_by_nobody_who_would_end_the_process_and_others_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, theirs: str | None
 ) -> None:
-    asynchronous, monitored = nccl._SETTINGS
-    monkeypatch.setenv(asynchronous, "1")
-    monkeypatch.delenv(monitored, raising=False)
+    setting = "TORCH_NCCL_BLOCKING_WAIT"
+    if theirs is None:
+        monkeypatch.delenv(setting, raising=False)
+    else:
+        monkeypatch.setenv(setting, theirs)
     with pytest.raises(RuntimeError, match="no device"), nccl._errors_are_ours():
-        assert (os.environ[asynchronous], os.environ[monitored]) == ("0", "0")
+        assert os.environ[setting] == "1"
         raise RuntimeError("no device")
-    assert os.environ[asynchronous] == "1" and monitored not in os.environ
+    assert os.environ.get(setting) == theirs
 
 
 def test_an_aborted_group_sends_and_receives_nothing_more(redis_url: str) -> None:
