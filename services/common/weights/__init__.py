@@ -3,6 +3,7 @@
     base.py      packing, the WeightGroup interface
     checksums.py what a receiver knows the sender's bytes by, computed where they are
     stream.py    the same bytes in buckets, for what is too large to copy
+    side_streams.py streams of a device beside those that compute
     store.py     rendezvous over Redis
     gloo.py      host memory
     nccl.py      device memory

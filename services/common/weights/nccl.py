@@ -66,8 +66,9 @@ class NcclGroup(WeightGroup):
         options = dist.BroadcastOptions()
         options.rootRank = 0
         # A side stream of its own: the default stream is where others compute. What is sent out of device
-        # memory was complete there before it came here.
-        with torch.cuda.stream(self._stream):
+        # memory was complete there before it came here. The device is said too: a thread has the first one
+        # otherwise, and the end of the stream's context would take memory of that for this process.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             on_device = (
                 bucket.to(self._device) if self.rank == 0 else torch.empty_like(bucket, device=self._device)
             )

@@ -7,12 +7,14 @@ is copied at a time: a whole model goes over the wire without a second copy of i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from services.common.weights import base
 from services.common.weights.checksums import Checksum
+from services.common.weights.side_streams import side_stream
 
 
 def stream_checksum(tensors: Mapping[str, Tensor]) -> int:
@@ -35,7 +37,14 @@ def buckets(tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
         tensors: all on one device, complete there.
     """
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    joined = _Joined(device)
+    beside: AbstractContextManager[torch.cuda.Stream | None] = (
+        side_stream(device) if device.type == "cuda" else nullcontext()
+    )
+    with beside as stream:
+        yield from _joined(tensors, _Joined(device, stream))
+
+
+def _joined(tensors: Mapping[str, Tensor], joined: _Joined) -> Iterator[Tensor]:
     zeros = joined.of([torch.zeros(base.padded(1), dtype=torch.uint8)])
     parts: list[Tensor] = []
     filled = 0
@@ -61,12 +70,11 @@ def _pieces(tensors: Mapping[str, Tensor], zeros: Tensor) -> Iterator[Tensor]:
 
 
 class _Joined:
-    """Puts bytes together on a device, beside what computes there."""
+    """Puts bytes together on a device, on a stream beside what computes there; on a CPU there is none."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._device = device
-        # One for all: what a stream has allocated stays that stream's.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = stream
 
     def bucket(self, parts: list[Tensor]) -> Tensor:
         """As `of`; a part that is all of it is not copied."""

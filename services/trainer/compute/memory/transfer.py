@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from services.common.weights.side_streams import side_stream
 from services.trainer.compute.memory import staging
 from services.trainer.compute.memory.failures import free_cache
 
@@ -69,14 +70,16 @@ class Copies:
     @contextmanager
     def beside(self) -> Iterator[list[Tensor]]:
         """The copies, in order, complete, for another thread, once: they are given up when the context ends,
-        but for what somebody else has of them. On CUDA what is done with them there is on a stream of its
-        own, and is done by then: only then may they go."""
+        but for what somebody else has of them. On CUDA what is done with them there is on a stream beside
+        the engine's, and is done by then: only then may they go."""
         try:
             if self._begun is None:
                 yield self._copies
                 return
-            stream = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(stream):
+            # The device is said too: this thread has the first one otherwise, and the end of the stream's
+            # context would take memory of that for a rank that computes on another.
+            device = self._device
+            with side_stream(device) as stream, torch.cuda.device(device), torch.cuda.stream(stream):
                 stream.wait_event(self._begun)
                 if not self.on_device:
                     self._begun.synchronize()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +107,36 @@ def test_copies_go_once_they_were_used_but_for_what_somebody_has_of_them() -> No
         kept, gone = found[0], weakref.ref(found[1])
     del found
     assert gone() is None and kept.tolist() == [1, 1]
+
+
+def test_a_thread_is_on_the_device_of_the_copies_before_it_is_on_a_stream_and_leaves_in_that_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a device: what is entered and left is all that can be seen. A thread that leaves a stream for
+    that of another device makes its process have memory there."""
+    seen: list[str] = []
+
+    @contextmanager
+    def entered(kind: str, what: object) -> Iterator[None]:
+        seen.append(f"{kind} {what}")
+        yield
+        seen.append(f"no {kind}")
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "device", partial(entered, "device"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: entered("stream", "beside"))
+    stream = SimpleNamespace(
+        wait_event=lambda _: seen.append("wait"), synchronize=lambda: seen.append("done")
+    )
+    monkeypatch.setattr(transfer, "side_stream", lambda device: nullcontext(stream))
+    monkeypatch.setattr(Copies, "on_device", True)
+    with Copies([torch.ones(2)], torch.device("cuda", 1)).beside():
+        seen.append("work")
+    assert seen == [
+        *("device cuda:1", "stream beside", "wait"),
+        "work",
+        *("done", "no stream", "no device"),
+    ]
 
 
 def test_ranks_that_take_none_have_none() -> None:
