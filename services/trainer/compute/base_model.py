@@ -36,6 +36,7 @@ from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
 from services.trainer.compute.sharding import quantized
+from services.trainer.compute.sharding.engines import EVERY_ENGINE
 from services.trainer.compute.sharding.stage3 import gather_what_is_read, held_bytes, share_replicas, stage3
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.compute.split.exchange import Exchange
@@ -256,11 +257,7 @@ class Scorer(nn.Module):
 
 
 def _deepspeed_config(zero_stage: int, dtype: torch.dtype, sharding: Sharding) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 0},
-    }
+    config: dict[str, Any] = {**EVERY_ENGINE, "zero_optimization": {"stage": 0}}
     if zero_stage == 3:
         settings = quantized.SETTINGS if sharding.quantized_base else {}
         config["zero_optimization"] = {**stage3(sharding), **settings}

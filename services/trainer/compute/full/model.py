@@ -42,6 +42,7 @@ from services.trainer.compute.memory.failures import free_cache
 from services.trainer.compute.memory.room import has_room
 from services.trainer.compute.memory.transfer import Copies, ToHost, copied
 from services.trainer.compute.optimizer import MeasuredAdamW
+from services.trainer.compute.sharding.engines import EVERY_ENGINE
 from services.trainer.compute.sharding.stage3 import stage3
 
 log = logging.getLogger(__name__)
@@ -88,8 +89,7 @@ class FullModelConfig:
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device != "cpu"}
         return {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
+            **EVERY_ENGINE,
             "managed_gradient_accumulation": False,
             "zero_optimization": zero,
             # torch's AdamW steps offloaded states too: DeepSpeed's own would need a compiler at run time.
