@@ -23,6 +23,7 @@ from services.trainer.compute.base_model import BaseModel
 from services.trainer.compute.batch_losses import BatchLosses, Leaving
 from services.trainer.compute.collate import Collated, collate, idle_batch, in_order
 from services.trainer.compute.data import Failure, Pass, PassOp, Row, RowResult
+from services.trainer.compute.exchange import part_seconds, patience
 from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.logprobs import shifted
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
@@ -118,7 +119,9 @@ class Rounds:
         results: list[RowResult] = []
         loads = [0] * self._world_size
         for row in (row for rows, split in kept if split for row in rows):
-            with self._together(work.ops, [row], row.length):
+            # NCCL counts from when the host asks, which is long before the device has come so far.
+            within = patience(part_seconds(work, self._world_size, self._device))
+            with self._together(work.ops, [row], row.length), within:
                 leaving = self._run_split(model, work.ops, row)
             loads = [load + Share(0, self._world_size, row.length).size for load in loads]
             # All ranks came to the same.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,9 +14,11 @@ from prometheus_client import REGISTRY
 from torch import Tensor, nn
 
 from services.common.contract.tensors import from_values
+from services.trainer.compute import rounds
 from services.trainer.compute.attention import Sequences
 from services.trainer.compute.base_model import BaseModel
 from services.trainer.compute.data import LoraSpec, MicroBatch, Pass, PassOp, Row
+from services.trainer.compute.exchange import SLOWEST_SPLIT
 from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.grouped import LoraRouter
@@ -231,3 +235,26 @@ def test_how_unevenly_ranks_are_loaded_can_be_told_from_two_counters(
     Rank(ranks).run([ROWS[0]], [ROWS[1]], [ROWS[2]], [ROWS[3]])
     after = [REGISTRY.get_sample_value(name) or 0.0 for name in names]
     assert [late - early for late, early in zip(after, before, strict=True)] == [busiest, mean]
+
+
+def test_ranks_that_compute_a_sequence_together_wait_for_each_other_as_long_as_its_tokens_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU is asked for all of a pass at once, and the deadline of what is asked begins then."""
+    seen: list[str | float] = []
+
+    @contextmanager
+    def patience(seconds: float) -> Iterator[None]:
+        seen.append(seconds)
+        yield
+        seen.append("as before")
+
+    def computed(*_: Any) -> Any:
+        seen.append("computed")
+        return SimpleNamespace(results=list)
+
+    rank = Rank(world_size=2)
+    monkeypatch.setattr(rounds, "patience", patience)
+    monkeypatch.setattr(rank.rounds, "_run_split", computed)
+    rank.rounds.run(Pass(OPS, [MicroBatch([row(0, 0, 400)], split=True)]), {})
+    assert seen == [200 / SLOWEST_SPLIT, "computed", "as before"]
