@@ -178,7 +178,7 @@ class BaseModel:
         self._scorer = self._engine.module
         ranks = torch.distributed.get_world_size()
         self.asked = self._try(model, model_path)
-        self.exchange = Exchange() if splits(self.asked, ranks) else None
+        self.exchange = Exchange(ranks, self.device) if splits(self.asked, ranks) else None
         self.footprint: Footprint = footprint(
             model,
             dtype.itemsize,

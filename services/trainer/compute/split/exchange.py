@@ -18,19 +18,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_SOME = 8
+"""Elements of a head that are exchanged to try it."""
+
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of queries, keys and values, each [1, heads, T, head size]: [1, T, heads, head size of the values]."""
 
 
 class Exchange:
-    """What the ranks of the world do together for a sequence. Made once, after the world has met."""
+    """What the ranks of the world do together for a sequence. Made once, by all ranks, after the world has
+    met: they exchange something at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int, device: str) -> None:
         # Imports and compiles much of DeepSpeed, and needs to know the device.
         from deepspeed.sequence.layer import DistributedAttention
 
         group = dist.group.WORLD
         self._distributed = DistributedAttention(_within, group, scatter_idx=2, gather_idx=1)
+        # NCCL connects each rank to each other one at the first exchange: what that takes of the device is
+        # gone before anybody asks what is free there, and not when a pass has left nothing.
+        some = torch.zeros(1, ranks, 1, _SOME, device=device)
+        self.attend(lambda query, key, value: value.transpose(1, 2), some, some, some)
 
     def attend(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention over the tokens of all ranks, one rank's after the other's.

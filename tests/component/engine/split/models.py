@@ -102,7 +102,7 @@ def compared(model_type: str, checkpointing: bool) -> Compared:
     shares = [Share(rank, ranks, TOKENS) for rank in range(ranks)]
     counts = [batch.outputs(share)[0] for share in shares]
     expected, wanted = model.trained(batch, lambda own: own)
-    part = batch.part(shares[dist.get_rank()], Exchange())
+    part = batch.part(shares[dist.get_rank()], Exchange(ranks, "cpu"))
     logprobs, gradient = model.trained(part, lambda own: joined(own, counts))
     dist.all_reduce(gradient)
     found.outputs = float((logprobs - expected).abs().max())
@@ -154,7 +154,7 @@ def _peak(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
 def scenario() -> Report:
     """In a world of several ranks."""
     register()
-    exchange = Exchange()
+    exchange = Exchange(dist.get_world_size(), "cpu")
 
     def together(*given: Tensor) -> Tensor:
         return exchange.attend(_attention, *given)

@@ -8,11 +8,12 @@ from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
 from services.trainer.compute.collate import collate
 from services.trainer.compute.split.asked import Asked, splits
-from services.trainer.compute.split.exchange import Exchange
+from services.trainer.compute.split.exchange import Attention, Exchange
 from services.trainer.compute.split.share import Share
 from tests.component.engine.data import ce_row, critic_row
 from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
@@ -129,3 +130,17 @@ def test_each_layer_of_an_architecture_says_what_it_asks_for(model_type: str) ->
     assert all(layer.heads == 4 for layer in asked)
     expected = {"llama", "qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"}
     assert splits(asked, 2) == (model_type in expected)
+
+
+def test_ranks_have_exchanged_something_before_anybody_asks_what_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a device's backend needs for it, it takes at the first exchange."""
+    exchanged: list[tuple[int, ...]] = []
+
+    def attend(self: Exchange, attention: Attention, *given: Tensor) -> None:
+        exchanged.extend(tuple(each.shape) for each in given)
+
+    monkeypatch.setattr(Exchange, "attend", attend)
+    Exchange(4, "cpu")
+    assert [shape[:3] for shape in exchanged] == [(1, 4, 1)] * 3, "a head for each rank, and a token"
