@@ -27,7 +27,8 @@ Tree = tuple[TreeRun, tuple[int, ...]]
 _NESTED = TreeRun((200, 70, 33, 1, 17), ((0, 200, 321), (200, 270, 304))), (-1, 0, 1, 1, 0)
 """Three pieces above one another, of more tokens than a kernel's block; and of each the one it continues."""
 _ONE = TreeRun((40, 1), ((0, 40, 41),)), (-1, 0)
-"""A piece that one token continues, for which kernels have a way of their own."""
+_OTHER = TreeRun((9, 1), ((0, 9, 10),)), (-1, 0)
+"""Pieces that one token continues, for which kernels have a way of their own where there are no others."""
 _BESIDE = 30
 """Tokens of a sequence after them."""
 _ERROR = 2e-2
@@ -60,7 +61,7 @@ def works(device: str, kernel: Kernel, heads: int = 4, key_heads: int = 2, size:
     Args:
         heads, key_heads, size: of what is attended to.
     """
-    for trees in ((_NESTED, _ONE), (_ONE,)):
+    for trees in ((_NESTED, _ONE), (_ONE, _OTHER)):
         try:
             errors = _errors(device, kernel, (heads, key_heads, size), trees)
         except Exception as error:

@@ -95,6 +95,17 @@ class NotANumber(Plain):
         return dquery, dkey * torch.nan, dvalue
 
 
+class MixesSingleTokens(Plain):
+    """Where each sequence asks with one token, as for which kernels have a way of their own, it has the sums
+    of one for those of another."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        made, sums = super().forward(query, key, value, runs, causal, scale)
+        return made, sums if runs[0].longest > 1 else sums.flip(1)
+
+
 class Absent(Plain):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
@@ -183,7 +194,11 @@ def test_a_kernel_that_is_right_is_taken(shape: tuple[int, int, int]) -> None:
     assert works("cpu", Plain(), *shape)
 
 
-@pytest.mark.parametrize("kernel", [Wrong(), NotANumber(), Absent()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "kernel",
+    [Wrong(), NotANumber(), MixesSingleTokens(), Absent()],
+    ids=lambda each: type(each).__name__,
+)
 def test_a_kernel_that_comes_to_something_else_is_found_out(kernel: Plain) -> None:
     assert not works("cpu", kernel)
 
