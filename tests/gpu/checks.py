@@ -11,12 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bench.gpu import exactness
 from bench.gpu.engine import one_micro_batch, start
 from services.common import weights
 from services.common.weights import base
+from services.common.weights.gloo import GlooGroup
+from services.common.weights.nccl import NcclGroup
 from services.launcher.tiny_model import make_tiny_model
 from services.trainer.compute.data import ModelState, RowResult
 from services.trainer.compute.engine import Engine
@@ -184,6 +187,25 @@ def sent(device: str, directory: Path) -> None:
             assert torch.equal(stream, packed)
 
 
+def group(device: str, directory: Path) -> None:
+    """A weight group, here of the sender alone, takes what it sends from where it is, and nothing more once
+    it was given up; the process goes on."""
+    del directory
+    store, sent = dist.HashStore(), torch.arange(1000, device=device).view(torch.uint8)
+    made: weights.WeightGroup
+    if device == "cpu":
+        made = GlooGroup(store, 1, 0, 1, 60)
+    else:
+        made = NcclGroup(store, 1, 0, 1, torch.device(device, torch.cuda.current_device()), 60)
+    made.greet(60)
+    for _ in range(2):
+        made.broadcast(sent, 60)
+    made.abort()
+    with pytest.raises(RuntimeError, match="given up"):
+        made.broadcast(sent, 60)
+    assert torch.equal(sent.cpu().view(torch.int64), torch.arange(1000))
+
+
 def written(device: str, directory: Path) -> None:
     """What is written of a full model is what its masters and moments were, also where a copy of them has no
     room on the device, and though it is changed before that copy is on the host."""
@@ -249,6 +271,7 @@ ALONE: dict[str, Callable[[str, Path], None]] = {
     "parts step as the whole does": pieces.parts,
     "what is announced fits": capacity,
     "what is sent is what was taken": sent,
+    "a weight group carries until it is given up": group,
     "what is written is what was taken": written,
     "an adapter comes back from the host as it was": away,
     "steps are those of torch's AdamW": optimizer,
