@@ -320,8 +320,13 @@ def device_environment(config: SamplerConfig, device: str, *, triton: bool) -> d
         raise InvalidRequest(
             f"--model-runner v2 needs Triton, and vLLM has none on this {device}; leave it out"
         )
-    # Nothing of the model is compiled on a CPU; compiling the sampler's helpers only costs start-up.
-    environment = {"TORCH_COMPILE_DISABLE": "1"} if device == "cpu" else {}
+    if device == "cpu":
+        # Nothing of the model is compiled on a CPU; compiling the sampler's helpers only costs start-up.
+        environment = {"TORCH_COMPILE_DISABLE": "1"}
+    else:
+        # Else vLLM has FlashInfer draw under top-k and top-p, in its warm-up already. FlashInfer compiles
+        # that with a CUDA toolkit, which nothing else here needs: without one the engine ends at its start.
+        environment = {"VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")}
     if runner == "auto" and (device == "cpu" or config.speculative_ngram_tokens):
         runner = "v1"
     if runner != "auto":

@@ -127,3 +127,14 @@ def test_left_to_itself_a_cpu_and_what_drafts_has_the_v1_model_runner_and_the_re
 def test_a_model_runner_without_its_kernels_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="--model-runner v2 needs Triton"):
         runner_of("cpu", "--model-runner", "v2", triton=False)
+
+
+def test_on_cuda_what_a_toolkit_would_have_to_compile_is_not_used_unless_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variable = "VLLM_USE_FLASHINFER_SAMPLER"
+    settings = config.parse(ARGUMENTS)
+    monkeypatch.delenv(variable, raising=False)
+    assert config.device_environment(settings, "cuda", triton=True)[variable] == "0"
+    monkeypatch.setenv(variable, "1")
+    assert config.device_environment(settings, "cuda", triton=True)[variable] == "1"
