@@ -349,7 +349,10 @@ def _check_slots(manager: Any, adapter: LoRAModel) -> None:
         lora = manager._get_lora_layer_weights(adapter, name)
         if lora is not None:
             slots = copy.copy(layer)
-            vars(slots).update({of: _without_memory(value) for of, value in vars(layer).items()})
+            for of, value in vars(layer).items():
+                # A layer of experts has a list of thousands of views of its slots, for vLLM's warm-up alone.
+                views = type(value) is list and any(isinstance(each, torch.Tensor) for each in value[:1])
+                vars(slots)[of] = [] if views else _without_memory(value)
             slots.set_lora(0, _without_memory(lora.lora_a), _without_memory(lora.lora_b))
 
 
