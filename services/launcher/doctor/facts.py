@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class Facts:
     Attributes:
         python: version of the interpreter, (major, minor).
         compiler: path of a C++ compiler.
+        c_compiler: path of the C compiler that Triton would take.
+        headers: whether Python's own are there, for what is compiled.
         redis: path of a Redis server on PATH.
         cores: CPUs that may be used.
         memory: bytes, of the machine or the container.
@@ -47,6 +50,8 @@ class Facts:
 
     python: tuple[int, int]
     compiler: str | None
+    c_compiler: str | None
+    headers: bool
     redis: str | None
     cores: int
     memory: int
@@ -60,6 +65,8 @@ def gather(data_dir: Path) -> Facts:
     return Facts(
         python=sys.version_info[:2],
         compiler=shutil.which("c++") or shutil.which("g++"),
+        c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        headers=Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
         redis=shutil.which("redis-server") or shutil.which("valkey-server"),
         cores=len(os.sched_getaffinity(0)),
         memory=machine_memory(),

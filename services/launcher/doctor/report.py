@@ -33,6 +33,7 @@ def findings(facts: Facts) -> list[Finding]:
     return [
         _python(facts),
         _compiler(facts),
+        *_triton(facts),
         _memory(facts),
         _disk(facts),
         _gpus(facts),
@@ -52,6 +53,20 @@ def _compiler(facts: Facts) -> Finding:
         return Finding("ok", "C++ compiler", facts.compiler)
     told = "none: the trainer's CPU collectives cannot be compiled (Debian, Ubuntu: apt install g++)"
     return Finding("warn" if facts.gpus else "bad", "C++ compiler", told)
+
+
+def _triton(facts: Facts) -> list[Finding]:
+    """Of GPUs whose kernels vLLM has Triton compile while it runs: the module that starts them is C."""
+    if not (facts.gpus and "vllm" in facts.packages):
+        return []
+    lacking = []
+    if facts.c_compiler is None:
+        lacking.append("C compiler (Debian, Ubuntu: apt install gcc)")
+    if not facts.headers:
+        lacking.append("Python.h (Debian, Ubuntu: apt install python3-dev)")
+    if not lacking:
+        return [Finding("ok", "Triton", facts.c_compiler or "")]
+    return [Finding("bad", "Triton", f"no {' and no '.join(lacking)}: samplers on a GPU cannot start")]
 
 
 def _memory(facts: Facts) -> Finding:

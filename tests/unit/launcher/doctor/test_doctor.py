@@ -19,6 +19,8 @@ INSTALLED = {"torch": "2.13.0+cpu", "deepspeed": "1", "transformers": "1", "vllm
 LAPTOP = Facts(
     python=(3, 11),
     compiler="/usr/bin/c++",
+    c_compiler="/usr/bin/gcc",
+    headers=True,
     redis=None,
     cores=4,
     memory=16 * GIB,
@@ -40,12 +42,20 @@ def test_a_laptop_that_has_everything_is_well() -> None:
     assert set(states(ONE_GPU).values()) == {"ok"}
 
 
+def test_what_kernels_of_a_gpu_are_compiled_with_is_asked_for_where_there_is_one() -> None:
+    assert "Triton" in states(ONE_GPU)
+    for here in (LAPTOP, replace(LAPTOP, gpus=(H100,))):
+        assert "Triton" not in states(replace(here, c_compiler=None, headers=False))
+
+
 @pytest.mark.parametrize(
     ("here", "what", "state", "says"),
     [
         (replace(LAPTOP, python=(3, 13)), "Python", "bad", "3.11 or 3.12"),
         (replace(LAPTOP, compiler=None), "C++ compiler", "bad", "apt install g++"),
         (replace(ONE_GPU, compiler=None), "C++ compiler", "warn", "apt install g++"),
+        (replace(ONE_GPU, c_compiler=None), "Triton", "bad", "apt install gcc"),
+        (replace(ONE_GPU, headers=False), "Triton", "bad", "apt install python3-dev"),
         (replace(LAPTOP, memory=4 * GIB), "memory", "warn", "4 GiB"),
         (replace(LAPTOP, disk=GIB), "disk", "warn", "1 GiB free"),
         (replace(ONE_GPU, gpus=(replace(H100, driver="550.1"),)), "GPU", "warn", "driver 580 or later"),
