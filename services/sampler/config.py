@@ -40,7 +40,8 @@ class SamplerConfig:
         base_model: name SDK users pass.
         model_path: directory or hub id of weights and tokenizer.
         device: "auto" takes what the installed vLLM runs on.
-        dtype: "auto" is float32 on CPU and the model's own on CUDA.
+        dtype: "auto" is float32 on CPU, and on CUDA bfloat16, or of quantised files what goes with them.
+            float32 on CUDA is for samplers without adapters.
         host, port, advertise_host: where gRPC listens (0 = a free port), and the name others use.
         identity: directory of ca.crt, tls.crt and tls.key, for mutual TLS; empty: in the clear.
         metrics_port: of Prometheus' /metrics; 0 = none.
@@ -48,8 +49,8 @@ class SamplerConfig:
         access_log: whether each call is a line of the log.
         data_dir: shared directory with the snapshots.
         redis_url: of the cluster's Redis.
-        max_context: most tokens of a prompt and its answer; 0 = as many as the model takes, or on CPU as
-            many as the memory for keys and values holds.
+        max_context: most tokens of a prompt and its answer; 0 = as many as the model takes, or as many as the
+            memory for keys and values holds.
         max_loras: adapters in one engine step; requests for more take turns. 0 = none at all: only the base
             model and full models are sampled, and the engine spends nothing on adapters.
         max_lora_rank: largest adapter rank.
@@ -160,7 +161,12 @@ def _parser() -> argparse.ArgumentParser:
     flag("--model", "NAME=PATH: name SDK users pass, and directory or hub id", metavar="NAME=PATH")
     flag("--data-dir", "directory shared with gateway and trainer", type=Path)
     flag("--device", "where to run (default auto)", "auto", choices=("auto", "cpu", "cuda"))
-    flag("--dtype", "default auto: float32 on CPU", "auto", choices=("auto", "float32", "bfloat16"))
+    flag(
+        "--dtype",
+        "default auto: bfloat16 on CUDA, float32 on CPU",
+        "auto",
+        choices=("auto", "float32", "bfloat16"),
+    )
     flag("--host", "address to listen on", "127.0.0.1")
     flag("--port", "port to listen on, 0 = a free one", 0, type=int)
     flag(
@@ -238,7 +244,9 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
     redis_url = os.environ.get(REDIS_URL_VARIABLE)
     if not redis_url:
         raise InvalidRequest(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")
-    return SamplerConfig(base_model=name, model_path=path, redis_url=redis_url, **args)
+    config = SamplerConfig(base_model=name, model_path=path, redis_url=redis_url, **args)
+    check_device(config, config.device)
+    return config
 
 
 def _check_together(args: dict[str, Any]) -> None:
@@ -259,19 +267,24 @@ def _check_together(args: dict[str, Any]) -> None:
             f"--quantization {args['quantization']} is for models in bfloat16 or float16, and --dtype says "
             "float32; leave one of them out"
         )
-    check_device(args["device"], args["kv_cache_dtype"], args["quantization"])
 
 
-def check_device(device: str, kv_cache_dtype: str, quantization: str) -> None:
+def check_device(config: SamplerConfig, device: str) -> None:
     """Refuses what a device cannot do; of "auto" that is known when vLLM says what it runs on.
 
     Raises:
         InvalidRequest: with what to change.
     """
-    if kv_cache_dtype == "fp8" and device == "cpu":
+    if config.kv_cache_dtype == "fp8" and device == "cpu":
         raise InvalidRequest("--kv-cache-dtype fp8 is for CUDA; leave it out on a CPU")
-    if quantization != "auto" and device == "cpu":
-        raise InvalidRequest(f"--quantization {quantization} is for CUDA; leave it out on a CPU")
+    if config.quantization != "auto" and device == "cpu":
+        raise InvalidRequest(f"--quantization {config.quantization} is for CUDA; leave it out on a CPU")
+    if config.dtype == "float32" and config.max_loras and device == "cuda":
+        # Its Triton kernels for adapters assert it.
+        raise InvalidRequest(
+            "vLLM computes adapters on CUDA in bfloat16 or float16 only, and --dtype says float32: leave it "
+            "out (--head-dtype float32 has logits in float32), or give --max-loras 0"
+        )
 
 
 def engine_environment(config: SamplerConfig) -> dict[str, str]:

@@ -83,6 +83,11 @@ def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[
         else:
             wanted[f"--sampler-tp {tp} with --sampler-pp {pp} needs {tp * pp}"] = tp * pp
         found += [f"{said} GPUs, and here are {here}" for said, count in wanted.items() if count > here]
+        if options.dtype == "float32" and options.samplers and options.max_loras:
+            found.append(
+                "--dtype float32 on GPUs is for samplers without adapters, as vLLM has it: leave it out, or "
+                "give --max-loras 0 or --samplers 0"
+            )
         if not found:
             found += _of_shares(options)
     return found

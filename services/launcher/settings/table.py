@@ -105,7 +105,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             _whole(1, 10_000_000, auto=True),
             None,
             "most tokens of a prompt and its answer, and of a training example (default: auto, what the "
-            "model takes; without GPU no more than there is memory for)",
+            "model takes; of a sampler no more than there is memory for)",
         ),
         Setting(
             "max-lora-rank",
@@ -118,8 +118,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "dtype",
             _one_of(AUTO, "float32", "bfloat16"),
             AUTO,
-            "of the base model (default: auto, bfloat16 on CUDA and float32 on CPU). Adapters are always "
-            "float32",
+            "of the base model (default: auto, bfloat16 on CUDA and float32 on CPU). Adapters are trained in "
+            "float32 whatever it says; on CUDA, float32 is for samplers without adapters",
         ),
     ),
     "what runs where": (

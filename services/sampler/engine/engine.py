@@ -76,7 +76,7 @@ class Engine:
         device = str(current_platform.device_type)
         if config.device not in ("auto", device):
             raise InvalidRequest(f"--device {config.device}, but the installed vLLM runs on {device}")
-        check_device(device, config.kv_cache_dtype, config.quantization)
+        check_device(config, device)
         self._config = config
         self._llm = started(config, device)
         model, settings = self._llm.model_config, self._llm.vllm_config

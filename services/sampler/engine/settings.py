@@ -107,13 +107,14 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         "model": config.model_path,
         # Of a model without such files nothing is loaded: those of PyTorch's own format would be unpickled.
         "load_format": "safetensors",
-        "dtype": "float32" if config.dtype == "auto" and on_cpu else config.dtype,
+        "dtype": _dtype(config, on_cpu),
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         # On CUDA without a given size vLLM measures what the GPU has left.
         "kv_cache_memory_bytes": cache.kv_bytes if cache else int(config.kv_cache_gib * GIB) or None,
-        "max_model_len": cache.context if cache else config.max_context or None,
+        # -1: what the model takes, or fewer, as many as there is room for.
+        "max_model_len": cache.context if cache else config.max_context or -1,
         "kv_cache_dtype": config.kv_cache_dtype,
         "enforce_eager": on_cpu,
         "enable_prefix_caching": True,
@@ -164,6 +165,13 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
     if on_cpu and config.workers == 1:
         arguments["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**arguments)
+
+
+def _dtype(config: SamplerConfig, on_cpu: bool) -> str:
+    """What the engine computes in, which is what a trainer does that is left to itself too."""
+    if config.dtype != "auto" or (not on_cpu and _is_quantised(config)):
+        return config.dtype
+    return "float32" if on_cpu else "bfloat16"
 
 
 def check_model(config: SamplerConfig, arguments: AsyncEngineArgs) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,14 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     assert parallel.startswith("--sampler-tp 4 needs as many GPUs")
     (stages,) = mistakes(options(tmp_path, device="cuda", gpus=("0", "1"), sampler_tp=2, sampler_pp=2))
     assert stages == "--sampler-tp 2 with --sampler-pp 2 needs 4 GPUs, and here are 2"
+
+
+def test_adapters_in_float32_are_refused_on_gpus_where_they_would_be_sampled(tmp_path: Path) -> None:
+    exact = options(tmp_path, device="cuda", gpus=("0", "1"), dtype="float32")
+    (told,) = mistakes(exact)
+    assert told.startswith("--dtype float32 on GPUs is for samplers without adapters")
+    assert mistakes(replace(exact, samplers=0)) == mistakes(replace(exact, max_loras=0)) == []
+    assert mistakes(options(tmp_path, dtype="float32")) == []
 
 
 def test_gateways_and_trainers_are_told_where_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_an_environment_variable_stands_in_for_a_flag(monkeypatch: pytest.Monkey
         ["--kv-cache-dtype", "fp8", "--device", "cpu"],
         ["--quantization", "fp8_per_tensor", "--device", "cpu"],
         ["--quantization", "fp8_per_tensor", "--dtype", "float32"],
+        ["--dtype", "float32", "--device", "cuda"],
         ["--pipeline-parallel-size", "0"],
         ["--speculative-ngram-tokens", "2", "--pipeline-parallel-size", "2"],
         ["--max-sequences", "-1"],
@@ -61,9 +62,9 @@ def test_a_wrong_value_is_refused_with_what_to_use(wrong: list[str]) -> None:
 def test_what_a_device_cannot_do_is_refused_when_the_device_is_known() -> None:
     for words in (("--kv-cache-dtype", "fp8"), ("--quantization", "fp8_per_block")):
         settings = config.parse([*ARGUMENTS, *words])
-        config.check_device("cuda", settings.kv_cache_dtype, settings.quantization)
+        config.check_device(settings, "cuda")
         with pytest.raises(InvalidRequest, match=f"{' '.join(words)} is for CUDA"):
-            config.check_device("cpu", settings.kv_cache_dtype, settings.quantization)
+            config.check_device(settings, "cpu")
 
 
 def test_a_wrong_word_of_the_environment_is_refused_like_a_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +83,15 @@ def test_secrets_reach_the_engine_by_environment() -> None:
     environment = config.engine_environment(config.parse(ARGUMENTS))
     assert environment["TINSMITH_REDIS_URL"] == "redis://:secret@host/0"
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+def test_adapters_on_cuda_are_not_computed_in_float32() -> None:
+    exact = config.parse([*ARGUMENTS, "--dtype", "float32"])
+    with pytest.raises(InvalidRequest, match=r"--dtype says float32: leave it out .* or give --max-loras 0"):
+        config.check_device(exact, "cuda")
+    config.check_device(exact, "cpu")
+    config.check_device(config.parse(ARGUMENTS), "cuda")
+    config.check_device(config.parse([*ARGUMENTS, "--dtype", "float32", "--max-loras", "0"]), "cuda")
 
 
 @pytest.mark.parametrize("variable", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])

@@ -214,3 +214,23 @@ def test_adapters_of_a_model_with_routed_experts_take_a_gpu(
 def test_adapters_of_quantised_files_take_a_gpu(tmp_path: Path) -> None:
     config = config_of(tmp_path, "qwen3", quantization_config={"quant_method": "compressed-tensors"})
     assert adapts(config, "cuda") and not adapts(config, "cpu")
+
+
+@pytest.mark.parametrize("files", ["float16", "bfloat16", "float32"])
+def test_left_to_itself_a_sampler_computes_in_what_the_trainer_does_whatever_the_files_say(
+    tmp_path: Path, files: str
+) -> None:
+    config = config_of(tmp_path, "qwen3", dtype=files)
+    assert (engine_args(config, "cpu").dtype, engine_args(config, "cuda").dtype) == ("float32", "bfloat16")
+
+
+def test_quantised_files_say_what_a_gpu_computes_in(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", quantization_config={"quant_method": "awq"})
+    assert engine_args(config, "cuda").dtype == "auto"
+    assert engine_args(replace(config, dtype="bfloat16"), "cuda").dtype == "bfloat16"
+
+
+def test_a_context_that_a_gpu_has_no_room_for_is_cut_unless_it_was_asked_for(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3")
+    assert engine_args(config, "cuda").max_model_len == -1
+    assert engine_args(replace(config, max_context=4096), "cuda").max_model_len == 4096
