@@ -54,16 +54,18 @@ def doubts(options: plan.Options, here: Facts) -> list[str]:
         max_loras=options.max_loras,
         context=min(usual.context, options.max_context or usual.context),
     )
-    found = [_doubt(model.source, here, cuda, load) for model in options.models]
+    # Several models on as many GPUs share them too.
+    shared = not cuda or any(share is not None for share in plan.trainer_shares(options))
+    found = [_doubt(model.source, here, cuda, load, shared) for model in options.models]
     return [doubt for doubt in found if doubt]
 
 
-def _doubt(source: str, here: Facts, cuda: bool, load: Load) -> str:
+def _doubt(source: str, here: Facts, cuda: bool, load: Load, shared: bool) -> str:
     try:
         ((name, shape),) = shape_of(source).items()
     except InvalidRequest:
         return ""
-    found = report.fit(shape, here, cuda, load)
+    found = report.fit(shape, here, cuda, load, shared)
     if found.advice == "":
         return ""
     ask = f"tinsmith doctor {shlex.quote(name)} says what takes how much"

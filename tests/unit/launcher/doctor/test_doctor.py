@@ -129,8 +129,8 @@ def test_a_model_is_named_by_size_by_name_or_by_its_directory(tmp_path: Path) ->
 
 def of(source: str, here: Facts = LAPTOP, **options: object) -> list[str]:
     """What `up` says of a model before it starts it."""
-    device = "cuda" if here.gpus else "cpu"
-    chosen = plan.Options(models=(plan.Model("a/b", source),), data_dir=Path("/d"), device=device)
+    device, gpus = "cuda" if here.gpus else "cpu", tuple(map(str, range(len(here.gpus))))
+    chosen = plan.Options(models=(plan.Model("a/b", source),), data_dir=Path("/d"), device=device, gpus=gpus)
     return command.doubts(replace(chosen, **options), here)  # type: ignore[arg-type]
 
 
@@ -140,6 +140,34 @@ def test_a_model_that_does_not_fit_is_doubted_before_it_is_downloaded() -> None:
     assert "sample, and 16 GiB are here for both, Redis and the system (tinsmith doctor Qwen3-8B " in said
     assert of("Qwen/Qwen3-8B", ONE_GPU) == []
     assert "80 GiB are here for each" in of("Qwen/Qwen2.5-72B", EIGHT)[0]
+
+
+def test_models_that_have_a_gpu_each_share_it_as_on_a_machine_with_one() -> None:
+    models = tuple(plan.Model(name, "Qwen/Qwen3-14B") for name in ("a/b", "c/d"))
+    pair = replace(ONE_GPU, gpus=(H100,) * 2)
+    assert of("Qwen/Qwen3-14B", pair) == []
+    (said,) = of("Qwen/Qwen3-14B", ONE_GPU)
+    assert "fits with --micro-batch-tokens" in said and "--sampler-memory" in said
+    assert of("Qwen/Qwen3-14B", pair, models=models) == [said, said]
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"),
+    [(None, []), ("2,3", ["--id=2,3"]), ("GPU-8f2,", ["--id=GPU-8f2"]), ("", None), ("-1", None)],
+)
+def test_the_driver_is_asked_for_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, asked: list[str] | None
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$0.asked"\necho "NVIDIA H100, 81559, 580.95.05"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found, told = facts.gather(tmp_path).gpus, tmp_path / "nvidia-smi.asked"
+    assert len(found) == (asked is not None)
+    assert (told.read_text().splitlines()[2:] if told.exists() else None) == asked
 
 
 def test_what_makes_a_model_fit_is_told_and_then_believed() -> None:
