@@ -218,16 +218,17 @@ def _check_quantised(config: SamplerConfig, model: ModelConfig) -> None:
 
 
 def check_text(config: SamplerConfig) -> None:
-    """Refuses a model that reads pictures too where vLLM's code for it wants torchvision and does not load.
+    """Refuses a model that reads pictures too: the trainer trains the text model in it, whose layers have
+    other names in vLLM's code for both, so that no adapter and no full model would fit.
 
     Raises:
         InvalidRequest: with what to change.
     """
-    if _hf_config(config).model_type in _PICTURES and not text_models.complete():
+    if _hf_config(config).model_type in _PICTURES:
         raise InvalidRequest(
-            f"{config.base_model} reads pictures too, and torchvision, which vLLM wants for that, is not "
-            "installed here: save the text model alone (transformers: AutoModelForCausalLM.from_pretrained"
-            "(...).save_pretrained(DIRECTORY), and the tokenizer beside it) and serve that"
+            f"{config.base_model} reads pictures too, and what is trained and sampled here is the text model "
+            "alone: save it (transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained"
+            "(DIRECTORY), and the tokenizer beside it) and serve that"
         )
 
 

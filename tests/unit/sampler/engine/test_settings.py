@@ -171,17 +171,14 @@ def test_experts_of_deepseek_are_chosen_as_transformers_does(tmp_path: Path) -> 
     assert engine_args(config_of(tmp_path, "llama"), "cuda").hf_overrides == {}
 
 
-def test_a_model_that_reads_pictures_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("complete", [False, True], ids=["without torchvision", "with torchvision"])
+def test_a_model_that_reads_pictures_is_refused_and_its_text_model_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
 ) -> None:
-    both = config_of(tmp_path / "both", "qwen3_5")
-    text = config_of(tmp_path / "text", "qwen3_5_text")
-    monkeypatch.setattr(text_models, "complete", lambda: False)
+    monkeypatch.setattr(text_models, "complete", lambda: complete)
     with pytest.raises(InvalidRequest, match="org/model reads pictures too"):
-        check_text(both)
-    check_text(text)
-    monkeypatch.setattr(text_models, "complete", lambda: True)
-    check_text(both)
+        check_text(config_of(tmp_path / "both", "qwen3_5"))
+    check_text(config_of(tmp_path / "text", "qwen3_5_text"))
 
 
 def test_what_vllm_says_against_settings_is_one_sentence(tmp_path: Path) -> None:
