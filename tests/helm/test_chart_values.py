@@ -104,6 +104,7 @@ def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any
             {"sampler": {"quantization": "fp8_per_block"}, "device": "cuda", "dtype": "float32"},
             "fp8_per_block is for bfloat16, and dtype says float32",
         ),
+        ({"device": "cuda", "dtype": "float32"}, "float32 on device cuda is for samplers without adapters"),
         ({"sampler": {"modelRunner": "v2"}}, "sampler.modelRunner v2 is for device cuda"),
         (
             {"sampler": {"speculativeNgramTokens": 2, "pipelineParallelSize": 2}},

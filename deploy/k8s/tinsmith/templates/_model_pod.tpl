@@ -90,6 +90,9 @@
 {{- if and (ne .settings.quantization "auto") (eq .root.Values.dtype "float32") -}}
 {{- fail (printf "model %q: sampler.quantization %s is for bfloat16, and dtype says float32: leave one of them at auto" .model.name .settings.quantization) -}}
 {{- end -}}
+{{- if and (eq .root.Values.device "cuda") (eq .root.Values.dtype "float32") (gt (.settings.maxLoras | int64) 0) -}}
+{{- fail (printf "model %q: dtype float32 on device cuda is for samplers without adapters: leave it at auto, or set sampler.maxLoras to 0" .model.name) -}}
+{{- end -}}
 {{- if and (eq .settings.modelRunner "v2") (ne .root.Values.device "cuda") -}}
 {{- fail (printf "model %q: sampler.modelRunner v2 is for device cuda: leave it at auto" .model.name) -}}
 {{- end -}}
