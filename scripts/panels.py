@@ -240,6 +240,11 @@ RUNS: dict[str, list[Panel]] = {
             {"{{pod}}": rate("tinsmith_durable_snapshot_failures_total", "pod")},
         ),
         (
+            "Checkpoints that could not be read",
+            "ops",
+            {"{{pod}}": rate("tinsmith_checkpoint_reads_failed_total", "pod")},
+        ),
+        (
             "Free bytes of the data directory's volume",
             "bytes",
             {"{{pod}}": now("tinsmith_volume_free_bytes", how="max")},

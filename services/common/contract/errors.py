@@ -222,6 +222,15 @@ class DataLoss(TinsmithError):
     grpc_status = "DATA_LOSS"
 
 
+class StorageAway(TinsmithError):
+    """What is to be read is in a storage that does not answer at present, or not with it."""
+
+    default_code = "storage_away"
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    retry_after = 30
+
+
 class StorageFull(TinsmithError):
     """A checkpoint could not be written for want of space. It can be saved again."""
 
@@ -252,6 +261,7 @@ _CLASSES: tuple[type[TinsmithError], ...] = (
     StaleEpoch,
     SnapshotNotFound,
     DataLoss,
+    StorageAway,
     StorageFull,
     Internal,
 )

@@ -22,6 +22,7 @@ from services.common.contract.errors import (
     Internal,
     NotFound,
     SnapshotNotFound,
+    StorageAway,
     TinsmithError,
 )
 from services.common.state.journal import Journal, UnreadableOperation
@@ -93,6 +94,8 @@ class ModelRunner:
         self._attempt = 0
         self._not_before = 0.0
         self._paused = ""
+        self._put_off = -1
+        """The operation that the trainer tries again after pauses."""
         self._gap = GapWatch(lease, journal, session_finished, settings.gap_timeout)
         self._recovery = Recovery(lease, journal, publisher, session_finished)
         self._idle_since: float | None = None
@@ -302,6 +305,9 @@ class ModelRunner:
         self, send: Send, operation: operation_pb2.Operation, result: results_pb2.OperationResult
     ) -> bool:
         self._attempt = 0
+        if send.seq_id == self._put_off:
+            self._put_off = -1
+            await self._resume()
         if result.WhichOneof("kind") is None:
             raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
         if not send.replayed:
@@ -316,6 +322,9 @@ class ModelRunner:
     ) -> Outcome:
         action = self._judge(send, error)
         if action is Action.RESEND:
+            if isinstance(error, StorageAway):
+                self._put_off = send.seq_id
+                await self._pause(error.message, plan.BETWEEN_TRIES_S)
             return Outcome.AGAIN
         await self._act(action, send, operation, error)
         return Outcome.SETTLED if action is Action.REPORT_LOST_RESULT else Outcome.OPEN
@@ -377,10 +386,11 @@ class ModelRunner:
         await self._journal.set_queue_state(self.model_id, reason, seconds)
 
     async def _resume(self) -> None:
-        if self._paused:
+        if self._paused and self._put_off < 0:
             self._paused = ""
             await self._journal.set_queue_state(self.model_id, "")
 
     async def _cancel_calls(self) -> None:
         """Ends all calls. What is already known of an operation is still written down."""
+        self._put_off = -1
         await self._calls.end(() if self._lease.lost else self._publisher.writing)

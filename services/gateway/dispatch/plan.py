@@ -22,6 +22,7 @@ from services.common.contract.errors import (
     Overloaded,
     SnapshotNotFound,
     StaleEpoch,
+    StorageAway,
     TinsmithError,
     Unavailable,
 )
@@ -220,7 +221,7 @@ def after_failure(error: TinsmithError, times: int) -> Action:
     if isinstance(error, Unavailable):
         # Which operation brings a trainer down the trainer itself knows best (trainer/order/crashes.py).
         return Action.AWAIT_TRAINER
-    if isinstance(error, (DeadlineExceeded, Overloaded)):
+    if isinstance(error, (DeadlineExceeded, Overloaded, StorageAway)):
         return Action.RESEND
     if error.code == "result_lost":
         return Action.REPORT_LOST_RESULT
@@ -247,6 +248,8 @@ IN_VAIN_S = 24 * 3600.0
 """Pauses until a model is lost whose session is over, whatever it waits for."""
 LONGEST_PAUSE_S = 300.0
 """Between tries to repeat an operation, each of which reads the model from its snapshot."""
+BETWEEN_TRIES_S = 120.0
+"""In which a trainer that puts an operation off says so again: a pause of its own, and a try."""
 _GIVEN_UP = "crashed_trainer"
 """Code of what brought its trainer down and is not begun for a while (common/process/crashes.py)."""
 

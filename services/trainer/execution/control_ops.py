@@ -13,7 +13,13 @@ from functools import partial
 from redis.exceptions import RedisError
 
 from services.common.contract import roles
-from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
+from services.common.contract.errors import (
+    Internal,
+    InvalidRequest,
+    ModelNotResident,
+    StorageAway,
+    TinsmithError,
+)
 from services.common.process import failpoints
 from services.common.storage.base import Writer
 from services.common.storage.encryption import encrypted
@@ -74,6 +80,7 @@ class ControlOps:
 
         Raises:
             ModelNotResident: it is to be restored before it can be created, or nobody knows whether it is.
+            StorageAway: nothing was done, as what it loads cannot be read at present.
             TinsmithError, OSError: the operation failed.
         """
         work, seq_id = operation.work, operation.seq_id
@@ -130,6 +137,8 @@ class ControlOps:
             async with self._full.room(name) if lora is None else self._adapters.room(name, lora) as size:
                 await self._world.call(create)
                 model.created, model.lora, model.adapter_bytes = True, lora, size or 0
+        except StorageAway:
+            raise
         except (TinsmithError, OSError) as error:
             model.broken = error if isinstance(error, TinsmithError) else Internal(str(error))
             raise

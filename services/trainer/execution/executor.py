@@ -18,6 +18,7 @@ from services.common.contract.errors import (
     InvalidRequest,
     ModelNotResident,
     Overloaded,
+    StorageAway,
     TinsmithError,
     Unavailable,
     by_code,
@@ -35,7 +36,7 @@ from services.trainer.convert import Forward, Step, Target
 from services.trainer.execution import measures, passes
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.held_up import HeldUp
-from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
+from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected, new_result
 from services.trainer.order.anticipation import Anticipation
 from services.trainer.order.scheduler import (
     Cursor,
@@ -253,9 +254,6 @@ class Executor:
         given_up = self._crashes.verdict((operation.model_id, operation.seq_id))
         if given_up is not None:
             work = Rejected(given_up)
-        result: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
-        # A caller may have gone away; an error that nobody fetches is not worth a log line.
-        result.add_done_callback(lambda future: future.cancelled() or future.exception())
         return Operation(
             seq_id=operation.seq_id,
             units=work.units if isinstance(work, Forward) else None,
@@ -263,7 +261,7 @@ class Executor:
             model_id=operation.model_id,
             work=work,
             size=size,
-            result=result,
+            result=new_result(),
             subject=Subject.of(
                 operation.origin.traceparent,
                 operation.origin.owner,
@@ -299,6 +297,13 @@ class Executor:
             model.held = False
             self.evict(model, error)
             return
+        except StorageAway as error:
+            given_up = self._held_up.put_off(model, operation, error)
+            if given_up is None:
+                self._crashes.end(keys)
+                model.held = False
+                return
+            result = OperationResult(error=error_to_pb(given_up))
         except (TinsmithError, OSError) as caught:
             what = f"what operation {operation.seq_id} of {model.model_id} saves"
             reason = failure(caught, what) if isinstance(caught, OSError) else caught
@@ -309,6 +314,7 @@ class Executor:
             self._wake.set()
         self._crashes.end(keys)
         release()
+        self._held_up.settled(model, operation)
         self._finish(model, operation, result)
         if isinstance(operation.work, Step) and not model.sequence.unfinished:
             model.habit.stepped(time.monotonic())

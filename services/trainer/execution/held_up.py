@@ -1,21 +1,35 @@
-"""Models whose next operation cannot run as they are: they could not be created, or are on the host.
+"""Models whose next operation cannot run at present: they could not be created, are on the host, or what it
+loads is in a storage that is away.
 
-Invariant: such an operation has its result, or its model is on its way back; none of another model waits
-for it.
+Invariant: such an operation has its result, its model is on its way back, or it is tried again after a pause;
+none of another model waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
-from services.common.contract.errors import Overloaded, TinsmithError, by_code
+from prometheus_client import Counter
+
+from services.common.contract.errors import Overloaded, StorageAway, TinsmithError, by_code
 from services.common.contract.errors import to_pb as error_to_pb
+from services.common.telemetry.repeats import Repeats
 from services.trainer.execution.control_ops import ControlOps
-from services.trainer.execution.resident_models import Model, Operation, OperationResult
+from services.trainer.execution.resident_models import Model, Operation, OperationResult, new_result
 
 log = logging.getLogger(__name__)
+
+AWAY = Counter(
+    "tinsmith_checkpoint_reads_failed_total", "Checkpoints that could not be read, as their storage was away"
+)
+
+AWAY_S = 600.0
+"""For so long an operation is tried again whose checkpoint cannot be read."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
 
 
 class HeldUp:
@@ -39,6 +53,7 @@ class HeldUp:
         self._finish = finish
         self._wake = wake
         self._stopping = False
+        self._away = Repeats(log, "a checkpoint is waited for")
 
     def see_to(self, tasks: asyncio.TaskGroup) -> None:
         """Fails what waits for a model that could not be created, and has those come back from the host that
@@ -56,6 +71,39 @@ class HeldUp:
     def stop(self) -> None:
         """Has none come back any more: what waits for room does not keep the trainer from ending."""
         self._stopping = True
+
+    def put_off(self, model: Model, operation: Operation, error: StorageAway) -> StorageAway | None:
+        """Has an operation whose checkpoint cannot be read tried again after a pause, and tells those who
+        wait for it why. After AWAY_S it is given up: returns what it comes to then."""
+        AWAY.inc()
+        self._away.failed(model.model_id, error)
+        now = time.monotonic()
+        operation.away_since = operation.away_since or now
+        if now - operation.away_since >= AWAY_S:
+            given_up = StorageAway(
+                f"{error.message}; it could not for {AWAY_S / 60:.0f} minutes: send the request again when "
+                "the storage is back"
+            )
+            if not model.created:
+                model.broken = given_up
+            return given_up
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(operation.tries, 16))
+        operation.tries += 1
+        model.rests = True
+        asyncio.get_running_loop().call_later(pause, self._try_again, model)
+        told, operation.result = operation.result, new_result()
+        if not told.done():
+            told.set_exception(error)
+        return None
+
+    def settled(self, model: Model, operation: Operation) -> None:
+        """An operation has its result, whether it was put off before or not."""
+        if operation.tries:
+            self._away.over(model.model_id)
+
+    def _try_again(self, model: Model) -> None:
+        model.rests = False
+        self._wake()
 
     def _wants(self, model: Model) -> bool:
         """Whether a model that comes back is still the one that is here, and runs again."""

@@ -37,12 +37,15 @@ class Operation(QueuedOp):
 
     Attributes:
         size: bytes of the request.
-        result: resolves when the operation is done.
+        result: resolves when the operation is done. Whoever waits while it is put off is told so, and asks
+            again: it is another one then.
         rows: results of a forward so far, by datum.
         failed: why a forward failed, if it did.
         admitted: when it was, in seconds of the monotonic clock.
         subject: the call that it was accepted from.
         owner_class: of its owner, when it was admitted.
+        tries: how often it was put off.
+        away_since: when it was first, in seconds of the monotonic clock.
     """
 
     model_id: str
@@ -54,6 +57,8 @@ class Operation(QueuedOp):
     admitted: float = field(default_factory=time.monotonic)
     subject: Subject = field(default_factory=Subject)
     owner_class: str = LIGHT
+    tries: int = 0
+    away_since: float = 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -61,6 +66,14 @@ class Operation(QueuedOp):
         return isinstance(self.work, Forward) and (
             self.failed is not None or len(self.rows) == len(self.work.data)
         )
+
+
+def new_result() -> asyncio.Future[OperationResult]:
+    """The result of an operation, before it is there."""
+    result: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
+    # A caller may have gone away; an error that nobody fetches is not worth a log line.
+    result.add_done_callback(lambda future: future.cancelled() or future.exception())
+    return result
 
 
 def new_sequence(applied: int = -1) -> Sequence[Operation, OperationResult]:
@@ -80,6 +93,7 @@ class Model:
         leaving: it is on its way there, and its room on the device is not free yet.
         broken: why it could not be created; every later operation fails with this.
         held: a control operation of the model is executing, or it comes back from the host.
+        rests: its next operation is put off for a while.
         publishing: a snapshot or an export is on its way; another one waits for it.
         durable_seq: operation in the newest durable snapshot; -1 = none.
         unsaved_steps: optimizer steps since the last snapshot was asked for.
@@ -97,6 +111,7 @@ class Model:
     leaving: bool = False
     broken: TinsmithError | None = None
     held: bool = False
+    rests: bool = False
     publishing: bool = False
     durable_seq: int = -1
     unsaved_steps: int = 0
@@ -125,6 +140,7 @@ class Model:
         ready = self.sequence.ready
         if (
             self.held
+            or self.rests
             or self.is_wanted
             or (self.publishing and ready and isinstance(ready[0].work, Publish | Export))
         ):

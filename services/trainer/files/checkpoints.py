@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 
 from services.common.contract import ids
-from services.common.contract.errors import DataLoss, InvalidRequest, NotFound
+from services.common.contract.errors import DataLoss, InvalidRequest, NotFound, StorageAway
 from services.common.storage.base import Key, Storage, Writer, failure
 from services.common.storage.directory import linked_files
 from services.trainer.compute.data import LoraSpec, ModelState, ShardedState
@@ -169,10 +169,14 @@ class CheckpointStore:
             NotFound: there is no such checkpoint.
             InvalidRequest: it was saved from another base model.
             DataLoss: its files are damaged.
+            StorageAway: whether there is, or what is in it, cannot be read at present.
         """
         path = ids.tinker_path(model_id, checkpoint_id)
-        versions = [version] if version else self._storage.versions(model_id, checkpoint_id)[-1:]
-        saved = self._read(Key(model_id, checkpoint_id, versions[0]), path) if versions else None
+        try:
+            versions = [version] if version else self._storage.versions(model_id, checkpoint_id)[-1:]
+            saved = self._read(Key(model_id, checkpoint_id, versions[0]), path) if versions else None
+        except OSError as error:
+            raise StorageAway(f"checkpoint {path} cannot be read at present: {error}") from error
         if saved is None:
             raise NotFound(f"checkpoint {path} does not exist", "checkpoint_not_found")
         if saved.meta.base_model != self._base.name and saved.meta.weights != self._base.weights:

@@ -42,6 +42,11 @@ def step(seq_id: int) -> operation_pb2.Operation:
     return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, optim_step=made)
 
 
+def load(seq_id: int) -> operation_pb2.Operation:
+    made = operation_pb2.LoadState(source_model_id=ids.model_id("s", 1), checkpoint_id="weights/best")
+    return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, load_state=made)
+
+
 def refused(seq_id: int) -> operation_pb2.Operation:
     error = errors.to_pb(InvalidRequest("no data"))
     return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, refused=error)

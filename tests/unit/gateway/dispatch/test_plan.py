@@ -16,6 +16,7 @@ from services.common.contract.errors import (
     Overloaded,
     SnapshotNotFound,
     StaleEpoch,
+    StorageAway,
     TinsmithError,
     Unavailable,
 )
@@ -130,6 +131,7 @@ def test_the_window_bounds_operations_and_bytes_but_lets_one_large_operation_thr
         (Unavailable(""), 1000, Action.AWAIT_TRAINER),
         (DeadlineExceeded(""), 9, Action.RESEND),
         (Overloaded(""), 9, Action.RESEND),
+        (StorageAway(""), 9, Action.RESEND),
         (Conflict(""), 1, Action.SYNCHRONISE),
         (Conflict(""), 3, Action.FAIL),
         (Internal("", "result_lost"), 1, Action.REPORT_LOST_RESULT),

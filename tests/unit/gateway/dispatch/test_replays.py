@@ -21,6 +21,7 @@ from tests.unit.gateway.dispatching import (
     again,
     batch,
     create,
+    load,
     started,
     step,
 )
@@ -63,11 +64,6 @@ async def tried(trainer: ScriptedTrainer, seq_id: int, times: int) -> None:
 async def session_of_the_model(redis_client: redis.asyncio.Redis) -> None:
     record = SessionRecord(session_id="s", owner="ann", created_at=1.0, last_heartbeat=1.0)
     await Stores.over(redis_client).sessions.create(record)
-
-
-def load(seq_id: int) -> operation_pb2.Operation:
-    made = operation_pb2.LoadState(source_model_id=ids.model_id("s", 1), checkpoint_id="weights/best")
-    return operation_pb2.Operation(model_id=MODEL, seq_id=seq_id, load_state=made)
 
 
 async def test_a_step_is_not_answered_before_the_failure_of_a_batch_that_it_passed_over_is_written_down(

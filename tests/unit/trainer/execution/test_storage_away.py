@@ -1,0 +1,242 @@
+"""What is loaded from a storage that is away waits for it, and nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.contract import ids
+from services.common.contract.errors import ModelNotResident, StorageAway
+from services.common.process.crashes import CrashLedger
+from services.common.process.threads import WorkerThread
+from services.common.storage.base import Key
+from services.common.storage.directory import DirectoryStorage
+from services.trainer.compute.data import LoraSpec, ModelState
+from services.trainer.convert import Target
+from services.trainer.execution import held_up
+from services.trainer.execution.control_ops import ControlOps
+from services.trainer.execution.executor import Executor
+from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
+from services.trainer.files.base import Base
+from services.trainer.files.checkpoints import CheckpointStore
+from services.trainer.order.scheduler import Limits
+from services.trainer.world.channel import Channel
+from services.trainer.world.world import World
+from tests.unit.trainer.execution.test_turns_of_models import Recorded, step
+from tinsmith.internal.v1 import operation_pb2
+
+SAVED = ids.model_id("s", 9)
+"""The model whose checkpoint is loaded."""
+
+
+class Outage(DirectoryStorage):
+    """A storage that can be away."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.away = False
+        self.asked = 0
+
+    @contextmanager
+    def local(self, key: Key) -> Iterator[Path | None]:
+        self.asked += 1
+        if self.away:
+            raise OSError(errno.EIO, "the object store failed: Connection refused")
+        with super().local(key) as directory:
+            yield directory
+
+
+class Loading(Recorded):
+    """An engine that takes states as well."""
+
+    def load_state(self, model_id: str, state: ModelState, optimizer: bool) -> None:
+        self.commands.append(("load", (model_id,)))
+
+    def create_model(self, model_id: str, *_: object) -> None:
+        self.commands.append(("create", (model_id,)))
+
+
+class Trainer:
+    """One with the models "a" and "b", and a checkpoint whose storage is away."""
+
+    def __init__(self, directory: Path, saved: ModelState) -> None:
+        unused: Any = None
+        self.engine: Any = Loading()
+        self.thread = WorkerThread("engine")
+        world = World(self.thread, self.engine, Channel(0, 1, timedelta(seconds=5)), 5)
+        self.storage = Outage(directory / "checkpoints")
+        checkpoints = CheckpointStore(self.storage, Base("org/base", "/models/base"), directory / "staging")
+        checkpoints.save(SAVED, 1, "weights/best", False, saved)
+        self.storage.away = True
+        adapters: Any = self
+        control = ControlOps(
+            *(world, checkpoints, unused, unused, unused),
+            changed=lambda _: None,
+            durable=self._durable,
+            full=unused,
+            adapters=adapters,
+            snapshot_steps=1,
+        )
+        self.models = {name: Model(name, new_sequence(0), created=True, lora=LoraSpec(8)) for name in "ab"}
+        self.ledger = directory / "executing"
+        crashes = CrashLedger[tuple[str, int]](self.ledger, tuple[str, int], "trainer")
+        target = Target("org/base", 64, True)
+        self.executor = Executor(world, self.models, control, target, Limits(1, 64), crashes)
+
+    async def _durable(self, model_id: str) -> int | None:
+        return None
+
+    @asynccontextmanager
+    async def room(self, model_id: str, lora: LoraSpec) -> AsyncIterator[int]:
+        yield 1
+
+    async def ask(self, operation: operation_pb2.Operation) -> asyncio.Future[OperationResult]:
+        work = await self.executor.read(operation)
+        result = self.executor.submit(operation, work, operation.seq_id - 1, epoch=1)
+        assert isinstance(result, asyncio.Future)
+        return result
+
+    async def comes_to(self, operation: operation_pb2.Operation) -> OperationResult:
+        """The result for a caller that asks again whenever it is told that the storage is away."""
+        while True:
+            try:
+                return await (await self.ask(operation))
+            except StorageAway:
+                continue
+
+    async def was_asked(self, times: int) -> None:
+        while self.storage.asked < times:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def running(directory: Path, saved: ModelState) -> AsyncIterator[Trainer]:
+    trainer = Trainer(directory, saved)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(trainer.executor.run())
+        yield trainer
+        trainer.executor.stop()
+    trainer.thread.close()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_up, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(held_up, "LONGEST_PAUSE_S", 0.002)
+
+
+def load(model_id: str, seq_id: int, checkpoint_id: str = "weights/best") -> operation_pb2.Operation:
+    made = operation_pb2.LoadState(source_model_id=SAVED, checkpoint_id=checkpoint_id, version=1)
+    return operation_pb2.Operation(model_id=model_id, seq_id=seq_id, load_state=made)
+
+
+def create_from_it() -> operation_pb2.Operation:
+    made = operation_pb2.CreateModel(base_model="org/base")
+    made.from_state.CopyFrom(load("c", 0).load_state)
+    return operation_pb2.Operation(model_id="c", seq_id=0, create_model=made)
+
+
+async def test_a_load_waits_for_its_storage_and_whoever_asks_is_told_so(
+    tmp_path: Path, model_state: ModelState
+) -> None:
+    async with running(tmp_path, model_state) as trainer:
+        loading, then = await trainer.ask(load("a", 1)), await trainer.ask(step("a", 2))
+        with pytest.raises(StorageAway, match=r"weights/best cannot be read at present.*Connection refused"):
+            await loading
+        assert not (await (await trainer.ask(step("b", 1)))).HasField("error")
+        await trainer.was_asked(4)
+        assert not then.done()
+        trainer.storage.away = False
+        assert (await trainer.comes_to(load("a", 1))).HasField("load_state")
+        assert not (await then).HasField("error")
+    assert trainer.engine.commands == [("steps", ("b",)), ("load", ("a",)), ("steps", ("a",))]
+
+
+async def test_a_creation_from_a_state_waits_for_it_too(tmp_path: Path, model_state: ModelState) -> None:
+    async with running(tmp_path, model_state) as trainer:
+        with pytest.raises(StorageAway):
+            await (await trainer.ask(create_from_it()))
+        await trainer.was_asked(4)
+        trainer.storage.away = False
+        assert (await trainer.comes_to(create_from_it())).HasField("create_model")
+        assert not (await (await trainer.ask(step("c", 1)))).HasField("error")
+
+
+async def test_what_waits_for_its_storage_is_not_blamed_when_the_trainer_dies(
+    tmp_path: Path, model_state: ModelState
+) -> None:
+    async with running(tmp_path, model_state) as trainer:
+        held_up.FIRST_PAUSE_S = held_up.LONGEST_PAUSE_S = 60.0
+        with pytest.raises(StorageAway):
+            await (await trainer.ask(load("a", 1)))
+        # As when it is killed now.
+        successor = tmp_path / "successor"
+        successor.write_bytes(trainer.ledger.read_bytes())
+        assert not CrashLedger[tuple[str, int]](successor, tuple[str, int], "trainer").is_suspect(("a", 1))
+
+
+async def test_a_load_is_given_up_after_minutes_and_may_be_sent_again(
+    tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_up, "AWAY_S", 0.05)
+    async with running(tmp_path, model_state) as trainer:
+        told = (await trainer.comes_to(load("a", 1))).error
+        assert told.code == "storage_away" and "again when the storage is back" in told.message
+        assert trainer.storage.asked > 2
+        trainer.storage.away = False
+        assert (await (await trainer.ask(load("a", 2)))).HasField("load_state")
+
+
+async def test_a_model_whose_state_stays_away_is_not_created_and_what_follows_says_why(
+    tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_up, "AWAY_S", 0.05)
+    async with running(tmp_path, model_state) as trainer:
+        assert (await trainer.comes_to(create_from_it())).error.code == "storage_away"
+        told = (await (await trainer.ask(step("c", 1)))).error
+        assert told.code == "storage_away" and told.message.startswith("the model was not created")
+
+
+async def test_a_checkpoint_that_is_not_there_is_refused_at_once(
+    tmp_path: Path, model_state: ModelState
+) -> None:
+    async with running(tmp_path, model_state) as trainer:
+        trainer.storage.away = False
+        told = (await (await trainer.ask(load("a", 1, "weights/other")))).error
+        assert (told.code, trainer.storage.asked) == ("checkpoint_not_found", 1)
+
+
+async def test_a_model_that_moves_meanwhile_is_let_go_at_once(
+    tmp_path: Path, model_state: ModelState
+) -> None:
+    async with running(tmp_path, model_state) as trainer:
+        held_up.FIRST_PAUSE_S = held_up.LONGEST_PAUSE_S = 60.0
+        with pytest.raises(StorageAway):
+            await (await trainer.ask(load("a", 1)))
+        again = await trainer.ask(load("a", 1))
+        gone = trainer.models["a"]
+        trainer.executor.evict(gone, ModelNotResident("another trainer went on with it"))
+        with pytest.raises(ModelNotResident):
+            await again
+        assert not gone.held
+
+
+async def test_the_log_says_once_that_it_waits_and_once_that_it_goes_on(
+    tmp_path: Path, model_state: ModelState, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with running(tmp_path, model_state) as trainer:
+        with pytest.raises(StorageAway):
+            await (await trainer.ask(load("a", 1)))
+        await trainer.was_asked(6)
+        trainer.storage.away = False
+        await trainer.comes_to(load("a", 1))
+    said = [one for one in caplog.messages if one.startswith("a checkpoint is waited for")]
+    assert len(said) == 2 and "Connection refused" in said[0] and "no more of a, after" in said[1]
