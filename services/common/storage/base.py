@@ -4,8 +4,9 @@ A stored directory is named by a `Key`: model, checkpoint id, and the version, w
 operation that saved it. Another save under the same name is another version, so nothing is ever replaced.
 
 Invariants: a reader finds a version complete or not at all; what a failed or interrupted save leaves behind
-is never found and is removed by `clean`; a version that was deleted is gone for new readers at once, and for
-those that are reading it after `GRACE_S`. What a deletion costs depends on its version alone, not on what
+is never found and is removed by `clean`; a version that was deleted is gone at once for whoever looks for it,
+and after `GRACE_S` for those who are reading it or know it by its number, as a load that was accepted before
+does when it is repeated. What a deletion costs depends on its version alone, not on what
 else is stored.
 """
 
@@ -29,7 +30,7 @@ GoOn = Callable[[], None]
 """Asked between the parts of long work; what it raises ends the work."""
 
 GRACE_S = 3600.0
-"""How long the files of a deleted version stay for those who are reading them."""
+"""How long the files of a deleted version stay for those who read them."""
 ABANDONED_S = 24 * 3600.0
 """Files of a save that are older than this belong to none that still goes on."""
 
@@ -96,8 +97,8 @@ class Storage(ABC):
 
     @abstractmethod
     def local(self, key: Key) -> AbstractContextManager[Path | None]:
-        """A directory of this machine with the files, for as long as the context lasts. None when nothing is
-        stored under the key."""
+        """A directory of this machine with the files, for as long as the context lasts, also those that are
+        still there of a version that was deleted. None when nothing is stored under the key."""
 
     @abstractmethod
     def open(self, key: Key, name: str) -> BinaryIO:

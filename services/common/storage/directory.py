@@ -16,9 +16,10 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -151,7 +152,7 @@ class DirectoryStorage(Storage):
         return sum(stored.values())
 
     def copy(self, source: Key, target: Key, go_on: GoOn = lambda: None) -> int | None:
-        with self.local(source) as directory:
+        with _opened(self._path(source)) as directory:
             return None if directory is None else self.publish(target, linked_files(directory, go_on))
 
     def versions(self, model_id: str, checkpoint_id: str) -> list[int]:
@@ -168,16 +169,8 @@ class DirectoryStorage(Storage):
 
     @contextmanager
     def local(self, key: Key) -> Iterator[Path | None]:
-        try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            yield None
-            return
-        try:
-            # Stays this directory when it is deleted, which moves it.
-            yield Path(f"/proc/self/fd/{descriptor}")
-        finally:
-            os.close(descriptor)
+        with _opened(self._path(key), self._deleted(key)) as directory:
+            yield directory
 
     def open(self, key: Key, name: str) -> BinaryIO:
         if name not in (self.files(key) or ()):
@@ -186,13 +179,12 @@ class DirectoryStorage(Storage):
 
     def delete(self, key: Key, grace: float = GRACE_S) -> float | None:
         path = self._path(key)
-        hidden = f"{_DELETED}{key.version}-"
         with suppress(FileNotFoundError):
             # The time of the deletion.
             os.utime(path)
-            path.rename(path.with_name(f"{hidden}{uuid.uuid4().hex}"))
+            path.rename(path.with_name(f"{_DELETED}{key.version}-{uuid.uuid4().hex}"))
         left = None
-        for doomed in path.parent.glob(f"{hidden}*"):
+        for doomed in self._deleted(key):
             with suppress(FileNotFoundError):
                 rest = doomed.stat().st_mtime + grace - time.time()
                 if rest <= 0:
@@ -215,6 +207,27 @@ class DirectoryStorage(Storage):
 
     def _path(self, key: Key) -> Path:
         return self._root / key.path
+
+    def _deleted(self, key: Key) -> Iterator[Path]:
+        """Where the files of a version are that was deleted, while they are there. Looks when it is asked."""
+        yield from self._path(key).parent.glob(f"{_DELETED}{key.version}-*")
+
+
+@contextmanager
+def _opened(path: Path, instead: Iterable[Path] = ()) -> Iterator[Path | None]:
+    """A directory, or the first of others that is there, for as long as the context lasts."""
+    for candidate in chain([path], instead):
+        with suppress(FileNotFoundError):
+            descriptor = os.open(candidate, os.O_RDONLY | os.O_DIRECTORY)
+            break
+    else:
+        yield None
+        return
+    try:
+        # Stays this directory when it is deleted, which moves it.
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
 
 
 def clean_abandoned(parent: Path, abandoned: float = ABANDONED_S) -> None:

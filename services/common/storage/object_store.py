@@ -2,9 +2,9 @@
 
 An object store renames nothing, but writes one object whole or not at all. The files of a version go below a
 prefix that no other save uses, <root>/<key>/<random>/, and <root>/<key>/manifest.json, written last, says
-which prefix and which files the version is. Readers go by the manifest alone. Deleting writes the time as
-<root>/<key>/deleted, then removes the manifest, and later all below the key; `clean` removes what no
-manifest names.
+which prefix and which files the version is. Readers go by the manifest alone. Deleting copies it to
+<root>/<key>/former.json for those who know the version, writes the time as <root>/<key>/deleted, then removes
+the manifest, and later all below the key; `clean` removes what no manifest names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsspec import AbstractFileSystem
 from services.common.contract.errors import TinsmithError
 from services.common.storage.base import ABANDONED_S, GRACE_S, GoOn, Key, Storage, Writer, check_name
 
-_MANIFEST, _DELETED = "manifest.json", "deleted"
+_MANIFEST, _FORMER, _DELETED = "manifest.json", "former.json", "deleted"
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _READ_BYTES = 4 * 1024**2
@@ -126,7 +126,7 @@ class ObjectStorage(Storage):
 
     @contextmanager
     def local(self, key: Key) -> Iterator[Path | None]:
-        manifest = self._manifest(key)
+        manifest = self._manifest(key) or self._manifest(key, _FORMER)
         if manifest is None:
             yield None
             return
@@ -150,7 +150,8 @@ class ObjectStorage(Storage):
     @_with_os_errors
     def delete(self, key: Key, grace: float = GRACE_S) -> float | None:
         mark = self._object(key, _DELETED)
-        if self._manifest(key) is not None:
+        if (manifest := self._manifest(key)) is not None:
+            self._fs.pipe_file(self._object(key, _FORMER), msgspec.json.encode(manifest))
             self._fs.pipe_file(mark, repr(time.time()).encode())
             with suppress(FileNotFoundError):
                 self._fs.rm_file(self._object(key, _MANIFEST))
@@ -215,8 +216,8 @@ class ObjectStorage(Storage):
         return found.timestamp() if isinstance(found, datetime) else float(found)
 
     @_with_os_errors
-    def _manifest(self, key: Key) -> Manifest | None:
-        return self._read(self._object(key, _MANIFEST))
+    def _manifest(self, key: Key, name: str = _MANIFEST) -> Manifest | None:
+        return self._read(self._object(key, name))
 
     def _read(self, path: str) -> Manifest | None:
         try:

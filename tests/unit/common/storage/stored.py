@@ -101,6 +101,21 @@ def check_a_deleted_version_can_be_read_to_its_end(storage: Storage) -> None:
     assert storage.versions(MODEL, "weights/a") == [8]
 
 
+def check_what_was_deleted_is_read_by_its_version_until_its_files_go(storage: Storage) -> None:
+    storage.publish(KEY, FILES)
+    storage.delete(KEY)
+    # As after a deletion that broke off, and one that is repeated.
+    storage.delete(KEY)
+    storage.clean(abandoned=-1)
+    assert storage.copy(KEY, Key("t:train:0", "weights/a", 3)) is None
+    with storage.local(KEY) as directory:
+        assert directory is not None
+        assert {path.name: path.stat().st_size for path in directory.iterdir()} == SIZES
+    assert storage.delete(KEY, grace=-1) is None
+    with storage.local(KEY) as directory:
+        assert directory is None
+
+
 def check_a_copy_that_is_given_up_ends_between_two_files(storage: Storage) -> None:
     copy = Key("t:train:0", "weights/a", 3)
     storage.publish(KEY, FILES)

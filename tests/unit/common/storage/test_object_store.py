@@ -72,7 +72,7 @@ def test_a_sweep_keeps_what_a_manifest_names_and_removes_the_rest(
     assert objects(filesystem) == before
     assert storage.delete(KEY)
     storage.clean(abandoned=-1)
-    assert len(objects(filesystem)) == 3
+    assert len(objects(filesystem)) == 4
     assert storage.delete(KEY, grace=-1) is None
     assert objects(filesystem) == []
 

@@ -42,6 +42,19 @@ def test_what_is_loaded_is_what_was_saved(store: CheckpointStore, model_state: M
     assert (loaded.meta.seq_id, loaded.meta.base_model) == (5, "org/base")
 
 
+def test_an_accepted_load_is_repeated_from_what_its_owner_has_deleted_since(
+    store: CheckpointStore, storage: DirectoryStorage, model_state: ModelState
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    storage.delete(KEY)
+    assert store.load(MODEL, "weights/a", version=5).state == model_state
+    with pytest.raises(NotFound):
+        store.load(MODEL, "weights/a")
+    storage.delete(KEY, grace=-1)
+    with pytest.raises(NotFound):
+        store.load(MODEL, "weights/a", version=5)
+
+
 def test_files_are_safetensors_and_json_only(
     store: CheckpointStore, storage: DirectoryStorage, model_state: ModelState
 ) -> None:
