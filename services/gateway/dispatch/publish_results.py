@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from prometheus_client import Counter
 from redis.exceptions import RedisError
@@ -103,6 +104,10 @@ class ResultPublisher:
     async def close_model(self, seq_id: int, closing: bytes) -> None:
         """Fails a pending operation and every later one with the same serialized OperationResult."""
         lease = self._lease
+        with suppress(UnreadableOperation):
+            (operation,) = await self._journal.operations(lease.model_id, [seq_id])
+            if operation is not None:
+                await self._record(operation, results_pb2.OperationResult.FromString(closing))
         outcome = await self._journal.publish(lease.model_id, lease.epoch, seq_id, closing, closing=closing)
         self._note(outcome)
 

@@ -219,6 +219,7 @@ async def test_a_model_of_which_an_operation_is_refused_for_long_is_lost(
         await gateway.accept(step(2))
         told = (await gateway.result(2)).error
         assert told.code == "model_lost" and "what it loads is damaged" in told.message
+        assert 2 in gateway.recorded, "a save would keep its part of what its owner may have"
     # Pauses of 0.1, 0.2 and 0.4 s.
     assert restarted.order(MODEL).count(1) == 4
 
