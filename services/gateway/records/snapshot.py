@@ -77,13 +77,17 @@ class SnapshotStore:
         return int(listed), int(coming)
 
     async def note_used(self, model_id: str, version: int, owner: str) -> None:
-        """Notes that a snapshot is sampled now; at most once a minute."""
+        """Notes that a snapshot is sampled now; at most once a minute, but until it is noted every time."""
         member = _member(model_id, version)
         if member in self._noted:
             return
         self._noted[member] = None
         lists = [keys.SNAPSHOTS_USED, keys.owner_snapshots(owner)]
-        await self._times.note(lists, {member: time.time()}, only="known")
+        try:
+            await self._times.note(lists, {member: time.time()}, only="known")
+        except BaseException:
+            self._noted.pop(member, None)
+            raise
 
     async def forget(self, model_id: str, version: int, owner: str) -> None:
         """Takes a snapshot off the list."""

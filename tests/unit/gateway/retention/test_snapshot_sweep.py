@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+from redis.exceptions import RedisError
 
 from services.common.contract.errors import LimitReached
 from services.common.state import keys
@@ -97,6 +98,22 @@ async def test_sampling_keeps_a_snapshot(stage: Stage) -> None:
     await stage.sweeps.sweep()
     assert oldest.exists()
     assert [path.exists() for path in others] == [False, True, True]
+
+
+async def test_a_use_that_redis_could_not_note_is_noted_the_next_time(stage: Stage) -> None:
+    oldest, snapshots = await stage.save(1, age=9000), stage.stores.snapshots
+    for version in (2, 3, 4):
+        await stage.save(version)
+    listed = keys.owner_snapshots(OWNER)
+    await stage.redis.rename(listed, "aside{snapshots}")
+    await stage.redis.set(listed, "no list")
+    with pytest.raises(RedisError):
+        await snapshots.note_used(MODEL, 1, OWNER)
+    await stage.redis.rename("aside{snapshots}", listed)
+    await snapshots.note_used(MODEL, 1, OWNER)
+    assert [one.version for one in await snapshots.oldest(9, OWNER)][-1] == 1
+    await stage.sweeps.sweep()
+    assert oldest.exists()
 
 
 async def test_a_version_that_inflight_sessions_left_goes_at_once(stage: Stage) -> None:
