@@ -230,6 +230,11 @@ RUNS: dict[str, list[Panel]] = {
             {"{{pod}}": rate("tinsmith_page_locked_refused_total", "pod")},
         ),
         (
+            "Moves of adapters that were refused memory",
+            "ops",
+            {"{{pod}}": rate("tinsmith_adapter_moves_refused_total", "pod")},
+        ),
+        (
             "Micro-batches that were refused memory",
             "ops",
             {"{{pod}}": rate("tinsmith_micro_batch_splits_total", "pod")},

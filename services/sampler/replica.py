@@ -28,6 +28,7 @@ from services.common.storage.hub import model_directory
 from services.common.telemetry import logs, metrics
 from services.common.telemetry.loaded import LOADED
 from services.common.telemetry.loop_lag import watched_loop
+from services.common.telemetry.repeats import Repeats
 from services.common.tls.wires import identity, mutual
 from services.sampler import wiring
 from services.sampler.config import SamplerConfig
@@ -37,6 +38,8 @@ from services.sampler.engine.snapshot_key import Weights
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+_UNTOLD = Repeats(log, "the weights of the engine could not be announced")
 
 _LIVENESS_S = 0.5
 _ENGINE_SHUTDOWN_S = 10.0
@@ -162,7 +165,7 @@ async def _announce_weights(announcer: registry.Announcer, weights: Weights) -> 
         await announcer.update(msgspec.structs.replace(announcer.record, weights=name))
     except RedisError as error:
         # The next refresh of the record says it.
-        log.warning("could not announce %s: %s", name or "the base weights", error)
+        _UNTOLD.failed(announcer.record.id, error)
 
 
 async def _until_dead(engine: Engine) -> None:

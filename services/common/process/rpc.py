@@ -36,6 +36,7 @@ from services.common.tls.wires import Identity, Role, ServerTls, name_of
 log = logging.getLogger(__name__)
 
 _REDIS_FAILED = Repeats(log, "Redis failed a call")
+_UNFORESEEN = Repeats(log, "a call failed")
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 CODE_METADATA = "tinsmith-code"
@@ -274,7 +275,7 @@ def typed(error: Exception, method: str) -> errors.TinsmithError:
     if isinstance(error, RedisError):
         _REDIS_FAILED.failed(method, error)
         return redis_errors.typed(error)
-    log.error("%s failed", method, exc_info=error)
+    _UNFORESEEN.failed(method, error, foreseen=False)
     return errors.Internal(f"{type(error).__name__}: {error}")
 
 

@@ -15,8 +15,11 @@ import time
 from typing import Protocol
 
 from services.common.process.tasks import cancel_all
+from services.common.telemetry.repeats import Repeats
 
 log = logging.getLogger(__name__)
+
+_SILENT = Repeats(log, "it is not known how many steps were done")
 
 _LOOKS_PER_LIMIT = 10
 _LONGEST_PAUSE_S = 5.0
@@ -81,5 +84,5 @@ def _answer(asked: asyncio.Task[int]) -> int | None:
     try:
         return asked.result()
     except Exception as error:
-        log.warning("the engine does not say how many steps it has done: %s", error)
+        _SILENT.failed("the engine", error)
         return None

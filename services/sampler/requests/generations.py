@@ -20,6 +20,7 @@ from cachetools import TTLCache
 
 from services.common.contract.errors import Cancelled, TinsmithError
 from services.common.process.tasks import cancel_all
+from services.common.telemetry.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Generations(Generic[Answer]):
         self._size = size
         self._grace = grace
         self._running: dict[str, _Generation[Answer]] = {}
+        self._failed = Repeats(log, "a sample failed")
         self._finished: TTLCache[str, tuple[bytes, Answer, int]] = TTLCache(
             kept_bytes, kept_seconds, timer=clock, getsizeof=lambda kept: kept[2]
         )
@@ -153,7 +155,7 @@ class Generations(Generic[Answer]):
         if generation.task.cancelled():
             return
         if (error := generation.task.exception()) is not None:
-            log.info("sample %s failed: %s", request_id, error)
+            self._failed.failed(getattr(error, "code", ""), f"{request_id}: {error}")
             return
         answer = generation.task.result()
         size = self._size(answer)

@@ -17,6 +17,7 @@ from prometheus_client import Histogram
 from services.common.contract.errors import Internal, TinsmithError
 from services.common.telemetry import subject, tracing
 from services.common.telemetry.metrics import LONG_S
+from services.common.telemetry.repeats import Repeats
 from services.sampler.engine.sampling import (
     Limits,
     SampleJob,
@@ -79,6 +80,7 @@ class Samples:
         self._snapshots = snapshots
         self._admission = admission
         self._courses: dict[str, Course] = {}
+        self._stays = Repeats(log, "a sample does not move to newer weights")
         self.running = 0
         """Requests that are taken on and have not ended."""
 
@@ -153,7 +155,7 @@ class Samples:
                 if job.begun is None or key == job.snapshot:
                     raise error.reason from error
                 # Its old ones are as good as they were.
-                log.warning("sample %s does not move to %s: %s", job.request_id, key, error.reason)
+                self._stays.failed(str(key), error.reason)
                 course.weights = job.snapshot
                 continue
             if not unfinished(output):

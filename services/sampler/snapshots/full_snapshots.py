@@ -20,6 +20,7 @@ from typing import Protocol
 from services.common.contract.errors import Internal, InvalidRequest, TinsmithError, Unavailable
 from services.common.process.tasks import cancel_all
 from services.common.storage.data_dir import DataDir
+from services.common.telemetry.repeats import Repeats
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.staging import Staging
@@ -66,6 +67,9 @@ class FullSnapshots:
         """What is on its way into the engine."""
         self._refusals: OrderedDict[SnapshotKey, str] = OrderedDict()
         self._lost = asyncio.Event()
+        self._not_kept = Repeats(log, "a full snapshot is not kept in memory")
+        self._unfit = Repeats(log, "weights are refused")
+        self._broke = Repeats(log, "weights could not be put into the engine")
 
     @property
     def weights(self) -> Weights:
@@ -139,10 +143,9 @@ class FullSnapshots:
                 self._unwanted.append(self._staging.cancel(incoming.key))
             raise
         if stage_id is None:
-            log.warning(
-                "full snapshot %s (%d bytes) is not kept in memory, its requests read it from the store",
-                incoming.key,
-                nbytes,
+            what = f"version {incoming.key.version} ({nbytes} bytes)"
+            self._not_kept.failed(
+                incoming.key.model_id, f"{what} does not fit, its requests read it from the store"
             )
         else:
             self._staging.complete(incoming.key)
@@ -186,7 +189,7 @@ class FullSnapshots:
             if source is not None:
                 await self._engine.check_weights(source, SWAP_TIMEOUT_S)
         except Exception as error:
-            log.warning("%s are refused: %s", weights, error)
+            self._unfit.failed(str(weights), error)
             self._remember(weights, error)
             self._fail(self._turns.refused(), error)
         else:
@@ -201,7 +204,7 @@ class FullSnapshots:
         try:
             await self._engine.swap_weights(weights, source, SWAP_TIMEOUT_S)
         except Exception as error:
-            log.warning("could not put %s into the engine: %s", weights or "the base weights", error)
+            self._broke.failed(str(weights or "the base weights"), error)
             failed = self._turns.broke()
             if self._turns.lost:
                 self._lost.set()
@@ -209,6 +212,7 @@ class FullSnapshots:
             else:
                 self._fail(failed, error)
         else:
+            self._broke.over(str(weights or "the base weights"))
             seconds = time.monotonic() - started
             self._turns.swapped(time.monotonic(), seconds)
             log.info("%s in the engine after %.2f s", weights or "the base weights are", seconds)

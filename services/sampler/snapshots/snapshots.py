@@ -18,6 +18,7 @@ from prometheus_client import Counter, Gauge
 
 from services.common.contract.errors import InvalidRequest, SnapshotNotFound, TinsmithError
 from services.common.storage.data_dir import DataDir
+from services.common.telemetry.repeats import Repeats
 from services.common.weights.medium import Medium
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey, Weights
 from services.sampler.snapshots.adapter_slots import AdapterSlots
@@ -95,6 +96,9 @@ class Snapshots:
         self._receiving = asyncio.Lock()
         self._cleanups: set[asyncio.Task[None]] = set()
         self._versions = KnownVersions()
+        self._unloaded = Repeats(log, "a snapshot could not be loaded")
+        self._not_arrived = Repeats(log, "a snapshot did not arrive")
+        self._unclean = Repeats(log, "a clean-up failed")
         self.group_epoch = 0
         """Weight group the workers are in; 0 = none."""
 
@@ -203,10 +207,14 @@ class Snapshots:
     def _begin_load(self, key: SnapshotKey) -> asyncio.Task[None]:
         def end(task: asyncio.Task[None]) -> None:
             del self._loads[key]
-            if not task.cancelled() and task.exception() is not None:
+            if task.cancelled():
+                return
+            if isinstance(error := task.exception(), Exception):
                 # Whose turn comes tries again, and fails with it.
                 self._residency.failed(key)
-                log.warning("%s: %s", task.get_name(), task.exception())
+                self._unloaded.failed(str(key), error)
+            else:
+                self._unloaded.over(str(key))
 
         task = self._loads.get(key)
         if task is None:
@@ -292,7 +300,7 @@ class Snapshots:
                 else:
                     await self._receive_adapter(incoming, incoming.rank)
             except TinsmithError as error:
-                log.warning("snapshot %s did not arrive: %s", incoming.key, error)
+                self._not_arrived.failed(incoming.key.model_id, error)
                 # An adapter that does not fit arrived whole: the group is sound.
                 if not isinstance(error, InvalidRequest):
                     self._leave(incoming.epoch)
@@ -300,6 +308,7 @@ class Snapshots:
             except asyncio.CancelledError:
                 self._leave(incoming.epoch)
                 raise
+        self._not_arrived.over(incoming.key.model_id)
         log.info("received snapshot %s", incoming.key)
 
     async def _receive_adapter(self, incoming: IncomingSnapshot, rank: int) -> None:
@@ -346,5 +355,5 @@ class Snapshots:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._cleanups.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.warning("clean-up failed: %s", task.exception())
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._unclean.failed("the engine", error)

@@ -16,8 +16,11 @@ from typing import Any
 import msgspec
 
 from services.common.contract.errors import Internal, TinsmithError
+from services.common.telemetry.repeats import Repeats
 
 log = logging.getLogger(__name__)
+
+_FAILED = Repeats(log, "a job of a worker failed")
 
 Outcome = list[Any]
 """["done"], ["ok", bytes] or ["error", code, category, message]; plain, because it crosses processes."""
@@ -126,5 +129,6 @@ class Job:
     def _outcome_of(self, error: BaseException) -> Outcome:
         if isinstance(error, TinsmithError):
             return ["error", error.code, error.category, error.message]
-        log.warning("%s failed", self._thread.name, exc_info=error)
+        why = error if isinstance(error, Exception) else repr(error)
+        _FAILED.failed(self._thread.name, why, foreseen=False)
         return ["error", Internal.default_code, "server", f"{type(error).__name__}: {error}"]

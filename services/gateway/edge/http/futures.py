@@ -20,6 +20,7 @@ from services.common.contract.errors import Overloaded, TinsmithError
 from services.common.contract.ids import parse_request_id
 from services.common.process import redis_errors
 from services.common.process.pools import COMPUTE
+from services.common.telemetry.repeats import Repeats
 from services.gateway.access.limits import COMPLETIONS_POLL_SECONDS, LONG_POLL_SECONDS, THREAD_ABOVE_BYTES
 from services.gateway.edge.http.codec import messages, results_out
 from services.gateway.edge.http.routes import Call, Sent, reply
@@ -28,6 +29,8 @@ from services.gateway.results.futures import FutureView
 from services.gateway.sampling.completions import Target
 
 log = logging.getLogger(__name__)
+
+_UNFORESEEN = Repeats(log, "a poll failed")
 
 T = TypeVar("T")
 
@@ -85,7 +88,7 @@ def _trouble_is_429() -> Iterator[None]:
     except RedisError as error:
         raise Overloaded(redis_errors.typed(error).message) from error
     except Exception as error:
-        log.exception("a poll failed")
+        _UNFORESEEN.failed("retrieve_future", error, foreseen=False)
         raise Overloaded(f"{type(error).__name__} in this gateway; its log says more") from error
 
 

@@ -55,6 +55,7 @@ from services.gateway.identity.tokens import REJECTED
 log = logging.getLogger(__name__)
 
 _REDIS_FAILED = Repeats(log, "Redis failed a request")
+_FAILED = Repeats(log, "a request was answered with an error of this side")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Answer = Callable[[Request, Exception], Awaitable[Response]]
@@ -222,7 +223,7 @@ def _error(error: TinsmithError) -> Response:
 async def _tinsmith_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TinsmithError)
     if error.http_status >= 500:
-        log.warning("%s %s: %s", request.method, request.url.path, error.message)
+        _FAILED.failed(error.code, f"{request.method} {request.url.path}: {error.message}")
     return _error(error)
 
 

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from services.common.contract.errors import Internal, TinsmithError
 from services.common.process import redis_errors
 from services.common.process.tasks import cancel_all
+from services.common.telemetry.repeats import Repeats
 from services.gateway.application import Application
 from services.gateway.audit.acts import ACTS
 from services.gateway.edge.http.codec.results_out import JSON
@@ -27,6 +28,9 @@ from services.gateway.edge.http.routes import Handler, acted, address_of
 from services.gateway.identity.rights import NEEDS
 
 log = logging.getLogger(__name__)
+
+_FAILED = Repeats(log, "a request was answered with an error of this side")
+_UNFORESEEN = Repeats(log, "a request failed")
 
 ErrorForm = Callable[[TinsmithError], tuple[int, Any]]
 """HTTP status and JSON body of an error."""
@@ -81,10 +85,10 @@ def typed(error: Exception, request: Request) -> TinsmithError:
     if isinstance(error, RedisError):
         error = redis_errors.typed(error)
     if not isinstance(error, TinsmithError):
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        _UNFORESEEN.failed(f"{request.method} {request.url.path}", error, foreseen=False)
         return Internal(f"{type(error).__name__} in this gateway; its log says more")
     if error.http_status >= 500:
-        log.warning("%s %s: %s", request.method, request.url.path, error.message)
+        _FAILED.failed(error.code, f"{request.method} {request.url.path}: {error.message}")
     return error
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from services.common.contract import errors
 from services.common.contract.errors import DeadlineExceeded, Internal, TinsmithError, Unavailable
 from services.common.process.tasks import cancel_all
+from services.common.telemetry.repeats import Repeats
 from services.sampler.engine.calls.reports import ENDED, Reports
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Workers:
         self._seconds = seconds
         self._numbers = itertools.count()
         self._owed: dict[str, list[Any]] = {}
+        self._unfreed = Repeats(log, "workers did not free what they are to, and are told again")
         """What a method is still to free."""
         self._freeing: asyncio.Task[None] | None = None
 
@@ -105,7 +107,7 @@ class Workers:
         try:
             await self.call(method, names)
         except TinsmithError as error:
-            log.warning("%s is called again: %s", method, error)
+            self._unfreed.failed(method, error)
             self._owe(method, names)
 
     async def close(self) -> None:
@@ -125,9 +127,10 @@ class Workers:
             names = self._owed.pop(method)
             try:
                 await self.call(method, names)
+                self._unfreed.over(method)
                 pause = _AGAIN_S
             except TinsmithError as error:
-                log.warning("workers keep %d for %s: %s", len(names), method, error)
+                self._unfreed.failed(method, error)
                 self._owed.setdefault(method, []).extend(names)
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _AGAIN_MAX_S)

@@ -14,7 +14,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from prometheus_client import Counter
+
 from services.common.process import failpoints
+from services.common.telemetry.repeats import Repeats
 from services.trainer.compute.exchange import any_rank
 from services.trainer.compute.memory.failures import free_cache, is_of_device
 from services.trainer.compute.memory.host import Away
@@ -23,6 +26,12 @@ if TYPE_CHECKING:
     from services.trainer.compute.tenant import LoraTenant
 
 log = logging.getLogger(__name__)
+
+REFUSED = Counter(
+    "tinsmith_adapter_moves_refused_total", "Adapters that the first rank had no memory to move"
+)
+
+_NO_MEMORY = Repeats(log, "no memory for an adapter that is to move")
 
 
 def leave(tenant: LoraTenant, device: str) -> bool:
@@ -66,7 +75,8 @@ def _everywhere(take: Callable[[], None], device: str) -> bool:
         if is_of_device(error):
             raise
         # Neither the host's allocators nor a CPU's have an error of their own.
-        log.warning("no memory for an adapter that is to move: %s", error)
+        REFUSED.inc()
+        _NO_MEMORY.failed(device, error)
         failed = True
     (refused,) = any_rank([failed], device)
     return not refused

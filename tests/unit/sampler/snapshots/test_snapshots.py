@@ -117,6 +117,27 @@ async def test_a_load_that_failed_is_tried_again_by_the_next_request(
     assert engine.dropped == [100]
 
 
+async def test_however_often_loads_and_transfers_fail_the_log_has_the_first_and_the_end(
+    engine: Engine, snapshots: Snapshots, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for epoch in range(1, 6):
+        await snapshots.join_group(epoch, 1, 2, "gloo", 5)
+        engine.failure = Internal("disk")
+        with pytest.raises(Internal, match="disk"):
+            await use(snapshots)
+        with pytest.raises(Internal, match="disk"):
+            await snapshots.receive(dataclasses.replace(INCOMING, epoch=epoch))
+        engine.failure = None
+    await use(snapshots)
+    said = [one for one in caplog.messages if "disk" in one or "no more of" in one]
+    assert said == [
+        f"a snapshot could not be loaded: {KEY}: disk",
+        f"a snapshot did not arrive: {INCOMING.key.model_id}: disk",
+        f"a snapshot could not be loaded: no more of {KEY}, after 5 failures",
+    ]
+
+
 async def test_a_received_snapshot_needs_no_load(engine: Engine, snapshots: Snapshots) -> None:
     await snapshots.join_group(1, 1, 2, "gloo", 5)
     received, evicted = counted("arrived_total", way="broadcast"), counted("evicted_total")

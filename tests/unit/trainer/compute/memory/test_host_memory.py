@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from prometheus_client import REGISTRY
 
 from services.common.contract.errors import InvalidRequest
 from services.common.process import failpoints
@@ -117,7 +118,9 @@ def test_a_device_that_fails_meanwhile_is_no_lack_of_memory(monkeypatch: pytest.
         come_back(tenant, "cpu")
 
 
-def test_a_host_without_memory_leaves_it_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_memory_leaves_it_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     tenant = made(torch.float32)
 
     def refused(*_: object, **__: object) -> torch.Tensor:
@@ -126,7 +129,12 @@ def test_a_host_without_memory_leaves_it_where_it_is(monkeypatch: pytest.MonkeyP
     before = on_device(tenant)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", refused)
-        assert not leave(tenant, "cpu")
+        before_refused = REGISTRY.get_sample_value("tinsmith_adapter_moves_refused_total") or 0.0
+        for _ in range(5):
+            assert not leave(tenant, "cpu")
+    assert REGISTRY.get_sample_value("tinsmith_adapter_moves_refused_total") == before_refused + 5
+    # Unless another test of this process had it.
+    assert len([one for one in caplog.messages if "can't allocate memory" in one]) <= 1
     assert tenant.away is None and on_device(tenant) == before
 
 
