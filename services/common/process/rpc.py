@@ -11,10 +11,9 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import grpc
@@ -26,8 +25,10 @@ from prometheus_client import Histogram
 from redis.exceptions import RedisError
 
 from services.common.contract import errors
-from services.common.process import error_details, redis_errors
-from services.common.process.health import Health
+from services.common.process import redis_errors
+from services.common.process.serving import error_details
+from services.common.process.serving.health import Health
+from services.common.process.serving.server_limits import MAX_MESSAGE_BYTES, ServerLimits, write
 from services.common.telemetry import access_log, subject, tracing
 from services.common.telemetry.metrics import LONG_S
 from services.common.telemetry.repeats import Repeats
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 _REDIS_FAILED = Repeats(log, "Redis failed a call")
 _UNFORESEEN = Repeats(log, "a call failed")
 
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 CODE_METADATA = "tinsmith-code"
 
 HEALTH_SERVICE: str = health.SERVICE_NAME
@@ -52,59 +52,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-@dataclass(frozen=True)
-class ServerLimits:
-    """What a server takes of its peers. The defaults are those among services of one cluster.
-
-    Attributes:
-        message_bytes: largest message that is received.
-        metadata_bytes: largest header block of a call. (gRPC refuses some of it from half of that on.)
-        streams: calls that one connection has at once; further ones wait at the client.
-        connections: connections at once; further ones are closed.
-        idle_s: how long a connection without calls is kept; 0: for ever. Clients connect anew by themselves.
-        age_s: how long new calls are taken on one connection; 0: for ever. Those under way end on it. Clients
-            resolve its name again, and so see servers that came since.
-        ahead_bytes: of a call that come before anybody asked for them; a message comes at so much a round
-            trip. 0: what the connection carries, up to 16 MiB, which any caller can have gRPC keep.
-    """
-
-    message_bytes: int = MAX_MESSAGE_BYTES
-    metadata_bytes: int = 16 * 1024
-    streams: int = 100_000
-    connections: int = 100_000
-    idle_s: int = 0
-    age_s: int = 0
-    ahead_bytes: int = 0
-
-    @classmethod
-    def public(cls, message_bytes: int, connections: int) -> ServerLimits:
-        """For a port that anybody may reach. A client waits for many results at once, each in a call."""
-        return cls(message_bytes, 8 * 1024, 1024, connections, idle_s=120, age_s=600, ahead_bytes=2**20)
-
-    def options(self) -> list[tuple[str, Any]]:
-        found: list[tuple[str, Any]] = [
-            ("grpc.max_receive_message_length", self.message_bytes),
-            ("grpc.max_metadata_size", self.metadata_bytes // 2),
-            ("grpc.absolute_max_metadata_size", self.metadata_bytes),
-            ("grpc.max_concurrent_streams", self.streams),
-            ("grpc.max_allowed_incoming_connections", self.connections),
-            # Any number of pings is answered, which costs next to nothing. A connection that gRPC closes for
-            # too many of them stays open, unread, for as long as its peer sends more.
-            ("grpc.http2.max_ping_strikes", 0),
-            # A connection that does not begin to speak HTTP/2 is closed.
-            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-            ("grpc.http2.settings_timeout", _HANDSHAKE_MS),
-        ]
-        if self.ahead_bytes:
-            found += [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", self.ahead_bytes)]
-        if self.idle_s:
-            found.append(("grpc.max_connection_idle_ms", self.idle_s * 1000))
-        if self.age_s:
-            found.append(("grpc.max_connection_age_ms", self.age_s * 1000))
-        return found
-
-
-_HANDSHAKE_MS = 10_000
+_TOLD_S = 10.0
 _LOOPBACK = ("127.", "[::1]", "localhost:")
 SECONDS = Histogram(
     "tinsmith_rpc_seconds", "gRPC calls, by how they ended", ["method", "code"], buckets=LONG_S
@@ -127,9 +75,13 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
     Args:
         tells: whether each call is a line of the access log.
         follows: whether the trace of a call with this metadata goes on here; otherwise one begins.
+        write_s: as of `ServerLimits`.
     """
 
-    def __init__(self, tells: bool, tls: ServerTls | None, follows: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, tells: bool, tls: ServerTls | None, follows: Callable[[Any], bool], write_s: float
+    ) -> None:
+        self._write_s = write_s
         self._tells = tells
         self._tls = tls
         self._follows = follows
@@ -151,7 +103,8 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _wrap(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         inner, make = _parts(handler)
-        guard = _guarded_stream if inspect.isasyncgenfunction(inner) else _guarded
+        stream = partial(_guarded_stream, write_s=self._write_s)
+        guard = stream if inspect.isasyncgenfunction(inner) else _guarded
         return make(
             guard(inner, method, self._tells, self._tls, self._follows),
             request_deserializer=handler.request_deserializer,
@@ -245,21 +198,23 @@ def _guarded(
 
 
 def _guarded_stream(
-    inner: Callable[..., AsyncIterator[Any]],
+    inner: Callable[..., AsyncGenerator[Any]],
     method: str,
     tells: bool,
     tls: ServerTls | None,
     follows: Callable[[Any], bool],
-) -> Callable[..., AsyncIterator[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    write_s: float,
+) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> None:
         with _measured(method, context, tells, follows):
             try:
                 if tls is not None:
                     tls.check(context.auth_context())
-                async for reply in inner(request, context):
-                    if tells:
-                        count(None, reply)
-                    yield reply
+                async with aclosing(inner(request, context)) as replies:
+                    async for reply in replies:
+                        if tells:
+                            count(None, reply)
+                        await write(context, reply, write_s)
             except grpc.aio.AbortError:
                 raise
             except Exception as error:
@@ -286,7 +241,14 @@ async def _abort(context: grpc.aio.ServicerContext, error: errors.TinsmithError)
         (CODE_METADATA, error.code),
         (error_details.DETAILS_METADATA, status.SerializeToString()),
     )
-    await context.abort(code, status.message, trailing_metadata=trailers)
+    try:
+        async with asyncio.timeout(_TOLD_S):
+            await context.abort(code, status.message, trailing_metadata=trailers)
+    except grpc.aio.AbortError:
+        raise
+    except (TimeoutError, grpc.aio.BaseError) as unsent:
+        # Its client reads nothing, and is told when it does, or it has gone.
+        raise grpc.aio.AbortError from unsent
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TinsmithError:
@@ -353,9 +315,10 @@ async def serve(
     Raises:
         errors.Unavailable: the address cannot be bound.
     """
+    taken = limits or ServerLimits()
     server = grpc.aio.server(
-        interceptors=(_ErrorInterceptor(tells, tls, follows), *interceptors),
-        options=[*_OPTIONS, *(limits or ServerLimits()).options(), ("grpc.so_reuseport", int(reuse_port))],
+        interceptors=(_ErrorInterceptor(tells, tls, follows, taken.write_s), *interceptors),
+        options=[*_OPTIONS, *taken.options(), ("grpc.so_reuseport", int(reuse_port))],
     )
     checker = Health()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)

@@ -19,12 +19,13 @@ import grpc.aio
 from services.common.contract import errors
 from services.common.contract.errors import InvalidRequest, Overloaded, TinsmithError, TooLarge, Unavailable
 from services.common.process import rpc
+from services.common.process.serving.server_limits import MAX_MESSAGE_BYTES
 from services.common.process.tasks import cancel_all
 from tinsmith.internal.v1 import carrier_pb2, carrier_pb2_grpc
 from tinsmith.internal.v1.carrier_pb2 import CarriedAnswer, CarriedCall, CarryRequest, CarryResponse
 
 TOGETHER_BYTES = 2**20
-_MOST_BYTES = rpc.MAX_MESSAGE_BYTES - 2**10
+_MOST_BYTES = MAX_MESSAGE_BYTES - 2**10
 _MOST_CALLS = 65_536
 
 _NAME: str = carrier_pb2.DESCRIPTOR.services_by_name["CarrierService"].full_name

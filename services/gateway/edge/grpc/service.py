@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.common.process import rpc
+from services.common.process.serving.server_limits import ServerLimits
 from services.common.tls.files import KeyFiles
 from services.common.tls.wires import public
 from services.gateway.application import Application
@@ -58,7 +59,7 @@ async def serve(
     add = service_pb2_grpc.add_TinsmithServiceServicer_to_server
     most = application.limits.grpc_message_bytes
     reception = Reception(application, [rpc.HEALTH_SERVICE])
-    limits = rpc.ServerLimits.public(most, connections)
+    limits = ServerLimits.public(most, connections)
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
     services = [
         (add, TinsmithService(application), name),

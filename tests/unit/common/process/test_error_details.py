@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from services.common.contract.errors import MESSAGE_CHARS, InvalidRequest, Overloaded
-from services.common.process.error_details import status_of
+from services.common.process.serving.error_details import status_of
 
 
 @pytest.mark.parametrize("character", ["x", "%", "ß", "語", "🙂"])

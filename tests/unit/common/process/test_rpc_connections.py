@@ -8,10 +8,11 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.process import rpc
+from services.common.process.serving.server_limits import ServerLimits
 
 
 async def test_an_old_connection_ends_without_a_failed_call() -> None:
-    limits = rpc.ServerLimits(age_s=1)
+    limits = ServerLimits(age_s=1)
     server = await rpc.serve([], "127.0.0.1:0", limits=limits)
     try:
         async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
@@ -34,6 +35,6 @@ async def test_an_old_connection_ends_without_a_failed_call() -> None:
 
 
 def test_connections_of_the_public_port_do_not_last_for_ever() -> None:
-    options = dict(rpc.ServerLimits.public(1, 1).options())
+    options = dict(ServerLimits.public(1, 1).options())
     assert 60_000 <= options["grpc.max_connection_age_ms"] <= 3_600_000
-    assert "grpc.max_connection_age_ms" not in dict(rpc.ServerLimits().options())
+    assert "grpc.max_connection_age_ms" not in dict(ServerLimits().options())
