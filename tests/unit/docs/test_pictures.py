@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
@@ -122,3 +123,14 @@ def test_the_picture_of_a_dashboard_that_the_documentation_shows_is_there_and_sm
     assert source.stat().st_size < 300_000
     title = json.loads((FOLDER / f"{name}.json").read_text())["title"]
     assert texts(ElementTree.parse(source).getroot())[0] == title
+
+
+def test_panels_that_the_pictures_of_the_documentation_lack_are_told() -> None:
+    document = " ".join((ROOT / "docs" / "operations.md").read_text().split())
+    (told,) = re.findall(r"not in the pictures: (.*?)\.", document)
+    lacking = []
+    for name in ("health", "runs"):
+        drawn_ones = texts(ElementTree.parse(ROOT / "docs" / f"{name}.svg").getroot())
+        panels = json.loads((FOLDER / f"{name}.json").read_text())["panels"]
+        lacking += [one["title"] for one in panels if one["title"] not in drawn_ones]
+    assert re.findall(r"\*(.*?)\*", told) == lacking
