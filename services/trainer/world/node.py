@@ -48,9 +48,9 @@ class _Agent(LocalElasticAgent):
         self._meeting = meeting
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """The head's ranks may wait for one that refused its settings before it met them."""
+        """Ranks may wait for one that refused its settings before it met them."""
         found: RunResult = super()._monitor_workers(worker_group)
-        if found.state == WorkerState.HEALTHY and self._meeting.refusal():
+        if found.state == WorkerState.HEALTHY and self._meeting.is_over():
             return RunResult(state=WorkerState.FAILED)
         return found
 
@@ -107,7 +107,9 @@ def _run(nodes: Nodes, ranks: int, args: list[str]) -> int:
         refusals.tell(f"node {nodes.rank} does not take its flags, and its log says why")
     if refusal := meeting.refusal():
         log.critical("%s", refusal)
-    return min(own) if own else REFUSED if refusal else _FAILED
+        if nodes.rank == 0:
+            meeting.until_heard()
+    return min(own) if own else REFUSED if refusal and nodes.rank == 0 else _FAILED
 
 
 def _parse(argv: list[str]) -> tuple[Nodes, int, list[str]]:

@@ -66,5 +66,9 @@ def tell(sentence: str) -> None:
 
 
 def heard(store: dist.Store) -> str:
-    """What was refused first; empty = nothing was. Of a store that this process serves."""
+    """What was refused first; empty = nothing was.
+
+    Raises:
+        torch.distributed.DistError: whoever served the store has ended.
+    """
     return store.get(_KEY).decode() if store.check([_KEY]) else ""

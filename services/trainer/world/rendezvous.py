@@ -5,14 +5,18 @@ of them the first. This one is for a fixed number of nodes that know their ranks
 
 Invariant: the store listens on the head's address and on no other. Every start of the head is a meeting of
 its own, to which each node comes once: one that comes back waits for the head's next start. Whoever waits
-for the others does it for as long as was said, and then says who is not there.
+for the others does it for as long as was said, and then says who is not there. A follower hears what the head
+refused before the head ends, and that it has ended.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import socket
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -32,6 +36,12 @@ log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 _CONNECT_S = 5.0
 _REACHED_S = 60.0
+_ENDS_S = 20.0
+"""In which ranks see by themselves that the head's have ended, and tell what they refuse themselves."""
+_SILENT = 3
+"""A head that takes no connection so often has ended."""
+_HEARD_S = 5.0
+"""In which followers hear what ends the head."""
 
 
 class Rendezvous(RendezvousHandler):
@@ -40,6 +50,9 @@ class Rendezvous(RendezvousHandler):
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._store: dist.Store | None = None
+        self._said = ""
+        self._head_ended = math.inf
+        """When a follower heard it, in seconds of the monotonic clock."""
 
     def get_backend(self) -> str:
         return "tinsmith"
@@ -63,6 +76,8 @@ class Rendezvous(RendezvousHandler):
                     f"{nodes.wait_s:g} s: start it, or see why it ended"
                 ) from error
         log.info("node %d of %d met the others at %s:%d", nodes.rank, nodes.count, nodes.host, nodes.port)
+        if nodes.rank != 0:
+            threading.Thread(target=self._hear_the_head, name="what the head says", daemon=True).start()
         met = RendezvousStoreInfo.build(nodes.rank, store, nodes.host)
         return RendezvousInfo(store, nodes.rank, nodes.count, met)
 
@@ -96,10 +111,49 @@ class Rendezvous(RendezvousHandler):
         )
 
     def refusal(self) -> str:
-        """What a rank of any node has against its settings; empty = nothing, or this is not the head."""
+        """What a rank of any node has against its settings, as far as this node knows; empty = nothing."""
         if self._store is None or self._nodes.rank != 0:
-            return ""
+            return self._said
         return refusals.heard(self._store)
+
+    def is_over(self) -> bool:
+        """Whether this node's ranks, which live, wait for a world that there will not be."""
+        if self._nodes.rank == 0:
+            return bool(self.refusal())
+        return time.monotonic() - self._head_ended > _ENDS_S
+
+    def until_heard(self) -> None:
+        """Of the head, before it ends: returns when the other nodes know what was refused, or soon."""
+        deadline = time.monotonic() + _HEARD_S
+        for rank in range(1, self._nodes.count):
+            left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+            with suppress(dist.DistError):
+                if self._store is not None:
+                    self._store.wait([_heard(rank)], left)
+
+    def _hear_the_head(self) -> None:
+        """Of a follower, on a connection of its own: nobody else waits on it where a machine is lost."""
+        nodes, silent = self._nodes, 0
+        while silent < _SILENT:
+            address = _answering(nodes.host, nodes.port)
+            silent = 0 if address else silent + 1
+            with suppress(dist.DistError):
+                if address and self._hears_its_end(address):
+                    break
+            time.sleep(_AGAIN_S)
+        self._head_ended = time.monotonic()
+
+    def _hears_its_end(self, address: str) -> bool:
+        """Returns when the head refused something, or is another start, to which this node did not come."""
+        rank = self._nodes.rank
+        store = meeting_store(address, self._nodes.port, False, timedelta(seconds=_CONNECT_S))
+        while store.check([_came(rank)]):
+            if said := refusals.heard(store):
+                self._said = said
+                store.set(_heard(rank), "")
+                return True
+            time.sleep(_AGAIN_S)
+        return True
 
     def is_closed(self) -> bool:
         return False
@@ -129,3 +183,7 @@ def _answering(host: str, port: int) -> str | None:
 
 def _came(rank: int) -> str:
     return f"came/{rank}"
+
+
+def _heard(rank: int) -> str:
+    return f"heard/{rank}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -11,6 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from services.common.contract.errors import Unavailable
 from services.common.worlds.nodes import Nodes
 from services.launcher.machine import free_port
+from services.trainer.world import refusals, rendezvous
 from services.trainer.world.rendezvous import Rendezvous
 
 # Loopback, and not the address that everything else here listens on.
@@ -71,6 +73,56 @@ def test_to_each_start_of_the_head_a_node_comes_once() -> None:
         del head, first
         next_head = pool.submit(Rendezvous(node(0, port)).next_rendezvous)
         assert (next_head.result(60).rank, again.result(60).rank) == (0, 1)
+
+
+def both(port: int) -> tuple[Rendezvous, Rendezvous]:
+    """A head and its follower, which have met."""
+    head, follower = Rendezvous(node(0, port)), Rendezvous(node(1, port))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Rendezvous.next_rendezvous, (head, follower)))
+    return head, follower
+
+
+def becomes_over(follower: Rendezvous) -> None:
+    deadline = time.monotonic() + 60
+    while not follower.is_over():
+        assert time.monotonic() < deadline, "it waits on"
+        time.sleep(0.01)
+
+
+def test_a_follower_hears_what_the_head_alone_is_refused_for_before_the_head_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_ENDS_S", 0.0)
+    monkeypatch.setenv(refusals.VARIABLE, "")
+    port = free_port()
+    head, follower = both(port)
+    assert not follower.is_over() and follower.refusal() == ""
+    refusals.announce(HOST, port)
+    refusals.tell("rank 0: give less")
+    assert head.is_over() and head.refusal() == "rank 0: give less"
+    head.until_heard()
+    becomes_over(follower)
+    assert follower.refusal() == "rank 0: give less"
+
+
+def test_a_follower_whose_head_has_gone_without_a_word_does_not_wait_for_its_ranks_to_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_ENDS_S", 0.0)
+    head, follower = both(free_port())
+    assert not follower.is_over()
+    del head
+    becomes_over(follower)
+    assert follower.refusal() == ""
+
+
+def test_a_head_does_not_wait_for_a_follower_that_never_hears_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_HEARD_S", 0.1)
+    monkeypatch.setenv(refusals.VARIABLE, "")
+    port = free_port()
+    head, _ = both(port)
+    head.until_heard()
 
 
 def test_a_node_finds_the_head_by_a_name() -> None:
