@@ -76,6 +76,14 @@ HEALTH: dict[str, list[Panel]] = {
                 "writes under an old epoch": rate("tinsmith_fenced_writes_total"),
             },
         ),
+        (
+            "Models tried in vain, and lost",
+            "ops",
+            {
+                "tries in vain": rate("tinsmith_models_tried_in_vain_total"),
+                "models lost": rate("tinsmith_models_lost_total"),
+            },
+        ),
         ("Memory of answers", "bytes", {"{{pod}}": now("tinsmith_answer_bytes")}),
         ("Callers refused", "reqps", {"{{code}}": rate("tinsmith_refused_callers_total", "code")}),
         ("Acts written down", "reqps", {"{{event}}": rate("tinsmith_audit_records_total", "event")}),

@@ -18,6 +18,8 @@ WORK = 'tinsmith_periodic_failures_%s{namespace="n",pod="gateway",work="sweep"}'
 STARTED = 'process_start_time_seconds{namespace="n",pod="trainer",app_kubernetes_io_component="trainer"}'
 FREE = 'tinsmith_volume_free_bytes{namespace="n",pod="trainer"}'
 LOADED = 'tinsmith_model_loaded{namespace="n",pod="trainer"}'
+IN_VAIN = 'tinsmith_models_tried_in_vain_total{namespace="n",pod="gateway"}'
+LOST = 'tinsmith_models_lost_total{namespace="n",pod="gateway"}'
 DURABLE = 'tinsmith_durable_snapshot_failures_total{namespace="n",pod="trainer"}'
 ACCEPTED = (
     'tinsmith_rpc_seconds_bucket{namespace="n",method="/tinsmith.v1.TinsmithService/OptimStep",le="%s"}'
@@ -64,6 +66,8 @@ FIRES: list[tuple[str, Series]] = [
     ("TinsmithModelNotLoaded", {LOADED: "0x30 _x5 0x60"}),
     ("TinsmithProcessRestarts", {STARTED: "1x30 2x2 _x5 3x2 _x5 4x20"}),
     # A work that hangs fails once in its deadline; what is done once a day, once in six hours.
+    ("TinsmithModelsWait", {IN_VAIN: "0x40 1+1x50"}),
+    ("TinsmithModelsLost", {LOST: "0x50 1x40"}),
     ("TinsmithDurableSnapshotsFail", {DURABLE: "0x20 1+1x70"}),
     ("TinsmithVolumeNearlyFull", {FREE: "9e9x90", LOADED: "1x90"}),
     ("TinsmithBackgroundWorkFails", {WORK % "in_a_row": "0x20 1x70", WORK % "total": "0x20 1x70"}),
@@ -90,6 +94,8 @@ QUIET: list[tuple[str, Series]] = [
         {'tinsmith_state_bytes{namespace="n"}': "50x90", 'tinsmith_state_max_bytes{namespace="n"}': "100x90"},
     ),
     ("TinsmithOperationsWait", waits("heavy")),
+    ("TinsmithModelsWait", {IN_VAIN: "0x40 6x50"}),
+    ("TinsmithModelsLost", {LOST: "2x90"}),
     ("TinsmithDurableSnapshotsFail", {DURABLE: "0x50 1x40"}),
     ("TinsmithVolumeNearlyFull", {FREE: "11e9x90", LOADED: "1x90"}),
     ("TinsmithVolumeNearlyFull", {FREE: "0x90", LOADED: "0x90"}),

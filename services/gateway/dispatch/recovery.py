@@ -12,6 +12,8 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+import prometheus_client
+
 from services.common.contract import errors
 from services.common.contract.errors import Internal, TinsmithError
 from services.common.state.journal import Journal
@@ -21,6 +23,12 @@ from services.gateway.dispatch.leases import Lease
 from services.gateway.dispatch.publish_results import ResultPublisher
 
 log = logging.getLogger(__name__)
+
+IN_VAIN = prometheus_client.Counter(
+    "tinsmith_models_tried_in_vain_total",
+    "Tries to bring a model back, or to repeat what it had done, that failed",
+)
+LOST = prometheus_client.Counter("tinsmith_models_lost_total", "Models whose state was given up")
 
 
 class Recovery:
@@ -70,6 +78,7 @@ class Recovery:
         return await self._ends(error, plan.loses_snapshot(error, waited, over))
 
     async def _count(self, refused: bool, pause: float) -> InVain | None:
+        IN_VAIN.inc()
         # A trainer that starts anew is asked before the pause is over.
         now = asyncio.get_running_loop().time()
         waited = min(self._pause, now - self._tried)
@@ -88,6 +97,7 @@ class Recovery:
         if not lost:
             return False
         model_id = self._lease.model_id
+        LOST.inc()
         log.error("model %s is lost: %s", model_id, error.message)
         reason = Internal(
             f"the state of model {model_id} is lost ({error.message}); create a model from its last "

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 import redis.asyncio
+from prometheus_client import REGISTRY
 
 from services.common.contract import ids
 from services.common.contract.errors import DataLoss, Internal, InvalidRequest, NotFound, TinsmithError
@@ -59,6 +60,10 @@ async def tried(trainer: ScriptedTrainer, seq_id: int, times: int) -> None:
     async with asyncio.timeout(60):
         while trainer.order(MODEL).count(seq_id) < times:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def counted(what: str) -> float:
+    return REGISTRY.get_sample_value(f"tinsmith_models_{what}_total") or 0.0
 
 
 async def session_of_the_model(redis_client: redis.asyncio.Redis) -> None:
@@ -212,6 +217,7 @@ async def test_a_model_of_which_an_operation_is_refused_for_long_is_lost(
     error: TinsmithError,
 ) -> None:
     monkeypatch.setattr(plan, "REFUSED_S", 0.5)
+    tries, lost = counted("tried_in_vain"), counted("lost")
     gateway = await gateway_on()
     restarted = await died_after(redis_client, gateway, trainer, create(), load(1))
     restarted.fail[1] = error
@@ -222,6 +228,7 @@ async def test_a_model_of_which_an_operation_is_refused_for_long_is_lost(
         assert 2 in gateway.recorded, "a save would keep its part of what its owner may have"
     # Pauses of 0.1, 0.2 and 0.4 s.
     assert restarted.order(MODEL).count(1) == 4
+    assert (counted("tried_in_vain") - tries, counted("lost") - lost) == (4, 1)
 
 
 async def test_a_model_whose_session_is_over_is_given_up_after_all_that_gateways_have_tried_together(
