@@ -52,5 +52,11 @@ async def gateway_on(redis_client: redis.asyncio.Redis) -> AsyncIterator[Gateway
 
 
 @pytest.fixture
+async def gateway(gateway_on: GatewayFactory) -> dispatching.Gateway:
+    """One that runs."""
+    return await gateway_on()
+
+
+@pytest.fixture
 def trainer(redis_client: redis.asyncio.Redis) -> ScriptedTrainer:
     return ScriptedTrainer(Journal(redis_client), {})

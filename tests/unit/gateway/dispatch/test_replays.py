@@ -72,9 +72,8 @@ async def session_of_the_model(redis_client: redis.asyncio.Redis) -> None:
 
 
 async def test_a_step_is_not_answered_before_the_failure_of_a_batch_that_it_passed_over_is_written_down(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
 ) -> None:
-    gateway = await gateway_on()
     trainer.fail[1] = Internal("out of memory", "out_of_memory")
     trainer.durable_steps = False
     gateway.held[1] = asyncio.Event()
@@ -99,9 +98,8 @@ async def test_a_step_is_not_answered_before_the_failure_of_a_batch_that_it_pass
 
 
 async def test_a_batch_that_fails_in_a_replay_is_repeated_from_the_snapshot_before_anything_builds_on_it(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
 ) -> None:
-    gateway = await gateway_on()
     trainer.durable_steps = False
     restarted = await died_after(redis_client, gateway, trainer, create(), batch(1), step(2))
     restarted.durable_steps = False
@@ -118,9 +116,8 @@ async def test_a_batch_that_fails_in_a_replay_is_repeated_from_the_snapshot_befo
 
 
 async def test_an_operation_whose_result_was_lost_is_repeated_by_a_replay(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
 ) -> None:
-    gateway = await gateway_on()
     trainer.durable_steps = False
     trainer.raises[1] = Internal("executed, but its result is no longer kept", "result_lost")
     async with serving(redis_client, trainer, "trainer-0") as first:
@@ -153,9 +150,8 @@ async def test_a_replay_goes_on_past_batches_whose_results_the_trainer_no_longer
     "code", ["adapters_in_use", "full_models_in_use", "out_of_memory", "internal", "storage_full"]
 )
 async def test_a_creation_that_finds_no_room_in_a_replay_is_repeated_until_it_does(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer, code: str
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer, code: str
 ) -> None:
-    gateway = await gateway_on()
     restarted = await died_after(redis_client, gateway, trainer, create(), batch(1))
     restarted.fail[0] = Internal("there is no room", code)
     async with serving(redis_client, restarted, "trainer-0"):
@@ -167,9 +163,8 @@ async def test_a_creation_that_finds_no_room_in_a_replay_is_repeated_until_it_do
 
 
 async def test_nothing_is_made_of_a_model_without_a_step_that_cannot_be_repeated_at_present(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
 ) -> None:
-    gateway = await gateway_on()
     trainer.durable_steps = False
     restarted = await died_after(
         redis_client, gateway, trainer, create(), batch(1), step(2), batch(3), step(4)
@@ -187,9 +182,8 @@ async def test_nothing_is_made_of_a_model_without_a_step_that_cannot_be_repeated
 
 
 async def test_a_load_whose_checkpoint_is_away_in_a_replay_is_repeated_until_it_is_back(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
 ) -> None:
-    gateway = await gateway_on()
     restarted = await died_after(redis_client, gateway, trainer, create(), load(1))
     restarted.fail[1] = NotFound("checkpoint best does not exist", "checkpoint_not_found")
     async with serving(redis_client, restarted, "trainer-0"):
@@ -211,14 +205,13 @@ async def test_a_load_whose_checkpoint_is_away_in_a_replay_is_repeated_until_it_
 )
 async def test_a_model_of_which_an_operation_is_refused_for_long_is_lost(
     redis_client: redis.asyncio.Redis,
-    gateway_on: GatewayFactory,
+    gateway: Gateway,
     trainer: ScriptedTrainer,
     monkeypatch: pytest.MonkeyPatch,
     error: TinsmithError,
 ) -> None:
     monkeypatch.setattr(plan, "REFUSED_S", 0.5)
     tries, lost = counted("tried_in_vain"), counted("lost")
-    gateway = await gateway_on()
     restarted = await died_after(redis_client, gateway, trainer, create(), load(1))
     restarted.fail[1] = error
     async with serving(redis_client, restarted, "trainer-0"):
@@ -260,13 +253,12 @@ async def test_a_model_whose_session_is_over_is_given_up_after_all_that_gateways
 
 async def test_a_model_that_its_trainer_never_brings_back_is_given_up_once_its_session_is_over(
     redis_client: redis.asyncio.Redis,
-    gateway_on: GatewayFactory,
+    gateway: Gateway,
     trainer: ScriptedTrainer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan, "IN_VAIN_S", 0.0)
     await session_of_the_model(redis_client)
-    gateway = await gateway_on()
     restarted = await died_after(redis_client, gateway, trainer, create(), step(1))
     restarted.cannot_restore = Internal("it is on another volume", "other_volume")
     async with serving(redis_client, restarted, "trainer-0"):
@@ -278,9 +270,8 @@ async def test_a_model_that_its_trainer_never_brings_back_is_given_up_once_its_s
 
 
 async def test_a_model_whose_snapshot_is_not_found_for_a_moment_comes_back(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
 ) -> None:
-    gateway = await gateway_on()
     restarted = await died_after(redis_client, gateway, trainer, create(), step(1))
     restarted.cannot_restore = DataLoss("the snapshot is missing")
     async with serving(redis_client, restarted, "trainer-0"):
@@ -299,12 +290,11 @@ async def test_a_model_whose_snapshot_is_not_found_for_a_moment_comes_back(
 )
 async def test_a_trainer_that_refuses_a_snapshot_is_asked_less_and_less_and_the_client_knows_why_all_the_time(
     redis_client: redis.asyncio.Redis,
-    gateway_on: GatewayFactory,
+    gateway: Gateway,
     trainer: ScriptedTrainer,
     error: TinsmithError,
     grows: bool,
 ) -> None:
-    gateway = await gateway_on()
     restarted = await died_after(redis_client, gateway, trainer, create(), step(1))
     restarted.cannot_restore = error
     async with serving(redis_client, restarted, "trainer-0"):
@@ -322,9 +312,8 @@ async def test_a_trainer_that_refuses_a_snapshot_is_asked_less_and_less_and_the_
 
 
 async def test_a_model_that_its_trainer_cannot_bring_back_waits_and_says_why(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
 ) -> None:
-    gateway = await gateway_on()
     restarted = await died_after(redis_client, gateway, trainer, create(), step(1))
     restarted.cannot_restore = Internal("no memory for 5 GiB", "out_of_memory")
     async with serving(redis_client, restarted, "trainer-0"):
@@ -336,12 +325,11 @@ async def test_a_model_that_its_trainer_cannot_bring_back_waits_and_says_why(
 
 async def test_however_often_a_model_is_not_brought_back_the_log_has_the_first_time_and_the_end(
     redis_client: redis.asyncio.Redis,
-    gateway_on: GatewayFactory,
+    gateway: Gateway,
     trainer: ScriptedTrainer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    gateway = await gateway_on()
     restarted = await died_after(redis_client, gateway, trainer, create(), step(1))
     restarted.cannot_restore = Internal("no memory for 5 GiB", "out_of_memory")
     async with serving(redis_client, restarted, "trainer-0"):

@@ -9,7 +9,7 @@ import redis.asyncio
 from services.common.contract import ids
 from services.common.contract.errors import StorageAway
 from services.common.state import keys
-from tests.unit.gateway.dispatching import MODEL, Gateway, GatewayFactory, create, load, step
+from tests.unit.gateway.dispatching import MODEL, Gateway, create, load, step
 from tests.unit.gateway.scripted_services import ScriptedTrainer, serving
 
 AWAY = StorageAway("checkpoint best cannot be read at present: Connection refused")
@@ -29,9 +29,8 @@ async def comes_to_be_why(gateway: Gateway, seq_id: int, told: str) -> None:
 
 
 async def test_a_load_whose_storage_is_away_says_so_until_it_is_done(
-    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
 ) -> None:
-    gateway = await gateway_on()
     async with serving(redis_client, trainer, "trainer-0"):
         await gateway.accept(create())
         await gateway.result(0)
