@@ -106,9 +106,10 @@ def _run(nodes: Nodes, ranks: int, args: list[str]) -> int:
         # A rank that does not take its flags has no sentence for others.
         refusals.tell(f"node {nodes.rank} does not take its flags, and its log says why")
     if refusal := meeting.refusal():
-        log.critical("%s", refusal)
         if nodes.rank == 0:
             meeting.until_heard()
+        # The last line of a supervisor's log.
+        log.critical("%s", refusal)
     return min(own) if own else REFUSED if refusal and nodes.rank == 0 else _FAILED
 
 

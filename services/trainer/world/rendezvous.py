@@ -40,6 +40,7 @@ _ENDS_S = 20.0
 """In which ranks see by themselves that the head's have ended, and tell what they refuse themselves."""
 _SILENT = 3
 """A head that takes no connection so often has ended."""
+_LOOK_S = 0.1
 _HEARD_S = 5.0
 """In which followers hear what ends the head."""
 
@@ -125,11 +126,9 @@ class Rendezvous(RendezvousHandler):
     def until_heard(self) -> None:
         """Of the head, before it ends: returns when the other nodes know what was refused, or soon."""
         deadline = time.monotonic() + _HEARD_S
-        for rank in range(1, self._nodes.count):
-            left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-            with suppress(dist.DistError):
-                if self._store is not None:
-                    self._store.wait([_heard(rank)], left)
+        others = [_heard(rank) for rank in range(1, self._nodes.count)]
+        while self._store is not None and not self._store.check(others) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
     def _hear_the_head(self) -> None:
         """Of a follower, on a connection of its own: nobody else waits on it where a machine is lost."""
