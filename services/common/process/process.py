@@ -19,6 +19,7 @@ from pathlib import Path
 from services.common.contract import variables
 from services.common.contract.errors import InvalidRequest
 from services.common.process import failpoints
+from services.common.process.memory import collector
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def keep_files_private() -> None:
 
 def setup_process(name: str, run_dir: Path | None) -> None:
     """What every service does first: keeps its files private, dies with its parent, writes its pid file,
-    warns of variables that nothing reads.
+    sees to it that its end is quick, warns of variables that nothing reads.
 
     `run_dir` is for the pid file; None = it writes none, since the directory is another machine's.
     A container's first process has no parent to die with. `tinsmith up` refuses such variables; a service
@@ -122,6 +123,7 @@ def setup_process(name: str, run_dir: Path | None) -> None:
         die_with_parent(signal.SIGTERM)
     if run_dir is not None:
         write_pid_file(run_dir, name)
+    collector.skip_at_exit()
     failpoints.name_process(name)
     for mistake in variables.mistakes(os.environ):
         log.warning("%s", mistake)

@@ -15,6 +15,7 @@ import os
 import signal
 from pathlib import Path
 
+from services.common.process.memory import collector
 from services.common.process.process import die_with_parent
 from services.common.telemetry import logs
 
@@ -63,5 +64,7 @@ if __name__ == "__mp_main__":
     os.environ[PARENT] = str(os.getpid())
     os.setpgrp()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    # Runs after vLLM has ended, which has the collector look at everything again.
+    collector.skip_at_exit()
     if os.environ.get("TINSMITH_LOG_FORMAT") == "json":
         logs.configure(os.environ.get("TINSMITH_ID", "sampler"), "json")

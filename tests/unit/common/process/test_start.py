@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.unit.common.process import garbage
+
 
 def test_a_service_warns_of_a_variable_that_is_none_and_starts(tmp_path: Path) -> None:
     # In a process of its own, which setting up ties to its parent and to a umask.
@@ -25,3 +27,8 @@ def test_a_service_warns_of_a_variable_that_is_none_and_starts(tmp_path: Path) -
     assert done.stdout == "started\n"
     (warning,) = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
     assert "TINSMITH_MAX_LORA_RNK is no variable of Tinsmith; did you mean TINSMITH_MAX_LORA_RANK?" in warning
+
+
+def test_a_service_ends_without_a_look_for_garbage() -> None:
+    begins = "from services.common.process import process; process.setup_process('x', None)"
+    assert not garbage.is_looked_for_after(begins)

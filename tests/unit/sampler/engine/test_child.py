@@ -1,4 +1,4 @@
-"""Where an engine's processes are goes to their log, also of those that others of them started."""
+"""Processes of an engine write where they are to their log, also what others started, and end quickly."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.sampler.engine import child
+from tests.unit.common.process import garbage
 
 # Each starts the next one, as the engine's core starts its workers; the last one heeds no signal.
 CHAIN = """
@@ -41,6 +42,11 @@ def test_every_process_below_writes_its_stacks_and_those_that_cannot_go_on(tmp_p
     finally:
         os.killpg(first.pid, 9)
         first.wait()
+
+
+def test_an_engine_ends_without_a_look_for_garbage() -> None:
+    begins = "import runpy; runpy.run_module('services.sampler.engine.child', run_name='__mp_main__')"
+    assert not garbage.is_looked_for_after(begins)
 
 
 def until(holds: Callable[[], bool]) -> None:

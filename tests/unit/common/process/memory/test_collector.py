@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.unit.common.process import garbage
+
 _PARSE = """
 import gc
 import msgspec
@@ -38,3 +40,9 @@ def test_a_settled_process_hardly_looks_for_garbage_during_a_parse() -> None:
 def test_what_was_loaded_before_is_not_looked_at_again() -> None:
     assert looks(settled=True)[1] > 10_000
     assert looks(settled=False)[1] == 0
+
+
+def test_a_process_that_ends_does_not_look_for_garbage() -> None:
+    skips = "from services.common.process.memory import collector; collector.skip_at_exit()"
+    assert not garbage.is_looked_for_after(skips)
+    assert garbage.is_looked_for_after(""), "the interpreter has changed, and this may not be needed any more"
