@@ -6,6 +6,8 @@
 # each: mostly they wait for one service to start, which is the work of one core.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+# Hundreds of processes import the same: the first of them is to compile it for all, whatever else is set.
+unset PYTHONDONTWRITEBYTECODE
 # pytest answers an interrupt itself: without this the next folder would begin.
 trap 'exit 130' INT
 parts=(unit helm security component families cluster abuse robustness ecosystem)
