@@ -23,7 +23,11 @@ for part in "${parts[@]}"; do
   how=()
   threads=()
   case $part in
-    unit | helm) how=(-n "$at_once" --dist worksteal) ;;
+    unit | helm)
+      how=(-n "$at_once" --dist worksteal)
+      # With more threads than cores they mostly wait for each other, busily.
+      threads=("OMP_NUM_THREADS=$((cores > at_once ? cores / at_once : 1))")
+      ;;
     component | cluster | families)
       how=(-n "$beside" --dist loadgroup)
       threads=("OMP_NUM_THREADS=$((cores / beside))")
