@@ -29,7 +29,7 @@ for part in "${parts[@]}"; do
       threads=("OMP_NUM_THREADS=$((cores > at_once ? cores / at_once : 1))")
       ;;
     component | cluster | families)
-      how=(-n "$beside" --dist loadgroup)
+      how=(-n "$beside" --dist loadgroup --no-loadscope-reorder)
       threads=("OMP_NUM_THREADS=$((cores / beside))")
       ;;
   esac

@@ -38,6 +38,8 @@ VOCAB = 512
 CONTEXT = 512
 PENDING_BYTES = 1_000_000
 """What a model's requests that wait may have in these clusters."""
+ROOMS = ("contract", "running", "sampling", "training", "documents")
+"""They are begun in this order, the long ones first: begun last, one would run alone."""
 _ENDING_S = 30.0
 
 
@@ -228,10 +230,14 @@ def stop_cluster(cluster: Cluster, signal_number: int = signal.SIGINT) -> list[p
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Several processes (loadgroup) take whole rooms: tests of one may count on what was tested before them
     in the same cluster. Before xdist looks."""
-    for item in items:
-        room = item.path.parent
-        if room.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group(room.name))
+    ranks = {Path(__file__).parent / room: rank for rank, room in enumerate(ROOMS)}
+    own = sorted(
+        (item for item in items if item.path.parent in ranks), key=lambda item: ranks[item.path.parent]
+    )
+    for item in own:
+        item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
+    in_order = iter(own)
+    items[:] = [next(in_order) if item.path.parent in ranks else item for item in items]
 
 
 @pytest.fixture(scope="session")
