@@ -63,6 +63,7 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
         constraint=_constraint_from_pb(pb.constraint),
         moves=pb.moves,
         sampled_logprobs=pb.sampled_logprobs,
+        routed_experts=pb.routed_experts,
     )
 
 
@@ -167,6 +168,9 @@ def _sequence_to_pb(sequence: Sequence) -> sampling_pb2.SampledSequence:
     pb.stop_reason = _STOP_REASONS[sequence.stop_reason]
     for span in sequence.versions:
         pb.versions.add(version=span.version, tokens=span.tokens)
+    if sequence.experts is not None:
+        told = types_pb2.RoutedExperts(ids=sequence.experts.tobytes(), shape=sequence.experts.shape)
+        pb.routed_experts.CopyFrom(told)
     return pb
 
 

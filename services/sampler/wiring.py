@@ -73,6 +73,7 @@ def record(config: SamplerConfig, engine: Engine, port: int) -> ServiceRecord:
         max_sequences=engine.limits.max_sequences,
         adapts=engine.adapts,
         full_models=engine.full_models,
+        routing=engine.limits.routing,
         queued_sequences=_capacity(engine).queued,
         kv_tokens=engine.kv_tokens,
         batched_tokens=engine.batched_tokens,

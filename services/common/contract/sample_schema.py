@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from services.common.contract import matrices
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.experts.routing import MAX_BYTES as MAX_ROUTED_BYTES
+from services.common.contract.experts.routing import Routing
 from services.common.contract.matrices import HostMatrix
 from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import sampling_pb2
@@ -121,6 +123,40 @@ def check_answer(scoring: Scoring, prompt_length: int, vocab_size: int, sampled_
         _check_k(name, k, positions, vocab_size)
     if scoring.targets is not None:
         _check_targets(scoring.targets, prompt_length, vocab_size)
+
+
+def check_routed(routing: Routing | None, tokens: int, *, moves: bool) -> int:
+    """Bytes of the experts of a sample's tokens; refuses a sample whose experts cannot be told.
+
+    Args:
+        routing: how the model routes, where a sampler tells it.
+        tokens: most that they are told of, over all sequences.
+        moves: it goes on with newer weights.
+
+    Raises:
+        InvalidRequest: with what to change.
+    """
+    field = "routed_experts"
+    if routing is None:
+        raise InvalidRequest(
+            "no sampler of this model tells routed_experts: the model has none, or its samplers are on a "
+            "GPU, in several pipeline stages or have routing that vLLM does in a kernel; leave them out",
+            "routed_experts_not_supported",
+            field=field,
+        )
+    if moves:
+        raise InvalidRequest(
+            "routed_experts are those of one version of the weights, and on_update is CONTINUE; leave one of "
+            "them out",
+            field=field,
+        )
+    if (told := routing.nbytes(tokens)) > MAX_ROUTED_BYTES:
+        raise InvalidRequest(
+            f"routed_experts of up to {tokens} tokens are {told} bytes; lower max_tokens or num_samples, or "
+            f"send several requests: one is answered with up to {MAX_ROUTED_BYTES}",
+            field=field,
+        )
+    return told
 
 
 def answer_bytes(scoring: Scoring, prompt_length: int, sampled_tokens: int) -> int:

@@ -15,6 +15,7 @@ import msgspec
 import redis.asyncio
 
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.experts.routing import Routing
 from services.common.state import keys
 from services.common.state.scripts import Script
 
@@ -41,6 +42,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int = 0
     adapts: bool = True
     full_models: bool = True
+    routing: Routing | None = None
 
 
 class Configured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,6 +22,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import LimitReached
+from services.common.contract.experts.routing import Routing
 from services.common.process.tasks import cancel_all, keep_running
 from services.common.state import keys, known_models
 from services.common.state.known_models import Facts, KnownModel
@@ -70,6 +71,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         adapts: whether a sampler can run adapters; on a CPU not those of a model with routed experts, or with
             quantised files.
         full_models: whether a sampler can run fully fine-tuned models; not where its weights are quantised.
+        routing: how the model routes tokens to experts, where a sampler tells which have a sample's tokens,
+            or a trainer computes with those that it is given; None = it does not, or routes nothing.
         batched_tokens: tokens of prompts and sequences that one step of a sampler computes; 0 = not said.
         adapter_slots: adapters in one step of a sampler, requests for more wait; 0 = none, or not said.
         kv_cache_dtype: of a sampler's keys and values, and `head_dtype`: in which its output head computes;
@@ -108,6 +111,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     queued_sequences: int = 0
     adapts: bool = True
     full_models: bool = True
+    routing: Routing | None = None
     kv_tokens: int = 0
     batched_tokens: int = 0
     adapter_slots: int = 0
@@ -230,6 +234,7 @@ def facts(record: ServiceRecord) -> Facts:
         max_sequences=record.max_sequences,
         adapts=record.adapts,
         full_models=record.full_models,
+        routing=record.routing,
     )
 
 

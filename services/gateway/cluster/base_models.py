@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from services.common.contract.base_weights import weights_of
 from services.common.contract.errors import InvalidRequest, Starting
+from services.common.contract.experts.routing import Routing
 from services.common.state.known_models import Facts, KnownModel
 from services.common.state.registry import View, facts
 from services.gateway.cluster.discovery import Discovery
@@ -46,6 +47,8 @@ class BaseModel:
         sampleable: it has a sampler, which may be away at present.
         samples_full_models: one of its samplers can run fully fine-tuned models, as far as they said.
         samples_adapters: one of its samplers can run adapters, as far as they said.
+        sampled_routing: how it routes tokens to experts, where one of its samplers tells which have a
+            sample's tokens.
         trainer_seen: a trainer said once what it takes; `sampler_seen`: the same.
     """
 
@@ -65,6 +68,7 @@ class BaseModel:
     sampleable: bool = False
     samples_adapters: bool = True
     samples_full_models: bool = True
+    sampled_routing: Routing | None = None
     trainer_seen: bool = False
     sampler_seen: bool = False
 
@@ -119,6 +123,7 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         sampleable=known.sampled or bool(samplers),
         samples_adapters=not sampling or any(one.adapts for one in sampling),
         samples_full_models=not sampling or any(one.full_models for one in sampling),
+        sampled_routing=next((one.routing for one in sampling if one.routing), None),
         trainer_seen=bool(training),
         sampler_seen=bool(sampling),
     )

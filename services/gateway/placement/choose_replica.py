@@ -69,6 +69,7 @@ class Wanted:
         prompt_tokens, answer_tokens: its work, counted as Load.tokens.
         sequences: that it has generated.
         request_id: of no other sample.
+        routed_experts: its answer has the experts of its tokens.
     """
 
     weights: str
@@ -79,6 +80,7 @@ class Wanted:
     answer_tokens: int
     sequences: int
     request_id: str
+    routed_experts: bool = False
 
 
 def wanted(
@@ -90,6 +92,8 @@ def wanted(
     sequences: int,
     max_tokens: int | None,
     request_id: str,
+    *,
+    routed_experts: bool = False,
 ) -> Wanted:
     """What a sample of a snapshot wants; model_id "" = the base model.
 
@@ -113,6 +117,7 @@ def wanted(
         answer_tokens=sequences * each,
         sequences=sequences,
         request_id=request_id,
+        routed_experts=routed_experts,
     )
 
 

@@ -298,6 +298,7 @@ def _made(
         moves=moves,
         sampled_logprobs=validate.check_logprobs_of(request),
         priority=request.priority,
+        routed_experts=request.routed_experts,
     )
     if request.HasField("target_prompt_logprobs"):
         sample.target_prompt_logprobs.CopyFrom(request.target_prompt_logprobs)

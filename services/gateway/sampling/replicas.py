@@ -90,6 +90,7 @@ def wanted_by(request: sampler_pb2.SampleRequest, full: bool) -> Wanted:
         request.num_samples,
         request.params.max_tokens if request.params.HasField("max_tokens") else None,
         request.request_id,
+        routed_experts=request.routed_experts,
     )
 
 

@@ -39,8 +39,12 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
     sampled = request.num_samples * longest
     sample_schema.check_answer(scoring, prompt_length, model.vocab_size, sampled)
     answer = sample_schema.answer_bytes(scoring, prompt_length, sampled)
+    moves = request.on_update == sampling_pb2.ON_UPDATE_CONTINUE
+    if request.routed_experts:
+        read = request.num_samples * prompt_length + sampled
+        answer += sample_schema.check_routed(model.sampled_routing, read, moves=moves)
     # At worst every token was made by another version.
-    return answer + _SPAN_BYTES * sampled if request.on_update == sampling_pb2.ON_UPDATE_CONTINUE else answer
+    return answer + _SPAN_BYTES * sampled if moves else answer
 
 
 def check_on_update(request: sampling_pb2.SampleRequest, inflight: bool, constrained: bool) -> bool:

@@ -6,6 +6,8 @@ anything else is an error.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import Histogram
@@ -101,7 +103,28 @@ def _further(job: SampleJob, index: int, output: RequestOutput | None) -> Sequen
     before = begun(job, index)
     if output is None:
         return before
-    return joined(before, sequence(output.outputs[0], job.scoring.topk_sample_logprobs, job.version))
+    made = sequence(output.outputs[0], job.scoring.topk_sample_logprobs, job.version)
+    if job.routed_experts:
+        # Of a job that does not move: there is nothing before it.
+        made = replace(made, experts=_experts(output.outputs[0], len(job.prompt)))
+    return joined(before, made)
+
+
+def _experts(completion: CompletionOutput, prompt: int) -> np.ndarray | None:
+    """Those of all tokens that the model has read.
+
+    Raises:
+        Internal: they are not those of all.
+    """
+    if not completion.token_ids:
+        return None
+    read = prompt + len(completion.token_ids) - 1
+    told = completion.routed_experts
+    if told is None or len(told) != read:
+        raise Internal(
+            f"the engine told the experts of {0 if told is None else len(told)} tokens of {read}; try again"
+        )
+    return told
 
 
 def sequence(completion: CompletionOutput, topk: int, version: int) -> Sequence:

@@ -16,6 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
@@ -27,6 +28,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.contract.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
+from services.common.contract.experts.routing import Routing
 from services.common.contract.sample_schema import Scoring
 from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
@@ -110,6 +112,8 @@ class Engine:
         async with self._reports.listening(CALL_S) as path:
             gpus = await self._calls.call("tinsmith_setup", path)
         self.gpus = tuple(gpu for gpu in gpus if gpu)
+        if all(told := await self._calls.call("tinsmith_routing")):
+            self.limits = replace(self.limits, routing=Routing(*told[0]))
         prompt = [0] * min(16, self.limits.context_length - 2)
         params = SamplingParams(max_tokens=2)
         await self.sample(

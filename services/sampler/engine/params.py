@@ -15,7 +15,13 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from services.sampler.config import MAX_BAD_WORD_TOKENS
 from services.sampler.engine.sampling import Constraint, Limits, SampleJob, sequence_seed, tokens_left
-from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, REQUEST_KEY, SAMPLED_KEY, ScorePlan
+from services.sampler.worker.prompt_scores import (
+    CACHE_LIMIT_KEY,
+    REQUEST_KEY,
+    ROUTED_KEY,
+    SAMPLED_KEY,
+    ScorePlan,
+)
 
 
 class _Checked(VllmParams):
@@ -114,4 +120,7 @@ def _extra(job: SampleJob, plan: ScorePlan | None) -> dict[str, Any] | None:
     if plan is not None:
         # A row that is scored needs its hidden state, which the prefix cache does not keep.
         extra |= {REQUEST_KEY: plan.to_wire(), CACHE_LIMIT_KEY: int(plan.needed()[0])}
+    if job.routed_experts:
+        # Nor does it keep the experts of a token.
+        extra |= {ROUTED_KEY: True, CACHE_LIMIT_KEY: 0}
     return extra or None

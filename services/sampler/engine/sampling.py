@@ -17,7 +17,14 @@ import numpy as np
 
 from services.common.contract import steering
 from services.common.contract.errors import InvalidRequest
-from services.common.contract.sample_schema import MAX_SAMPLES, Scoring, check_answer, check_decoding
+from services.common.contract.experts.routing import Routing
+from services.common.contract.sample_schema import (
+    MAX_SAMPLES,
+    Scoring,
+    check_answer,
+    check_decoding,
+    check_routed,
+)
 from services.common.contract.steering import Steering
 from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.worker.prompt_scores import PromptScores, TopkLogprobs
@@ -78,6 +85,7 @@ class SampleJob:
         moves: it goes on with newer weights of its model when it is told to.
         sampled_logprobs: log-probabilities of sampled tokens are of the distribution that they were drawn
             from, not the model's own.
+        routed_experts: which experts the model's layers gave the tokens to is told too.
         begun: what it has come to on other weights; sequences that were cancelled go on from there.
         left: when it left those weights, by `time.monotonic`.
     """
@@ -92,6 +100,7 @@ class SampleJob:
     constraint: Constraint | None = None
     moves: bool = False
     sampled_logprobs: bool = False
+    routed_experts: bool = False
     begun: SampleOutput | None = None
     left: float | None = None
 
@@ -116,6 +125,8 @@ class Sequence:
     Attributes:
         topk: the most likely tokens at each position; None = not asked for.
         versions: which weights made the tokens, all of them, in order.
+        experts: those that each routed layer gave the prompt's tokens and all but the last of these to:
+            [tokens, layers, top_k], in the `dtype` of the model's Routing; None = not asked for, or no token.
     """
 
     stop_reason: StopReason
@@ -123,6 +134,7 @@ class Sequence:
     logprobs: list[float]
     topk: TopkLogprobs | None = None
     versions: tuple[VersionSpan, ...] = ()
+    experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -190,11 +202,13 @@ class Limits:
         vocab_size: token ids are 0 .. vocab_size - 1.
         context_length: most tokens of prompt and output together.
         max_sequences: sequences that it generates at once. One request may have more, up to MAX_SAMPLES.
+        routing: how its model routes, where it tells which experts have a sample's tokens.
     """
 
     vocab_size: int
     context_length: int
     max_sequences: int
+    routing: Routing | None = None
 
 
 def check(job: SampleJob, limits: Limits) -> None:
@@ -217,6 +231,8 @@ def check(job: SampleJob, limits: Limits) -> None:
         steering.check_continued(job.params.steering, stops_at_text, constrained)
     sampled = job.num_samples * tokens_left(job, limits)
     check_answer(job.scoring, len(job.prompt), limits.vocab_size, sampled)
+    if job.routed_experts:
+        check_routed(limits.routing, job.num_samples * len(job.prompt) + sampled, moves=job.moves)
 
 
 def _check_prompt(prompt: list[int], limits: Limits) -> None:
@@ -304,6 +320,7 @@ def joined(before: Sequence, after: Sequence) -> Sequence:
         before.logprobs + after.logprobs,
         topk,
         _spans(before.versions, after.versions),
+        after.experts,
     )
 
 

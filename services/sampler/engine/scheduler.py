@@ -4,17 +4,24 @@ The cache keeps keys and values, not hidden states, so vLLM takes nothing from i
 scores its prompt. But what is asked for often begins late in a long prompt (prompt_logprobs_last_n, a
 few targets): everything before the first row that is needed may come from the cache.
 
+A request may ask for the experts that have its tokens, too. Workers tell them of each step; here they are put
+together, and go to the front end beside the tokens, as vLLM has a way for it (its V2 model runner's own). The
+cache keeps none, so nothing of such a request comes from there.
+
 Invariant: of a request that scores its prompt, no row that is needed is taken from the cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from services.sampler.engine.routed_rows import RoutedRows
 from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY
 
 
@@ -23,7 +30,49 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     scheduler = kind(vllm_config=vllm_config, **arguments)
     _limit_cache_hits(scheduler.kv_cache_manager)
+    if scheduler.aux_output_connector is None:
+        _pass_experts_on(scheduler)
     return scheduler
+
+
+class _Experts:
+    """In the place of vLLM's AuxOutputSchedulerConnector, and of its shape."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, RoutedRows] = {}
+
+    def note(self, requests: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+        """What a step's workers told of requests that have not ended."""
+        for name, part in told.items():
+            if name in requests:
+                self._rows.setdefault(name, RoutedRows()).add(part.token_start, part.rows)
+
+    def build_connector_meta(self, *_: Any) -> None:
+        """Workers know from a request itself that it asks."""
+
+    def take_output(self, request: Any, _: Any) -> np.ndarray | None:
+        """What leaves with the tokens that a request has now; the last one was not read yet."""
+        rows = self._rows.get(request.request_id)
+        return None if rows is None else rows.take(request.num_tokens - 1)
+
+    def request_finished(self, request: Any) -> None:
+        """It has ended, or vLLM gives it up for others and begins it again later."""
+        if request.is_finished():
+            self._rows.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        """Of what is cached nothing is kept here."""
+
+
+def _pass_experts_on(scheduler: Any) -> None:
+    experts = scheduler.aux_output_connector = _Experts()
+    update = scheduler.update_from_output
+
+    def noted(scheduled: Any, made: Any) -> Any:
+        experts.note(scheduler.requests, made.aux_output_connector_output or {})
+        return update(scheduled, made)
+
+    scheduler.update_from_output = noted
 
 
 def _limit_cache_hits(manager: Any) -> None:

@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,6 +108,12 @@ class WorkerExtension:
     def tinsmith_steps(self) -> int:
         """Steps that this worker has finished."""
         return self.tinsmith_state.runner.steps
+
+    def tinsmith_routing(self) -> Sequence[int]:
+        """Routed layers, choices of a token and experts, where it tells which experts have a request's
+        tokens; else nothing."""
+        routing = self.tinsmith_state.runner.routing
+        return () if routing is None else (routing.layers, routing.top_k, routing.experts)
 
     def tinsmith_join(
         self,

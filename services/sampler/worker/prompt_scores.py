@@ -32,6 +32,9 @@ CACHE_LIMIT_KEY = "tinsmith_cache_limit"
 SAMPLED_KEY = "tinsmith_sampled_logprobs"
 """Key beside them: log-probabilities of sampled tokens are of the distribution that they were drawn from."""
 
+ROUTED_KEY = "tinsmith_routed_experts"
+"""Key beside them: which experts the model's layers give the tokens to is told."""
+
 EMPTY_TOPK_LOGPROB = -99999.0
 """Log-probability of an empty cell of TopkLogprobs; its token id is 0."""
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+from services.common.contract.experts.routing import Routing
 from services.sampler.worker import cpu_adapters, cpu_rotations
 
 
@@ -34,6 +35,8 @@ class Runner(ABC):
         self._of = of
         self.steps = 0
         """Steps that it has finished."""
+        self.routing: Routing | None = None
+        """How its model routes tokens to experts, where it tells which of them have a request's."""
 
     def install(self) -> None:
         """Has it do all that vLLM lacks."""
@@ -47,6 +50,7 @@ class Runner(ABC):
         self.score_prompts()
         if self._of.speculative_config is not None:
             self.check_drafts()
+        self.routing = self.tell_experts()
         self._count_steps()
 
     @abstractmethod
@@ -67,6 +71,11 @@ class Runner(ABC):
     @abstractmethod
     def check_drafts(self) -> None:
         """Drafted tokens change how many tokens a step makes, and none of them."""
+
+    @abstractmethod
+    def tell_experts(self) -> Routing | None:
+        """Of requests that ask, which experts the layers of each step give their tokens to is told; None: it
+        is not told here, of no request."""
 
     def _count_steps(self) -> None:
         execute = self._of.execute_model

@@ -54,7 +54,7 @@ def test_a_model_is_quantised_as_the_flag_says_or_as_its_files_are(tmp_path: Pat
 def test_vllm_still_returns_routed_experts_from_its_v2_runner_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When it does not, a CPU can serve them, and docs/sampling.md says why they are not served."""
+    """When it does not, services/sampler/worker/v1/routed_experts.py need not note them itself."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     config = config_of(tmp_path, "qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
     arguments = engine_args(replace(config, max_loras=0), "cpu")

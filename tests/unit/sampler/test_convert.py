@@ -48,6 +48,19 @@ def test_whose_log_probabilities_are_asked_for_is_kept_and_is_a_part_of_the_requ
     assert convert.digest_of(asked) != convert.digest_of(request())
 
 
+def test_experts_are_told_in_as_few_bytes_as_their_ids_take() -> None:
+    asked = request()
+    assert not convert.sample_job_from_pb(asked).routed_experts
+    asked.routed_experts = True
+    assert convert.sample_job_from_pb(asked).routed_experts
+    experts = np.arange(24, dtype="<u2").reshape(4, 3, 2)[1:]
+    sequences = [Sequence("stop", [1], [-1.0], experts=told) for told in (experts, None)]
+    first, second = convert.output_to_pb(SampleOutput(sequences, 0)).result.sequences
+    assert list(first.routed_experts.shape) == [3, 3, 2]
+    assert first.routed_experts.ids == experts.tobytes()
+    assert not second.HasField("routed_experts")
+
+
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
 def test_a_constraint_is_kept(kind: str) -> None:
     asked = request()

@@ -5,6 +5,7 @@ Invariant: as of `Runner`.
 
 from __future__ import annotations
 
+from services.common.contract.experts.routing import Routing
 from services.sampler.worker.runner import Runner
 from services.sampler.worker.v2 import drafts
 from services.sampler.worker.v2.grammar import GrammarMask
@@ -33,3 +34,7 @@ class RunnerV2(Runner):
     def check_drafts(self) -> None:
         if self._of.is_last_pp_rank:
             drafts.install(self._of, self._grammar.masked, self._sampled.scores)
+
+    def tell_experts(self) -> Routing | None:
+        # vLLM has them here for all requests or none, by a setting that no sampler has.
+        return None

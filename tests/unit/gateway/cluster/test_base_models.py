@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.experts.routing import Routing
 from services.common.state.known_models import Configured, Facts, KnownModel
 from services.common.state.registry import ServiceRecord, View, facts
 from services.gateway.cluster import base_models
@@ -45,6 +46,15 @@ def test_what_one_rank_holds_is_known_where_ranks_hold_more_together() -> None:
     assert base_models.merge(view(known=(away,)))["a/b"].one_rank_tokens == 40
     alone = record("trainer", "a/b", max_sequence_tokens=60)
     assert base_models.merge(view(alone))["a/b"].one_rank_tokens == 0
+
+
+def test_experts_are_told_where_one_sampler_tells_them_and_that_stays_known() -> None:
+    routing = Routing(2, 4, 60)
+    telling, other = record("sampler", "a/b", routing=routing), record("sampler", "a/b")
+    assert base_models.merge(view(other, telling))["a/b"].sampled_routing == routing
+    assert base_models.merge(view(other))["a/b"].sampled_routing is None
+    away = KnownModel("a/b", sampler=facts(telling))
+    assert base_models.merge(view(known=(away,)))["a/b"].sampled_routing == routing
 
 
 def test_of_what_only_runs_forward_the_smallest_limit_holds_and_stays_known() -> None:

@@ -20,6 +20,7 @@ import tokenizers
 
 from services.common.contract import errors
 from services.common.contract.errors import TinsmithError, Unavailable
+from services.common.contract.experts.routing import Routing
 from services.common.state import redis_client
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
@@ -198,6 +199,7 @@ async def talking(redis_url: str, directory: Path) -> AsyncIterator[Talking]:
     await client.flushall()
     data = DataDir(directory)
     announced = {"vocab_size": VOCAB, "context_length": CONTEXT, "model_path": str(directory)}
+    announced["routing"] = Routing(layers=2, top_k=2, experts=8)
     async with serving(client, sampler, "sampler-0", **announced):
         gateway = Gateway(
             "gateway-0",

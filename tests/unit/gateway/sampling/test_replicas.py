@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 
+from services.common.contract.experts.routing import Routing
 from services.common.process import rpc
 from services.common.process.carrier.answering import Carrier
 from services.common.state.known_models import Configured, KnownModel
@@ -257,6 +258,21 @@ async def test_samples_of_adapters_and_full_models_go_where_these_run_and_wait_w
         found.update([alone], {})
         assert replicas.choose(BASE, asked, set()) is None
         assert replicas.choose(BASE, base, set()) == alone
+
+
+async def test_samples_whose_experts_are_asked_for_go_where_they_are_told() -> None:
+    alone, more = (
+        ServiceRecord(kind="sampler", id=name, address="", base_model=BASE, routing=routing)
+        for name, routing in (("alone", None), ("more", Routing(1, 2, 4)))
+    )
+    asked = [
+        wanted("m", 1, full, "", bytes(40), 1, 8, "first", routed_experts=True) for full in (False, True)
+    ]
+    async with services(alone, more) as found:
+        replicas = over(found)
+        for each in asked:
+            assert replicas.choose(BASE, each, set()) == more
+            assert replicas.choose(BASE, each, {more.incarnation}) is None
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.experts.routing import Routing
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.sampling import validate
@@ -197,3 +198,34 @@ def test_log_probabilities_are_the_models_own_unless_those_of_what_was_drawn_fro
     assert not validate.check_logprobs_of(sample(logprobs_of=sampling_pb2.LOGPROBS_OF_MODEL))
     assert validate.check_logprobs_of(sample(logprobs_of=sampling_pb2.LOGPROBS_OF_SAMPLED))
     assert "not one of LogprobsOf" in refused(validate.check_logprobs_of, sample(logprobs_of=3))
+
+
+ROUTING = Routing(layers=2, top_k=2, experts=8)
+ROUTED = dataclasses.replace(MODEL, sampled_routing=ROUTING)
+
+
+def test_the_room_of_an_answer_holds_the_experts_of_every_token() -> None:
+    wanted = sample(num_samples=3, max_tokens=10)
+    without = validate.check_sample(wanted, ROUTED, LIMITS)
+    wanted.routed_experts = True
+    assert validate.check_sample(wanted, ROUTED, LIMITS) - without == ROUTING.nbytes(3 * 12)
+
+
+def test_experts_that_no_sampler_tells_are_refused() -> None:
+    wanted = sample(routed_experts=True)
+    with pytest.raises(InvalidRequest, match="no sampler of this model tells") as caught:
+        validate.check_sample(wanted, MODEL, LIMITS)
+    assert (caught.value.code, caught.value.field) == ("routed_experts_not_supported", "routed_experts")
+
+
+def test_experts_are_those_of_one_version_of_the_weights() -> None:
+    wanted = sample(routed_experts=True, on_update=CONTINUE)
+    assert "on_update is CONTINUE" in refused(validate.check_sample, wanted, ROUTED, LIMITS)
+
+
+def test_more_experts_than_one_message_holds_are_refused() -> None:
+    wide = dataclasses.replace(ROUTED, sampled_routing=Routing(64, 8, 256), context_length=2**15)
+    wanted = sample(num_samples=8, max_tokens=2**14 - 2, routed_experts=True)
+    validate.check_sample(wanted, wide, LIMITS)
+    wanted.params.max_tokens += 1
+    assert "lower max_tokens or num_samples" in refused(validate.check_sample, wanted, wide, LIMITS)

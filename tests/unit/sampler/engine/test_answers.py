@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from services.common.contract.errors import Internal, InvalidRequest
 from services.sampler import convert
 from services.sampler.engine import answers
-from services.sampler.engine.sampling import SampleOutput
+from services.sampler.engine.sampling import SampleJob, SampleOutput, SamplingParams
+from services.sampler.worker.prompt_scores import plan_of
 
 
 def completion(tokens: Sequence[int], ids: list[int], logprobs: list[float], width: int) -> CompletionOutput:
@@ -70,3 +71,16 @@ def test_cells_of_tokens_that_could_not_be_drawn_are_empty() -> None:
     assert made.topk is not None
     assert made.topk.token_ids.tolist() == [[5, 8, 0]]
     assert made.topk.logprobs.tolist() == [[-0.5, -1.0, -99999.0]]
+
+
+@pytest.mark.parametrize("told", [None, 2, 4])
+def test_experts_of_fewer_or_more_tokens_than_were_read_are_an_error(told: int | None) -> None:
+    job = SampleJob("request", None, [1, 2], 1, SamplingParams(), routed_experts=True)
+    made = completion([5, 6], [5, 6], [-1.0, -1.0], 1)
+    made.routed_experts = None if told is None else np.zeros((told, 1, 2), np.uint8)
+    output = RequestOutput("request", None, [1, 2], None, [made], finished=True)
+    with pytest.raises(Internal, match=f"experts of {told or 0} tokens of 3"):
+        answers.whole(job, plan_of(job.scoring, 2, 0, 1.0), [output])
+    made.routed_experts = np.zeros((3, 1, 2), np.uint8)
+    (sequence,) = answers.whole(job, plan_of(job.scoring, 2, 0, 1.0), [output]).sequences
+    assert sequence.experts is made.routed_experts

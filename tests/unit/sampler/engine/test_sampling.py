@@ -8,6 +8,7 @@ import math
 import pytest
 
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.experts.routing import Routing
 from services.common.contract.sample_schema import Scoring
 from services.common.contract.steering import Steering
 from services.sampler.engine.sampling import (
@@ -68,6 +69,16 @@ def test_what_the_engine_cannot_do_is_refused_with_what_to_change(job: SampleJob
     with pytest.raises(InvalidRequest, match=hint) as error:
         check(job, LIMITS)
     assert error.value.category == "user"
+
+
+def test_experts_are_told_where_the_engine_can_and_of_one_version_of_the_weights() -> None:
+    asking = dataclasses.replace(JOB, routed_experts=True)
+    with pytest.raises(InvalidRequest, match="no sampler of this model tells"):
+        check(asking, LIMITS)
+    telling = dataclasses.replace(LIMITS, routing=Routing(2, 2, 8))
+    check(asking, telling)
+    with pytest.raises(InvalidRequest, match="CONTINUE"):
+        check(dataclasses.replace(asking, moves=True), telling)
 
 
 @pytest.mark.parametrize("job", [params(ignore_eos=True), params(stop_token_ids=(7,))])

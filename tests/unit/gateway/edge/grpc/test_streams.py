@@ -115,6 +115,13 @@ async def test_whose_log_probabilities_are_asked_for_reaches_the_sampler(talks: 
         assert talks.sampler.asked[-1].sampled_logprobs is expected
 
 
+async def test_that_experts_are_asked_for_reaches_the_sampler(talks: Talking, stub: Any) -> None:
+    request = await asking(stub)
+    request.sample.routed_experts = True
+    await read(stub, request)
+    assert talks.sampler.asked[-1].routed_experts
+
+
 async def test_the_priority_of_a_sample_is_accepted_with_it(talks: Talking, stub: Any) -> None:
     request = await asking(stub)
     request.sample.priority = -7
