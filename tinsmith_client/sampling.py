@@ -106,18 +106,22 @@ class Sampler:
         seed: int | None = None,
         stop: Sequence[str] = (),
         on_update: OnUpdate = "finish",
+        routed_experts: bool = False,
     ) -> PendingSample:
         """Samples sequences; see docs/sampling.md. `versions` tells which weights made them.
 
         Args:
             stop: strings that end a sequence, as end-of-sequence tokens always do.
             on_update: "continue" is for inflight samplers, and without stop strings.
+            routed_experts: each sequence has the experts of its tokens, for `datum` to replay.
 
         Raises:
             Refused: something of it has to change.
         """
         params = _params(max_tokens, temperature, top_k, top_p, seed, stop)
-        sent = self._calls.unary("Sample", self._request(prompt, num_samples, params, on_update))
+        request = self._request(prompt, num_samples, params, on_update)
+        request.routed_experts = routed_experts
+        sent = self._calls.unary("Sample", request)
         return PendingSample(self._calls, sent.request_id)
 
     def stream(

@@ -15,14 +15,20 @@ _DTYPES = {"i": types_pb2.DATA_TYPE_INT32, "q": types_pb2.DATA_TYPE_INT64, "f": 
 
 
 def datum(
-    tokens: Sequence[int], target_tokens: Sequence[int], **inputs: Sequence[float]
+    tokens: Sequence[int],
+    target_tokens: Sequence[int],
+    *,
+    routed_experts: types_pb2.RoutedExperts | None = None,
+    **inputs: Sequence[float],
 ) -> training_pb2.Datum:
     """A training example: position i reads tokens[i] and predicts target_tokens[i].
 
     Args:
+        routed_experts: to replay: those of a sampled sequence, where `tokens` are its prompt and its tokens
+            but the last one.
         inputs: the loss's other inputs, one number per position, such as weights, advantages, logprobs.
     """
-    made = training_pb2.Datum(tokens=tensor("i", tokens))
+    made = training_pb2.Datum(tokens=tensor("i", tokens), routed_experts=routed_experts)
     made.loss_inputs["target_tokens"].CopyFrom(tensor("q", target_tokens))
     for name, values in inputs.items():
         made.loss_inputs[name].CopyFrom(tensor("f", values))

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 from services.common.contract import ids, roles, tensors
 from services.common.contract.errors import InvalidRequest
+from services.common.contract.experts import routing
+from services.common.contract.experts.routing import RoutedExperts, Routing
 from services.common.contract.tensors import DTYPES, HostTensor
 from services.trainer.compute.data import AdamSpec, LoraSpec, RowResult
 from services.trainer.compute.losses import combine_metrics
 from services.trainer.order.microbatch import Unit, split_operation
+from services.trainer.order.prefixes import told_apart
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import checkpoints_pb2, models_pb2, results_pb2, training_pb2
 
@@ -28,12 +31,14 @@ class Target:
         unit_tokens: tokens of one unit of work.
         shares_prefixes: the trainer computes shared prefixes once, see `compute.engine.Engine`.
         splits: its ranks compute sequences together that none of them holds alone.
+        routing: how the base model routes tokens, if it computes with experts that it is given.
     """
 
     base_model: str
     unit_tokens: int
     shares_prefixes: bool
     splits: bool = False
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,17 @@ class Create:
 
 @dataclass(frozen=True)
 class Datum:
-    """One training example. `tokens`: int32 little-endian bytes."""
+    """One training example. `tokens`: int32 little-endian bytes; `routed`: the experts that they go to, None
+    = the model's own choice."""
 
     tokens: bytes
     loss_inputs: dict[str, HostTensor]
+    routed: RoutedExperts | None = None
+
+    @property
+    def routed_ids(self) -> bytes:
+        """Of the experts, nothing where none are given."""
+        return b"" if self.routed is None else self.routed.ids
 
 
 @dataclass(frozen=True)
@@ -187,9 +199,9 @@ def _forward(request: training_pb2.ForwardBackward, target: Target, ranks: int, 
             key: tensors.from_pb(value, f"data[{index}]: {key}")
             for key, value in sorted(pb.loss_inputs.items())
         }
-        data.append(Datum(tokens.data, inputs))
+        data.append(Datum(tokens.data, inputs, _routed(pb, target, f"data[{index}]: routed_experts")))
     units = split_operation(
-        [datum.tokens for datum in data],
+        told_apart([datum.tokens for datum in data], [datum.routed_ids for datum in data]),
         target.unit_tokens,
         shared=target.shares_prefixes,
         ranks=ranks,
@@ -198,6 +210,18 @@ def _forward(request: training_pb2.ForwardBackward, target: Target, ranks: int, 
     )
     config = dict(request.loss_config)
     return Forward(tuple(data), request.loss_fn, config, request.forward_only, tuple(units))
+
+
+def _routed(datum: training_pb2.Datum, target: Target, name: str) -> RoutedExperts | None:
+    if not datum.HasField("routed_experts"):
+        return None
+    if target.routing is None:
+        raise InvalidRequest(
+            f"{name}: this trainer replays none; leave them out", "routed_experts_not_supported"
+        )
+    given = RoutedExperts(tuple(datum.routed_experts.shape), datum.routed_experts.ids)
+    routing.check(given, target.routing, datum.tokens.shape[0], name)
+    return given
 
 
 def lora_to_pb(lora: LoraSpec) -> models_pb2.LoraConfig:

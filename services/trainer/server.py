@@ -290,4 +290,5 @@ class _Server:
             dtype=self._config.dtype,
             world_size=self._place.world_size,
             max_lora_rank=MAX_RANK,
+            routing=self._engine.routing,
         )

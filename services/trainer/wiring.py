@@ -120,7 +120,13 @@ class Trainer:
             world,
             models,
             control,
-            Target(config.base_model, self.micro_batch_tokens, engine.shares_prefixes, engine.splits),
+            Target(
+                config.base_model,
+                self.micro_batch_tokens,
+                engine.shares_prefixes,
+                engine.splits,
+                engine.routing,
+            ),
             Limits(place.world_size, self.micro_batch_tokens),
             self.crashes,
         )

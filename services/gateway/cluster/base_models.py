@@ -49,6 +49,7 @@ class BaseModel:
         samples_adapters: one of its samplers can run adapters, as far as they said.
         sampled_routing: how it routes tokens to experts, where one of its samplers tells which have a
             sample's tokens.
+        trained_routing: how it routes, where all of its trainers compute with experts that they are given.
         trainer_seen: a trainer said once what it takes; `sampler_seen`: the same.
     """
 
@@ -69,6 +70,7 @@ class BaseModel:
     samples_adapters: bool = True
     samples_full_models: bool = True
     sampled_routing: Routing | None = None
+    trained_routing: Routing | None = None
     trainer_seen: bool = False
     sampler_seen: bool = False
 
@@ -124,6 +126,7 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         samples_adapters=not sampling or any(one.adapts for one in sampling),
         samples_full_models=not sampling or any(one.full_models for one in sampling),
         sampled_routing=next((one.routing for one in sampling if one.routing), None),
+        trained_routing=training[0].routing if len({one.routing for one in training}) == 1 else None,
         trainer_seen=bool(training),
         sampler_seen=bool(sampling),
     )

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from services.common.contract import loss_schema, roles, tensors
 from services.common.contract.errors import InvalidRequest, TooLarge
+from services.common.contract.experts import routing
+from services.common.contract.experts.routing import RoutedExperts
 from services.common.contract.roles import Role
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
@@ -90,6 +92,19 @@ def check_forward_backward(
             context_length=model.context_length,
             where=name,
         )
+        if datum.HasField("routed_experts"):
+            _check_routed(datum, model, name)
+
+
+def _check_routed(datum: training_pb2.Datum, model: BaseModel, name: str) -> None:
+    if model.trained_routing is None:
+        raise InvalidRequest(
+            f"{name}: the trainers of {model.name} replay no routed_experts: the model has none, or routes "
+            "in a way of its own; leave them out",
+            "routed_experts_not_supported",
+        )
+    given = RoutedExperts(tuple(datum.routed_experts.shape), datum.routed_experts.ids)
+    routing.check(given, model.trained_routing, datum.tokens.shape[0], f"{name}: routed_experts")
 
 
 def _check_fits(lengths: Sequence[int], model: BaseModel, *, backward: bool) -> None:

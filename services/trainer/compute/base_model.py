@@ -35,6 +35,7 @@ from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
+from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.sharding import quantized
 from services.trainer.compute.sharding.engines import EVERY_ENGINE
 from services.trainer.compute.sharding.stage3 import gather_what_is_read, held_bytes, share_replicas, stage3
@@ -137,6 +138,7 @@ class BaseModel:
         arch: architecture class name, for example "Qwen3ForCausalLM".
         asked: what each layer asks of attention; none where `flat` is not so.
         exchange: with which all ranks compute one sequence; None: they cannot.
+        replay: its routers, which compute with experts that they are given.
         footprint: what it takes of this rank's memory, by arithmetic.
     """
 
@@ -170,6 +172,7 @@ class BaseModel:
         self.linears = find_linears(model)
         self.unadapted = find_unadapted(model)
         hook_adapters(model, router)
+        self.replay = Replay(model)
         scorer = Scorer(model, router, detached=self.collective)
         self._engine, *_ = deepspeed.initialize(model=scorer, config=config)
         if sharding.quantized_base:

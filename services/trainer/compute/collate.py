@@ -20,10 +20,11 @@ from services.trainer.compute.attention import Sequences
 from services.trainer.compute.data import Row
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.memory.transfer import on_device
-from services.trainer.compute.prefix.layout import lay_out
+from services.trainer.compute.prefix.layout import Layout, lay_out
+from services.trainer.compute.replay.routers import OWN
 from services.trainer.compute.split.exchange import Exchange
 from services.trainer.compute.split.share import Share
-from services.trainer.order.prefixes import PrefixTree, shared_tree, unshared
+from services.trainer.order.prefixes import PrefixTree, shared_tree, told_apart, unshared
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Collated:
         sequences: how the rows share T.
         places: of each row where its outputs are among the Q, or the T - P: int64, on the host.
         ops: the operations in order, and how many of the T tokens each has.
+        chosen: int32 [T, layers, top_k], the experts that tokens are given, -1 = the model's own choice; None
+            = no token is given any.
     """
 
     tokens: Tensor
@@ -44,6 +47,7 @@ class Collated:
     sequences: Sequences
     places: list[Tensor]
     ops: list[tuple[int, int]]
+    chosen: Tensor | None = None
 
     def part(self, share: Share, exchange: Exchange) -> Collated:
         """What a rank computes of one row, which is all that is here: its tokens, and the targets that they
@@ -57,7 +61,12 @@ class Collated:
             targets = targets[share.start : share.stop]
             targets = replace(targets, widths=(*targets.widths, *[(share.filled, 0)] * (share.filled > 0)))
         sequences = Sequences.part(share, exchange, str(tokens.device))
-        return Collated(tokens, targets, sequences, [], [(self.ops[0][0], share.size)])
+        chosen = self.chosen
+        if chosen is not None:
+            # What fills it up is chosen for as ever.
+            filled = (0, 0, 0, 0, 0, share.filled)
+            chosen = nn.functional.pad(chosen[share.start : share.stop], filled, value=OWN)
+        return Collated(tokens, targets, sequences, [], [(self.ops[0][0], share.size)], chosen)
 
     def outputs(self, share: Share) -> tuple[int, int]:
         """How many log-probabilities, and values, a rank's part of the one row has."""
@@ -81,9 +90,11 @@ def collate(rows: Sequence[Row], device: str, *, shared: bool) -> Collated:
     ops: list[int] = []
     groups: list[tuple[list[bytes], PrefixTree]] = []
     for op, group in groupby(rows, key=lambda row: row.op):
-        sequences = [row.tokens for row in group]
+        same = list(group)
+        sequences = [row.tokens for row in same]
         ops.append(op)
-        groups.append((sequences, cut(sequences)))
+        tree = cut(told_apart(sequences, [row.routed_ids for row in same]))
+        groups.append((sequences, tree))
     layout = lay_out(groups)
     scored = [number for number, row in enumerate(rows) if TARGETS in row.loss_inputs]
     targets, places = _targets([(rows[number], layout.places[number]) for number in scored], device)
@@ -94,7 +105,19 @@ def collate(rows: Sequence[Row], device: str, *, shared: bool) -> Collated:
         sequences=Sequences.laid_out(layout, device),
         places=places + [torch.from_numpy(place - first) for place in layout.places[len(scored) :]],
         ops=list(zip(ops, layout.groups, strict=True)),
+        chosen=_chosen(rows, layout, device),
     )
+
+
+def _chosen(rows: Sequence[Row], layout: Layout, device: str) -> Tensor | None:
+    """What tokens that several rows have are given is the same in all of these."""
+    given = [(row.routed, place) for row, place in zip(rows, layout.places, strict=True) if row.routed]
+    if not given:
+        return None
+    chosen = np.full((len(layout.tokens), *given[0][0].shape[1:]), OWN, dtype=np.int32)
+    for routed, place in given:
+        chosen[place] = routed.values()
+    return on_device(torch.from_numpy(chosen), device)
 
 
 def _targets(rows: Sequence[tuple[Row, np.ndarray]], device: str) -> tuple[Targets, list[Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from services.common.contract.experts.routing import RoutedExperts
 from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor
 
@@ -46,6 +47,13 @@ class Row(msgspec.Struct, frozen=True):
     tokens: bytes
     """int32 little-endian, shape [N]."""
     loss_inputs: dict[str, HostTensor]
+    routed: RoutedExperts | None = None
+    """The experts that its tokens go to; None: the model's own choice."""
+
+    @property
+    def routed_ids(self) -> bytes:
+        """Of the experts, nothing where none are given."""
+        return b"" if self.routed is None else self.routed.ids
 
     @property
     def length(self) -> int:

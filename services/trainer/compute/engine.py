@@ -71,6 +71,7 @@ class Engine:
         pass_room: bytes that the largest pass that is let in takes of it, once that is known; and
             adapter_room: that adapters may take.
         splits: all ranks can compute a sequence together that none holds alone.
+        routing: how the base model routes tokens, if it computes with experts that it is given; else None.
         page_locked: memory of its host for copies.
         device: of this rank, for example "cuda:0"; `world_size`: ranks; `collective`: they share each pass.
     """
@@ -147,9 +148,8 @@ class Engine:
                 "give no more"
             )
         self.context_length = max_context or self._base.context_length
-        self.arch = self._base.arch
-        self.collective = self._base.collective
-        self.splits = self._base.exchange is not None
+        self.arch, self.collective = self._base.arch, self._base.collective
+        self.splits, self.routing = self._base.exchange is not None, self._base.replay.routing
         shares = attends_to_trees(self._base.asked, self.context_length, self._device)
         self._rounds = Rounds(self._base, self._router, self._tenants, rank, world_size, shares)
 

@@ -276,7 +276,8 @@ class Rounds:
         targets = batch.targets
         if grad and model is self._base and not model.collective:
             targets = replace(targets, slope=losses.slope())
-        with torch.set_grad_enabled(grad), self._router.route(segments):
+        given = model.replay.given(batch.chosen)
+        with torch.set_grad_enabled(grad), self._router.route(segments), given:
             computed = losses.compute(*model.score(batch.tokens, targets, batch.sequences))
             failpoints.hit("trainer.mid_batch")
             if grad:
@@ -306,7 +307,7 @@ class Rounds:
             first = sum(scored for scored, _ in counts[: self._rank])
             targets = replace(targets, slope=shifted(losses.slope(), first))
         segments = self._segments(ops, part, True) if model is self._base else []
-        with torch.enable_grad(), self._router.route(segments):
+        with torch.enable_grad(), self._router.route(segments), model.replay.given(part.chosen):
             logprobs, values = model.score(part.tokens, targets, part.sequences)
             computed = losses.compute(
                 joined(logprobs, [scored for scored, _ in counts]),

@@ -84,7 +84,10 @@ def _rows(ref: UnitRef, numbers: dict[tuple[str, int], int], operations: list[Op
     assert isinstance(operation.work, Forward) and operation.units is not None
     data = operation.work.data
     datums = operation.units[ref.unit].datums
-    return [Row(ref.model_id, number, index, data[index].tokens, data[index].loss_inputs) for index in datums]
+    return [
+        Row(ref.model_id, number, index, data[index].tokens, data[index].loss_inputs, data[index].routed)
+        for index in datums
+    ]
 
 
 def _pass_op(operation: Operation) -> PassOp:

@@ -25,6 +25,7 @@ WORTH = 4
 over sequences, on a CPU several times, which a header that a whole data set has does not make up for."""
 
 _TOKEN_BYTES = 4
+_WORD = 8
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,54 @@ def unshared(sequences: Sequence[bytes]) -> PrefixTree:
     """Each sequence as a piece of its own."""
     pieces = [Piece(-1, 0, len(each) // _TOKEN_BYTES, number) for number, each in enumerate(sequences)]
     return PrefixTree(tuple(pieces), tuple(range(len(pieces))))
+
+
+def told_apart(sequences: Sequence[bytes], beside: Sequence[bytes]) -> list[bytes]:
+    """Sequences that begin alike only as far as what belongs to their tokens is alike too.
+
+    Args:
+        sequences: int32 little-endian tokens, at least one each.
+        beside: bytes that belong to the tokens of each, equally many to every token; empty:
+            nothing does.
+
+    Returns:
+        Of each sequence as many int32 numbers as it has tokens, two of them equal where tokens and what
+        belongs to them are. They mean nothing else.
+    """
+    widths = {
+        len(more) // (len(each) // _TOKEN_BYTES) for each, more in zip(sequences, beside, strict=True) if more
+    }
+    if not widths:
+        return list(sequences)
+    # A token, whether anything belongs to it, and that.
+    width = -(-(_TOKEN_BYTES + 1 + max(widths)) // _WORD) * _WORD
+    rows = []
+    for each, more in zip(sequences, beside, strict=True):
+        row = np.zeros((len(each) // _TOKEN_BYTES, width), np.uint8)
+        row[:, :_TOKEN_BYTES] = np.frombuffer(each, np.uint8).reshape(len(row), -1)
+        if more:
+            given = np.frombuffer(more, np.uint8).reshape(len(row), -1)
+            row[:, _TOKEN_BYTES] = 1
+            row[:, _TOKEN_BYTES + 1 : _TOKEN_BYTES + 1 + given.shape[1]] = given
+        rows.append(row)
+    numbers = _numbered(np.concatenate(rows))
+    ends = np.cumsum([len(row) for row in rows])[:-1]
+    return [part.astype("<i4").tobytes() for part in np.split(numbers, ends)]
+
+
+def _numbered(rows: np.ndarray) -> np.ndarray:
+    """A number for each of rows of bytes, the same for equal ones alone."""
+    words = rows.view("<u8")
+    factors = np.random.default_rng(0).integers(
+        1, 2**64, words.shape[1], np.uint64, endpoint=False
+    ) | np.uint64(1)
+    hashed = (words * factors).sum(axis=1, dtype=np.uint64)
+    _, first, numbers = np.unique(hashed, return_index=True, return_inverse=True)
+    if (rows[first[numbers]] != rows).any():
+        # Two that differ have one hash. Sorting rows takes many times as long.
+        whole = rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]
+        _, numbers = np.unique(whole, return_inverse=True)
+    return numbers
 
 
 def _alike(one: bytes, other: bytes, block: int) -> int:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch.distributed as dist
 
+from services.common.contract.experts.routing import RoutedExperts, Routing
 from services.common.contract.tensors import HostTensor
 from services.trainer.compute.data import (
     AdamSpec,
@@ -67,6 +68,13 @@ def critic_row(seed: int, length: int, weighted: bool = True) -> Row:
     if weighted:
         inputs["weights"] = array((np.arange(length) >= length // 3).astype(np.float32) * 0.5)
     return Row("", 0, 0, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
+
+
+def given_experts(row: Row, routing: Routing, seed: int = 0) -> Row:
+    """The row with random experts for all of its tokens."""
+    scores = np.random.default_rng(seed).random((row.length, routing.layers, routing.experts))
+    ids = scores.argsort(-1)[..., : routing.top_k].astype(routing.dtype)
+    return msgspec.structs.replace(row, routed=RoutedExperts(ids.shape, ids.tobytes()))
 
 
 def with_input(row: Row, name: str, values: np.ndarray) -> Row:

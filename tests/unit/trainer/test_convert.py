@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from services.common.contract.errors import InvalidRequest
+from services.common.contract.experts.routing import Routing
 from services.common.contract.tensors import from_values
 from services.trainer import convert
 from services.trainer.compute.data import RowResult
@@ -73,3 +75,41 @@ def test_a_trainer_that_cannot_split_computes_it_on_one_rank() -> None:
 
 def test_what_only_runs_forward_is_computed_by_one_rank() -> None:
     assert units_of(splits=True, forward_only=True) == [(10, False), (11, False)]
+
+
+ROUTING = Routing(layers=1, top_k=2, experts=4)
+
+
+def operation_with(*experts: bytes) -> operation_pb2.Operation:
+    """Datums of 32 equal tokens, each with these experts."""
+    tokens = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[32], data=bytes(4 * 32))
+    data = [training_pb2.Datum(tokens=tokens) for _ in experts]
+    for datum, ids in zip(data, experts, strict=True):
+        if ids:
+            datum.routed_experts.CopyFrom(types_pb2.RoutedExperts(ids=ids, shape=[32, 1, 2]))
+    return operation_pb2.Operation(
+        forward_backward=training_pb2.ForwardBackward(data=data, loss_fn="cross_entropy")
+    )
+
+
+def test_what_datums_begin_with_counts_once_only_as_far_as_they_have_the_same_experts() -> None:
+    some, others = bytes([0, 1]) * 32, bytes([0, 1]) * 16 + bytes([2, 3]) * 16
+    target = Target("base", 64, shares_prefixes=True, routing=ROUTING)
+
+    def tokens(*experts: bytes) -> int:
+        work = convert.from_pb(operation_with(*experts), target)
+        assert isinstance(work, Forward)
+        assert [datum.routed_ids for datum in work.data] == list(experts)
+        return sum(unit.tokens for unit in work.units)
+
+    assert tokens(some, some) == 32
+    assert tokens(some, others) == 48
+    assert tokens(some, b"") == 64
+
+
+def test_experts_that_the_model_cannot_compute_with_are_refused() -> None:
+    target = Target("base", 64, shares_prefixes=True, routing=ROUTING)
+    with pytest.raises(InvalidRequest, match=r"data\[0\]: routed_experts has expert 4"):
+        convert.from_pb(operation_with(bytes([0, 4]) * 32), target)
+    with pytest.raises(InvalidRequest, match="this trainer replays none"):
+        convert.from_pb(operation_with(bytes([0, 1]) * 32), Target("base", 64, shares_prefixes=True))

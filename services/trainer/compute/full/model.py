@@ -42,6 +42,7 @@ from services.trainer.compute.memory.failures import free_cache
 from services.trainer.compute.memory.room import has_room
 from services.trainer.compute.memory.transfer import Copies, ToHost, copied
 from services.trainer.compute.optimizer import MeasuredAdamW
+from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.sharding.engines import EVERY_ENGINE
 from services.trainer.compute.sharding.stage3 import stage3
 
@@ -104,7 +105,7 @@ class FullModel:
     """One model, as a `Tenant` and as what computes its own log-probabilities. Use it on all ranks alike.
 
     Attributes:
-        collective, flat: as of `BaseModel`.
+        collective, flat, replay: as of `BaseModel`.
     """
 
     collective = True
@@ -123,7 +124,7 @@ class FullModel:
             config.activation_checkpointing,
         )
         model.requires_grad_(True)
-        self.flat = computes_flat(model)
+        self.flat, self.replay = computes_flat(model), Replay(model)
         self._parameters: dict[str, Any] = dict(model.named_parameters())
         scorer = Scorer(model, LoraRouter(), detached=False)
         self._adam = MeasuredAdamW(scorer.parameters())

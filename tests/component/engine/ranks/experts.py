@@ -5,12 +5,18 @@ from __future__ import annotations
 import msgspec
 import torch.distributed as dist
 
+from services.common.contract.experts.routing import Routing
 from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
-from tests.component.engine.data import ADAM, ce_row, op, trained_model, work
+from tests.component.engine.data import ADAM, ce_row, given_experts, op, trained_model, work
 
 WHOLE, WITHOUT = LoraSpec(8, seed=3), LoraSpec(4, seed=5, train_mlp=False)
-ROWS = {"whole": [ce_row(1, 20), ce_row(2, 7)], "without": [ce_row(3, 12), ce_row(4, 9)]}
+ROUTING = Routing(layers=2, top_k=2, experts=4)
+ROWS = {
+    "whole": [given_experts(ce_row(1, 20), ROUTING), ce_row(2, 7)],
+    "without": [ce_row(3, 12), given_experts(ce_row(4, 9), ROUTING)],
+}
+"""Half of them say which experts their tokens go to."""
 STEPS = 2
 
 

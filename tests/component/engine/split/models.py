@@ -1,4 +1,5 @@
-"""What two ranks of a world come to together, and what one of them comes to alone, of every architecture."""
+"""What two ranks of a world come to together, and what one of them comes to alone, of every architecture; of
+those with routed experts, with given ones."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from services.trainer.compute.data import Row
 from services.trainer.compute.lora.adapter import Adapter, largest, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter, Segment
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
+from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.compute.split.exchange import Exchange, joined
 from services.trainer.compute.split.share import Share
+from tests.component.engine.data import given_experts
 from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
 
 TOKENS, VOCAB = 23, 60
@@ -61,7 +64,7 @@ class _Model:
         model = random_model(config_of(model_type, FLAT[model_type]), FLAT_ATTENTION).requires_grad_(False)
         if checkpointing:
             checkpoint_blocks(model)
-        self.router, linears = LoraRouter(), find_linears(model)
+        self.router, self.replay, linears = LoraRouter(), Replay(model), find_linears(model)
         hook_adapters(model, self.router)
         self.scorer = Scorer(model, self.router, detached=False)
         spec, unadapted = largest(linears, 4, find_unadapted(model)), find_unadapted(model)
@@ -82,7 +85,8 @@ class _Model:
     def trained(self, batch: Collated, put: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Log-probabilities, and the gradient of a sum of them with different weights."""
         gradient = torch.zeros_like(self.adapter.flat)
-        with self.router.route([Segment(batch.tokens.shape[1], self.adapter, gradient)]):
+        segment = Segment(batch.tokens.shape[1], self.adapter, gradient)
+        with self.router.route([segment]), self.replay.given(batch.chosen):
             own, _ = self.scorer(batch.tokens, batch.targets, batch.sequences)
             logprobs = put(own)
             (logprobs * torch.linspace(-1, 1, TOKENS)).sum().backward()
@@ -93,7 +97,10 @@ def compared(model_type: str, checkpointing: bool) -> Compared:
     rng = np.random.default_rng(1)
     inputs = {"target_tokens": from_values(rng.integers(0, VOCAB, TOKENS))}
     row = Row("m", 0, 0, rng.integers(0, VOCAB, TOKENS).astype("<i4").tobytes(), inputs)
-    batch, model = collate([row], "cpu", shared=False), _Model(model_type, checkpointing)
+    model = _Model(model_type, checkpointing)
+    if model.replay.routing is not None:
+        row = given_experts(row, model.replay.routing)
+    batch = collate([row], "cpu", shared=False)
     ranks = dist.get_world_size()
     asked = model.asked(batch)
     found = Compared(splits(asked, ranks), all(layer.plain for layer in asked))

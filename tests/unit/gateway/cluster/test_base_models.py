@@ -57,6 +57,13 @@ def test_experts_are_told_where_one_sampler_tells_them_and_that_stays_known() ->
     assert base_models.merge(view(known=(away,)))["a/b"].sampled_routing == routing
 
 
+def test_experts_are_replayed_where_all_trainers_replay_them() -> None:
+    replaying, other = record("trainer", "a/b", routing=Routing(2, 4, 60)), record("trainer", "a/b")
+    assert base_models.merge(view(replaying, replaying))["a/b"].trained_routing == Routing(2, 4, 60)
+    assert base_models.merge(view(replaying, other))["a/b"].trained_routing is None
+    assert base_models.merge(view(record("sampler", "a/b")))["a/b"].trained_routing is None
+
+
 def test_of_what_only_runs_forward_the_smallest_limit_holds_and_stays_known() -> None:
     one, other = (record("trainer", "a/b", max_forward_tokens=tokens) for tokens in (90, 80))
     assert base_models.merge(view(one, other))["a/b"].max_forward_tokens == 80

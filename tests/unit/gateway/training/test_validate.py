@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 
 from services.common.contract.errors import InvalidRequest, TooLarge
+from services.common.contract.experts.routing import Routing
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.base_models import BaseModel
 from services.gateway.training import validate
 from tests.unit.gateway.tensors import tensor
-from tinsmith.v1 import models_pb2, training_pb2
+from tinsmith.v1 import models_pb2, training_pb2, types_pb2
 
 LIMITS = Limits()
 MODEL = BaseModel("org/name", "/models/name", "Qwen3ForCausalLM", vocab_size=100, context_length=16)
@@ -167,3 +168,20 @@ def test_the_losses_of_a_model_are_those_of_its_role() -> None:
     assert "ppo_critic" in refused(validate.check_forward_backward, operation, "critic", MODEL, LIMITS)
     operation.loss_fn = "ppo_critic"
     assert "model_role" in refused(validate.check_forward_backward, operation, "policy", MODEL, LIMITS)
+
+
+def test_experts_to_replay_are_those_of_the_trainers_model() -> None:
+    routes = dataclasses.replace(MODEL, trained_routing=Routing(layers=1, top_k=2, experts=4))
+    operation = batch([1, 2], [2, 3], [0, 1])
+    check = (validate.check_forward_backward, operation, "policy")
+    operation.data[0].routed_experts.CopyFrom(
+        types_pb2.RoutedExperts(ids=bytes([0, 1, 3, 2]), shape=[2, 1, 2])
+    )
+    validate.check_forward_backward(operation, "policy", routes, LIMITS)
+    with pytest.raises(InvalidRequest, match="replay no routed_experts") as caught:
+        validate.check_forward_backward(operation, "policy", MODEL, LIMITS)
+    assert caught.value.code == "routed_experts_not_supported"
+    operation.data[0].routed_experts.ids = bytes([0, 1, 3, 4])
+    assert "data[0]: routed_experts has expert 4" in refused(*check, routes, LIMITS)
+    operation.data[0].routed_experts.shape[0] = 1
+    assert "for 2 tokens it must be [2, 1, 2]" in refused(*check, routes, LIMITS)

@@ -1,9 +1,14 @@
 """A micro-batch of rows holds what the rows hold, end to end, and nothing else."""
 
+import msgspec
 import numpy as np
 import torch
 
+from services.common.contract.experts.routing import RoutedExperts
 from services.trainer.compute.collate import collate, in_order, row_output
+from services.trainer.compute.data import Row
+from services.trainer.compute.split.exchange import Exchange
+from services.trainer.compute.split.share import Share
 from tests.component.engine.data import ce_row, critic_row
 
 
@@ -47,3 +52,37 @@ def test_a_batch_has_no_token_but_those_of_its_rows_in_their_order() -> None:
     assert batch.tokens.int().numpy().tobytes() == b"".join(row.tokens for row in rows)
     assert batch.sequences.lengths == (2, 9, 5)
     assert batch.targets.positions == 11
+
+
+def routed(row: Row, *experts: int) -> Row:
+    """One layer, one expert a token; the last one for the rest."""
+    ids = [*experts, *[experts[-1]] * (row.length - len(experts))]
+    return msgspec.structs.replace(row, routed=RoutedExperts((row.length, 1, 1), bytes(ids)))
+
+
+def test_every_token_has_the_experts_that_its_row_is_given() -> None:
+    rows = in_order([routed(ce_row(1, 3), 4, 5, 6), ce_row(2, 2), routed(ce_row(3, 2), 200)])
+    assert collate(rows[1:2], "cpu", shared=True).chosen is None
+    batch = collate(rows, "cpu", shared=True)
+    assert batch.chosen is not None
+    assert batch.chosen[:, 0, 0].tolist() == [4, 5, 6, -1, -1, 200, 200]
+
+
+def test_what_rows_begin_with_is_there_once_only_as_far_as_they_are_given_the_same_experts() -> None:
+    alike = [msgspec.structs.replace(ce_row(1, 64), index=index) for index in range(3)]
+    shared = collate([routed(row, 7) for row in alike], "cpu", shared=True)
+    assert (shared.tokens.numel(), shared.sequences.lengths) == (64, (64,))
+    # From token 40 on, in the middle of a block.
+    late = [routed(alike[0], 7), routed(alike[1], *[7] * 40, 8), routed(alike[2], 7)]
+    batch = collate(late, "cpu", shared=True)
+    assert batch.tokens.numel() == 64 + (64 - 32)
+    assert batch.chosen is not None
+    assert batch.chosen[:, 0, 0].tolist() == [7] * 64 + [7] * 8 + [8] * 24
+    mixed = collate([routed(alike[0], 7), alike[1], alike[2]], "cpu", shared=True)
+    assert mixed.tokens.numel() == 128
+
+
+def test_a_ranks_part_of_a_row_has_the_experts_of_its_tokens_and_chooses_for_what_fills_it_up() -> None:
+    batch = collate([routed(ce_row(1, 5), 1, 2, 3, 4, 5)], "cpu", shared=False)
+    parts = [batch.part(Share(rank, 2, 5), Exchange()).chosen for rank in (0, 1)]
+    assert [part[:, 0, 0].tolist() for part in parts if part is not None] == [[1, 2, 3], [4, 5, -1]]

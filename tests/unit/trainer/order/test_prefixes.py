@@ -14,6 +14,7 @@ from services.trainer.order.prefixes import (
     computed_tokens,
     prefix_tree,
     shared_tree,
+    told_apart,
     unshared,
 )
 
@@ -169,3 +170,46 @@ def test_each_sequence_is_compared_with_one_other(
     assert sum(compared) <= sum(map(len, sequences))
     assert len(tree.pieces) < 2 * len(sequences)
     assert tree.tokens <= sum(map(len, sequences))
+
+
+@settings(deadline=None)
+@given(
+    NESTED,
+    st.lists(st.lists(st.integers(0, 1), min_size=12, max_size=12), min_size=14, max_size=14),
+    st.data(),
+)
+def test_numbers_are_equal_where_tokens_and_what_belongs_to_them_are(
+    sequences: list[list[int]], beside: list[list[int]], data: st.DataObject
+) -> None:
+    given_any = [data.draw(st.booleans()) for _ in sequences]
+    ids = [
+        bytes(value for each in more[: len(sequence)] for value in (each, 3)) if some else b""
+        for sequence, more, some in zip(sequences, beside, given_any, strict=False)
+    ]
+    made = [np.frombuffer(each, "<i4").tolist() for each in told_apart(packed(sequences), ids)]
+    meant = [
+        [(token, ids[number][2 * place : 2 * place + 2]) for place, token in enumerate(sequence)]
+        for number, sequence in enumerate(sequences)
+    ]
+    assert [len(each) for each in made] == [len(each) for each in sequences]
+    numbers = [number for each in made for number in each]
+    meanings = [meaning for each in meant for meaning in each]
+    assert len(set(numbers)) == len(set(meanings)) == len(set(zip(numbers, meanings, strict=True)))
+
+
+def test_sequences_beside_which_there_is_nothing_stay_what_they_are() -> None:
+    sequences = packed([[5, 6], [5]])
+    assert told_apart(sequences, [b"", b""]) == sequences
+
+
+def test_rows_that_hash_alike_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Even:
+        def integers(self, *_: object, **__: object) -> np.ndarray:
+            return np.full(2, 2**63, np.uint64)
+
+    # Odd factors of which the upper bits are nothing: words that change places change no sum.
+    monkeypatch.setattr(prefixes.np.random, "default_rng", lambda _: Even())
+    one, other = (np.array(words, "<u8").view(np.uint8)[None] for words in ([1, 2], [2, 1]))
+    rows = np.concatenate([one, other, one])
+    first, second, third = prefixes._numbered(rows).tolist()
+    assert first == third != second
