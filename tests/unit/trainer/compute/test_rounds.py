@@ -24,6 +24,7 @@ from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.failures import LacksMemory
+from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.rounds import Rounds, in_turn
 from services.trainer.compute.tenant import LoraTenant
 
@@ -67,7 +68,7 @@ class Head:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.collective = False
-        self.router = LoraRouter()
+        self.router, self.replay = LoraRouter(), Replay(nn.Module())
         self.embedding = torch.randn(VOCAB, HIDDEN)
         self.head = LogprobHead(nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False), self.router)
         self.scored: list[int] = []
