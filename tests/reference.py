@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 
 class Reference:
@@ -56,3 +56,24 @@ class Reference:
         for _ in range(count):
             tokens.append(int(self.distribution(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
+
+
+class KeptReference:
+    """Several sets of weights that make one sequence, each over the keys and values of those before it."""
+
+    def __init__(self, versions: Sequence[Reference]) -> None:
+        self._versions = versions
+
+    def distribution(self, tokens: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities of every next token, float32 [N, vocab].
+
+        Args:
+            starts: place of the first token that each version computes; that of the first is 0.
+        """
+        cache, rows = DynamicCache(), []
+        for judge, start, end in zip(self._versions, starts, [*starts[1:], len(tokens)], strict=True):
+            part = torch.tensor([list(tokens[start:end])])
+            with torch.no_grad():
+                answer = judge.model(part, past_key_values=cache, use_cache=True)
+            rows.append(answer.logits[0].float().log_softmax(-1))
+        return torch.cat(rows)

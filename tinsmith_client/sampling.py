@@ -18,23 +18,31 @@ from tinsmith_client.results import Pending
 from tinsmith_client.tensors import floats, ints, tensor
 from tinsmith_client.watching import watched
 
-OnUpdate = Literal["finish", "continue"]
+OnUpdate = Literal["finish", "continue", "continue_keep_kv"]
 """What becomes of a running sample of an inflight sampler when its model has newer weights: it finishes on
-those that it began with, or goes on with the newer ones from its next token on."""
+those that it began with, or goes on with the newer ones from its next token on, with keys and values of what
+it has computed anew, or kept."""
 
 _CLONE_NUMBERS = 1_000_000_000
 """Clients of one sampling session have blocks of so many numbers."""
 
-_ON_UPDATE = {"finish": sampling_pb2.ON_UPDATE_FINISH, "continue": sampling_pb2.ON_UPDATE_CONTINUE}
+_ON_UPDATE = {
+    "finish": sampling_pb2.ON_UPDATE_FINISH,
+    "continue": sampling_pb2.ON_UPDATE_CONTINUE,
+    "continue_keep_kv": sampling_pb2.ON_UPDATE_CONTINUE_KEEP_KV,
+}
 _CANCELLED = sampling_pb2.STOP_REASON_CANCELLED
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens in a row that the same weights made. `version`: the number of the save; 0 = the base model."""
+    """Tokens in a row that the same weights made. `version`: the number of the save; 0 = the base model.
+    `kv_kept`: keys and values of what was before them are those of earlier weights; streams say it when a
+    sequence is whole."""
 
     version: int
     tokens: int
+    kv_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,8 @@ class Sampler:
 
         Args:
             stop: strings that end a sequence, as end-of-sequence tokens always do.
-            on_update: "continue" is for inflight samplers, and without stop strings.
+            on_update: "continue" is for inflight samplers, and without stop strings; "continue_keep_kv" is
+                for inflight samplers of adapters.
             routed_experts: each sequence has the experts of its tokens, for `datum` to replay.
 
         Raises:
@@ -213,7 +222,7 @@ class Sampler:
 
 def versions(sequence: sampling_pb2.SampledSequence) -> list[Span]:
     """Which weights made a sequence's tokens, all of them, in order."""
-    return [Span(span.version, span.tokens) for span in sequence.versions]
+    return [Span(span.version, span.tokens, span.kv_kept) for span in sequence.versions]
 
 
 def _end(calls: Calls, request_id: str, keep: bool) -> None:
@@ -221,7 +230,7 @@ def _end(calls: Calls, request_id: str, keep: bool) -> None:
 
 
 def _whole(end: sampling_pb2.SequenceEnd, request_id: str) -> Stream:
-    spans = [Span(span.version, span.tokens) for span in end.versions]
+    spans = [Span(span.version, span.tokens, span.kv_kept) for span in end.versions]
     stopped = end.stop_reason == sampling_pb2.STOP_REASON_STOP
     return Stream(end.index, (), (), stopped, end.stop_reason == _CANCELLED, spans, request_id)
 

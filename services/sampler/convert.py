@@ -62,6 +62,7 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
         cache_namespace=pb.cache_namespace,
         constraint=_constraint_from_pb(pb.constraint),
         moves=pb.moves,
+        keeps_kv=pb.keeps_kv,
         sampled_logprobs=pb.sampled_logprobs,
         routed_experts=pb.routed_experts,
     )
@@ -167,7 +168,7 @@ def _sequence_to_pb(sequence: Sequence) -> sampling_pb2.SampledSequence:
     pb = _tokens_to_pb(sequence.tokens, sequence.logprobs, sequence.topk)
     pb.stop_reason = _STOP_REASONS[sequence.stop_reason]
     for span in sequence.versions:
-        pb.versions.add(version=span.version, tokens=span.tokens)
+        pb.versions.add(version=span.version, tokens=span.tokens, kv_kept=span.kv_kept)
     if sequence.experts is not None:
         told = types_pb2.RoutedExperts(ids=sequence.experts.tobytes(), shape=sequence.experts.shape)
         pb.routed_experts.CopyFrom(told)

@@ -55,12 +55,12 @@ class New:
 
 @dataclass(frozen=True)
 class Ended:
-    """A sequence is whole. `reason` is a StopReason, `versions` (version, tokens) of the weights that made
-    it, in order."""
+    """A sequence is whole. `reason` is a StopReason, `versions` (version, tokens, keys and values were kept)
+    of the weights that made it, in order."""
 
     index: int
     reason: int
-    versions: tuple[tuple[int, int], ...] = ()
+    versions: tuple[tuple[int, int, bool], ...] = ()
 
 
 class _Told:
@@ -189,7 +189,7 @@ class SampleStreams:
                 yield new
             self._fetched.note(request_id)
             for index, sequence in enumerate(sequences):
-                spans = tuple((span.version, span.tokens) for span in sequence.versions)
+                spans = tuple((span.version, span.tokens, span.kv_kept) for span in sequence.versions)
                 yield Ended(index, sequence.stop_reason, spans)
 
     async def _whole(self, request_id: str, session_id: str, account: AnswerAccount) -> Sequence[Any]:

@@ -283,7 +283,7 @@ def _made(
     """
     answer = validate.check_sample(request, base, limits)
     constraint = constraint or _constraint(request.params)
-    moves = validate.check_on_update(request, record.inflight, constraint is not None)
+    update = validate.check_on_update(request, record.inflight, record.full, constraint is not None)
     sample = sampler_pb2.SampleRequest(
         request_id=ids.request_id(record.sampling_session_id, request.seq_id),
         prompt=request.prompt,
@@ -295,7 +295,8 @@ def _made(
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         cache_namespace=_cache_namespace(record),
         constraint=constraint,
-        moves=moves,
+        moves=update.moves,
+        keeps_kv=update.keeps_kv,
         sampled_logprobs=validate.check_logprobs_of(request),
         priority=request.priority,
         routed_experts=request.routed_experts,

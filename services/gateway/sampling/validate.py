@@ -6,6 +6,8 @@ except for what only the weights can tell.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from services.common.contract import sample_schema, steering, tensors
@@ -16,6 +18,10 @@ from tinsmith.v1 import sampling_pb2, types_pb2
 
 MAX_PRIORITY = 100
 
+_MOVE = {
+    sampling_pb2.ON_UPDATE_CONTINUE: "CONTINUE",
+    sampling_pb2.ON_UPDATE_CONTINUE_KEEP_KV: "CONTINUE_KEEP_KV",
+}
 _SPAN_BYTES = 16
 _FEW_BYTES = 256
 
@@ -39,7 +45,7 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
     sampled = request.num_samples * longest
     sample_schema.check_answer(scoring, prompt_length, model.vocab_size, sampled)
     answer = sample_schema.answer_bytes(scoring, prompt_length, sampled)
-    moves = request.on_update == sampling_pb2.ON_UPDATE_CONTINUE
+    moves = request.on_update in _MOVE
     if request.routed_experts:
         read = request.num_samples * prompt_length + sampled
         answer += sample_schema.check_routed(model.sampled_routing, read, moves=moves)
@@ -47,27 +53,47 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
     return answer + _SPAN_BYTES * sampled if moves else answer
 
 
-def check_on_update(request: sampling_pb2.SampleRequest, inflight: bool, constrained: bool) -> bool:
-    """Whether a sample goes on with newer weights; refuses one that could not.
+class OnUpdate(NamedTuple):
+    """What becomes of a sample when its model has newer weights: it goes on with them, and if so, with the
+    keys and values that it has."""
+
+    moves: bool = False
+    keeps_kv: bool = False
+
+
+def check_on_update(
+    request: sampling_pb2.SampleRequest, inflight: bool, full: bool, constrained: bool
+) -> OnUpdate:
+    """Whether a sample goes on with newer weights, and how; refuses one that could not.
 
     Args:
         inflight: its sampling session follows its model.
+        full: that is a model which trains all weights.
         constrained: there is a constraint, wherever it was given.
     """
     asked = request.on_update
     if asked in (sampling_pb2.ON_UPDATE_UNSPECIFIED, sampling_pb2.ON_UPDATE_FINISH):
-        return False
-    if asked != sampling_pb2.ON_UPDATE_CONTINUE:
+        return OnUpdate()
+    if asked not in _MOVE:
         raise InvalidRequest(f"on_update {asked} is not one of OnUpdate", field="on_update")
     if not inflight:
         raise InvalidRequest(
-            "on_update is CONTINUE, but the sampling session answers from one snapshot for ever; open one "
-            "with SaveForSampler and inflight, or leave on_update out",
+            f"on_update is {_MOVE[asked]}, but the sampling session answers from one snapshot for ever; open "
+            "one with SaveForSampler and inflight, or leave on_update out",
             field="on_update",
         )
+    if asked == sampling_pb2.ON_UPDATE_CONTINUE_KEEP_KV:
+        if full:
+            raise InvalidRequest(
+                "on_update is CONTINUE_KEEP_KV, but the sampling session is of a model that trains all "
+                "weights, which a sampler's engine has once for all that runs; choose CONTINUE, which "
+                "computes keys and values anew, or FINISH",
+                field="on_update",
+            )
+        return OnUpdate(moves=True, keeps_kv=True)
     stops_at_text = request.params.stop.WhichOneof("kind") == "strings"
     steering.check_continued(steering.from_pb(request.params), stops_at_text, constrained)
-    return True
+    return OnUpdate(moves=True)
 
 
 def check_logprobs_of(request: sampling_pb2.SampleRequest) -> bool:

@@ -7,6 +7,7 @@ anything else is an error.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,17 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from services.common.contract.errors import Internal, InvalidRequest
 from services.common.telemetry.metrics import LONG_S
 from services.sampler.engine.sampling import (
+    Change,
     Constraint,
     NewTokens,
     SampleJob,
     SampleOutput,
     Sequence,
     StopReason,
-    VersionSpan,
     begun,
     joined,
+    parts,
+    spans,
 )
 from services.sampler.worker.prompt_scores import (
     EMPTY_TOPK_LOGPROB,
@@ -46,29 +49,36 @@ UPDATE_SECONDS = Histogram(
 _STOP_REASONS: dict[str | None, StopReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
-def whole(job: SampleJob, plan: ScorePlan, outputs: list[RequestOutput | None]) -> SampleOutput:
+class Made(NamedTuple):
+    """What vLLM made of a sequence, and with which weights."""
+
+    output: RequestOutput
+    changes: tuple[Change, ...]
+
+
+def whole(job: SampleJob, plan: ScorePlan, made: list[Made | None]) -> SampleOutput:
     """What a job has come to, what it had come to before included.
 
     Args:
-        outputs: of each sequence; None = it got no further, because it had ended or was interrupted.
+        made: of each sequence; None = it got no further, because it had ended or was interrupted.
 
     Raises:
         InvalidRequest: its constraint cannot be made a grammar of, or no token went on with it.
         InvalidRequest, Internal: as `sequence`.
     """
     if job.constraint is not None:
-        for output in outputs:
-            if output is not None and output.outputs[0].finish_reason == "error":
-                raise _unmatched(job.constraint, job.params.steering.bad_words, output.outputs[0])
-    sequences = [_further(job, index, output) for index, output in enumerate(outputs)]
-    first, before = outputs[0], job.begun
+        for each in made:
+            if each is not None and each.output.outputs[0].finish_reason == "error":
+                raise _unmatched(job.constraint, job.params.steering.bad_words, each.output.outputs[0])
+    sequences = [_further(job, index, each) for index, each in enumerate(made)]
+    first, before = made[0], job.begun
     if before is not None and before.sequences[0].tokens:
         return SampleOutput(sequences, before.cached_prompt_tokens, before.scores)
     if first is None or not sequences[0].tokens:
         # The scores of the prompt come with the first token.
         return SampleOutput(sequences, 0, PromptScores())
-    scores = read_answer(job.scoring, plan, first.prompt_token_id_logprobs)
-    return SampleOutput(sequences, first.num_cached_tokens or 0, scores)
+    scores = read_answer(job.scoring, plan, first.output.prompt_token_id_logprobs)
+    return SampleOutput(sequences, first.output.num_cached_tokens or 0, scores)
 
 
 def _unmatched(
@@ -99,15 +109,16 @@ def note_update(job: SampleJob, output: RequestOutput) -> None:
         UPDATE_SECONDS.observe(output.metrics.first_token_ts - job.left)
 
 
-def _further(job: SampleJob, index: int, output: RequestOutput | None) -> Sequence:
+def _further(job: SampleJob, index: int, made: Made | None) -> Sequence:
     before = begun(job, index)
-    if output is None:
+    if made is None:
         return before
-    made = sequence(output.outputs[0], job.scoring.topk_sample_logprobs, job.version)
+    topk = job.scoring.topk_sample_logprobs
+    told = sequence(made.output.outputs[0], topk, made.changes)
     if job.routed_experts:
         # Of a job that does not move: there is nothing before it.
-        made = replace(made, experts=_experts(output.outputs[0], len(job.prompt)))
-    return joined(before, made)
+        told = replace(told, experts=_experts(made.output.outputs[0], len(job.prompt)))
+    return joined(before, told)
 
 
 def _experts(completion: CompletionOutput, prompt: int) -> np.ndarray | None:
@@ -127,8 +138,8 @@ def _experts(completion: CompletionOutput, prompt: int) -> np.ndarray | None:
     return told
 
 
-def sequence(completion: CompletionOutput, topk: int, version: int) -> Sequence:
-    """One sequence, as far as one set of weights made it.
+def sequence(completion: CompletionOutput, topk: int, changes: tuple[Change, ...]) -> Sequence:
+    """One sequence, as far as one request of the engine made it.
 
     Raises:
         InvalidRequest: the weights give no numbers.
@@ -139,14 +150,14 @@ def sequence(completion: CompletionOutput, topk: int, version: int) -> Sequence:
     if reason is None:
         raise Internal(f"the engine ended a sequence with {completion.finish_reason!r}; try again")
     tokens, logprobs, likely = _tokens(completion, topk)
-    versions = (VersionSpan(version, len(tokens)),) if tokens else ()
-    return Sequence(reason, tokens, logprobs, likely, versions)
+    return Sequence(reason, tokens, logprobs, likely, spans(changes, len(tokens)))
 
 
-def new_tokens(job: SampleJob, output: RequestOutput, index: int, start: int) -> NewTokens:
-    """The tokens of one output of a stream. Raises as `sequence`, but for the reason."""
-    made = _tokens(output.outputs[0], job.scoring.topk_sample_logprobs)
-    return NewTokens(index, start, job.version, *made)
+def new_tokens(job: SampleJob, made: Made, index: int, start: int) -> list[NewTokens]:
+    """The tokens of one output of a stream, apart where the weights changed. Raises as `sequence`, but for
+    the reason."""
+    tokens = _tokens(made.output.outputs[0], job.scoring.topk_sample_logprobs)
+    return parts(NewTokens(index, start, job.version, *tokens), made.changes)
 
 
 def _tokens(completion: CompletionOutput, topk: int) -> tuple[list[int], list[float], TopkLogprobs | None]:

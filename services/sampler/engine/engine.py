@@ -40,7 +40,7 @@ from services.sampler.engine.calls.workers import CALL_S, Workers
 from services.sampler.engine.params import checked, vllm_params
 from services.sampler.engine.runs import Run, Runs
 from services.sampler.engine.sampling import (
-    Constraint,
+    Change,
     Limits,
     SampleJob,
     SampleOutput,
@@ -51,6 +51,7 @@ from services.sampler.engine.sampling import (
     served,
 )
 from services.sampler.engine.settings import adapts, started
+from services.sampler.engine.shifts.front import Shifts
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
 
@@ -100,11 +101,11 @@ class Engine:
         self.gpus: tuple[str, ...] = ()
         self.first_adapter_id = config.max_loras + 1
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
-        self._request_numbers = itertools.count()
+        self._request_numbers, self._finished_tokens = itertools.count(), 0
         self._runs = Runs(self._llm.output_processor)
-        self._finished_tokens = 0
         self._weights: Weights = None
         self._reports = Reports(config.workers)
+        self._shifts = Shifts(self._llm, lambda: self.dead)
         self._calls = Workers(self._llm.collective_rpc, lambda: self.dead, self._reports, CALL_S)
 
     async def prepare(self) -> None:
@@ -191,8 +192,9 @@ class Engine:
                 no log-probability.
         """
         run = self._runs.begin(job.request_id)
+        run.take(adapter, job.version)
         try:
-            return await self._run(job, adapter, tell, run)
+            return await self._run(job, tell, run)
         finally:
             await cancel_all([run.interruption])
             self._runs.end(job.request_id, run)
@@ -215,18 +217,26 @@ class Engine:
                 await self._llm.abort(list(run.names) if run.at_once else self._runs.begun(run))
             await asyncio.sleep(_ABORT_AGAIN_S)
 
-    async def _run(
-        self, job: SampleJob, adapter: Adapter | None, tell: Tell | None, run: Run
-    ) -> SampleOutput:
+    async def shift(self, request_id: str, adapter: Adapter, version: int) -> None:
+        """Has a job that runs with an adapter go on with this one, of this version, and keep its keys and
+        values. Returns when all of its sequences do or have ended.
+
+        Raises:
+            Unavailable, DeadlineExceeded, Internal: the engine did not say so; what made what, answers tell.
+        """
+        if (run := self._runs.find(request_id)) is not None:
+            await self._shifts.shift(run, adapter, version)
+
+    async def _run(self, job: SampleJob, tell: Tell | None, run: Run) -> SampleOutput:
         seed = secrets.randbits(64) if job.params.seed is None else job.params.seed
         plan = plan_of(job.scoring, len(job.prompt), seed, job.params.temperature)
-        constraint = await self._checked(job.constraint)
+        constraint = await checked(job.constraint, self._llm.input_processor)
         before = [begun(job, index) for index in range(job.num_samples)]
         # The first sequence scores the prompt for all of them.
         scores = None if plan.empty or before[0].tokens or not plan.needed().size else plan
         tasks = {
             index: asyncio.create_task(
-                self._generate(job, index, adapter, None if index else scores, constraint, tell, run),
+                self._generate(job, index, None if index else scores, constraint, tell, run),
                 name=f"{job.request_id}-{index}",
             )
             for index, sequence in enumerate(before)
@@ -234,37 +244,29 @@ class Engine:
         }
         try:
             await failpoints.reach("sampler.mid_generation")
-            made = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
+            done = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         except BaseException:
             await cancel_all(tasks.values())
             raise
-        outputs = [made.get(index) for index in range(job.num_samples)]
-        sampled = sum(len(output.outputs[0].token_ids) for output in outputs if output is not None)
+        made = [done.get(index) for index in range(job.num_samples)]
+        sampled = sum(len(each.output.outputs[0].token_ids) for each in made if each is not None)
         if sampled * (1 + job.scoring.topk_sample_logprobs) + plan.rows > _THREAD_ABOVE_CELLS:
-            return await asyncio.to_thread(answers.whole, job, plan, outputs)
-        return answers.whole(job, plan, outputs)
-
-    async def _checked(self, constraint: Constraint | None) -> StructuredOutputsParams | None:
-        if constraint is None:
-            return None
-        try:
-            return await asyncio.to_thread(checked, constraint, self._llm.input_processor)
-        except (VLLMClientError, ValueError) as error:
-            raise InvalidRequest(str(error)) from error
+            return await asyncio.to_thread(answers.whole, job, plan, made)
+        return answers.whole(job, plan, made)
 
     async def _generate(
         self,
         job: SampleJob,
         index: int,
-        adapter: Adapter | None,
         plan: ScorePlan | None,
         constraint: StructuredOutputsParams | None,
         tell: Tell | None,
         run: Run,
-    ) -> RequestOutput | None:
+    ) -> answers.Made | None:
         """What vLLM makes of a sequence; None when it was interrupted before it came to anything."""
         if run.at_once:
             return None
+        adapter, first = run.adapter, Change(0, run.version)
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
         request_id = f"{job.request_id}-{index}-{next(self._request_numbers)}"
@@ -279,11 +281,13 @@ class Engine:
             stream, start = tell is not None, len(before)
             params = vllm_params(job, index, self.limits, plan, constraint, stream=stream, start=start)
             async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
+                changes = self._shifts.changes(request_id, run, first)
                 # Where a constraint has a dead end, its last token was not allowed: `whole` says so.
                 made = bool(output.outputs[0].token_ids) and output.outputs[0].finish_reason != "error"
                 if tell is not None and made:
                     told = start if known is None else start + len(known.outputs[0].token_ids)
-                    tell(answers.new_tokens(job, output, index, told))
+                    for new in answers.new_tokens(job, answers.Made(output, changes), index, told):
+                        tell(new)
                 if known is None:
                     known = output
                 else:
@@ -294,12 +298,13 @@ class Engine:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         finally:
+            self._shifts.forget(request_id)
             self._runs.leave(run, request_id, len(known.outputs[0].token_ids) if known else 0)
         if known is None or not known.finished:
             raise Internal("the engine ended the request without a result")
         self._finished_tokens += len(known.outputs[0].token_ids)
         answers.note_update(job, known)
-        return known
+        return answers.Made(known, changes)
 
     async def join_group(
         self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float

@@ -6,13 +6,16 @@ nothing about the distribution that is sampled from. A constraint is parsed once
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.input_processor import InputProcessor
 
+from services.common.contract.errors import InvalidRequest
 from services.sampler.config import MAX_BAD_WORD_TOKENS
 from services.sampler.engine.sampling import Constraint, Limits, SampleJob, sequence_seed, tokens_left
 from services.sampler.worker.prompt_scores import (
@@ -43,14 +46,22 @@ class _Checked(VllmParams):
         pass
 
 
-def checked(constraint: Constraint, processor: InputProcessor) -> StructuredOutputsParams:
-    """A constraint as vLLM takes it, with the backend that can read it.
-
-    It takes up to some seconds, for others' code that lets the rest of the process run: call it in a thread.
+async def checked(constraint: Constraint | None, processor: InputProcessor) -> StructuredOutputsParams | None:
+    """A constraint as vLLM takes it, with the backend that can read it. It takes up to some seconds.
 
     Raises:
-        VLLMClientError: no grammar can be made of it.
+        InvalidRequest: no grammar can be made of it.
     """
+    if constraint is None:
+        return None
+    try:
+        # For others' code that lets the rest of the process run.
+        return await asyncio.to_thread(_parsed, constraint, processor)
+    except (VLLMClientError, ValueError) as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def _parsed(constraint: Constraint, processor: InputProcessor) -> StructuredOutputsParams:
     match constraint.kind:
         case "json_schema":
             of = StructuredOutputsParams(json=constraint.source)

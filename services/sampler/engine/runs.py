@@ -10,17 +10,29 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from services.sampler.engine.snapshot_key import Adapter
+
 
 class Run:
     """A job that is generated: what its sequences are called in vLLM, how many tokens those that are over
     have, how many it was said to have, and whether it is being interrupted; if so, whether also before each
-    of them has a token."""
+    of them has a token. With which adapter a sequence enters the engine now, and of which versions those are
+    that it has had, by their ids."""
 
     def __init__(self) -> None:
+        self.adapter: Adapter | None = None
+        self.version = 0
+        self.version_of: dict[int, int] = {}
         self.names: set[str] = set()
         self.ended = self.said = 0
         self.interruption: asyncio.Task[None] | None = None
         self.at_once = False
+
+    def take(self, adapter: Adapter | None, version: int) -> None:
+        """From here on its sequences enter the engine with this adapter, of this version."""
+        self.adapter, self.version = adapter, version
+        if adapter is not None:
+            self.version_of[adapter.id] = version
 
 
 class Processor(Protocol):

@@ -9,6 +9,7 @@ no vLLM, no protobuf.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -83,6 +84,7 @@ class SampleJob:
         cache_namespace: cached keys and values are shared with jobs of the same name only.
         constraint: None = any text.
         moves: it goes on with newer weights of its model when it is told to.
+        keeps_kv: then keys and values of the tokens before stay those of the weights that made them.
         sampled_logprobs: log-probabilities of sampled tokens are of the distribution that they were drawn
             from, not the model's own.
         routed_experts: which experts the model's layers gave the tokens to is told too.
@@ -99,6 +101,7 @@ class SampleJob:
     cache_namespace: str = ""
     constraint: Constraint | None = None
     moves: bool = False
+    keeps_kv: bool = False
     sampled_logprobs: bool = False
     routed_experts: bool = False
     begun: SampleOutput | None = None
@@ -112,10 +115,25 @@ class SampleJob:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens in a row that the same version of the weights made."""
+    """Tokens in a row that the same version of the weights made.
+
+    Attributes:
+        kv_kept: keys and values of what was before them, but for the last token, were kept as they were.
+            False: this version computed all of them.
+    """
 
     version: int
     tokens: int
+    kv_kept: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """From `start` tokens on this version makes a sequence; `kept` as VersionSpan.kv_kept."""
+
+    start: int
+    version: int
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,7 +244,7 @@ def check(job: SampleJob, limits: Limits) -> None:
     _check_params(job.params, limits)
     if job.constraint is not None:
         steering.check_constrained(job.params.ignore_eos, bool(job.params.stop_token_ids))
-    if job.moves:
+    if job.moves and not job.keeps_kv:
         stops_at_text, constrained = bool(job.params.stop_strings), job.constraint is not None
         steering.check_continued(job.params.steering, stops_at_text, constrained)
     sampled = job.num_samples * tokens_left(job, limits)
@@ -322,6 +340,30 @@ def joined(before: Sequence, after: Sequence) -> Sequence:
         _spans(before.versions, after.versions),
         after.experts,
     )
+
+
+def spans(changes: tuple[Change, ...], tokens: int) -> tuple[VersionSpan, ...]:
+    """Which weights made a sequence of so many tokens, by the changes of its weights, of which the first is
+    from its first token on."""
+    ends = [change.start for change in changes[1:]] + [tokens]
+    made = (
+        VersionSpan(change.version, min(end, tokens) - change.start, change.kept)
+        for change, end in zip(changes, ends, strict=True)
+    )
+    return tuple(span for span in made if span.tokens > 0)
+
+
+def parts(new: NewTokens, changes: tuple[Change, ...]) -> list[NewTokens]:
+    """New tokens, apart where the weights changed between them."""
+    end = new.start + len(new.tokens)
+    cuts = [new.start, *(change.start for change in changes if new.start < change.start < end), end]
+    found = []
+    for start, stop in itertools.pairwise(cuts):
+        own = slice(start - new.start, stop - new.start)
+        topk = new.topk and TopkLogprobs(new.topk.token_ids[own], new.topk.logprobs[own])
+        version = [change.version for change in changes if change.start <= start][-1]
+        found.append(NewTokens(new.index, start, version, new.tokens[own], new.logprobs[own], topk))
+    return found
 
 
 def _spans(before: tuple[VersionSpan, ...], after: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:

@@ -6,15 +6,18 @@ snapshot, no engine request.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 from prometheus_client import Histogram
 
-from services.common.contract.errors import Internal, TinsmithError
+from services.common.contract.errors import Internal, InvalidRequest, TinsmithError
+from services.common.process.tasks import cancel_all
 from services.common.telemetry import subject, tracing
 from services.common.telemetry.metrics import LONG_S
 from services.common.telemetry.repeats import Repeats
@@ -31,6 +34,7 @@ from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import LATE_S, Admission, Place
 from services.sampler.requests.course import Course, Turned
 from services.sampler.requests.suspects import Suspects
+from services.sampler.snapshots.snapshots import Held
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +49,13 @@ LAG = Histogram(
 )
 
 
+_NO_ADAPTER = (
+    "keys and values are kept from one adapter to another of the same model, and these are all weights of a "
+    "model, which an engine has once for all that runs; let on_update be CONTINUE or FINISH",
+    "full_models_not_supported",
+)
+
+
 class SamplingEngine(Protocol):
     """What this needs of an engine."""
 
@@ -53,6 +64,8 @@ class SamplingEngine(Protocol):
     async def sample(
         self, job: SampleJob, adapter: Adapter | None, tell: Tell | None = None
     ) -> SampleOutput: ...
+
+    async def shift(self, request_id: str, adapter: Adapter, version: int) -> None: ...
 
     def interrupt(self, request_id: str, at_once: bool) -> None: ...
 
@@ -66,7 +79,9 @@ class Weights(Protocol):
 
     def newer(self, key: SnapshotKey) -> int: ...
 
-    def use(self, key: SnapshotKey | None) -> AbstractAsyncContextManager[Adapter | None]: ...
+    def use(self, key: SnapshotKey | None) -> AbstractAsyncContextManager[Held]: ...
+
+    def change(self, held: Held, key: SnapshotKey) -> AbstractAsyncContextManager[Adapter]: ...
 
 
 class Samples:
@@ -101,13 +116,21 @@ class Samples:
         check(job, self._engine.limits)
         self._suspects.check(job.request_id)
         ready, late = self._snapshots.is_ready(job.snapshot), self._engine.late(LATE_S)
-        course = Course(job.snapshot, job.moves, lambda now: self._engine.interrupt(job.request_id, now))
+        turned = asyncio.Event()
+
+        def interrupt(at_once: bool) -> None:
+            if job.keeps_kv and not at_once:
+                turned.set()
+            else:
+                self._engine.interrupt(job.request_id, at_once)
+
+        course = Course(job.snapshot, job.moves, interrupt)
         with self._admission.place(job.num_samples, ready, late) as place:
             self.running += 1
             self._courses[job.request_id] = course
             try:
                 async with self._suspects.turn(job.request_id):
-                    output = await self._follow(course, job, place, tell)
+                    output = await self._follow(course, job, place, tell, turned)
                 SECONDS.observe(time.monotonic() - began)
                 self._note_lag(job, output)
                 return output
@@ -140,12 +163,14 @@ class Samples:
             course.end()
         return course is not None
 
-    async def _follow(self, course: Course, job: SampleJob, place: Place, tell: Tell | None) -> SampleOutput:
+    async def _follow(
+        self, course: Course, job: SampleJob, place: Place, tell: Tell | None, turned: asyncio.Event
+    ) -> SampleOutput:
         while not course.ended:
             key = course.weights
             on_these = job if key == job.snapshot else dataclasses.replace(job, snapshot=key)
             try:
-                output = await self._segment(course, on_these, place, tell)
+                output = await self._segment(course, on_these, place, tell, turned)
             except Turned:
                 continue
             except _NotThere as error:
@@ -165,29 +190,71 @@ class Samples:
             job = dataclasses.replace(job, snapshot=key, begun=output, left=time.monotonic())
         return job.begun or untouched(job)
 
-    async def _segment(self, course: Course, job: SampleJob, place: Place, tell: Tell | None) -> SampleOutput:
-        """What a job has come to by when it ends or its course turns.
+    async def _segment(
+        self, course: Course, job: SampleJob, place: Place, tell: Tell | None, turned: asyncio.Event
+    ) -> SampleOutput:
+        """What a job has come to by when it ends, or its course turns and it keeps no keys and values.
 
         Raises:
             Turned: its course turned before it began.
             _NotThere: its weights are not to be had.
         """
         began = time.monotonic()
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as stack:
             try:
-                use = held.enter_async_context(self._snapshots.use(job.snapshot))
-                adapter = await course.wait(use)
+                use = stack.enter_async_context(self._snapshots.use(job.snapshot))
+                held = await course.wait(use)
             except TinsmithError as error:
                 raise _NotThere(error) from error
+            if job.keeps_kv and held.adapter is None:
+                raise InvalidRequest(*_NO_ADAPTER)
             course.enter(job.snapshot)
             place.enter()
             WAITED.observe(time.monotonic() - began)
             tracing.record("wait for the weights", subject.current(), began)
             try:
                 with self._suspects.executing(job.request_id), tracing.span("generate"):
-                    return await self._engine.sample(job, adapter, tell)
+                    if job.keeps_kv:
+                        await stack.enter_async_context(self._shifting(course, job, held, turned))
+                    return await self._engine.sample(job, held.adapter, tell)
             finally:
                 place.leave()
+
+    @asynccontextmanager
+    async def _shifting(
+        self, course: Course, job: SampleJob, held: Held, turned: asyncio.Event
+    ) -> AsyncIterator[None]:
+        """Meanwhile the job, which the engine has with what is held, goes on with newer weights when its
+        course turns, and keeps its keys and values. While these are waited for it goes on with those that it
+        has."""
+        shifts = asyncio.create_task(self._shift(course, job, held, turned), name=f"shift {job.request_id}")
+        try:
+            yield
+        finally:
+            await cancel_all([shifts])
+            if not shifts.cancelled() and (error := shifts.exception()) is not None:
+                # The answer says which weights made what.
+                log.warning("sample %s moved no further: %s", job.request_id, error, exc_info=error)
+
+    async def _shift(self, course: Course, job: SampleJob, held: Held, turned: asyncio.Event) -> None:
+        present = job.snapshot
+        while True:
+            await turned.wait()
+            turned.clear()
+            key = course.weights
+            if key is None or key == present:
+                continue
+            there = False
+            try:
+                async with self._snapshots.change(held, key) as adapter:
+                    there = True
+                    await self._engine.shift(job.request_id, adapter, key.version)
+            except TinsmithError as error:
+                if there:
+                    raise
+                log.warning("sample %s does not move to %s: %s", job.request_id, key, error)
+            else:
+                present = key
 
 
 class _NotThere(Exception):

@@ -40,19 +40,31 @@ class AdapterSlots:
         return self._turns.is_open(adapter)
 
     @asynccontextmanager
-    async def use(self, adapter: SnapshotKey) -> AsyncIterator[None]:
-        """Waits for the adapter's turn, and holds its slot meanwhile."""
+    async def use(self, adapter: SnapshotKey) -> AsyncIterator[int]:
+        """Waits for the adapter's turn, and holds its slot meanwhile. Yields a ticket, for `change`."""
         ticket = next(self._numbers)
         entered = self._entered[ticket] = asyncio.get_running_loop().create_future()
         self._turns.arrive(ticket, adapter)
         self._go_on()
         try:
             await entered
-            yield
+            yield ticket
         finally:
             del self._entered[ticket]
             self._turns.leave(ticket)
             self._go_on()
+
+    @asynccontextmanager
+    async def change(self, ticket: int, adapter: SnapshotKey) -> AsyncIterator[None]:
+        """In a `use`, waits for the turn of another adapter, and holds the slots of both meanwhile;
+        afterwards only that of the other one. After an error or a cancellation the request has to leave."""
+        entered = self._entered[ticket] = asyncio.get_running_loop().create_future()
+        self._turns.change(ticket, adapter)
+        self._go_on()
+        await entered
+        yield
+        self._turns.changed(ticket)
+        self._go_on()
 
     def _go_on(self) -> None:
         """Lets in who may enter now, and comes back when a turn ends."""

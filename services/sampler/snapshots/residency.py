@@ -3,7 +3,8 @@
 Invariants: a snapshot that a request uses or waits for is never evicted, and an adapter id is never given
 twice, so a late message about an evicted adapter cannot touch another one. What is loaded ahead of its turn
 fits the budget together with all that cannot give way. So what is held and loaded exceeds it by the adapters
-of one engine step at most, which are loaded at their turn whatever waits, and by the newest received.
+of one engine step at most, which are loaded at their turn whatever waits, by those that requests in such a
+step go on with, and by the newest received.
 """
 
 from __future__ import annotations

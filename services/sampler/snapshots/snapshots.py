@@ -11,7 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge
@@ -72,6 +73,21 @@ class AdapterEngine(Protocol):
     async def drop_adapters(self, adapter_ids: list[int]) -> None: ...
 
 
+@dataclass
+class Held:
+    """What a request holds.
+
+    Attributes:
+        adapter: None = the base model, or a full one.
+        ticket: of its slot.
+        keys: adapters that it keeps in memory.
+    """
+
+    ticket: int = -1
+    adapter: Adapter | None = None
+    keys: list[SnapshotKey] = field(default_factory=list)
+
+
 class Snapshots:
     """The snapshots of one engine."""
 
@@ -127,8 +143,8 @@ class Snapshots:
         return self._residency.holds(key) and self._slots.is_open(key) and self._full.is_open(None)
 
     @asynccontextmanager
-    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Adapter | None]:
-        """The snapshot (None = the base model) is in the engine meanwhile. Yields the adapter, if it is one.
+    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Held]:
+        """The snapshot (None = the base model) is in the engine meanwhile. Yields what is held of it.
 
         Raises:
             InvalidRequest: it is an adapter or a full model, and this engine can run none.
@@ -137,43 +153,73 @@ class Snapshots:
         """
         if key is None:
             async with self._full.use(None):
-                yield None
+                yield Held()
             return
         if await self._is_full(key):
             self._refuse_full_models()
             async with self._full.use(key):
                 self._versions.note(key)
-                yield None
+                yield Held()
             return
         self._refuse_adapters()
+        async with AsyncExitStack() as stack:
+            async with self._awaited(key):
+                # The slot first: who waits for one keeps nobody from putting other weights into the engine.
+                # Adapters belong to the base model.
+                held = Held(await stack.enter_async_context(self._slots.use(key)))
+                stack.callback(self._let_go, held.keys)
+                held.adapter = await self._hold(held, key)
+            async with self._full.use(None):
+                yield held
+
+    @asynccontextmanager
+    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter]:
+        """In a `use` of an adapter, has another one in the engine too meanwhile, and afterwards instead.
+
+        Raises:
+            InvalidRequest: it is a full model.
+            TinsmithError: as `use`. The adapter that was held is held as before.
+        """
+        if await self._is_full(key):
+            raise InvalidRequest(f"snapshot {key} is no adapter", "full_models_not_supported")
+        former = list(held.keys)
+        async with self._awaited(key):
+            # Into memory first: where that fails the slot is what it was.
+            held.adapter = await self._hold(held, key)
+        async with self._slots.change(held.ticket, key):
+            yield held.adapter
+        held.keys[:] = [key]
+        self._let_go(former)
+
+    @asynccontextmanager
+    async def _awaited(self, key: SnapshotKey) -> AsyncIterator[None]:
+        """A request waits for an adapter meanwhile."""
         self._residency.wait_for(key, 0 if self._residency.holds(key) else await self._stored_bytes(key))
         try:
             self._load_ahead()
-            # The slot first: who waits for one keeps nobody from putting other weights into the engine.
-            # Adapters belong to the base model.
-            async with self._slots.use(key), self._acquired(key) as adapter_id, self._full.use(None):
-                directory = self._data_dir.snapshot(key.model_id, key.version)
-                yield Adapter(adapter_id, str(key), str(directory))
+            yield
         finally:
             self._residency.stop_waiting(key)
             self._load_ahead()
+
+    async def _hold(self, held: Held, key: SnapshotKey) -> Adapter:
+        """Has an adapter in memory until it is let go."""
+        while (adapter_id := self._residency.acquire(key)) is None:
+            await self._load(key)
+        held.keys.append(key)
+        self._versions.note(key)
+        return Adapter(adapter_id, str(key), str(self._data_dir.snapshot(key.model_id, key.version)))
+
+    def _let_go(self, keys: list[SnapshotKey]) -> None:
+        for key in keys:
+            self._residency.release(key)
+        self._load_ahead()
 
     def _load_ahead(self) -> None:
         """Loads what will have its turn, as far as there is memory. The rest comes at its turn, when those
         that had theirs give way."""
         for key in self._residency.ahead():
             self._begin_load(key)
-
-    @asynccontextmanager
-    async def _acquired(self, key: SnapshotKey) -> AsyncIterator[int]:
-        """An adapter is in memory meanwhile. Yields its id."""
-        while (adapter_id := self._residency.acquire(key)) is None:
-            await self._load(key)
-        try:
-            self._versions.note(key)
-            yield adapter_id
-        finally:
-            self._residency.release(key)
 
     def _refuse_adapters(self) -> None:
         if not self._adapts:

@@ -4,18 +4,22 @@ vLLM has two that do the same in different ways: V2, which it takes where it has
 the engine is one that V2 knows, and V1. What differs between them stands behind `Runner`, once for each.
 What they share (`get_model`, the manager of adapters) is used as it is.
 
-Invariant: of a worker's answers nothing depends on which of them it has, but for the tokens that a seed
-gives.
+Invariants: of a worker's answers nothing depends on which of them it has, but for the tokens that a seed
+gives. All workers, of every rank and stage, change a request's adapter in front of the same step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
+
+from vllm.lora.request import LoRARequest
 
 from services.common.contract.experts.routing import Routing
 from services.sampler.worker import cpu_adapters, cpu_rotations
+
+_SHIFTS = "tinsmith_shifts"
 
 
 class Runner(ABC):
@@ -48,6 +52,7 @@ class Runner(ABC):
             cpu_rotations.apply()
         self.correct_sampling()
         self.score_prompts()
+        self._shift_adapters()
         if self._of.speculative_config is not None:
             self.check_drafts()
         self.routing = self.tell_experts()
@@ -76,6 +81,20 @@ class Runner(ABC):
     def tell_experts(self) -> Routing | None:
         """Of requests that ask, which experts the layers of each step give their tokens to is told; None: it
         is not told here, of no request."""
+
+    @abstractmethod
+    def shift(self, request: str, adapter: LoRARequest) -> None:
+        """A request that this may know has another adapter from the step on that is computed next."""
+
+    def _shift_adapters(self) -> None:
+        execute = self._of.execute_model
+
+        def shifted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            for request, adapter in attached(scheduled).items():
+                self.shift(request, adapter)
+            return execute(scheduled, *args, **kwargs)
+
+        self._of.execute_model = shifted
 
     def _count_steps(self) -> None:
         execute = self._of.execute_model
@@ -118,3 +137,17 @@ def installed(worker: Any) -> Runner:
         runner = RunnerV1(worker.model_runner)
     runner.install()
     return runner
+
+
+def attach(scheduled: Any, adapters: Mapping[str, Any]) -> None:
+    """Puts adapters (vLLM's LoRARequest), by the request that goes on with each, into what is scheduled for a
+    step."""
+    if adapters:
+        # vLLM pickles it for other processes, with all attributes.
+        setattr(scheduled, _SHIFTS, adapters)
+
+
+def attached(scheduled: Any) -> Mapping[str, Any]:
+    """What `attach` has put there."""
+    found: Mapping[str, Any] = getattr(scheduled, _SHIFTS, {})
+    return found

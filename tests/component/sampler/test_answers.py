@@ -24,9 +24,9 @@ from services.common.contract.errors import Internal, InvalidRequest
 from services.common.contract.matrices import HostMatrix
 from services.common.contract.sample_schema import Scoring
 from services.common.contract.steering import Steering
-from services.sampler.engine.answers import sequence, whole
+from services.sampler.engine.answers import Made, sequence, whole
 from services.sampler.engine.params import checked, vllm_params
-from services.sampler.engine.sampling import Constraint, Limits, SampleJob, SamplingParams
+from services.sampler.engine.sampling import Change, Constraint, Limits, SampleJob, SamplingParams
 from services.sampler.worker.prompt_scores import Buffers, ScorePlan, plan_of
 from services.sampler.worker.row_scores import LogprobsOf, RowScores
 from services.sampler.worker.v1.prompt_scorer import log_softmax
@@ -34,6 +34,7 @@ from services.sampler.worker.v2.prompt_scorer import cells
 from tests.component.sampler.process import make_model
 
 VOCAB, ROWS = 40, 23
+MADE = (Change(0, 3),)
 PROMPT = torch.randint(0, VOCAB, (ROWS + 1,), generator=torch.Generator().manual_seed(1)).tolist()
 LOGITS = 4 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(2))
 SPARSE = HostMatrix(
@@ -135,10 +136,10 @@ def flat(rows: list[list[tuple[int, float]]]) -> FlatLogprobs:
 
 
 def test_a_sequence_has_a_log_probability_for_every_token() -> None:
-    found = sequence(output([5, 6], flat([[(5, -1.0)], [(6, -2.0)]])).outputs[0], topk=0, version=3)
+    found = sequence(output([5, 6], flat([[(5, -1.0)], [(6, -2.0)]])).outputs[0], topk=0, changes=MADE)
     assert (found.tokens, found.logprobs, found.topk) == ([5, 6], [-1.0, -2.0], None)
     rows = [[(5, -1.0), (7, -0.5), (5, -1.0)], [(6, -2.0), (6, -2.0), (8, -3.0)]]
-    found = sequence(output([5, 6], flat(rows)).outputs[0], topk=2, version=3)
+    found = sequence(output([5, 6], flat(rows)).outputs[0], topk=2, changes=MADE)
     assert found.logprobs == [-1.0, -2.0]
     assert found.topk is not None
     assert found.topk.token_ids.tolist() == [[7, 5], [6, 8]]
@@ -161,7 +162,7 @@ def test_an_output_that_lacks_something_is_an_error_and_never_a_made_up_number(
     given: RequestOutput, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        sequence(given.outputs[0], topk=0, version=3)
+        sequence(given.outputs[0], topk=0, changes=MADE)
 
 
 def test_likely_tokens_are_whole_where_outputs_were_joined() -> None:
@@ -169,7 +170,7 @@ def test_likely_tokens_are_whole_where_outputs_were_joined() -> None:
     likely = [(5, -1.0), (6, -2.0)]
     joined = output([5], flat([[(5, -1.0), *likely]]))
     joined.add(output([9, 6], flat([[(9, -7.0), *likely], [(6, -2.0), *likely]])), aggregate=True)
-    found = sequence(joined.outputs[0], topk=2, version=3)
+    found = sequence(joined.outputs[0], topk=2, changes=MADE)
     assert (found.tokens, found.logprobs) == ([5, 9, 6], [-1.0, -7.0, -2.0])
     assert found.topk is not None
     assert found.topk.token_ids.tolist() == [[5, 6]] * 3
@@ -177,21 +178,21 @@ def test_likely_tokens_are_whole_where_outputs_were_joined() -> None:
 
 
 def test_a_constraint_that_no_grammar_can_be_made_of_is_the_requests_fault() -> None:
-    ended = [output([], flat([]), "error")]
+    ended = [Made(output([], flat([]), "error"), MADE)]
     plan = plan_of(Scoring(), 4, seed=0, temperature=1.0)
     job = SampleJob("r", None, [1, 2, 3, 4], 1, SamplingParams(), constraint=Constraint("json_schema", "{}"))
     with pytest.raises(InvalidRequest) as refused:
         whole(job, plan, ended)
     assert refused.value.code == "constraint_too_large"
     with pytest.raises(InvalidRequest, match=r"at token 2 .* no token goes on with") as refused:
-        whole(job, plan, [output([7, 0], flat([[(7, -1.0)], [(0, -9.0)]]), "error")])
+        whole(job, plan, [Made(output([7, 0], flat([[(7, -1.0)], [(0, -9.0)]]), "error"), MADE)])
     assert refused.value.code == "constraint_dead_end"
     free = SampleJob("r", None, [1, 2, 3, 4], 1, SamplingParams())
     with pytest.raises(Internal):
         whole(free, plan, ended)
 
 
-def test_a_constraint_is_parsed_when_it_is_checked_and_not_again_for_every_sequence(
+async def test_a_constraint_is_parsed_when_it_is_checked_and_not_again_for_every_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parsed = []
@@ -201,7 +202,7 @@ def test_a_constraint_is_parsed_when_it_is_checked_and_not_again_for_every_seque
         structured_outputs_config=StructuredOutputsConfig(),
         tokenizer=object(),
     )
-    constraint = checked(Constraint("json_schema", '{"type": "string"}'), processor)
+    constraint = await checked(Constraint("json_schema", '{"type": "string"}'), processor)
     assert len(parsed) == 1
     job = SampleJob("r", None, [1, 2, 3], 4, SamplingParams(max_tokens=2))
     for index in range(4):

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import torch
 
+from tests.component.sampler.kept import check_kept
 from tests.component.sampler.process import (
     MODEL_ID,
     Sampler,
@@ -23,7 +24,7 @@ from tests.component.sampler.process import (
     write_full,
 )
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
-from tinsmith.v1 import sampling_pb2
+from tinsmith.v1 import sampling_pb2, types_pb2
 
 pytestmark = pytest.mark.heavy
 
@@ -31,6 +32,7 @@ NEVER = sampling_pb2.StopCondition(never={})
 CANCELLED, LENGTH = sampling_pb2.STOP_REASON_CANCELLED, sampling_pb2.STOP_REASON_LENGTH
 TOLERANCE = 1e-4
 FULL = (301, 302)
+COPY = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,6 +139,102 @@ async def test_every_segment_of_a_moved_generation_is_what_its_own_weights_give(
         check_segments(judge, tokens, sequence, 2)
     expected = judge(versions[0]).sequence_logprobs(tokens)
     torch.testing.assert_close(floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=0)
+
+
+async def bring(stub: sampler_pb2_grpc.SamplerServiceStub, *versions: int) -> None:
+    """Has adapters in memory: a generation that keeps its keys and values goes on while they are loaded, and
+    might be over before."""
+    for version in versions:
+        await sample(stub, request(prompt(1, 3), version, max_tokens=1))
+
+
+async def test_every_segment_of_a_generation_that_keeps_keys_and_values_is_what_its_weights_give_over_them(
+    stub, judge
+) -> None:
+    await bring(stub, 2, 3)
+    tokens = prompt(75, 18)
+    wanted = request(tokens, 1, n=3, scores=True, seed=3, max_tokens=490, stop=NEVER)
+    wanted.topk_sample_logprobs, wanted.moves, wanted.keeps_kv = 2, True, True
+    running = Told(stub, wanted)
+    for version in (2, 3):
+        await running.read(40)
+        await running.move(version)
+        await running.move(1)
+    result = await running.result()
+    for sequence in result.sequences:
+        made = [(span.version, span.kv_kept) for span in sequence.versions]
+        assert made == [(1, False), (2, True), (3, True)]
+        assert (sequence.stop_reason, len(ints(sequence.tokens))) == (LENGTH, 490)
+        check_kept(judge, tokens, sequence, 2)
+        with pytest.raises(AssertionError):
+            check_segments(judge, tokens, sequence)
+    expected = judge(1).sequence_logprobs(tokens)
+    torch.testing.assert_close(floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_keys_and_values_that_were_kept_are_found_by_nobody_else_and_those_before_by_their_own_version(
+    stub, judge
+) -> None:
+    await bring(stub, 2)
+    tokens = prompt(76, 150)
+    wanted = request(tokens, 1, seed=4, max_tokens=300, stop=NEVER)
+    wanted.moves = wanted.keeps_kv = True
+    running = Told(stub, wanted)
+    await running.read(40)
+    await running.move(2)
+    (made,) = (await running.result()).sequences
+    assert [(span.version, span.kv_kept) for span in made.versions] == [(1, False), (2, True)]
+    first = len(tokens) + made.versions[0].tokens - 1
+    whole, found, differ = tokens + ints(made.tokens), {}, {}
+    for version in (1, 2):
+        again = await sample(stub, request(whole, version, max_tokens=1, temperature=0.0, stop=NEVER))
+        found[version] = again.prompt_cache_hit_tokens
+        expected = float(judge(version).distribution(whole)[-1].detach().max())
+        differ[version] = abs(float(floats(again.sequences[0].logprobs)[0]) - expected)
+    assert max(differ.values()) < TOLERANCE, (differ, found, first)
+    # Whole blocks are found.
+    assert 0 < found[1] <= first, (found, first)
+    assert found[2] == 0
+
+
+@pytest.mark.parametrize("field", ["penalties", "constraint", "stop string", "nothing"])
+async def test_what_looks_back_goes_on_over_a_change_of_weights_that_keeps_keys_and_values(
+    sampler: Sampler, stub, field: str
+) -> None:
+    """A version that is a copy of the one before makes what that would have made."""
+    copied = sampler.data_dir.snapshot(MODEL_ID, COPY)
+    if not copied.exists():
+        copied.symlink_to(sampler.data_dir.snapshot(MODEL_ID, 1))
+    await bring(stub, COPY)
+
+    def asked() -> sampler_pb2.SampleRequest:
+        wanted = request(prompt(78, 12), 1, seed=9, max_tokens=300, stop=NEVER)
+        wanted.moves = wanted.keeps_kv = True
+        if field == "penalties":
+            wanted.params.frequency_penalty, wanted.params.presence_penalty = 0.5, 0.25
+            wanted.params.bad_words.append("ab")
+        elif field == "constraint":
+            wanted.constraint.regex = "(ab|ba|a){300}"
+            wanted.params.stop.CopyFrom(sampling_pb2.StopCondition(model_eos={}))
+        elif field == "stop string":
+            wanted.params.stop.CopyFrom(sampling_pb2.StopCondition(strings={"values": ["never in it"]}))
+        return wanted
+
+    still = await sample(stub, asked())
+    running = Told(stub, asked())
+    await running.read(20)
+    await running.move(COPY)
+    (made,) = (await running.result()).sequences
+    assert [span.version for span in made.versions] == [1, COPY]
+    assert ints(made.tokens) == ints(still.sequences[0].tokens)
+
+
+async def test_a_generation_of_all_weights_does_not_keep_keys_and_values(stub) -> None:
+    wanted = request(prompt(77, 5), FULL[0], max_tokens=5, stop=NEVER)
+    wanted.moves = wanted.keeps_kv = True
+    answer = await stub.Sample(wanted, timeout=240)
+    assert answer.error.category == types_pb2.ERROR_CATEGORY_USER
+    assert "let on_update be CONTINUE or FINISH" in answer.error.message
 
 
 async def test_a_generation_gets_on_however_fast_newer_weights_come(sampler: Sampler, stub) -> None:

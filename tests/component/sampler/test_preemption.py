@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from services.common.process import rpc
+from tests.component.sampler.kept import check_kept
 from tests.component.sampler.process import (
     MODEL_ID,
     Sampler,
@@ -31,7 +32,7 @@ from tinsmith.v1 import sampling_pb2
 
 pytestmark = pytest.mark.heavy
 
-ADAPTER, MANY = 1, 5
+ADAPTER, NEWER, MANY = 1, 2, 5
 NEVER = sampling_pb2.StopCondition(never=sampling_pb2.StopCondition.Never())
 
 
@@ -41,7 +42,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     directory = tmp_path_factory.mktemp("small")
     model_dir = make_model(directory / "model", tied=True)
     with replica(directory, model_dir, "--kv-cache-gib", "0.0005", "--max-context", "400") as started:
-        write_snapshot(started.data_dir.snapshot(MODEL_ID, ADAPTER), make_adapter(ADAPTER, 8), 8)
+        for version in (ADAPTER, NEWER):
+            write_snapshot(started.data_dir.snapshot(MODEL_ID, version), make_adapter(version, 8), 8)
         yield started
 
 
@@ -84,5 +86,46 @@ async def test_what_was_begun_again_has_the_scores_and_the_tokens_that_it_has_al
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=2e-5)
 
 
-def snapshot(sampler: Sampler) -> Path:
-    return sampler.data_dir.snapshot(MODEL_ID, ADAPTER)
+async def test_what_had_moved_with_its_keys_and_values_and_was_begun_again_says_from_where_on_they_are_new(
+    small: Sampler,
+) -> None:
+    judges = {each: Reference(small.model_dir, snapshot(small, each)) for each in (ADAPTER, NEWER)}
+    wanted, begun_again = [(ADAPTER, False), (NEWER, True), (NEWER, False)], list[list[tuple[int, bool]]]()
+    async with rpc.channel(small.address) as channel:
+        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        await sample(stub, request(prompt(1, 3), NEWER, max_tokens=1))
+        for _ in range(10):
+            results = await asyncio.gather(*(moved(stub, index) for index in range(MANY)))
+            for tokens, sequence in results:
+                check_kept(judges.__getitem__, tokens, sequence)
+                spans = [(span.version, span.kv_kept) for span in sequence.versions]
+                begun_again += [spans] if (NEWER, False) in spans[1:] else []
+            if wanted in (spans[:3] for spans in begun_again):
+                break
+        else:
+            raise AssertionError(f"none was given up behind its change: {begun_again}")
+    assert preempted(small) > 0
+
+
+async def moved(
+    stub: sampler_pb2_grpc.SamplerServiceStub, index: int
+) -> tuple[list[int], sampling_pb2.SampledSequence]:
+    """A prompt, and what was made of it by two versions; the second comes with the first token."""
+    tokens = prompt(50 + index, 40 + index)
+    wanted = request(tokens, ADAPTER, seed=index, max_tokens=220, stop=NEVER)
+    wanted.moves = wanted.keeps_kv = True
+    to = sampler_pb2.Snapshot(model_id=MODEL_ID, version=NEWER)
+    move = sampler_pb2.MoveSampleRequest(request_id=wanted.request_id, snapshot=to)
+    asked, last = sampler_pb2.StreamSampleRequest(sample=wanted), sampler_pb2.SampleResponse()
+    async for told in stub.StreamSample(asked, timeout=240):
+        if told.WhichOneof("kind") == "last":
+            last = told.last
+        else:
+            # What it has already moves it no further.
+            await stub.MoveSample(move, timeout=60)
+    (sequence,) = last.result.sequences
+    return tokens, sequence
+
+
+def snapshot(sampler: Sampler, version: int = ADAPTER) -> Path:
+    return sampler.data_dir.snapshot(MODEL_ID, version)

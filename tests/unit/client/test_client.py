@@ -192,7 +192,10 @@ async def moving_sampler(edges: Edges, model: Model, seq_id: int) -> Sampler:
 
 
 def half_done() -> sampling_pb2.SampleResult:
-    spans = [sampling_pb2.VersionSpan(version=1, tokens=2), sampling_pb2.VersionSpan(version=2, tokens=1)]
+    spans = [
+        sampling_pb2.VersionSpan(version=1, tokens=2),
+        sampling_pb2.VersionSpan(version=2, tokens=1, kv_kept=True),
+    ]
     part = sampling_pb2.SampledSequence(
         tokens=tensor("i", [7, 8, 9]),
         logprobs=tensor("f", [-1.0, -2.0, -3.0]),
@@ -209,18 +212,23 @@ async def test_a_sample_that_goes_on_with_newer_weights_and_is_kept_says_which_m
         session, model = await model_of(edges, client)
         sampler = await moving_sampler(edges, model, 1)
         work = await waiting(sampler.sample, [1, 2], max_tokens=9, on_update="continue")
-        assert (await edges.sample(work.request_id)).moves
+        asked = await edges.sample(work.request_id)
+        assert (asked.moves, asked.keeps_kv) == (True, False)
         keeping = asyncio.create_task(waiting(work.keep))
         await asyncio.sleep(0.1)
         assert not keeping.done(), "it returns when the result is there"
         await edges.answer_sample(work.request_id, half_done())
         (sequence,) = (await keeping).sequences
         assert ints(sequence.tokens.data) == [7, 8, 9]
-        assert versions(sequence) == [Span(1, 2), Span(2, 1)]
+        assert versions(sequence) == [Span(1, 2), Span(2, 1, kv_kept=True)]
         assert await waiting(work.keep) == await waiting(work.result), "it may be kept again"
         with pytest.raises(Refused) as caught:
             await waiting(sampler.sample, [1, 2], stop=["."], on_update="continue")
         assert caught.value.status == "INVALID_ARGUMENT"
+        work = await waiting(sampler.sample, [1, 2], stop=["."], on_update="continue_keep_kv")
+        asked = await edges.sample(work.request_id)
+        assert (asked.moves, asked.keeps_kv) == (True, True)
+        await waiting(work.cancel)
         session.leave()
 
 
@@ -242,7 +250,7 @@ async def test_a_stream_that_is_kept_ends_with_what_there_is(edges: Edges) -> No
             ([9], [Span(2, 1)]),
         ]
         assert {part.request_id for part in [*parts, last]} == {request_id}
-        assert (last.stopped, last.kept, last.versions) == (False, True, [Span(1, 2), Span(2, 1)])
+        assert (last.stopped, last.kept, last.versions) == (False, True, [Span(1, 2), Span(2, 1, True)])
         session.leave()
 
 

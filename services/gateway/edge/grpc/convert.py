@@ -313,8 +313,8 @@ def stream_part(part: Accepted | New | Ended) -> sampling_pb2.StreamSampleRespon
     if isinstance(part, Ended):
         end = sampling_pb2.SequenceEnd(index=part.index)
         end.stop_reason = part.reason  # type: ignore[assignment]
-        for version, count in part.versions:
-            end.versions.add(version=version, tokens=count)
+        for version, count, kept in part.versions:
+            end.versions.add(version=version, tokens=count, kv_kept=kept)
         return sampling_pb2.StreamSampleResponse(end=end)
     shape = [len(part.tokens) // 4]
     tokens = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=shape, data=part.tokens)

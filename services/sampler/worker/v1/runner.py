@@ -5,6 +5,8 @@ Invariant: as of `Runner`.
 
 from __future__ import annotations
 
+from vllm.lora.request import LoRARequest
+
 from services.common.contract.experts.routing import Routing
 from services.sampler.worker.runner import Runner
 from services.sampler.worker.v1 import drafts, routed_experts, sampled_logprobs, sampling
@@ -25,6 +27,21 @@ class RunnerV1(Runner):
 
     def score_prompts(self) -> None:
         PromptScorer(self._of)
+
+    def shift(self, request: str, adapter: LoRARequest) -> None:
+        if (state := self._of.requests.get(request)) is None:
+            return
+        state.lora_request = adapter
+        batch = self._of.input_batch
+        index = batch.req_id_to_index.get(request)
+        if index is not None:
+            old, new = int(batch.request_lora_mapping[index]), adapter.lora_int_id
+            batch.lora_id_to_request_ids[old].discard(request)
+            if not batch.lora_id_to_request_ids[old]:
+                del batch.lora_id_to_request_ids[old], batch.lora_id_to_lora_request[old]
+            batch.request_lora_mapping[index] = new
+            batch.lora_id_to_request_ids.setdefault(new, set()).add(request)
+            batch.lora_id_to_lora_request[new] = adapter
 
     def check_drafts(self) -> None:
         drafts.install(self._of, self._sampled)

@@ -5,6 +5,8 @@ Invariant: as of `Runner`.
 
 from __future__ import annotations
 
+from vllm.lora.request import LoRARequest
+
 from services.common.contract.experts.routing import Routing
 from services.sampler.worker.runner import Runner
 from services.sampler.worker.v2 import drafts
@@ -30,6 +32,12 @@ class RunnerV2(Runner):
     def score_prompts(self) -> None:
         if self._of.is_last_pp_rank:
             self._of.prompt_logprobs_worker = PromptScorer(self._of)
+
+    def shift(self, request: str, adapter: LoRARequest) -> None:
+        # One that was given up is sent anew, with its adapter.
+        if (index := self._of.req_states.req_id_to_index.get(request)) is not None:
+            self._of.lora_state.lora_requests[request] = adapter
+            self._of.lora_state.lora_ids[index] = adapter.lora_int_id
 
     def check_drafts(self) -> None:
         if self._of.is_last_pp_rank:

@@ -146,36 +146,61 @@ def test_a_token_outside_the_vocabulary_is_found_wherever_it_is(length: int, wro
 
 
 CONTINUE = sampling_pb2.ON_UPDATE_CONTINUE
+KEEP_KV = sampling_pb2.ON_UPDATE_CONTINUE_KEEP_KV
 
 
 def test_a_sample_goes_on_with_newer_weights_when_it_asks_to_and_its_session_follows_its_model() -> None:
-    assert not validate.check_on_update(sample(), inflight=True, constrained=False)
-    finish = sample(on_update=sampling_pb2.ON_UPDATE_FINISH)
-    assert not validate.check_on_update(finish, inflight=False, constrained=True)
-    assert validate.check_on_update(sample(on_update=CONTINUE), inflight=True, constrained=False)
+    def update(**session: bool) -> validate.OnUpdate:
+        on_update = session.pop("on_update", 0)
+        return validate.check_on_update(sample(on_update=on_update), **session)
+
+    assert update(inflight=True, full=False, constrained=False) == (False, False)
+    finish = {"on_update": sampling_pb2.ON_UPDATE_FINISH}
+    assert update(**finish, inflight=False, full=True, constrained=True) == (False, False)
+    assert update(on_update=CONTINUE, inflight=True, full=True, constrained=False) == (True, False)
+    assert update(on_update=KEEP_KV, inflight=True, full=False, constrained=True) == (True, True)
+
+
+def test_what_looks_back_at_what_was_sampled_goes_on_where_keys_and_values_are_kept() -> None:
+    asked = sample(on_update=KEEP_KV, stop=strings("a"), frequency_penalty=1.0, presence_penalty=1.0)
+    asked.params.bad_words.append("no")
+    assert validate.check_on_update(asked, inflight=True, full=False, constrained=True).keeps_kv
 
 
 @pytest.mark.parametrize(
-    ("changes", "inflight", "constrained", "says"),
+    ("changes", "inflight", "full", "constrained", "says"),
     [
-        ({"on_update": CONTINUE}, False, False, "one snapshot for ever"),
-        ({"on_update": 7}, True, False, "on_update 7 is not one of OnUpdate"),
-        ({"on_update": CONTINUE, "stop": strings("a")}, True, False, "stop strings"),
-        ({"on_update": CONTINUE, "frequency_penalty": 1.0}, True, False, "frequency_penalty"),
-        ({"on_update": CONTINUE}, True, True, "constraint"),
+        ({"on_update": CONTINUE}, False, False, False, "CONTINUE, but the sampling session answers from one"),
+        (
+            {"on_update": KEEP_KV},
+            False,
+            False,
+            False,
+            "CONTINUE_KEEP_KV, but the sampling session answers from",
+        ),
+        ({"on_update": KEEP_KV}, True, True, False, "a model that trains all weights"),
+        ({"on_update": 7}, True, False, False, "on_update 7 is not one of OnUpdate"),
+        ({"on_update": CONTINUE, "stop": strings("a")}, True, False, False, "stop strings"),
+        ({"on_update": CONTINUE, "frequency_penalty": 1.0}, True, False, False, "frequency_penalty"),
+        ({"on_update": CONTINUE}, True, False, True, "constraint"),
     ],
 )
 def test_what_cannot_go_on_with_newer_weights_is_refused(
-    changes: dict, inflight: bool, constrained: bool, says: str
+    changes: dict, inflight: bool, full: bool, constrained: bool, says: str
 ) -> None:
-    assert says in refused(validate.check_on_update, sample(**changes), inflight, constrained)
+    assert says in refused(validate.check_on_update, sample(**changes), inflight, full, constrained)
 
 
-def test_the_room_of_an_answer_holds_a_version_of_every_token_of_a_sample_that_moves() -> None:
+@pytest.mark.parametrize(
+    "on_update", [sampling_pb2.ON_UPDATE_CONTINUE, sampling_pb2.ON_UPDATE_CONTINUE_KEEP_KV]
+)
+def test_the_room_of_an_answer_holds_a_version_of_every_token_of_a_sample_that_moves(on_update: int) -> None:
     still = validate.check_sample(sample(max_tokens=10), MODEL, LIMITS)
-    moving = validate.check_sample(sample(max_tokens=10, on_update=CONTINUE), MODEL, LIMITS)
+    moving = validate.check_sample(sample(max_tokens=10, on_update=on_update), MODEL, LIMITS)
     spans = sampling_pb2.SampledSequence(
-        versions=[sampling_pb2.VersionSpan(version=2**62 + each, tokens=1) for each in range(10)]
+        versions=[
+            sampling_pb2.VersionSpan(version=2**62 + each, tokens=1, kv_kept=True) for each in range(10)
+        ]
     )
     assert moving - still >= spans.ByteSize()
 

@@ -13,7 +13,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from services.common.contract.errors import Internal, InvalidRequest
 from services.sampler import convert
 from services.sampler.engine import answers
-from services.sampler.engine.sampling import SampleJob, SampleOutput, SamplingParams
+from services.sampler.engine.sampling import Change, SampleJob, SampleOutput, SamplingParams
 from services.sampler.worker.prompt_scores import plan_of
 
 
@@ -35,7 +35,7 @@ def completion(tokens: Sequence[int], ids: list[int], logprobs: list[float], wid
 def test_tokens_and_their_logprobs_arrive_bit_for_bit(count: int) -> None:
     tokens = list(range(7, 7 + count))
     logprobs = (-np.arange(1, count + 1, dtype=np.float32) / np.float32(3)).tolist()
-    made = answers.sequence(completion(tokens, tokens, logprobs, 1), topk=0, version=4)
+    made = answers.sequence(completion(tokens, tokens, logprobs, 1), topk=0, changes=(Change(0, 4),))
     assert (made.tokens, made.logprobs, made.topk) == (tokens, logprobs, None)
     pb = convert.output_to_pb(SampleOutput([made], 0)).result.sequences[0]
     assert np.frombuffer(pb.tokens.data, "<i4").tolist() == tokens
@@ -44,7 +44,9 @@ def test_tokens_and_their_logprobs_arrive_bit_for_bit(count: int) -> None:
 
 
 def test_the_sampled_token_is_told_apart_from_likely_ones() -> None:
-    made = answers.sequence(completion([5, 6], [5, 9, 6, 8], [-2.0, -1.0, -3.0, -0.5], 2), topk=1, version=1)
+    made = answers.sequence(
+        completion([5, 6], [5, 9, 6, 8], [-2.0, -1.0, -3.0, -0.5], 2), topk=1, changes=(Change(0, 1),)
+    )
     assert (made.tokens, made.logprobs) == ([5, 6], [-2.0, -3.0])
     assert made.topk is not None
     assert made.topk.token_ids.tolist() == [[9], [8]]
@@ -56,18 +58,20 @@ def test_a_logprob_that_is_no_number_is_an_error_of_the_weights(ids: list[int], 
     logprobs = [-1.0] * len(ids)
     logprobs[-1] = math.nan
     with pytest.raises(InvalidRequest, match="diverged"):
-        answers.sequence(completion([5, 6], ids, logprobs, 1 + topk), topk, version=1)
+        answers.sequence(completion([5, 6], ids, logprobs, 1 + topk), topk, changes=(Change(0, 1),))
 
 
 @pytest.mark.parametrize("ids", [[5, 7], [5], [5, 6, 7]], ids=["other tokens", "too few", "too many"])
 def test_logprobs_of_other_tokens_than_the_sampled_ones_are_an_error(ids: list[int]) -> None:
     with pytest.raises(Internal, match="log-probabilities"):
-        answers.sequence(completion([5, 6], ids, [-1.0] * len(ids), 1), topk=0, version=1)
+        answers.sequence(completion([5, 6], ids, [-1.0] * len(ids), 1), topk=0, changes=(Change(0, 1),))
 
 
 def test_cells_of_tokens_that_could_not_be_drawn_are_empty() -> None:
     never = -math.inf
-    made = answers.sequence(completion([5], [5, 5, 8, 3], [-0.5, -0.5, -1.0, never], 4), topk=3, version=1)
+    made = answers.sequence(
+        completion([5], [5, 5, 8, 3], [-0.5, -0.5, -1.0, never], 4), topk=3, changes=(Change(0, 1),)
+    )
     assert made.topk is not None
     assert made.topk.token_ids.tolist() == [[5, 8, 0]]
     assert made.topk.logprobs.tolist() == [[-0.5, -1.0, -99999.0]]

@@ -128,3 +128,5 @@ def test_a_job_that_moves_is_refused_what_cannot_be_followed_over_a_change_of_we
     check(job, LIMITS)
     with pytest.raises(InvalidRequest, match=hint):
         check(dataclasses.replace(job, moves=True), LIMITS)
+    # To an engine that keeps its keys and values, it stays one request.
+    check(dataclasses.replace(job, moves=True, keeps_kv=True), LIMITS)

@@ -8,6 +8,8 @@ import numpy as np
 
 from services.common.contract.sample_schema import Scoring
 from services.sampler.engine.sampling import (
+    Change,
+    NewTokens,
     SampleJob,
     SampleOutput,
     SamplingParams,
@@ -15,6 +17,8 @@ from services.sampler.engine.sampling import (
     VersionSpan,
     begun,
     joined,
+    parts,
+    spans,
     unfinished,
     untouched,
 )
@@ -58,3 +62,37 @@ def test_a_job_that_was_never_begun_has_empty_sequences_of_the_shapes_asked_for(
     assert [sequence.stop_reason for sequence in output.sequences] == ["cancelled", "cancelled"]
     assert all(sequence.topk is not None for sequence in output.sequences)
     assert [sequence.topk.token_ids.shape for sequence in output.sequences if sequence.topk] == [(0, 2)] * 2
+
+
+def test_spans_follow_from_where_the_weights_changed_and_cover_all_tokens() -> None:
+    changes = (Change(0, 1), Change(3, 2, kept=True), Change(5, 2, kept=False), Change(9, 4, kept=True))
+    assert spans(changes, 7) == (
+        VersionSpan(1, 3),
+        VersionSpan(2, 2, kv_kept=True),
+        VersionSpan(2, 2, kv_kept=False),
+    )
+    assert spans(changes, 2) == (VersionSpan(1, 2),)
+    assert spans(changes, 0) == ()
+    # What had no token before it changed was made by the later weights alone.
+    assert spans((Change(0, 1), Change(0, 2)), 4) == (VersionSpan(2, 4),)
+
+
+def test_new_tokens_are_told_apart_where_the_weights_changed() -> None:
+    changes = (Change(0, 1), Change(3, 2, kept=True), Change(4, 7, kept=True))
+    ids = np.arange(8, dtype=np.int32).reshape(4, 2)
+    new = NewTokens(
+        5, 2, 0, [10, 11, 12, 13], [-1.0, -2.0, -3.0, -4.0], TopkLogprobs(ids, -ids.astype(np.float32))
+    )
+    found = parts(new, changes)
+    assert [(one.index, one.start, one.version, one.tokens) for one in found] == [
+        (5, 2, 1, [10]),
+        (5, 3, 2, [11]),
+        (5, 4, 7, [12, 13]),
+    ]
+    assert [one.logprobs for one in found] == [[-1.0], [-2.0], [-3.0, -4.0]]
+    assert [one.topk.token_ids.tolist() for one in found if one.topk] == [
+        ids[:1].tolist(),
+        ids[1:2].tolist(),
+        ids[2:].tolist(),
+    ]
+    assert [(one.start, one.version) for one in parts(new, (Change(0, 3),))] == [(2, 3)]

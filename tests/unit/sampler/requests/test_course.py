@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.contract.errors import Internal, SnapshotNotFound
+from services.common.contract.errors import Internal, InvalidRequest, SnapshotNotFound
 from services.common.process.crashes import CrashLedger
 from services.sampler.engine.sampling import (
     Limits,
@@ -27,10 +27,14 @@ from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import Admission, Capacity
 from services.sampler.requests.samples import Samples
 from services.sampler.requests.suspects import Suspects
+from services.sampler.snapshots.snapshots import Held
 
 OLD, NEW, NEWER, NEWEST = (SnapshotKey("model", version) for version in (1, 2, 3, 4))
 OTHER = SnapshotKey("another", 9)
 JOB = SampleJob("session:sample:0:1", OLD, [1, 2, 3], 1, SamplingParams(max_tokens=8), moves=True)
+
+
+KEPT = dataclasses.replace(JOB, keeps_kv=True)
 
 
 class Engine:
@@ -43,6 +47,13 @@ class Engine:
         self.entered = asyncio.Event()
         self.reason = "length"
         self.at_once: list[bool] = []
+        self.shifted: list[int] = []
+        self.refuses: Exception | None = None
+
+    async def shift(self, request_id: str, adapter: Adapter, version: int) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.shifted.append(version)
 
     async def sample(self, job: SampleJob, adapter: Adapter | None, tell: Tell | None = None) -> SampleOutput:
         self.reason = "length"
@@ -74,6 +85,7 @@ class Snapshots:
             event.set()
         self.used: list[int] = []
         self.held = 0
+        self.adapters = True
 
     def newer(self, key: SnapshotKey) -> int:
         return 0
@@ -82,7 +94,7 @@ class Snapshots:
         return True
 
     @asynccontextmanager
-    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Adapter | None]:
+    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Held]:
         assert key is not None
         if key in self.missing:
             raise SnapshotNotFound(f"{key} is not there")
@@ -92,9 +104,17 @@ class Snapshots:
         self.used.append(key.version)
         self.held += 1
         try:
-            yield None
+            yield Held(0, Adapter(key.version, str(key), "/store") if self.adapters else None)
         finally:
             self.held -= 1
+
+    @asynccontextmanager
+    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter]:
+        if key in self.missing:
+            raise SnapshotNotFound(f"{key} is not there")
+        await self.opened[key].wait()
+        yield Adapter(key.version, str(key), "/store")
+        self.used.append(key.version)
 
 
 class Sampler:
@@ -272,3 +292,89 @@ async def test_a_sequence_that_the_engine_ends_by_itself_is_an_error(sampler: Sa
     sampler.engine.finish("cancelled")
     with pytest.raises(Internal, match="by itself"):
         await running
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_sample_that_keeps_its_keys_and_values_stays_in_the_engine_and_shifts_to_newer_weights(
+    sampler: Sampler,
+) -> None:
+    running = sampler.start(KEPT)
+    await sampler.in_engine()
+    for weights in (NEW, OLD, NEWER):
+        sampler.move(weights)
+        await settled()
+    assert sampler.engine.shifted == [2, 3]
+    assert sampler.engine.at_once == [], "nothing is interrupted"
+    sampler.engine.finish("length")
+    await sampler.only(running)
+    assert sampler.snapshots.used == [1, 2, 3]
+
+
+async def test_a_sample_that_keeps_its_keys_and_values_goes_on_while_it_waits_and_then_to_the_newest(
+    sampler: Sampler,
+) -> None:
+    sampler.snapshots.opened[NEW].clear()
+    running = sampler.start(KEPT)
+    await sampler.in_engine()
+    for weights in (NEW, NEWER, NEWEST):
+        sampler.move(weights)
+        await settled()
+    assert (sampler.engine.shifted, running.done()) == ([], False)
+    sampler.snapshots.opened[NEW].set()
+    await settled()
+    assert sampler.engine.shifted == [2, 4], "what it waited for, and then the newest"
+    sampler.engine.finish("length")
+    await sampler.only(running)
+
+
+async def test_a_sample_that_keeps_its_keys_and_values_passes_over_weights_that_are_not_to_be_had(
+    sampler: Sampler,
+) -> None:
+    sampler.snapshots.missing.add(NEW)
+    running = sampler.start(KEPT)
+    await sampler.in_engine()
+    sampler.move(NEW)
+    await settled()
+    sampler.move(NEWER)
+    await settled()
+    assert sampler.engine.shifted == [3]
+    sampler.engine.finish("stop")
+    assert (await sampler.only(running))[0] == "stop"
+
+
+async def test_a_shift_that_fails_ends_no_sample_and_is_the_last(
+    sampler: Sampler, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler.engine.refuses = Internal("it failed in the engine")
+    running = sampler.start(KEPT)
+    await sampler.in_engine()
+    for weights in (NEW, NEWER):
+        sampler.move(weights)
+        await settled()
+    sampler.engine.finish("length")
+    assert (await sampler.only(running))[0] == "length"
+    assert "moved no further: it failed in the engine" in caplog.text
+
+
+async def test_a_sample_that_keeps_its_keys_and_values_ends_with_what_it_has_come_to(
+    sampler: Sampler,
+) -> None:
+    running = sampler.start(KEPT)
+    await sampler.in_engine()
+    sampler.snapshots.opened[NEW].clear()
+    sampler.move(NEW)
+    await settled()
+    sampler.samples.end(KEPT.request_id)
+    assert await sampler.only(running) == ("cancelled", [(1, 1)])
+    assert (sampler.engine.at_once, sampler.engine.shifted) == ([True], [])
+
+
+async def test_a_sample_of_all_weights_of_a_model_does_not_keep_keys_and_values(sampler: Sampler) -> None:
+    sampler.snapshots.adapters = False
+    with pytest.raises(InvalidRequest, match="let on_update be CONTINUE or FINISH"):
+        await sampler.start(KEPT)
+    assert (sampler.admission.taken, sampler.snapshots.held) == (0, 0)

@@ -26,6 +26,7 @@ from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import Admission, Capacity
 from services.sampler.requests.samples import Samples
 from services.sampler.requests.suspects import GivenUp, Suspects
+from services.sampler.snapshots.snapshots import Held
 from services.sampler.snapshots.versions import KnownVersions
 
 JOB = SampleJob("session:sample:0:1", None, [1, 2, 3], 4, SamplingParams(max_tokens=2))
@@ -72,11 +73,11 @@ class Snapshots:
         return self.ready.is_set()
 
     @asynccontextmanager
-    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Adapter | None]:
+    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Held]:
         await self.ready.wait()
         self.used += 1
         try:
-            yield None
+            yield Held()
         finally:
             self.used -= 1
 

@@ -158,3 +158,103 @@ def test_a_sample_of_an_hour_in_the_oldest_slot_does_not_keep_who_waits_from_the
     clocked.finish(2, 4)
     clocked.settle()
     assert clocked.running == {1, 3}
+
+
+def changing(clocked: Clocked, *requests: tuple[int, SnapshotKey]) -> None:
+    for ticket, adapter in requests:
+        clocked.turns.change(ticket, adapter)
+
+
+def granted(clocked: Clocked) -> list[int]:
+    """Who may enter now, in order."""
+    found: list[int] = []
+    while isinstance(decision := clocked.turns.decide(clocked.now), Run):
+        found += decision.tickets
+    return found
+
+
+def test_a_request_that_runs_changes_to_an_adapter_with_a_free_slot_and_holds_both_until_it_has() -> None:
+    clocked = busy((1, A))
+    changing(clocked, (1, B))
+    assert granted(clocked) == [1]
+    assert not clocked.turns.is_open(C), "both slots are held"
+    clocked.turns.changed(1)
+    assert clocked.turns.is_open(C)
+    assert clocked.turns.waiting == 0
+
+
+def test_requests_that_all_change_to_one_adapter_take_over_their_slot_where_there_is_no_other() -> None:
+    clocked = busy((1, A), (2, A), (3, C))
+    changing(clocked, (1, B))
+    assert granted(clocked) == [], "another one stays with the adapter"
+    changing(clocked, (2, B))
+    assert granted(clocked) == [1, 2]
+    clocked.arrive((4, B))
+    assert granted(clocked) == [4], "it has a slot as any other"
+    clocked.turns.changed(1)
+    clocked.turns.changed(2)
+    clocked.finish(1, 2, 4)
+    assert clocked.turns.is_open(A)
+
+
+def test_who_changes_keeps_no_other_adapter_waiting_longer() -> None:
+    clocked = busy((1, A), (2, B))
+    clocked.arrive((3, D))
+    clocked.now += TURN_S
+    granted(clocked)
+    assert not clocked.turns.is_open(A)
+    changing(clocked, (1, C))
+    assert granted(clocked) == [1]
+    assert not clocked.turns.is_open(C), "a slot that was taken over had its turn"
+    clocked.turns.changed(1)
+    clocked.arrive((4, C))
+    assert granted(clocked) == []
+    # One that takes on nothing new is joined by who frees another slot so.
+    changing(clocked, (2, C))
+    assert granted(clocked) == [2]
+    clocked.turns.changed(2)
+    assert granted(clocked) == [3, 4], "who waited longest has the slot that fell free, and nobody waits then"
+
+
+def test_who_gives_up_while_it_changes_leaves_all_that_it_held_and_waited_for() -> None:
+    clocked = busy((1, A), (2, B), (3, A))
+    changing(clocked, (1, C))
+    clocked.finish(1)
+    assert (granted(clocked), clocked.turns.waiting) == ([], 0)
+    clocked.finish(3)
+    changing(clocked, (2, C))
+    assert granted(clocked) == [2]
+    clocked.finish(2)
+    assert all(clocked.turns.is_open(each) for each in (A, B, C))
+
+
+def test_no_more_adapters_than_slots_run_whoever_comes_changes_and_goes() -> None:
+    chance = random.Random(7)
+    for _ in range(50):
+        clocked, held, wanted = Clocked(), dict[int, set[SnapshotKey]](), dict[int, SnapshotKey]()
+        for ticket in range(200):
+            clocked.now += chance.random()
+            act = chance.random()
+            still = [one for one in held if one not in wanted]
+            if act < 0.4:
+                clocked.arrive((ticket, chance.choice((A, B, C, D))))
+            elif act < 0.6 and still:
+                one = chance.choice(still)
+                (present,) = held[one]
+                wanted[one] = chance.choice([each for each in (A, B, C, D) if each != present])
+                changing(clocked, (one, wanted[one]))
+            elif act < 0.8 and held:
+                one = chance.choice(list(held))
+                held.pop(one)
+                wanted.pop(one, None)
+                clocked.finish(one)
+            while isinstance(decision := clocked.turns.decide(clocked.now), Run):
+                for one in decision.tickets:
+                    held.setdefault(one, set()).add(wanted.get(one, clocked.adapter_of.get(one, A)))
+            for one in [one for one, has in held.items() if one in wanted and wanted[one] in has]:
+                if chance.random() < 0.5:
+                    held[one] = {wanted.pop(one)}
+                    clocked.turns.changed(one)
+            # Where a slot was taken over its former adapter is not counted: all leave it in one step.
+            present = {wanted[one] if wanted.get(one) in has else min(has) for one, has in held.items()}
+            assert len(present) <= clocked.slots

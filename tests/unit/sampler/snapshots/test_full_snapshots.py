@@ -35,8 +35,8 @@ def full(key: SnapshotKey = FULL, elements: int = 4) -> IncomingSnapshot:
 
 async def sampled(snapshots: Snapshots, key: SnapshotKey | None) -> Weights:
     """Whose weights a request meets in the engine."""
-    async with snapshots.use(key) as adapter:
-        assert (adapter is None) == (key in (None, FULL, SnapshotKey("session:train:1", 2)))
+    async with snapshots.use(key) as held:
+        assert (held.adapter is None) == (key in (None, FULL, SnapshotKey("session:train:1", 2)))
         return snapshots.weights
 
 

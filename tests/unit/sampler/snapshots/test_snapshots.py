@@ -27,9 +27,9 @@ from tests.unit.sampler.snapshots.recorded import INCOMING, KEY, OTHER, THIRD, E
 
 
 async def use(snapshots: Snapshots, key: SnapshotKey = KEY) -> int:
-    async with snapshots.use(key) as adapter:
-        assert adapter is not None and adapter.name == str(key)
-        return adapter.id
+    async with snapshots.use(key) as held:
+        assert held.adapter is not None and held.adapter.name == str(key)
+        return held.adapter.id
 
 
 async def test_many_requests_for_an_absent_snapshot_load_it_once(
@@ -299,8 +299,8 @@ async def test_where_adapters_cannot_run_they_are_refused_and_what_arrives_of_th
     await snapshots.join_group(1, 1, 2, "gloo", 5)
     await snapshots.receive(INCOMING)
     assert (engine.staged, engine.receives, engine.loads, snapshots.resident()) == ([None], [], [], [])
-    async with snapshots.use(None) as adapter:
-        assert adapter is None
+    async with snapshots.use(None) as held:
+        assert held.adapter is None
 
 
 async def test_a_version_that_was_announced_is_newer_also_before_it_arrives_and_when_it_does_not(
@@ -317,3 +317,53 @@ async def test_a_version_that_was_announced_is_newer_also_before_it_arrives_and_
     with pytest.raises(DataLoss):
         await receiving
     assert (snapshots.newer(KEY), snapshots.newer(OTHER)) == (1, 0)
+
+
+async def test_a_request_changes_to_another_adapter_and_lets_go_of_the_first_one(
+    engine: Engine, snapshots: Snapshots
+) -> None:
+    async with snapshots.use(KEY) as held:
+        async with snapshots.change(held, OTHER) as adapter:
+            assert adapter.name == str(OTHER)
+            assert snapshots.resident() == [KEY, OTHER], "both are held, whatever memory there is"
+        assert held.adapter == adapter
+        # There is room for one, and the first is nobody's any more.
+        await use(snapshots, THIRD)
+        assert snapshots.resident() == [OTHER, THIRD]
+    assert engine.dropped == [100]
+    assert snapshots.waiting == 0
+
+
+async def test_a_request_keeps_its_adapter_and_its_slot_when_the_other_one_is_not_to_be_had(
+    engine: Engine, snapshots: Snapshots
+) -> None:
+    async with snapshots.use(KEY) as held:
+        with pytest.raises(SnapshotNotFound):
+            async with snapshots.change(held, SnapshotKey("session:train:0", 9)):
+                pytest.fail("it is not there")
+        assert held.keys == [KEY]
+        assert snapshots.waiting == 0
+        async with snapshots.use(OTHER):
+            waiting = asyncio.create_task(use(snapshots, THIRD))
+            await until(lambda: snapshots.waiting == 1)
+        await waiting
+
+
+async def test_a_request_that_ends_while_it_changes_lets_go_of_both(
+    engine: Engine, snapshots: Snapshots
+) -> None:
+    with pytest.raises(RuntimeError, match="over"):
+        async with snapshots.use(KEY) as held, snapshots.change(held, OTHER):
+            raise RuntimeError("over")
+    await use(snapshots, THIRD)
+    assert snapshots.resident() == [THIRD]
+    assert engine.dropped == [100, 101]
+
+
+async def test_a_request_does_not_change_to_a_full_model(snapshots: Snapshots, tmp_path: Path) -> None:
+    directory = DataDir(tmp_path).snapshot(OTHER.model_id, OTHER.version)
+    (directory / "config.json").write_text("{}")
+    async with snapshots.use(KEY) as held:
+        with pytest.raises(InvalidRequest, match="no adapter"):
+            async with snapshots.change(held, OTHER):
+                pytest.fail("it is all weights of a model")
