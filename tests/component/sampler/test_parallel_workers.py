@@ -13,6 +13,7 @@ from services.common import weights
 from services.common.process import rpc
 from services.common.state import registry
 from services.common.state.redis_client import connect
+from tests.component.sampler.kept import check_kept
 from tests.component.sampler.process import (
     BASE_MODEL,
     MODEL_ID,
@@ -105,6 +106,11 @@ async def test_several_workers_answer_as_the_reference_from_store_and_from_wire(
         await check(stub, FULL, Reference(sampler.data_dir.snapshot(MODEL_ID, FULL)))
         await check(stub, STORED, Reference(sampler.model_dir, stored))
         await _check_together(stub)
+        judges = {
+            STORED: Reference(sampler.model_dir, stored),
+            BROADCAST: Reference(sampler.model_dir, arrived),
+        }
+        await _check_kept(stub, judges)
         group.abort()
     client = connect(sampler.redis_url)
     (record,) = await registry.live(client, "sampler")
@@ -139,3 +145,29 @@ async def _check_together(stub: sampler_pb2_grpc.SamplerServiceStub) -> None:
         assert [ints(found.tokens) for found in one.sequences] == [
             ints(found.tokens) for found in other.sequences
         ]
+
+
+async def _check_kept(stub: sampler_pb2_grpc.SamplerServiceStub, judges: dict[int, Reference]) -> None:
+    """Sequences that go on with another adapter keep their keys and values on all workers."""
+    tokens = prompt(9, 20)
+    wanted = request(tokens, STORED, n=2, max_tokens=400, stop=sampling_pb2.StopCondition(never={}), seed=2)
+    wanted.moves = wanted.keeps_kv = True
+    asked = sampler_pb2.StreamSampleRequest(sample=wanted)
+    to = sampler_pb2.Snapshot(model_id=MODEL_ID, version=BROADCAST)
+    move: sampler_pb2.MoveSampleRequest | None = sampler_pb2.MoveSampleRequest(
+        request_id=wanted.request_id, snapshot=to
+    )
+    last = None
+    async for told in stub.StreamSample(asked, timeout=240):
+        if told.WhichOneof("kind") == "last":
+            last = told.last
+        elif move is not None:
+            await stub.MoveSample(move, timeout=60)
+            move = None
+    assert last is not None
+    for sequence in last.result.sequences:
+        assert [(span.version, span.kv_kept) for span in sequence.versions] == [
+            (STORED, False),
+            (BROADCAST, True),
+        ]
+        check_kept(judges.__getitem__, tokens, sequence)

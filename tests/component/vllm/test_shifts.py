@@ -60,7 +60,8 @@ class Engine:
     """A scheduler, and a worker's part that keeps in blocks what `computed` gives.
 
     Args:
-        ahead: steps that are scheduled before the output of the first is there.
+        ahead: steps that are scheduled before the output of the first is there. Below 0: as many, by the
+            scheduler that waits for a request's token before it schedules the next, as with pipeline stages.
     """
 
     def __init__(self, model_dir: Path, blocks: int, ahead: int) -> None:
@@ -82,7 +83,7 @@ class Engine:
         self.shifts: Shifts = self.scheduler.tinsmith_shifts
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self._ahead, self._steps = ahead, deque[tuple[Any, ModelRunnerOutput]]()
+        self._ahead, self._steps = abs(ahead), deque[tuple[Any, ModelRunnerOutput]]()
         self._kept: dict[tuple[int, int], int] = {}
         self._adapter: dict[str, int] = {}
         self._blocks: dict[str, list[int]] = {}
@@ -166,7 +167,7 @@ def expected(prompt: list[int], adapter: int, told: Any, count: int) -> list[int
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1, -1])
 @pytest.mark.parametrize("seed", range(5))
 def test_every_token_is_what_its_adapter_makes_of_what_was_kept_and_nobody_finds_anothers(
     model_dir: Path, seed: int, ahead: int
@@ -204,7 +205,7 @@ def test_every_token_is_what_its_adapter_makes_of_what_was_kept_and_nobody_finds
     assert any(kept)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1, -1])
 @pytest.mark.parametrize("length", range(1, 3 * BLOCK))
 def test_a_block_that_is_full_but_for_the_last_tokens_keys_is_not_taken_for_one_of_the_former_adapter(
     model_dir: Path, length: int, ahead: int
@@ -255,7 +256,7 @@ def test_old_and_new_that_do_not_fit_beside_the_others_change_in_one_step(model_
         assert engine.made[name] == expected(prompt, adapter, engine.told.get(name, ()), TOKENS)
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1, -1])
 def test_what_was_given_up_for_room_is_of_its_present_adapter_alone_and_says_so(
     model_dir: Path, ahead: int
 ) -> None:
