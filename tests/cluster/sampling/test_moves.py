@@ -13,7 +13,7 @@ import torch
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
 from tests.cluster.contract.test_grpc import Session, tensor
-from tests.reference import Reference
+from tests.reference import KeptReference, Reference
 from tinsmith.v1 import checkpoints_pb2, models_pb2, results_pb2, sampling_pb2, service_pb2_grpc
 
 PROMPT = batches.tokens(41, 12)
@@ -45,7 +45,9 @@ class Rollouts:
         saved = self._session.run("SaveForSampler", save).save_for_sampler
         return saved.version, saved.sampling_session_id
 
-    def request(self, sampling_session: str) -> sampling_pb2.SampleRequest:
+    def request(
+        self, sampling_session: str, on_update: sampling_pb2.OnUpdate = sampling_pb2.ON_UPDATE_CONTINUE
+    ) -> sampling_pb2.SampleRequest:
         self._samples += 1
         never = sampling_pb2.StopCondition(never=sampling_pb2.StopCondition.Never())
         params = sampling_pb2.SamplingParams(
@@ -57,7 +59,7 @@ class Rollouts:
             prompt=tensor(PROMPT, "int32"),
             num_samples=2,
             params=params,
-            on_update=sampling_pb2.ON_UPDATE_CONTINUE,
+            on_update=on_update,
         )
 
     def stream(self, request: sampling_pb2.SampleRequest) -> Iterator[sampling_pb2.StreamSampleResponse]:
@@ -118,6 +120,48 @@ def test_a_rollout_goes_on_with_its_model_and_every_token_is_what_its_version_gi
             assert ends[index] == spans
             assert list(made[index].items()) == [(span.version, span.tokens) for span in spans]
             found.append([span.version for span in spans])
+            # A generation may be over before its model is saved.
+            assert found[-1] in ([first], [first, version])
+    assert any(len(versions) == 2 for versions in found)
+
+
+def check_kept_spans(cluster: Cluster, model: str, sequence: sampling_pb2.SampledSequence) -> None:
+    """Forced through the versions, each over the keys and values of those before it, the tokens have the
+    log-probabilities that were told. None of them was computed anew."""
+    tokens = np.frombuffer(sequence.tokens.data, "<i4").tolist()
+    told = torch.from_numpy(np.frombuffer(sequence.logprobs.data, "<f4").copy())
+    judges, starts, place = list[Reference](), list[int](), len(PROMPT)
+    for span in sequence.versions:
+        assert span.kv_kept == bool(judges)
+        judges.append(Reference(cluster.model_dir, cluster.snapshot(model, span.version)))
+        # The last token before a change has not been computed when its weights come.
+        starts.append(place - 1 if span.kv_kept else 0)
+        place += span.tokens
+    rows = KeptReference(judges).distribution(PROMPT + tokens, starts)[len(PROMPT) - 1 : -1]
+    forced = rows.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(told, forced, atol=TOLERANCE, rtol=0)
+
+
+def test_a_rollout_goes_on_with_its_model_and_keeps_its_keys_and_values(
+    cluster: Cluster, rollouts: Rollouts
+) -> None:
+    rollouts.train()
+    version, sampling_session = rollouts.save()
+    found: list[list[int]] = []
+    while len(found) < 10 and not any(len(versions) == 2 for versions in found):
+        rollouts.train()
+        asked = rollouts.request(sampling_session, sampling_pb2.ON_UPDATE_CONTINUE_KEEP_KV)
+        # What looks back at what was sampled goes on, too.
+        asked.params.presence_penalty = 0.5
+        parts = rollouts.stream(asked)
+        request_id = next(parts).request_id
+        assert next(parts).HasField("new_tokens")
+        first, (version, _) = version, rollouts.save()
+        ends = {part.end.index: list(part.end.versions) for part in parts if part.HasField("end")}
+        for index, sequence in enumerate(rollouts.keep(request_id).sequences):
+            assert ends[index] == list(sequence.versions)
+            check_kept_spans(cluster, rollouts.model, sequence)
+            found.append([span.version for span in sequence.versions])
             # A generation may be over before its model is saved.
             assert found[-1] in ([first], [first, version])
     assert any(len(versions) == 2 for versions in found)
