@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.exceptions import VLLMClientError
-from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -37,7 +36,7 @@ from services.sampler.config import SamplerConfig, check_device
 from services.sampler.engine import answers, child
 from services.sampler.engine.calls.reports import ENDED, Reports
 from services.sampler.engine.calls.workers import CALL_S, Workers
-from services.sampler.engine.params import checked, vllm_params
+from services.sampler.engine.params import checked, vllm_params, vllm_prompt
 from services.sampler.engine.runs import Run, Runs
 from services.sampler.engine.sampling import (
     Change,
@@ -270,11 +269,8 @@ class Engine:
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
         request_id = f"{job.request_id}-{index}-{next(self._request_numbers)}"
-        # The salt keys the prefix cache, as an adapter's name does: keys and values that one set of weights
-        # made never serve another, and still stand when it comes back.
-        salt = "/".join(part for part in (str(self._weights or ""), job.cache_namespace) if part)
         before = begun(job, index).tokens
-        prompt = tokens_input(prompt_token_ids=job.prompt + before, cache_salt=salt or None)
+        prompt = vllm_prompt(job, before, self._weights)
         known: RequestOutput | None = None
         self._runs.enter(run, request_id, time.monotonic())
         try:

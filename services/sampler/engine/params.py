@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm import SamplingParams as VllmParams
 from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensInput, tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.input_processor import InputProcessor
@@ -18,6 +19,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import MAX_BAD_WORD_TOKENS
 from services.sampler.engine.sampling import Constraint, Limits, SampleJob, sequence_seed, tokens_left
+from services.sampler.engine.snapshot_key import Weights
 from services.sampler.worker.prompt_scores import (
     CACHE_LIMIT_KEY,
     REQUEST_KEY,
@@ -74,6 +76,14 @@ def _parsed(constraint: Constraint, processor: InputProcessor) -> StructuredOutp
         processor.model_config, processor.structured_outputs_config, processor.tokenizer
     )
     return of
+
+
+def vllm_prompt(job: SampleJob, before: list[int], weights: Weights) -> TokensInput:
+    """What a sequence that has come to `before` goes on from, with the engine's weights."""
+    # The salt keys the prefix cache, as an adapter's name does: keys and values that one set of weights made
+    # never serve another, and still stand when it comes back.
+    salt = "/".join(part for part in (str(weights or ""), job.cache_namespace) if part)
+    return tokens_input(prompt_token_ids=job.prompt + before, cache_salt=salt or None)
 
 
 def vllm_params(

@@ -34,7 +34,7 @@ from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import LATE_S, Admission, Place
 from services.sampler.requests.course import Course, Turned
 from services.sampler.requests.suspects import Suspects
-from services.sampler.snapshots.snapshots import Held
+from services.sampler.snapshots.held import Held
 
 log = logging.getLogger(__name__)
 

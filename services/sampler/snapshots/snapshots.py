@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge
@@ -24,6 +23,7 @@ from services.common.weights.medium import Medium
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey, Weights
 from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
+from services.sampler.snapshots.held import Held
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
 from services.sampler.snapshots.versions import KnownVersions
@@ -71,21 +71,6 @@ class AdapterEngine(Protocol):
     async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int: ...
 
     async def drop_adapters(self, adapter_ids: list[int]) -> None: ...
-
-
-@dataclass
-class Held:
-    """What a request holds.
-
-    Attributes:
-        adapter: None = the base model, or a full one.
-        ticket: of its slot.
-        keys: adapters that it keeps in memory.
-    """
-
-    ticket: int = -1
-    adapter: Adapter | None = None
-    keys: list[SnapshotKey] = field(default_factory=list)
 
 
 class Snapshots:

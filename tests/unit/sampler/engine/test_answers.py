@@ -83,8 +83,9 @@ def test_experts_of_fewer_or_more_tokens_than_were_read_are_an_error(told: int |
     made = completion([5, 6], [5, 6], [-1.0, -1.0], 1)
     made.routed_experts = None if told is None else np.zeros((told, 1, 2), np.uint8)
     output = RequestOutput("request", None, [1, 2], None, [made], finished=True)
+    told_of: list[answers.Made | None] = [answers.Made(output, (Change(0, 0),))]
     with pytest.raises(Internal, match=f"experts of {told or 0} tokens of 3"):
-        answers.whole(job, plan_of(job.scoring, 2, 0, 1.0), [output])
+        answers.whole(job, plan_of(job.scoring, 2, 0, 1.0), told_of)
     made.routed_experts = np.zeros((3, 1, 2), np.uint8)
-    (sequence,) = answers.whole(job, plan_of(job.scoring, 2, 0, 1.0), [output]).sequences
+    (sequence,) = answers.whole(job, plan_of(job.scoring, 2, 0, 1.0), told_of).sequences
     assert sequence.experts is made.routed_experts

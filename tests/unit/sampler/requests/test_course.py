@@ -27,7 +27,7 @@ from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import Admission, Capacity
 from services.sampler.requests.samples import Samples
 from services.sampler.requests.suspects import Suspects
-from services.sampler.snapshots.snapshots import Held
+from services.sampler.snapshots.held import Held
 
 OLD, NEW, NEWER, NEWEST = (SnapshotKey("model", version) for version in (1, 2, 3, 4))
 OTHER = SnapshotKey("another", 9)

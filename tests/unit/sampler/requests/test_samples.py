@@ -26,7 +26,7 @@ from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import Admission, Capacity
 from services.sampler.requests.samples import Samples
 from services.sampler.requests.suspects import GivenUp, Suspects
-from services.sampler.snapshots.snapshots import Held
+from services.sampler.snapshots.held import Held
 from services.sampler.snapshots.versions import KnownVersions
 
 JOB = SampleJob("session:sample:0:1", None, [1, 2, 3], 4, SamplingParams(max_tokens=2))
