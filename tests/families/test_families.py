@@ -29,10 +29,12 @@ from tests.component.sampler.process import (
     Sampler,
     floats,
     launch,
+    make_full,
     prompt,
     request,
     sample,
     wait_ready,
+    write_full,
 )
 from tests.reference import Reference
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
@@ -41,7 +43,7 @@ from tinsmith.internal.v1 import sampler_pb2_grpc
 
 pytestmark = pytest.mark.heavy
 
-VOCAB, HIDDEN, CONTEXT, RANK, VERSION = 512, 64, 512, 8, 1
+VOCAB, HIDDEN, CONTEXT, RANK, VERSION, FULL = 512, 64, 512, 8, 1, 2
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -79,6 +81,8 @@ SETTINGS = {
     "deepseek_v3": LATENT,
     "deepseek_v3 yarn": {**LATENT, **YARN},
 }
+KEPT = ("gpt_oss",)
+"""vLLM's loader writes some of their weights past what replaces weights."""
 BFLOAT16 = ("qwen3_next", "qwen3_5_text")
 """vLLM's linear attention computes in nothing else on a CPU."""
 
@@ -94,7 +98,9 @@ class Family:
     sampler: Sampler
     model: Path
     adapter: Path
+    full: Path
     tolerance: float
+    replaced: bool
 
     def scores(self, version: int) -> torch.Tensor:
         """Log-probabilities of a prompt's tokens but the first."""
@@ -123,6 +129,17 @@ class Family:
     def expected(self, adapter: Path | None = None) -> torch.Tensor:
         return Reference(self.model, adapter).sequence_logprobs(prompt(3, 40))
 
+    def check_full(self) -> None:
+        """All weights are replaced, or none, and the base model's come back bit for bit."""
+        before, expected = self.scores(0), Reference(self.full).sequence_logprobs(prompt(3, 40))
+        if not self.replaced:
+            with pytest.raises(AssertionError, match="full_models_not_supported"):
+                self.scores(FULL)
+            return
+        assert (expected - before).abs().max() > 0.1
+        self.close(self.scores(FULL), expected)
+        assert torch.equal(self.scores(0), before)
+
     def close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=self.tolerance)
 
@@ -150,9 +167,13 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         snapshot.mkdir(parents=True)
         for file, write in adapter_files("org/base", spec, named).items():
             write(snapshot / file)
+        full = sampler.data_dir.snapshot(MODEL_ID, FULL)
+        write_full(full, directory / "model", make_full(directory / "model", FULL))
         try:
             tolerance = 0.15 if name in BFLOAT16 else 2e-4
-            yield Family(wait_ready(sampler), directory / "model", snapshot, tolerance)
+            yield Family(
+                wait_ready(sampler), directory / "model", snapshot, full, tolerance, name not in KEPT
+            )
         finally:
             sampler.stop()
 
@@ -163,6 +184,7 @@ def test_a_sampler_computes_what_transformers_and_peft_compute(family: Family) -
     assert (adapted - base).abs().max() > 0.1
     family.close(family.scores(0), base)
     family.close(family.scores(VERSION), adapted)
+    family.check_full()
 
 
 @pytest.mark.parametrize("family", chosen(OF_EXPERTS), indirect=True)
@@ -174,4 +196,4 @@ def test_of_routed_experts_it_computes_the_base_model_tells_them_and_refuses_ada
         assert torch.equal(family.experts(), chosen.sort().values.long())
     with pytest.raises(AssertionError, match="adapters_not_supported"):
         family.scores(VERSION)
-    family.close(family.scores(0), family.expected())
+    family.check_full()

@@ -70,7 +70,8 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
             not, and when that is more than queued_sequences the sampler refuses more. 0 = not known.
         adapts: whether a sampler can run adapters; on a CPU not those of a model with routed experts, or with
             quantised files.
-        full_models: whether a sampler can run fully fine-tuned models; not where its weights are quantised.
+        full_models: whether a sampler can run fully fine-tuned models; not where its weights are
+            quantised, or where vLLM cannot replace all of them.
         routing: how the model routes tokens to experts, where a sampler tells which have a sample's tokens,
             or a trainer computes with those that it is given; None = it does not, or routes nothing.
         batched_tokens: tokens of prompts and sequences that one step of a sampler computes; 0 = not said.

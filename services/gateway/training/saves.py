@@ -191,8 +191,9 @@ class Saves:
         if not record.lora_rank and not base.samples_full_models:
             raise InvalidRequest(
                 f"no sampler of {record.base_model} here runs models that train all weights: the weights of "
-                "each are quantised; train on and keep the model with save_state, or have the operator run a "
-                "sampler without --quantization, of files that are not quantised",
+                "each are quantised, or vLLM cannot replace all of them (GPT-OSS); train on and keep the "
+                "model with save_state, or, where it is the former, have the operator run a sampler without "
+                "--quantization, of files that are not quantised",
                 "full_models_not_supported",
             )
 

@@ -49,7 +49,7 @@ from services.sampler.engine.sampling import (
     begun,
     served,
 )
-from services.sampler.engine.settings import adapts, started
+from services.sampler.engine.settings import PAST_LOADERS, adapts, started
 from services.sampler.engine.shifts.front import Shifts
 from services.sampler.engine.snapshot_key import Adapter, Weights
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
@@ -89,7 +89,7 @@ class Engine:
         self.arch = str(model.architectures[0])
         self.workers = config.workers
         self.quantization = str(model.quantization or "none")
-        self.full_models = model.quantization is None
+        self.full_models = model.quantization is None and self.arch not in PAST_LOADERS
         self.adapts = adapts(config, device)
         sequences = int(settings.scheduler_config.max_num_seqs)
         self.limits = Limits(int(model.get_vocab_size()), int(model.max_model_len), sequences)

@@ -52,6 +52,8 @@ _ROUTING = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"
 _ONE_WINDOW = ("qwen2", "qwen3", "qwen2_moe")
 # Latent attention and the part of it with positions, of a token: vLLM's kernel on CPUs is for no others.
 _CPU_LATENT = (512, 64)
+# Whose weights vLLM writes in part past the loaders that it replaces weights by.
+PAST_LOADERS = ("GptOssForCausalLM",)
 # Of text and pictures; what they are without pictures has a type of its own.
 _PICTURES = ("qwen3_5", "qwen3_5_moe")
 # What vLLM takes for LLM.generate on a CPU. For a server it takes half as many, with which 1,024 at once take

@@ -218,8 +218,9 @@ class Snapshots:
     def _refuse_full_models(self) -> None:
         if not self._full_models:
             raise InvalidRequest(
-                "this sampler runs no fully fine-tuned models, as its weights are quantised; sample the base "
-                "model or an adapter, or have the operator run a sampler without --quantization",
+                "this sampler runs no fully fine-tuned models, as its weights are quantised or vLLM cannot "
+                "replace all of them (GPT-OSS); sample the base model or an adapter, or, where it is the "
+                "former, have the operator run a sampler without --quantization",
                 "full_models_not_supported",
             )
 

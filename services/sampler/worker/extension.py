@@ -9,7 +9,7 @@ Invariant: an adapter is registered whole and checked, under an id that no reque
 an adapter that is registered has been checked against the engine's slots, so using it cannot fail. What runs
 keeps its slot: an adapter that comes takes a free one or none.
 
-This file, full_weights.py, cpu_adapters.py, adapter_rows.py and the rooms v1 and v2 are the only ones that
+This file, full_weights.py, adapter_rows.py and the rooms cpu, v1 and v2 are the only ones that
 touch vLLM's worker internals; what is of one model runner alone is behind runner.py.
 """
 

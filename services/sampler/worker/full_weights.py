@@ -13,6 +13,7 @@ mixture; it must not run before a `load` succeeds.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,10 +48,13 @@ class _Taken:
     Attributes:
         names: of its parameters, as far as it reports them.
         elements: of each layer; what is put together from several tensors may have a part of them.
+        past: parameters that it writes to itself, past the loaders: when weights are replaced it writes to
+            what nobody reads.
     """
 
     names: frozenset[str]
     elements: Mapping[str, int]
+    past: frozenset[str]
 
 
 _WHOLE: WeakKeyDictionary[torch.nn.Module, _Taken] = WeakKeyDictionary()
@@ -96,6 +100,12 @@ def check(worker: Any, tensors: NamedTensors) -> None:
         except (ValueError, KeyError, AssertionError, RuntimeError, OSError) as error:
             raise DataLoss(f"the base model's files are not what they were: {error}") from error
     whole = _WHOLE[model]
+    if whole.past:
+        raise InvalidRequest(
+            f"vLLM cannot replace {', '.join(sorted(whole.past)[:3])} of this model ({len(whole.past)} in "
+            "all): its loader writes past what replaces weights; sample the base model or an adapter of it",
+            "full_models_not_supported",
+        )
     try:
         found = _tried(worker, tensors)
     except (ValueError, KeyError, AssertionError, RuntimeError) as error:
@@ -124,15 +134,25 @@ def _tried(worker: Any, tensors: NamedTensors) -> _Taken:
     """What vLLM's loader takes of tensors. Raises what that raises when they do not fit."""
     model = worker.model_runner.get_model()
     tied = _tied_heads(model)
-    with set_current_vllm_config(worker.vllm_config), _nothing_processed():
+    with set_current_vllm_config(worker.vllm_config), _nothing_processed() as loaded:
         initialize_layerwise_reload(model)
         try:
+            # What stays in its layer is written to there, whoever writes.
+            apart = {name for name, tensor in model.named_parameters() if tensor.is_meta}
             _all_on_meta(model)
-            names = model.load_weights(_without_tied_head(tensors) if tied else tensors)
-            elements = {name: get_layerwise_info(layer).load_numel for name, layer in model.named_modules()}
+            names = frozenset(model.load_weights(_without_tied_head(tensors) if tied else tensors) or ())
+            infos = {name: get_layerwise_info(layer) for name, layer in model.named_modules()}
+            elements = {name: info.load_numel for name, info in infos.items()}
+            for info in infos.values():
+                loaded[id(info)].update(name for name, _ in info.loaded_weights)
+            by_loaders = {
+                f"{layer}.{name}" if layer else name
+                for layer, info in infos.items()
+                for name in loaded[id(info)]
+            }
         finally:
             _put_back(model)
-    return _Taken(frozenset(names or ()), elements)
+    return _Taken(names, elements, names & apart - by_loaders)
 
 
 @torch.inference_mode()
@@ -160,12 +180,19 @@ def load(worker: Any, tensors: NamedTensors) -> None:
 
 
 @contextmanager
-def _nothing_processed() -> Iterator[None]:
-    """Layers whose tensors have all come do not go into the model meanwhile."""
+def _nothing_processed() -> Iterator[dict[int, set[str]]]:
+    """Layers whose tensors have all come do not go into the model meanwhile. Yields the names of these
+    tensors by the layer's info."""
+    loaded: dict[int, set[str]] = defaultdict(set)
+
+    def forget(_: Any, info: Any) -> None:
+        loaded[id(info)].update(name for name, _ in info.loaded_weights)
+        info.loaded_weights.clear()
+
     process = layerwise._layerwise_process
-    layerwise._layerwise_process = lambda _, info: info.loaded_weights.clear()
+    layerwise._layerwise_process = forget
     try:
-        yield
+        yield loaded
     finally:
         layerwise._layerwise_process = process
 

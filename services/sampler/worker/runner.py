@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from vllm.lora.request import LoRARequest
 
 from services.common.contract.experts.routing import Routing
-from services.sampler.worker import cpu_adapters, cpu_rotations
+from services.sampler.worker.cpu import adapters, experts, rotations
 
 _SHIFTS = "tinsmith_shifts"
 
@@ -48,8 +48,9 @@ class Runner(ABC):
             keep_slots(self._of.lora_manager)
         if self._of.device.type == "cpu":
             if getattr(self._of, "lora_config", None):
-                cpu_adapters.correct(self._of.lora_manager._adapter_manager)
-            cpu_rotations.apply()
+                adapters.correct(self._of.lora_manager._adapter_manager)
+            rotations.apply()
+            experts.apply()
         self.correct_sampling()
         self.score_prompts()
         self._shift_adapters()

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from services.sampler.worker import cpu_adapters
+from services.sampler.worker.cpu import adapters
 
 pytestmark = pytest.mark.heavy
 
@@ -42,7 +42,7 @@ def wrapper(ids: list[int], sampled: list[int], corrected: bool = True) -> Punic
     """vLLM's after the step of some rows."""
     made = PunicaWrapperCPU(64, 64, torch.device("cpu"))
     if corrected:
-        cpu_adapters.correct(SimpleNamespace(punica_wrapper_mapping={"model": made}))
+        adapters.correct(SimpleNamespace(punica_wrapper_mapping={"model": made}))
     # Of a step before, of which nothing may be left.
     for rows, heads in (([22] * 7, [22] * 7), (ids, sampled)):
         made.update_metadata(LoRAMapping(tuple(rows), tuple(heads)), SLOTS, len(SLOTS), 100)
@@ -123,6 +123,6 @@ def test_without_the_correction_a_row_without_an_adapter_has_that_of_the_last_sl
 
 def test_a_vllm_with_other_adapters_on_a_cpu_is_told() -> None:
     with pytest.raises(
-        RuntimeError, match=r"SimpleNamespace.s; check services\.sampler\.worker\.cpu_adapters"
+        RuntimeError, match=r"SimpleNamespace.s; check services\.sampler\.worker\.cpu\.adapters"
     ):
-        cpu_adapters.correct(SimpleNamespace(punica_wrapper_mapping={"model": SimpleNamespace()}))
+        adapters.correct(SimpleNamespace(punica_wrapper_mapping={"model": SimpleNamespace()}))

@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 from vllm import ModelRegistry, _custom_ops
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -21,7 +25,8 @@ from vllm.v1.worker import gpu_model_runner
 
 from services.sampler.config import HeadDtype, SamplerConfig
 from services.sampler.engine.settings import engine_args
-from services.sampler.worker import cpu_rotations, text_models
+from services.sampler.worker import text_models
+from services.sampler.worker.cpu import experts, rotations
 from services.sampler.worker.v1 import sampling
 from tests.component.sampler.process import make_model
 
@@ -84,6 +89,7 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is corrected in vLLM's modules is vLLM's own again afterwards."""
     monkeypatch.setattr(gpu_model_runner, "apply_grammar_bitmask", gpu_model_runner.apply_grammar_bitmask)
     monkeypatch.setattr(_custom_ops, "rotary_embedding", _custom_ops.rotary_embedding)
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "_setup_kernel", UnquantizedFusedMoEMethod._setup_kernel)
 
 
 @pytest.mark.usefixtures("unpatched")
@@ -107,7 +113,7 @@ def test_without_the_correction_they_are_of_what_the_grammar_leaves() -> None:
     assert told[0, 0] == 0.0
 
 
-def rotations(contiguous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def rotated(contiguous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Queries of two heads and keys of one as latent attention has them, rotated by vLLM's kernel, and
     without it."""
     size, positions = 16, torch.arange(3, 8)
@@ -128,15 +134,46 @@ def rotations(contiguous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.usefixtures("unpatched")
 def test_every_head_of_a_token_is_rotated(contiguous: bool) -> None:
-    cpu_rotations.apply()
-    torch.testing.assert_close(*rotations(contiguous))
+    rotations.apply()
+    torch.testing.assert_close(*rotated(contiguous))
 
 
 @pytest.mark.usefixtures("unpatched")
 def test_without_the_correction_the_first_head_is_rotated_alone() -> None:
-    (queries, _), (expected, _) = rotations(contiguous=True)
+    (queries, _), (expected, _) = rotated(contiguous=True)
     torch.testing.assert_close(queries[0, 0], expected[0, 0])
     assert (queries[0, 1] - expected[0, 1]).abs().max() > 0.1
+
+
+def replaced() -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts' weights as vLLM has them when others were loaded in their place, and as they came."""
+    came = torch.randn(2, 2 * 32, 64, generator=torch.Generator().manual_seed(1))
+    layer = torch.nn.Module()
+    layer.moe_config = SimpleNamespace(intermediate_size_per_partition=32, activation=MoEActivation.SILU)
+    for name, tensor in (("w13_weight", came), ("w2_weight", came[:, :32].transpose(1, 2).contiguous())):
+        layer.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+    kernel: Any = CPUUnquantizedExperts.__new__(CPUUnquantizedExperts)
+    kernel.moe_config = layer.moe_config
+    method: Any = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    method.unquantized_backend = UnquantizedMoeBackend.CPU
+    # It is there when weights are loaded for the second time.
+    method.moe_kernel = SimpleNamespace(fused_experts=kernel)
+    method._setup_kernel(layer, layer.w13_weight, layer.w2_weight)
+    return layer.w13_weight.data, came
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_experts_that_are_loaded_again_are_packed_again() -> None:
+    experts.apply()
+    found, came = replaced()
+    assert torch.equal(found, _custom_ops.cpu_prepack_moe_weight(came, "vec"))
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_without_the_correction_they_stay_as_they_came() -> None:
+    found, came = replaced()
+    assert torch.equal(found, came)
+    assert not torch.equal(found, _custom_ops.cpu_prepack_moe_weight(came, "vec"))
 
 
 IMPORTS = """

@@ -65,6 +65,17 @@ class Model(torch.nn.Module):
         return loaded if self.reports else None
 
 
+class Past(Model):
+    """Writes a tensor to its parameter itself, as vLLM's GPT-OSS does with experts."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        given = dict(tensors)
+        with torch.no_grad():
+            self.down.weight.copy_(given.pop("down.weight"))
+        loaded = super().load_weights(given.items())
+        return None if loaded is None else loaded | {"down.weight"}
+
+
 def others() -> dict[str, torch.Tensor]:
     """The tensors of a model's files."""
     return {
@@ -81,8 +92,11 @@ def others() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(params=[True, False], ids=["reports", "does not report"])
 def mine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    return made(Model(request.param), others(), monkeypatch)
+
+
+def made(model: Model, files: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A worker whose model was loaded from its files."""
-    model, files = Model(request.param), others()
     monkeypatch.setattr(full_weights, "base_tensors", lambda _: iter(files.items()))
     record_metadata_for_reloading(model)
     model.load_weights(files.items())
@@ -153,6 +167,19 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_replaced(mine: Simpl
             full_weights.check(mine, tensors.items())
         assert bits(mine.model) == before, hint
     full_weights.check(mine, whole.items())
+
+
+def test_weights_are_refused_of_which_the_model_would_keep_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files, model = others(), Past(reports=True)
+    worker = made(model, files, monkeypatch)
+    before = bits(model)
+    assert before["down.weight"][1] == files["down.weight"].flatten().tolist()
+    for tensors in (others(), files):
+        with pytest.raises(InvalidRequest, match=r"cannot replace down\.weight of this model \(1 in all\)"):
+            full_weights.check(worker, tensors.items())
+        assert bits(model) == before
 
 
 def test_files_of_the_base_model_that_were_cut_short_do_not_go_into_it(

@@ -1,0 +1,6 @@
+"""What vLLM computes wrongly on a CPU, corrected.
+
+Invariant: each correction is of one fault of vLLM, and a test fails when it is needed no longer.
+
+Imported by the room worker, for an engine whose workers are CPUs.
+"""
