@@ -104,8 +104,8 @@ async def test_a_sample_that_waits_until_it_is_asked_for_loses_none_of_its_patie
 async def test_a_replica_that_does_not_answer_keeps_no_samples_from_being_asked_for_at_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_FIND_S", 0.5)
-    monkeypatch.setattr(module, "_KEPT_S", 2.0)
+    monkeypatch.setattr(module, "_FIND_S", 1.5)
+    monkeypatch.setattr(module, "_KEPT_S", 4.0)
     silent, other = Asked(3600), Asked(0)
     names = [f"s:sample:0:{number}" for number in range(300)]
     other.known = set(names[::2])
