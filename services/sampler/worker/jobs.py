@@ -77,6 +77,7 @@ class Job:
     """One piece of work.
 
     Args:
+        name: kind of work, "-", and what it is of.
         work: runs in the thread.
         tell: is told ["done"] or the error when the work has ended, in the thread.
         finish: gives the result its effect; returns bytes.
@@ -130,5 +131,6 @@ class Job:
         if isinstance(error, TinsmithError):
             return ["error", error.code, error.category, error.message]
         why = error if isinstance(error, Exception) else repr(error)
-        _FAILED.failed(self._thread.name, why, foreseen=False)
+        # Every try has an id of its own; which snapshot it was for the front end says.
+        _FAILED.failed(self._thread.name.partition("-")[0], why, foreseen=False)
         return ["error", Internal.default_code, "server", f"{type(error).__name__}: {error}"]

@@ -48,8 +48,8 @@ class Workers:
         self._seconds = seconds
         self._numbers = itertools.count()
         self._owed: dict[str, list[Any]] = {}
-        self._unfreed = Repeats(log, "workers did not free what they are to, and are told again")
         """What a method is still to free."""
+        self._unfreed = Repeats(log, "workers did not free what they are to, and are told again")
         self._freeing: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
+
+import pytest
 
 from services.common.contract.errors import DataLoss
 from services.sampler.worker.jobs import Job, Outcome
@@ -46,6 +50,20 @@ def test_a_failure_is_told_with_its_code_and_an_unknown_one_as_internal() -> Non
     until(lambda: told == [["error", "data_loss", "server", "checksum"]])
     Job("untyped", lambda: fail(OSError("disk")), told.append)
     until(lambda: told[1:] == [["error", "internal", "server", "OSError: disk"]])
+
+
+def test_of_failures_of_one_kind_of_work_the_log_has_the_first_whatever_the_work_was_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, "the store does not answer")
+
+    told = queue.Queue[Outcome]()
+    for adapter_id in range(5):
+        Job(f"trial-{adapter_id}", fail, told.put)
+        told.get(timeout=60)
+    assert caplog.text.count("Traceback") == 1
+    assert [one for one in caplog.messages if one.startswith("a job of a worker failed: trial: ")]
 
 
 def ignored(outcome: Outcome) -> None:
