@@ -232,9 +232,9 @@ class Samples:
             yield
         finally:
             await cancel_all([shifts])
-            if not shifts.cancelled() and (error := shifts.exception()) is not None:
+            if not shifts.cancelled() and isinstance(error := shifts.exception(), Exception):
                 # The answer says which weights made what.
-                log.warning("sample %s moved no further: %s", job.request_id, error, exc_info=error)
+                self._stays.failed(str(course.weights), error, foreseen=False)
 
     async def _shift(self, course: Course, job: SampleJob, held: Held, turned: asyncio.Event) -> None:
         present = job.snapshot
@@ -250,9 +250,10 @@ class Samples:
                     there = True
                     await self._engine.shift(job.request_id, adapter, key.version)
             except TinsmithError as error:
+                self._stays.failed(str(key), error)
                 if there:
-                    raise
-                log.warning("sample %s does not move to %s: %s", job.request_id, key, error)
+                    # It has some of the two, and holds both to its end.
+                    return
             else:
                 present = key
 

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from services.common.contract.errors import Internal, InvalidRequest, Overloaded, Unavailable
+from services.common.contract.errors import (
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    SnapshotNotFound,
+    Unavailable,
+)
 from services.common.process.crashes import CrashLedger
 from services.sampler.engine.sampling import (
     Limits,
@@ -53,6 +59,9 @@ class Engine:
             raise self.failure
         return self.output
 
+    async def shift(self, request_id: str, adapter: Adapter, version: int) -> None:
+        raise Unavailable("the engine ended")
+
     def late(self, seconds: float) -> int:
         return self.not_begun
 
@@ -64,6 +73,7 @@ class Snapshots:
         self.ready = asyncio.Event()
         self.ready.set()
         self.used = 0
+        self.missing: set[int] = set()
         self.versions = KnownVersions()
 
     def newer(self, key: SnapshotKey) -> int:
@@ -77,9 +87,15 @@ class Snapshots:
         await self.ready.wait()
         self.used += 1
         try:
-            yield Held()
+            yield Held(adapter=key and Adapter(key.version, str(key), ""))
         finally:
             self.used -= 1
+
+    @asynccontextmanager
+    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter]:
+        if key.version in self.missing:
+            raise SnapshotNotFound(f"no {key}")
+        yield Adapter(key.version, str(key), "")
 
 
 class Sampler:
@@ -172,6 +188,28 @@ async def test_a_process_that_ends_in_order_leaves_no_suspects(tmp_path: Path) -
         await running
     sampler.suspects.close()
     assert not sampler.ledger.exists()
+
+
+@pytest.mark.parametrize(("missing", "why"), [({2}, "no a@2"), (set[int](), "the engine ended")])
+async def test_of_many_samples_that_keep_theirs_and_cannot_move_for_one_reason_the_log_has_one(
+    sampler: Sampler, missing: set[int], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler.snapshots.missing = missing
+    old, new = SnapshotKey("a", 1), SnapshotKey("a", 2)
+    jobs = [
+        dataclasses.replace(
+            JOB, request_id=f"sample-{number}", snapshot=old, num_samples=1, moves=True, keeps_kv=True
+        )
+        for number in range(5)
+    ]
+    running = [asyncio.create_task(sampler.samples.run(job)) for job in jobs]
+    await asyncio.sleep(0)
+    assert all(sampler.samples.move(job.request_id, new) for job in jobs)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    sampler.engine.gate.set()
+    assert await asyncio.gather(*running) == [OUTPUT] * 5
+    assert caplog.messages == [f"a sample does not move to newer weights: a@2: {why}"]
 
 
 async def test_how_old_a_sample_is_counts_versions_that_came_while_it_ran(sampler: Sampler) -> None:
