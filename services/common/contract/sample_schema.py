@@ -146,8 +146,8 @@ def check_routed(routing: Routing | None, tokens: int, *, moves: bool) -> int:
         )
     if moves:
         raise InvalidRequest(
-            "routed_experts are those of one version of the weights, and on_update is CONTINUE; leave one of "
-            "them out",
+            "routed_experts are those of one version of the weights, and on_update has the sample go on with "
+            "newer ones; leave one of them out, or let on_update be FINISH",
             field=field,
         )
     if (told := routing.nbytes(tokens)) > MAX_ROUTED_BYTES:

@@ -243,9 +243,15 @@ def test_experts_that_no_sampler_tells_are_refused() -> None:
     assert (caught.value.code, caught.value.field) == ("routed_experts_not_supported", "routed_experts")
 
 
-def test_experts_are_those_of_one_version_of_the_weights() -> None:
-    wanted = sample(routed_experts=True, on_update=CONTINUE)
-    assert "on_update is CONTINUE" in refused(validate.check_sample, wanted, ROUTED, LIMITS)
+@pytest.mark.parametrize("on_update", [CONTINUE, KEEP_KV])
+def test_experts_are_those_of_one_version_of_the_weights(
+    on_update: sampling_pb2.OnUpdate.ValueType,
+) -> None:
+    wanted = sample(routed_experts=True, on_update=on_update)
+    said = refused(validate.check_sample, wanted, ROUTED, LIMITS)
+    assert "leave one of them out, or let on_update be FINISH" in said
+    # It may have been either.
+    assert "on_update is CONTINUE" not in said
 
 
 def test_more_experts_than_one_message_holds_are_refused() -> None:

@@ -77,7 +77,7 @@ def test_experts_are_told_where_the_engine_can_and_of_one_version_of_the_weights
         check(asking, LIMITS)
     telling = dataclasses.replace(LIMITS, routing=Routing(2, 2, 8))
     check(asking, telling)
-    with pytest.raises(InvalidRequest, match="CONTINUE"):
+    with pytest.raises(InvalidRequest, match="let on_update be FINISH"):
         check(dataclasses.replace(asking, moves=True), telling)
 
 
