@@ -221,7 +221,7 @@ class Engine:
         values. Returns when all of its sequences do or have ended.
 
         Raises:
-            Unavailable, DeadlineExceeded, Internal: the engine did not say so; what made what, answers tell.
+            Unavailable, Internal: the engine did not say so; what made what, answers tell.
         """
         if (run := self._runs.find(request_id)) is not None:
             await self._shifts.shift(run, adapter, version)

@@ -6,10 +6,12 @@ Invariant: of every token that has arrived here it is known by then which adapte
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.common.contract.errors import DeadlineExceeded, Internal, Unavailable
+from services.common.contract.errors import Internal, Unavailable
+from services.common.telemetry.repeats import Repeats
 from services.sampler.engine.calls.reports import ENDED
 from services.sampler.engine.calls.workers import CALL_S
 from services.sampler.engine.runs import Run
@@ -17,7 +19,10 @@ from services.sampler.engine.sampling import Change
 from services.sampler.engine.shifts.core import SHIFT, SHIFTS_KEY
 from services.sampler.engine.snapshot_key import Adapter
 
+log = logging.getLogger(__name__)
+
 AGAIN_S = 0.02
+_ENGINE = "the engine"
 
 
 class Shifts:
@@ -33,6 +38,7 @@ class Shifts:
         self._processor = llm.output_processor
         self._dead = dead
         self._told: dict[str, Sequence[Any]] = {}
+        self._silent = Repeats(log, "sequences wait for another adapter")
         process = self._processor.process_outputs
 
         def noted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,11 +51,11 @@ class Shifts:
 
     async def shift(self, run: Run, adapter: Adapter, version: int) -> None:
         """Has the sequences of a job go on with another adapter, of this version. Returns when all that have
-        not ended do; no step that is scheduled from then on has the old one for them.
+        not ended do; no step that is scheduled from then on has the old one for them. One that is stuck
+        is ended by who watches it.
 
         Raises:
             Unavailable: the engine died.
-            DeadlineExceeded: it has not answered in time.
             Internal: it refused.
         """
         run.take(adapter, version)
@@ -63,13 +69,17 @@ class Shifts:
             await asyncio.sleep(AGAIN_S)
 
     async def _ask(self, ids: list[str], adapter: Adapter) -> set[str]:
-        """Which of these, by vLLM's own ids, have the adapter now."""
+        """Which of these, by vLLM's own ids, have the adapter now, as far as the engine says so in time."""
         try:
             async with asyncio.timeout(CALL_S):
                 arguments = SHIFT, ids, adapter.name, adapter.id, adapter.directory
-                return set(await self._core.call_utility_async(*arguments))
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the engine did not answer {SHIFT} in {CALL_S:.0f} s") from error
+                done = set(await self._core.call_utility_async(*arguments))
+            self._silent.over(_ENGINE)
+            return done
+        except TimeoutError:
+            # A step may take longer, and whoever gave up here would keep both adapters to its end.
+            self._silent.failed(_ENGINE, f"it did not answer {SHIFT} in {CALL_S:.0f} s, and is asked again")
+            return set()
         except Exception as error:
             if self._dead():
                 raise Unavailable(ENDED) from error
