@@ -305,9 +305,7 @@ class ModelRunner:
         self, send: Send, operation: operation_pb2.Operation, result: results_pb2.OperationResult
     ) -> bool:
         self._attempt = 0
-        if send.seq_id == self._put_off:
-            self._put_off = -1
-            await self._resume()
+        await self._put_off_no_longer(send)
         if result.WhichOneof("kind") is None:
             raise Internal(f"the trainer answered {self.model_id}:{send.seq_id} with nothing")
         if not send.replayed:
@@ -326,6 +324,7 @@ class ModelRunner:
                 self._put_off = send.seq_id
                 await self._pause(error.message, plan.BETWEEN_TRIES_S)
             return Outcome.AGAIN
+        await self._put_off_no_longer(send)
         await self._act(action, send, operation, error)
         return Outcome.SETTLED if action is Action.REPORT_LOST_RESULT else Outcome.OPEN
 
@@ -389,6 +388,11 @@ class ModelRunner:
         if self._paused and self._put_off < 0:
             self._paused = ""
             await self._journal.set_queue_state(self.model_id, "")
+
+    async def _put_off_no_longer(self, send: Send) -> None:
+        if send.seq_id == self._put_off:
+            self._put_off = -1
+            await self._resume()
 
     async def _cancel_calls(self) -> None:
         """Ends all calls. What is already known of an operation is still written down."""

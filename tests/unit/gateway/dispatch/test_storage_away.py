@@ -7,7 +7,7 @@ import asyncio
 import redis.asyncio
 
 from services.common.contract import ids
-from services.common.contract.errors import StorageAway
+from services.common.contract.errors import Internal, StorageAway, TinsmithError
 from services.common.state import keys
 from tests.unit.gateway.dispatching import MODEL, Gateway, create, load, step
 from tests.unit.gateway.scripted_services import ScriptedTrainer, serving
@@ -49,3 +49,33 @@ async def test_a_load_whose_storage_is_away_says_so_until_it_is_done(
         assert (await gateway.result(2)).optim_step.metrics["steps"] == 3
         assert not await redis_client.exists(keys.queue_state(MODEL))
     assert trainer.order(MODEL) == [0, 1, 2]
+
+
+class InTurn(dict[int, TinsmithError]):
+    """Errors that the calls of one operation come to, one after the other."""
+
+    def __init__(self, seq_id: int, errors: list[TinsmithError]) -> None:
+        super().__init__({seq_id: errors[0]})
+        self._errors = errors
+
+    def pop(self, seq_id: int) -> TinsmithError:  # type: ignore[override]
+        error = self._errors.pop(0)
+        if not self._errors:
+            super().pop(seq_id)
+        return error
+
+
+async def test_what_waited_for_the_storage_and_was_done_without_an_answer_holds_up_nothing(
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
+) -> None:
+    lost = Internal("executed, but its result is no longer kept", "result_lost")
+    async with serving(redis_client, trainer, "trainer-0"):
+        await gateway.accept(create())
+        await gateway.result(0)
+        trainer.raises = InTurn(1, [AWAY, lost])
+        await gateway.accept(load(1))
+        assert (await gateway.result(1)).error.code == "result_lost"
+        trainer.models[MODEL].applied = 1
+        await gateway.accept(step(2))
+        await gateway.result(2)
+        assert not await redis_client.exists(keys.queue_state(MODEL))
