@@ -107,13 +107,15 @@ def wanted(
     snapshot, name = f"{model_id}\0{version}", f"{model_id}@{version}"
     blocks = prompt_blocks.chain(f"{snapshot}\0{namespace}".encode(), prompt)
     home = _digest(model_id.encode() if full else snapshot.encode())
+    # The cache keeps no experts, so each sequence computes the prompt.
+    prompts = sequences if routed_experts else 1
     each = SEQUENCE_TOKENS if max_tokens is None else min(max_tokens, SEQUENCE_TOKENS)
     return Wanted(
         weights=name if full else "",
         adapter=name if model_id and not full else "",
         home=home,
         blocks=blocks,
-        prompt_tokens=len(prompt) // prompt_blocks.TOKEN_BYTES,
+        prompt_tokens=prompts * (len(prompt) // prompt_blocks.TOKEN_BYTES),
         answer_tokens=sequences * each,
         sequences=sequences,
         request_id=request_id,
@@ -137,14 +139,14 @@ def seen(record: ServiceRecord, wanted: Wanted, placements: Placements) -> Repli
 
 def spared(wanted: Wanted, known_blocks: int) -> int:
     """What it is worth, in tokens of work, that a replica knows so many of a sample's blocks."""
-    cached = _cached(known_blocks)
+    cached = _cached(wanted, known_blocks)
     is_known = cached > 0 or (known_blocks > 0 and wanted.adapter != "")
     return KNOWN_TOKENS + CACHED_WORTH * cached if is_known else 0
 
 
 def work(wanted: Wanted, known_blocks: int) -> Load:
     """What a sample is to a replica that knows so many of its blocks."""
-    tokens = wanted.prompt_tokens - _cached(known_blocks) + wanted.answer_tokens
+    tokens = wanted.prompt_tokens - _cached(wanted, known_blocks) + wanted.answer_tokens
     return Load(tokens, wanted.sequences)
 
 
@@ -188,7 +190,9 @@ def _in_common(wanted: Wanted, known_blocks: int) -> bytes:
     return _digest(str(new[0]).encode() if new else wanted.request_id.encode())
 
 
-def _cached(known_blocks: int) -> int:
+def _cached(wanted: Wanted, known_blocks: int) -> int:
+    if wanted.routed_experts:
+        return 0
     # The first block stands for the snapshot.
     return max(0, known_blocks - 1) * prompt_blocks.BLOCK_TOKENS
 

@@ -66,6 +66,14 @@ def test_a_samples_work_is_what_is_not_cached_and_some_of_each_answer() -> None:
     assert wanted("m", 1, False, "", PROMPT, 4, None, "request").answer_tokens == 4 * SEQUENCE_TOKENS
 
 
+def test_each_sequence_whose_experts_are_told_computes_its_whole_prompt_wherever_that_is_cached() -> None:
+    sample = wanted("m", 1, True, "", PROMPT, 4, 10, "request", routed_experts=True)
+    assert work(sample, 0) == work(sample, 1 + 6) == Load(4 * 8 * BLOCK_TOKENS + 40, 4)
+    assert spared(sample, 1 + 6) == spared(sample, 1) == 0
+    # What it leaves there is for others, as ever.
+    assert sample.blocks == full(1, model_id="m").blocks
+
+
 def test_an_idle_snapshot_goes_to_the_same_replica_whoever_asks() -> None:
     replicas = idle("a", "b", "c")
     assert chosen(replicas, adapter(3)) == chosen(replicas[::-1], adapter(3, bytes(12)))
