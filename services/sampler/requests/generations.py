@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from cachetools import TTLCache
 
-from services.common.contract.errors import Cancelled, TinsmithError
+from services.common.contract.errors import Cancelled, Overloaded, TinsmithError
 from services.common.process.tasks import cancel_all
 from services.common.telemetry.repeats import Repeats
 
@@ -155,6 +155,9 @@ class Generations(Generic[Answer]):
         if generation.task.cancelled():
             return
         if (error := generation.task.exception()) is not None:
+            if isinstance(error, Overloaded):
+                # What a busy sampler says all day: its gateways wait and ask again.
+                return
             self._failed.failed(getattr(error, "code", ""), f"{request_id}: {error}")
             return
         answer = generation.task.result()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.common.contract.errors import Cancelled, Draining, Internal
+from services.common.contract.errors import Cancelled, Draining, Internal, Overloaded
 from services.sampler.requests.generations import Generations
 
 ID = "session:sample:0:1"
@@ -158,6 +158,17 @@ async def test_a_failure_reaches_all_who_wait_and_is_not_kept(engine: Engine) ->
             await task
     engine.failure = None
     assert (await engine.ask(), engine.begun) == ("answer 2", 2)
+
+
+async def test_that_a_sampler_is_full_is_no_news_for_its_log_and_another_failure_is(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.gate.set()
+    for number, failure in enumerate((Overloaded("full"), Internal("broken"))):
+        engine.failure = failure
+        with pytest.raises(type(failure)):
+            await engine.ask(f"session:sample:0:{number}")
+    assert "broken" in caplog.text and "full" not in caplog.text
 
 
 async def test_what_is_kept_is_bounded_in_bytes_and_in_time(engine: Engine) -> None:
