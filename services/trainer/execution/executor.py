@@ -286,7 +286,8 @@ class Executor:
                 self._wake.set()
 
         self._crashes.begin(keys)
-        measures.began(operation)
+        if not operation.tries:
+            measures.began(operation)
         if isinstance(operation.work, Step) and len(model.sequence.unfinished) == 1:
             # It will have ended in a moment.
             model.habit.stepped(time.monotonic())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from services.common.contract import ids
 from services.common.contract.errors import ModelNotResident, StorageAway
@@ -157,6 +158,23 @@ async def test_a_load_waits_for_its_storage_and_whoever_asks_is_told_so(
         assert (await trainer.comes_to(load("a", 1))).HasField("load_state")
         assert not (await then).HasField("error")
     assert trainer.engine.commands == [("steps", ("b",)), ("load", ("a",)), ("steps", ("a",))]
+
+
+async def test_however_often_a_load_is_tried_it_has_begun_once(
+    tmp_path: Path, model_state: ModelState
+) -> None:
+    def begun() -> float:
+        labels = {"kind": "load", "owner_class": "light"}
+        return REGISTRY.get_sample_value("tinsmith_operation_wait_seconds_count", labels) or 0.0
+
+    before = begun()
+    async with running(tmp_path, model_state) as trainer:
+        with pytest.raises(StorageAway):
+            await (await trainer.ask(load("a", 1)))
+        await trainer.was_asked(4)
+        trainer.storage.away = False
+        assert (await trainer.comes_to(load("a", 1))).HasField("load_state")
+    assert begun() - before == 1
 
 
 async def test_a_creation_from_a_state_waits_for_it_too(tmp_path: Path, model_state: ModelState) -> None:
