@@ -86,15 +86,7 @@ def collate(rows: Sequence[Row], device: str, *, shared: bool) -> Collated:
     Args:
         shared: prefixes that rows of one operation share are there once, where that is worth it.
     """
-    cut = shared_tree if shared else unshared
-    ops: list[int] = []
-    groups: list[tuple[list[bytes], PrefixTree]] = []
-    for op, group in groupby(rows, key=lambda row: row.op):
-        same = list(group)
-        sequences = [row.tokens for row in same]
-        ops.append(op)
-        tree = cut(told_apart(sequences, [row.routed_ids for row in same]))
-        groups.append((sequences, tree))
+    ops, groups = _groups(rows, shared)
     layout = lay_out(groups)
     scored = [number for number, row in enumerate(rows) if TARGETS in row.loss_inputs]
     targets, places = _targets([(rows[number], layout.places[number]) for number in scored], device)
@@ -107,6 +99,25 @@ def collate(rows: Sequence[Row], device: str, *, shared: bool) -> Collated:
         ops=list(zip(ops, layout.groups, strict=True)),
         chosen=_chosen(rows, layout, device),
     )
+
+
+def computed_tokens(rows: Sequence[Row], *, shared: bool) -> int:
+    """Tokens of the batch that `collate` makes of rows."""
+    return sum(tree.tokens for _, tree in _groups(rows, shared)[1])
+
+
+def _groups(rows: Sequence[Row], shared: bool) -> tuple[list[int], list[tuple[list[bytes], PrefixTree]]]:
+    """The operations of rows, and of each its sequences and their tree."""
+    cut = shared_tree if shared else unshared
+    ops: list[int] = []
+    groups: list[tuple[list[bytes], PrefixTree]] = []
+    for op, group in groupby(rows, key=lambda row: row.op):
+        same = list(group)
+        sequences = [row.tokens for row in same]
+        ops.append(op)
+        tree = cut(told_apart(sequences, [row.routed_ids for row in same]))
+        groups.append((sequences, tree))
+    return ops, groups
 
 
 def _chosen(rows: Sequence[Row], layout: Layout, device: str) -> Tensor | None:

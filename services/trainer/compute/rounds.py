@@ -21,7 +21,7 @@ from prometheus_client import Counter
 from services.common.process import failpoints
 from services.trainer.compute.base_model import BaseModel
 from services.trainer.compute.batch_losses import BatchLosses, Leaving
-from services.trainer.compute.collate import Collated, collate, idle_batch, in_order
+from services.trainer.compute.collate import Collated, collate, computed_tokens, idle_batch, in_order
 from services.trainer.compute.data import Failure, Pass, PassOp, Row, RowResult
 from services.trainer.compute.exchange import part_seconds, patience
 from services.trainer.compute.full.model import FullModel
@@ -183,9 +183,13 @@ class Rounds:
         if ready is not None and ready.rows != len(left):
             ready = None
         if model.collective:
-            ready = ready or self._ready(ops, left)
-            with self._together(ops, left, ready.batch.tokens.numel()):
-                return [self._run(model, ops, ready, grad)]
+            if ready is None:
+                tokens = computed_tokens(left, shared=self.shares_prefixes)
+            else:
+                tokens = ready.batch.tokens.numel()
+            with self._together(ops, left, tokens):
+                # What could not be made while another one ran may lack memory here, too.
+                return [self._run(model, ops, ready or self._ready(ops, left), grad)]
         return self._start_or_split(model, ops, grad, failed, left, ready) if left else []
 
     def _start_or_split(

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from prometheus_client import REGISTRY
 from torch import Tensor, nn
 
@@ -189,6 +190,23 @@ def test_a_sequence_that_does_not_fit_by_itself_where_all_ranks_take_part_is_rai
     rank = collective_rank(lambda tokens: tokens == 7)
     with pytest.raises(LacksMemory, match="out of device memory on one sequence of 7 tokens") as caught:
         rank.run([ROWS[0]], [ROWS[2]])
+    assert (caught.value.tokens, caught.value.operation) == (0, ("m", 2))
+
+
+def test_what_cannot_even_be_made_for_want_of_memory_is_raised_with_half_of_what_it_would_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(rounds, "collate", refuses)
+    # They share two blocks of 16 tokens, and each has 8 more.
+    alike = [replace(row(0, index, 40), tokens=row(0, 0, 40).tokens) for index in range(4)]
+    with pytest.raises(LacksMemory, match="4 rows, 64 tokens") as caught:
+        collective_rank(lambda tokens: False).run(alike)
+    assert (caught.value.tokens, caught.value.operation) == (32, None)
+    with pytest.raises(LacksMemory) as caught:
+        collective_rank(lambda tokens: False).run([ROWS[2]])
     assert (caught.value.tokens, caught.value.operation) == (0, ("m", 2))
 
 
