@@ -74,6 +74,9 @@ class Shortage:
             self._write(_Told(told.tokens))
         else:
             self._path.unlink(missing_ok=True)
+        for unfinished in self._path.parent.glob(f"{self._path.name}.*"):
+            # Of a rank that was killed while it told, or had no room on the disk.
+            unfinished.unlink(missing_ok=True)
 
     def tokens(self, most: int) -> int:
         """Up to which several sequences are computed at once.

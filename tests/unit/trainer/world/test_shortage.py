@@ -68,6 +68,20 @@ def test_a_trainer_that_ends_in_order_leaves_nothing(shortage: Shortage, tmp_pat
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_what_a_rank_left_that_was_killed_while_it_told_is_gone_after_the_next_start(
+    shortage: Shortage, tmp_path: Path
+) -> None:
+    shortage.tell(SEVERAL)
+    (tmp_path / "run" / "trainer-0.shortage.node.17").write_text('{"tok')
+    (tmp_path / "run" / "trainer-1.shortage").write_text("{}")
+    shortage.heard()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "trainer-0.shortage",
+        "trainer-1.shortage",
+    }
+    assert shortage.tokens(1024) == 512
+
+
 def test_a_file_that_nobody_understands_tells_nothing(shortage: Shortage, tmp_path: Path) -> None:
     shortage.tell(SEVERAL)
     (tmp_path / "run" / "trainer-0.shortage").write_text('{"tokens": "man')
