@@ -16,6 +16,9 @@ from services.common.contract.errors import InvalidRequest
 MAX_BYTES = 2**26
 """Most bytes of ids that one sample may be answered with: they are in one message."""
 
+DIMENSIONS = 3
+"""Of ids: tokens, layers, top_k."""
+
 _BYTE = 256
 
 
@@ -56,7 +59,7 @@ def check(routed: RoutedExperts, routing: Routing, tokens: int, name: str) -> No
     """
     expected = (tokens, routing.layers, routing.top_k)
     if routed.shape != expected:
-        shown = [int(size) for size in routed.shape[:4]]
+        shown = [int(size) for size in routed.shape[: DIMENSIONS + 1]]
         raise InvalidRequest(
             f"{name} has the shape {shown}; the model has {routing.layers} routed layers with "
             f"{routing.top_k} experts a token, so for {tokens} tokens it must be {list(expected)}",

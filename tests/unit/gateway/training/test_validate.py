@@ -1,6 +1,7 @@
 """What is refused before it is accepted, and what the refusal says."""
 
 import dataclasses
+import tracemalloc
 
 import pytest
 
@@ -185,3 +186,17 @@ def test_experts_to_replay_are_those_of_the_trainers_model() -> None:
     assert "data[0]: routed_experts has expert 4" in refused(*check, routes, LIMITS)
     operation.data[0].routed_experts.shape[0] = 1
     assert "for 2 tokens it must be [2, 1, 2]" in refused(*check, routes, LIMITS)
+
+
+def test_a_shape_of_millions_of_sizes_is_refused_without_reading_them() -> None:
+    routes = dataclasses.replace(MODEL, trained_routing=Routing(layers=1, top_k=2, experts=4))
+    operation = batch([1, 2], [2, 3], [0, 1])
+    operation.data[0].routed_experts.shape.extend([2] * 1_000_000)
+    tracemalloc.start()
+    try:
+        says = refused(validate.check_forward_backward, operation, "policy", routes, LIMITS)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "routed_experts has the shape [2, 2, 2, 2]" in says
+    assert peak < 1 << 20
