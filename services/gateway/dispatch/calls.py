@@ -118,6 +118,12 @@ class Calls:
             self._needed[send.seq_id] = _Needed(call, batch, send.replayed)
         call.add_done_callback(lambda done: self._over(trainer_id, send, done))
 
+    async def end_after(self, seq_id: int) -> None:
+        """Ends the calls of all operations after one that has not run: nothing is known of them."""
+        calls = [self._calls.pop(number)[0] for number in list(self._calls) if number > seq_id]
+        self._needed = {number: call for number, call in self._needed.items() if number <= seq_id}
+        await cancel_all(calls)
+
     async def end(self, known: Collection[int]) -> None:
         """Ends all calls, those of the known operations when their results are written down."""
         calls = {seq_id: call for seq_id, (call, _) in self._calls.items()}

@@ -17,14 +17,7 @@ from contextlib import ExitStack
 import grpc.aio
 
 from services.common.contract import errors
-from services.common.contract.errors import (
-    Conflict,
-    Internal,
-    NotFound,
-    SnapshotNotFound,
-    StorageAway,
-    TinsmithError,
-)
+from services.common.contract.errors import Internal, StorageAway, TinsmithError
 from services.common.state.journal import Journal, UnreadableOperation
 from services.common.state.journal_records import Entry, JournalIndex, error_result
 from services.common.state.registry import ServiceRecord
@@ -46,7 +39,7 @@ from tinsmith.v1 import results_pb2
 log = logging.getLogger(__name__)
 
 _IDLE_CHECK_S = 3.0
-_NO_SNAPSHOT = (NotFound, SnapshotNotFound)
+_NO_SNAPSHOT = (errors.NotFound, errors.SnapshotNotFound)
 _RECHECK_S = 30.0
 
 
@@ -80,7 +73,7 @@ class ModelRunner:
         self._settings = settings
         self._changed = asyncio.Event()
         self._changed.set()
-        lease.on_lost = self._changed.set
+        lease.on_lost = wake = self._changed.set
         self._base_model = ""
         self._incarnation: str | None = None
         self._synchronised = self._discards = self._looking = False
@@ -88,14 +81,13 @@ class ModelRunner:
         self._position = Position()
         self._room = room
         self._awaited = ""
-        wake = self._changed.set
         self._calls = Calls(settings.execute_timeout, self._answered, self._call_failed, wake, room)
         self._failed_calls: Counter[tuple[int, str]] = Counter()
         self._attempt = 0
         self._not_before = 0.0
         self._paused = ""
         self._put_off = -1
-        """The operation that the trainer tries again after pauses."""
+        """The operation that the trainer tries again after pauses; nothing after it is sent meanwhile."""
         self._gap = GapWatch(lease, journal, session_finished, settings.gap_timeout)
         self._recovery = Recovery(lease, journal, publisher, session_finished)
         self._idle_since: float | None = None
@@ -159,7 +151,7 @@ class ModelRunner:
 
     async def _advance(self) -> float | None:
         """Does all that can be done now; seconds until it is worth looking again, or None to stop."""
-        quiet = not self._calls
+        quiet, begun = not self._calls, self._position
         index = await self._journal.index(self.model_id, self._position.cursor)
         if not index.pending and quiet:
             return await self._idle()
@@ -189,6 +181,9 @@ class ModelRunner:
             self._incarnation = trainer.incarnation
             self._synchronised = not self._lease.lost and await self._synchronise(trainer)
             return 0.0
+        if self._position is not begun or self._put_off >= 0:
+            # Put off since the index was read, which says what follows all that was sent then; or still.
+            return 0.0 if self._put_off < 0 else _RECHECK_S
         return await self._send(index, trainer, quiet)
 
     async def _idle(self) -> float | None:
@@ -249,7 +244,7 @@ class ModelRunner:
         await self._pause(plan.not_back_reason(error, self._missing_reason()), wait)
 
     async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
-        step = self._plan(index.entries, trainer, max(index.floor, index.durable))
+        begun, step = self._position, self._plan(index.entries, trainer, max(index.floor, index.durable))
         if step.held_back:
             self._awaited = trainer.id
             self._room.await_turn(trainer.id, self.model_id, self._changed.set)
@@ -265,8 +260,8 @@ class ModelRunner:
                 fail = self._replay_failed if replayed else self._publisher.fail_unreadable
                 await fail(error.seq_id, error)
                 return 0.0
-            if any(operation is None for operation in operations):
-                # A durable snapshot came to cover one of them just now: look again.
+            if self._position is not begun or any(operation is None for operation in operations):
+                # One was put off, or a durable snapshot came to cover one of them just now: look again.
                 return 0.0
             taken.pop_all()
         moved = step.position != self._position
@@ -321,16 +316,23 @@ class ModelRunner:
         action = self._judge(send, error)
         if action is Action.RESEND:
             if isinstance(error, StorageAway):
-                self._put_off = send.seq_id
-                await self._pause(error.message, plan.BETWEEN_TRIES_S)
+                await self._stay_at(send.seq_id, error.message)
             return Outcome.AGAIN
         await self._put_off_no_longer(send)
         await self._act(action, send, operation, error)
         return Outcome.SETTLED if action is Action.REPORT_LOST_RESULT else Outcome.OPEN
 
+    async def _stay_at(self, seq_id: int, why: str) -> None:
+        """The trainer puts an operation off. What was sent after it would take room from other models."""
+        if self._put_off != seq_id:
+            position = plan.position_at(self._position, seq_id)
+            self._put_off, self._paused, self._position = seq_id, why, position
+            await self._calls.end_after(seq_id)
+        await self._pause(why, plan.BETWEEN_TRIES_S)
+
     def _judge(self, send: Send, error: TinsmithError) -> Action:
         call = send.seq_id, error.code
-        if isinstance(error, Conflict):
+        if isinstance(error, errors.Conflict):
             self._failed_calls[call] += 1
         return plan.after_failure(error, max(1, self._failed_calls[call]))
 

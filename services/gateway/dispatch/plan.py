@@ -136,6 +136,11 @@ def position_after_restore(applied: int, lowest_pending: int) -> Position:
     return Position(cursor=cursor, applied=applied, tail=applied)
 
 
+def position_at(position: Position, seq_id: int) -> Position:
+    """Where to go on when what was sent after an operation is to be sent again."""
+    return replace(position, cursor=seq_id, tail=seq_id)
+
+
 def plan(
     position: Position,
     entries: Iterable[Entry],

@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
 import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import Internal, StorageAway, TinsmithError
 from services.common.state import keys
-from tests.unit.gateway.dispatching import MODEL, Gateway, create, load, step
+from services.common.state.journal import Journal
+from services.gateway.dispatch.leases import TTL_S
+from services.gateway.dispatch.send_room import COPIES
+from tests.unit.gateway.dispatch.test_send_room import result_of
+from tests.unit.gateway.dispatching import MODEL, SETTINGS, Gateway, batch, create, load, started, step
 from tests.unit.gateway.scripted_services import ScriptedTrainer, serving
+from tinsmith.internal.v1 import trainer_pb2
 
 AWAY = StorageAway("checkpoint best cannot be read at present: Connection refused")
+
+
+class Outage(ScriptedTrainer):
+    """One whose storage is away as soon as `away` is set, and is asked for loads again and again until it is
+    `back`."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(journal, {})
+        self.away, self.back = asyncio.Event(), asyncio.Event()
+
+    async def Execute(
+        self, request: trainer_pb2.ExecuteRequest, context: grpc.aio.ServicerContext
+    ) -> trainer_pb2.ExecuteResponse:
+        if request.operation.HasField("load_state") and not self.back.is_set():
+            self.calls += 1
+            await self.away.wait()
+            raise AWAY
+        return await super().Execute(request, context)
 
 
 async def reason(gateway: Gateway, seq_id: int) -> str:
@@ -38,11 +62,8 @@ async def test_a_load_whose_storage_is_away_says_so_until_it_is_done(
         trainer.raises[1] = AWAY
         await gateway.accept(load(1))
         await comes_to_be_why(gateway, 1, AWAY.message)
-        # What comes after it is sent to the trainer, and waits there for the same.
-        calls = trainer.calls
+        # What comes after it waits for the same.
         await gateway.accept(step(2))
-        while trainer.calls == calls:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
         assert await reason(gateway, 2) == AWAY.message
         trainer.gate.set()
         assert (await gateway.result(1)).HasField("load_state")
@@ -79,3 +100,37 @@ async def test_what_waited_for_the_storage_and_was_done_without_an_answer_holds_
         await gateway.accept(step(2))
         await gateway.result(2)
         assert not await redis_client.exists(keys.queue_state(MODEL))
+
+
+async def test_what_comes_after_such_a_load_keeps_no_room_from_other_models(
+    redis_client: redis.asyncio.Redis,
+) -> None:
+    trainer, other = Outage(Journal(redis_client)), ids.model_id("s", 1)
+    large, made, asked = batch(2), create(), batch(1)
+    large.forward_backward.loss_fn, asked.forward_backward.loss_fn = "x" * 100_000, "y" * 2_000
+    made.model_id = asked.model_id = other
+    # One trainer has half of it: the large batch and the load, and not the other model's batch.
+    memory = COPIES * 2 * (large.ByteSize() + 500)
+    async with (
+        serving(redis_client, trainer, "trainer-0"),
+        started(redis_client, "gateway-0", SETTINGS, TTL_S, memory) as gateway,
+    ):
+        await gateway.accept(create(), made)
+        await asyncio.gather(*(result_of(gateway, model_id, 0) for model_id in (MODEL, other)))
+        calls = trainer.calls
+        await gateway.accept(load(1), large)
+        async with asyncio.timeout(60):
+            while trainer.calls < calls + 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        trainer.away.set()
+        await gateway.accept(asked)
+        assert (await result_of(gateway, other, 1)).HasField("forward_backward")
+        assert await reason(gateway, 2) == AWAY.message
+        trainer.back.set()
+        assert (await result_of(gateway, MODEL, 1)).HasField("load_state")
+        assert (await result_of(gateway, MODEL, 2)).HasField("forward_backward")
+        async with asyncio.timeout(60):
+            while gateway.dispatcher._room.free < memory:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert gateway.dispatcher._room.free == memory
+    assert trainer.order(MODEL) == [0, 1, 2]
