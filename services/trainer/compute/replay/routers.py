@@ -59,7 +59,12 @@ class Replay:
 
         Args:
             chosen: of the batch's tokens, int32 [T, layers, top_k]; -1 = the router's own. None = all are.
+
+        Raises:
+            RuntimeError: the model takes none, as where its trial lacked the memory that another one's had.
         """
+        if chosen is not None and self.routing is None:
+            raise RuntimeError("this model takes no experts, and a batch was given some")
         self._chosen = chosen
         try:
             yield

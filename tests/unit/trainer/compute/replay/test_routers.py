@@ -175,6 +175,14 @@ def test_a_model_that_routes_nothing_or_in_a_way_of_its_own_takes_none(name: str
     assert Replay(random_model(config_of(name, settings), "eager")).routing is None
 
 
+def test_a_model_that_takes_none_is_not_computed_with_its_own_choice_instead() -> None:
+    replay = Replay(random_model(config_of("llama", {}), "eager"))
+    with replay.given(None):
+        pass
+    with pytest.raises(RuntimeError, match="takes no experts"), replay.given(torch.zeros(3, 1, 2)):
+        pass
+
+
 def test_a_router_that_chooses_twice_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(config_of("qwen3_moe", FLAT["qwen3_moe"]), "eager")
     kind = type(routers(model)[0])
