@@ -79,12 +79,10 @@ class ModelRunner:
         self._synchronised = self._discards = self._looking = False
         self._not_back = Repeats(log, "a model is not back yet")
         self._position = Position()
-        self._room = room
-        self._awaited = ""
+        self._room, self._awaited = room, ""
         self._calls = Calls(settings.execute_timeout, self._answered, self._call_failed, wake, room)
         self._failed_calls: Counter[tuple[int, str]] = Counter()
-        self._attempt = 0
-        self._not_before = 0.0
+        self._attempt, self._not_before = 0, 0.0
         self._paused = ""
         self._put_off = -1
         """The operation that the trainer tries again after pauses; nothing after it is sent meanwhile."""
