@@ -357,7 +357,8 @@ async def test_a_shift_that_fails_ends_no_sample_and_is_the_last(
         await settled()
     sampler.engine.finish("length")
     assert (await sampler.only(running))[0] == "length"
-    assert "moved no further: it failed in the engine" in caplog.text
+    assert "does not move to newer weights: model@2: it failed in the engine" in caplog.text
+    assert "model@3" not in caplog.text, "it has some of both, and gets no third"
 
 
 async def test_a_sample_that_keeps_its_keys_and_values_ends_with_what_it_has_come_to(
