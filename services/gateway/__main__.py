@@ -20,8 +20,8 @@ from services.common.process import rpc
 from services.common.process.memory import collector
 from services.common.process.process import allow_open_files, setup_process, status_of, wait_for_signal
 from services.common.process.tasks import cancel_all
-from services.common.state import known_models, redis_client, versions
-from services.common.state.claim import Claim
+from services.common.state import known_models
+from services.common.state.claim import claimed
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.common.storage.location import connect
@@ -52,13 +52,7 @@ async def run(config: GatewayConfig) -> None:
         Internal: the HTTP server stopped by itself.
     """
     async with contextlib.AsyncExitStack() as cleanup:
-        client = redis_client.connect(config.redis_url)
-        cleanup.push_async_callback(client.aclose)
-        await redis_client.until_there(client)
-        claim = Claim(client, "gateway", config.id)
-        await claim.take()
-        cleanup.push_async_callback(claim.give_back)
-        await versions.join(client)
+        client = await cleanup.enter_async_context(claimed(config.redis_url, "gateway", config.id))
         await known_models.configure(client, config.base_models)
         data = DataDir(config.data_dir)
         storage = connect(config.checkpoint_store, data)

@@ -22,8 +22,8 @@ from services.common.process.carrier.answering import Carrier
 from services.common.process.memory import collector
 from services.common.process.tasks import cancel_all
 from services.common.process.threads import WorkerThread
-from services.common.state import redis_client, registry, versions
-from services.common.state.claim import Claim
+from services.common.state import registry
+from services.common.state.claim import claimed
 from services.common.storage.hub import model_directory
 from services.common.telemetry import logs, metrics
 from services.common.telemetry.loaded import LOADED
@@ -56,19 +56,11 @@ async def run(config: SamplerConfig) -> int:
         Conflict: another sampler has this id, or Redis has state of a release too far from this one.
         RedisError: Redis does not answer.
     """
-    client = redis_client.connect(config.redis_url)
-    claim = Claim(client, "sampler", config.id)
-    try:
-        await redis_client.until_there(client)
-        await claim.take()
-        try:
-            await versions.join(client)
-            async with metrics.served(config.host, config.metrics_port) as served:
-                return await _load_and_serve(config, client, served)
-        finally:
-            await claim.give_back()
-    finally:
-        await client.aclose()
+    async with (
+        claimed(config.redis_url, "sampler", config.id) as client,
+        metrics.served(config.host, config.metrics_port) as served,
+    ):
+        return await _load_and_serve(config, client, served)
 
 
 async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis, served: metrics.Served) -> int:

@@ -19,8 +19,7 @@ from services.common.contract.errors import InvalidRequest, Unavailable
 from services.common.process import process, rpc
 from services.common.process.tasks import cancel_all
 from services.common.process.threads import WorkerThread
-from services.common.state import redis_client, versions
-from services.common.state.claim import Claim
+from services.common.state.claim import claimed
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.common.storage.hub import model_directory
@@ -60,19 +59,11 @@ async def serve(config: TrainerConfig, place: Place) -> int:
         Conflict: another trainer has this id, or Redis has state of a release too far from this one.
         RedisError: Redis does not answer.
     """
-    client = redis_client.connect(config.redis_url)
-    claim = Claim(client, "trainer", config.id)
-    try:
-        await redis_client.until_there(client)
-        await claim.take()
-        try:
-            await versions.join(client)
-            async with metrics.served(config.host, config.metrics_port) as served:
-                return await _load_and_serve(config, place, client, served)
-        finally:
-            await claim.give_back()
-    finally:
-        await client.aclose()
+    async with (
+        claimed(config.redis_url, "trainer", config.id) as client,
+        metrics.served(config.host, config.metrics_port) as served,
+    ):
+        return await _load_and_serve(config, place, client, served)
 
 
 async def _load_and_serve(

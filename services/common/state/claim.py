@@ -11,7 +11,8 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract.errors import Conflict
 from services.common.process.periodic import Periodic
-from services.common.state import keys
+from services.common.state import keys, redis_client, versions
 from services.common.state.scripts import Script
 
 log = logging.getLogger(__name__)
@@ -152,3 +153,25 @@ class Claim:
         if await self._ask():
             log.critical("another process has taken over as %s; stopping", self._name)
             self._lost()
+
+
+@asynccontextmanager
+async def claimed(redis_url: str, kind: str, service_id: str) -> AsyncIterator[redis.asyncio.Redis]:
+    """Redis, once it answers, for the one process of an id, whose release works with what is there.
+
+    Raises:
+        Conflict: another process has this id, or Redis has state of a release too far from this one.
+        RedisError: Redis does not answer.
+    """
+    client = redis_client.connect(redis_url)
+    try:
+        await redis_client.until_there(client)
+        claim = Claim(client, kind, service_id)
+        await claim.take()
+        try:
+            await versions.join(client)
+            yield client
+        finally:
+            await claim.give_back()
+    finally:
+        await client.aclose()

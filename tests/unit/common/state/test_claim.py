@@ -14,8 +14,8 @@ import redis.asyncio
 
 from services.common.contract.errors import Conflict
 from services.common.state import claim as module
-from services.common.state import keys
-from services.common.state.claim import Claim, Process, is_gone, this_process
+from services.common.state import keys, versions
+from services.common.state.claim import Claim, Process, claimed, is_gone, this_process
 
 KEY = keys.claim("gateway", "gateway-0")
 
@@ -40,6 +40,28 @@ async def test_a_second_process_is_refused_for_as_long_as_the_first_runs(
     second = claim(any_redis)
     await second.take()
     await second.give_back()
+
+
+async def test_an_id_is_free_again_when_its_service_ends_however_it_does(
+    redis_url: str, redis_client: redis.asyncio.Redis
+) -> None:
+    async with claimed(redis_url, "gateway", "gateway-0") as client:
+        assert await client.get(KEY) is not None
+    assert await redis_client.get(KEY) is None
+    with pytest.raises(OSError, match="no port is free"):
+        async with claimed(redis_url, "gateway", "gateway-0"):
+            raise OSError("no port is free")
+    assert await redis_client.get(KEY) is None
+
+
+async def test_a_release_that_cannot_read_what_is_there_keeps_no_id(
+    redis_url: str, redis_client: redis.asyncio.Redis
+) -> None:
+    await versions.join(redis_client, versions.Range(versions.CONTRACT + 2, versions.CONTRACT + 2))
+    with pytest.raises(Conflict, match="start a newer release"):
+        async with claimed(redis_url, "gateway", "gateway-0"):
+            pytest.fail("it has started")
+    assert await redis_client.get(KEY) is None
 
 
 async def test_another_id_is_another_process(redis_client: redis.asyncio.Redis) -> None:

@@ -123,6 +123,7 @@ async def test_a_body_is_taken_also_when_nobody_reads_it(port: int, path: str) -
         b"GET / HTTP/1.1\r\n" + b"long: " + b"x" * 2000,
         b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 30,
     ],
+    ids=["path", "header", "headers"],
 )
 async def test_a_head_that_is_too_large_is_431_as_soon_as_it_is(port: int, head: bytes) -> None:
     async with connected(port) as (reader, writer):
@@ -134,7 +135,9 @@ async def test_a_head_that_is_too_large_is_431_as_soon_as_it_is(port: int, head:
 
 
 @pytest.mark.parametrize(
-    "head", [b"GET /" + b"x" * 4000, b"GET / HTTP/1.1\r\nx: " + b"y" * 4000 + b"\r\n\r\n"]
+    "head",
+    [b"GET /" + b"x" * 4000, b"GET / HTTP/1.1\r\nx: " + b"y" * 4000 + b"\r\n\r\n"],
+    ids=["path", "header"],
 )
 async def test_nothing_is_left_of_a_refused_connection_for_the_collector(port: int, head: bytes) -> None:
     gc.collect()
