@@ -39,23 +39,18 @@ from services.trainer.compute.lora import away
 from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape, largest, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.snapshot import Snapshot
+from services.trainer.compute.lora.steps import step_adapters
 from services.trainer.compute.memory import page_locked
 from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.capacity import adapter_bytes, adapter_host_bytes
+from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.compute.memory.failures import failure as failure_of
 from services.trainer.compute.memory.page_locked import PageLocked
-from services.trainer.compute.memory.room import without_room
+from services.trainer.compute.memory.room import taken_everywhere, without_room
 from services.trainer.compute.memory.use import by_purpose, pass_bytes
 from services.trainer.compute.prefix.trial import attends_to_trees
 from services.trainer.compute.rounds import Rounds
-from services.trainer.compute.tenant import (
-    LoraTenant,
-    Tenant,
-    not_finite,
-    not_here,
-    skipped,
-    step_adapters,
-)
+from services.trainer.compute.tenant import LoraTenant, Tenant, not_finite, not_here, skipped
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +189,7 @@ class Engine:
 
         Raises:
             InvalidRequest: the base model has nothing of what the adapter should train.
+            NoMemory: some rank has none for the adapter; no rank has any of it.
         """
         if model_id in self._tenants:
             raise Internal(f"model {model_id} exists on this trainer already")
@@ -201,18 +197,19 @@ class Engine:
             self._tenants[model_id] = FullModel(self._full)
             return
         targets = select_targets(self._base.linears, lora, self._base.unadapted)
-        hidden_size = self._base.linears[HEAD].in_features
-        adapter = Adapter(
-            lora,
-            targets,
-            model_id,
-            self._device,
-            hidden_size,
-            self._full.dtype,
-            self._world_size,
-            self._rank,
-        )
-        self._tenants[model_id] = LoraTenant(adapter, self._buffers)
+        hidden, dtype, ranks = self._base.linears[HEAD].in_features, self._full.dtype, self._world_size
+        made: list[Adapter] = []
+
+        def take() -> None:
+            made.append(Adapter(lora, targets, model_id, self._device, hidden, dtype, ranks, self._rank))
+
+        def give_back() -> None:
+            made.clear()
+            self._buffers.clear()
+
+        if not taken_everywhere(take, give_back, self._device):
+            raise NoMemory(f"out of memory on a new adapter of rank {lora.rank}, which was not made")
+        self._tenants[model_id] = LoraTenant(made[0], self._buffers)
 
     def drop_model(self, model_id: str) -> None:
         """Frees a model's memory. Nothing happens if there is no such model."""
@@ -276,8 +273,9 @@ class Engine:
 
         Returns:
             Of each model grad_norm (before clipping), learning_rate, update_norm; and "skipped" = 1 when
-            there was no gradient, in which case nothing changed. Or an error: the model is not here, or its
-            gradient is not finite; it was dropped and nothing else changed.
+            there was no gradient, in which case nothing changed. Or an error: the model is not here; some
+            rank has no memory for its step (NoMemory), and nothing changed; or its gradient is not finite: it
+            was dropped and nothing else changed.
         """
         found: dict[str, dict[str, float] | TinsmithError] = {}
         adapters: list[tuple[str, LoraTenant, AdamSpec]] = []
@@ -337,6 +335,7 @@ class Engine:
 
         Raises:
             InvalidRequest, DataLoss: the state is of a model of another shape, or damaged; nothing changed.
+            NoMemory: some rank has none for the state of an adapter; nothing changed.
         """
         match self._tenant(model_id), state:
             case FullModel() as full, ShardedState():

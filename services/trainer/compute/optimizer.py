@@ -55,17 +55,24 @@ class AdapterOptimizer:
         if not self.moments:
             self.moments = {name: self.flat.new_zeros(self._elements) for name in MOMENTS}
 
+    def forget(self) -> None:
+        """Lets go of the moments of a first step that was not taken."""
+        if not self.steps:
+            self.moments = {}
+
     def export(self) -> tuple[int, dict[str, Tensor]]:
         """Step count and the flat moments ("exp_avg", "exp_avg_sq"); no moments before the first step."""
         return self.steps, dict(self.moments)
 
     def restore(self, steps: int, moments: Mapping[str, Tensor]) -> None:
         """Takes over what `export` gave, of as many elements as `flat` has or more."""
-        self.steps, self.moments = steps, {}
-        if steps:
-            self.start()
-            for name, kept in self.moments.items():
-                kept[: moments[name].numel()].copy_(moments[name])
+        self.steps = steps
+        if not steps:
+            self.moments = {}
+            return
+        self.start()
+        for name, kept in self.moments.items():
+            kept[: moments[name].numel()].copy_(moments[name])
 
 
 class MeasuredAdamW(torch.optim.AdamW):

@@ -5,26 +5,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from services.common.contract.errors import InvalidRequest, ModelNotResident
 from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor
-from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, Failure, ModelState
 from services.trainer.compute.lora.adapter import Adapter
-from services.trainer.compute.lora.parts import begin_sum, gathered, wait
+from services.trainer.compute.lora.parts import gathered
 from services.trainer.compute.lora.snapshot import AdapterSnapshot, NoSnapshot, Snapshot
-from services.trainer.compute.memory.buffers import KEPT_BYTES, FlatBuffers
+from services.trainer.compute.memory.buffers import FlatBuffers
+from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.compute.memory.host import Away
+from services.trainer.compute.memory.room import taken_everywhere
 from services.trainer.compute.memory.transfer import copied
-from services.trainer.compute.optimizer import MOMENTS, AdapterOptimizer, Due, step_together
+from services.trainer.compute.optimizer import MOMENTS, AdapterOptimizer, Due
 from services.trainer.order.microbatch import deal
 
 
@@ -173,10 +173,22 @@ class LoraTenant:
     def take_gradient(self) -> Tensor:
         """This rank's total, flat, filled up as `Part.padded`; zeros when the rank had no rows. It is taken
         out of the tenant."""
-        self._close()
+        self._fill()
         total, self._total = self._total, None
         self.clear_gradient()
-        return self._taken().zero_() if total is None else total
+        assert total is not None
+        return total
+
+    def take_step_memory(self, aside: FlatBuffers) -> None:
+        """Takes what a step needs beside what is here: the moments of a first one, a gradient where this rank
+        had no rows, and its scratch, which goes to `aside`. Nothing else of the model changes."""
+        self._fill()
+        self._optimizer.start()
+        aside.give(self._buffers.take(self._optimizer.flat.numel(), self._optimizer.flat.device))
+
+    def forget_moments(self) -> None:
+        """Lets go of the moments of a first step that was not taken."""
+        self._optimizer.forget()
 
     def tensors(self) -> list[Tensor]:
         """All that this rank holds of it. Its operations are complete."""
@@ -210,16 +222,32 @@ class LoraTenant:
 
         Raises:
             InvalidRequest: the state is of a model of another shape; nothing changed.
+            NoMemory: some rank has none for it; nothing changed.
         """
-        flat = _flattened(self.adapter, state.adapter)
-        moments = {}
-        if optimizer and state.step:
-            for moment in MOMENTS:
+        found: dict[str, Tensor] = {}
+        steps = state.step if optimizer else 0
+
+        def take() -> None:
+            found[""] = _flattened(self.adapter, state.adapter)
+            for moment in MOMENTS if steps else ():
                 named = {name: state.optimizer.get(f"{name}.{moment}") for name in self.adapter.layout}
-                moments[moment] = self.adapter.part.of(_flattened(self.adapter, named))
+                found[moment] = self.adapter.part.of(_flattened(self.adapter, named))
+            if steps:
+                self._optimizer.start()
+
+        def give_back() -> None:
+            found.clear()
+            self._optimizer.forget()
+            self._buffers.clear()
+
+        if not taken_everywhere(take, give_back, str(self.adapter.low.device)):
+            raise NoMemory(
+                f"out of memory on the state of an adapter of {self.adapter.mib:.1f} MiB, which was not "
+                "loaded: nothing was changed"
+            )
         self.clear_gradient()
-        self.adapter.load(flat)
-        self._optimizer.restore(state.step if optimizer else 0, moments)
+        self.adapter.load(found.pop(""))
+        self._optimizer.restore(steps, found)
 
     def _copied(self, moments: Mapping[str, Tensor]) -> list[Tensor]:
         """Copies of the masters and of moments, which this rank has in full."""
@@ -240,40 +268,18 @@ class LoraTenant:
         if self._open:
             self.close_before(max(self._open) + 1)
 
+    def _fill(self) -> None:
+        """No operation fails any more, and there is a total on this rank too."""
+        self._close()
+        if self._total is None:
+            self._total = self._taken().zero_()
+
     def _taken(self) -> Tensor:
         """float32 [part.padded], with whatever is in it, but for zeros that fill it up."""
         part, device = self.adapter.part, self.adapter.low.device
         gradient = self._buffers.take(part.padded, device)
         gradient[part.size :].zero_()
         return gradient
-
-
-def step_adapters(
-    due: Sequence[tuple[LoraTenant, AdamSpec]], buffers: FlatBuffers
-) -> list[dict[str, float] | FloatingPointError]:
-    """Sums the gradients of different adapters over the ranks, applies and clears them. Each rank steps its
-    part, and gets those of the others.
-
-    Each sum is taken by itself, so its bits do not depend on the others, but all are under way at once; of
-    so many adapters at a time that their scratch stays bounded.
-
-    Returns:
-        As `step_together`.
-    """
-    found: list[dict[str, float] | FloatingPointError] = []
-    ranks = dist.get_world_size()
-    for some in _chunks(due):
-        gradients = [tenant.take_gradient() for tenant, _ in some]
-        if ranks > 1:
-            parts = [tenant.adapter.part for tenant, _ in some]
-            wait([begin_sum(whole, part) for whole, part in zip(gradients, parts, strict=True)])
-        failpoints.hit("trainer.mid_step")
-        steps = [tenant.due(whole, adam) for (tenant, adam), whole in zip(some, gradients, strict=True)]
-        found += step_together(steps, buffers, ranks)
-        wait([work for tenant, _ in some for work in tenant.adapter.begin_renewal()])
-        for whole in gradients:
-            buffers.give(whole)
-    return found
 
 
 def not_here(model_id: str) -> ModelNotResident:
@@ -293,21 +299,6 @@ def not_finite(error: FloatingPointError) -> InvalidRequest:
 def skipped(adam: AdamSpec) -> dict[str, float]:
     """The metrics of a step without a gradient."""
     return {"skipped": 1.0, "grad_norm": 0.0, "learning_rate": adam.learning_rate, "update_norm": 0.0}
-
-
-def _chunks(due: Sequence[tuple[LoraTenant, AdamSpec]]) -> Iterator[list[tuple[LoraTenant, AdamSpec]]]:
-    """Steps in order, of adapters of `KEPT_BYTES` together or of one that is larger."""
-    some: list[tuple[LoraTenant, AdamSpec]] = []
-    size = 0
-    for tenant, adam in due:
-        taken = 4 * tenant.adapter.part.padded
-        size += taken
-        if some and size > KEPT_BYTES:
-            yield some
-            some, size = [], taken
-        some.append((tenant, adam))
-    if some:
-        yield some
 
 
 def _flattened(adapter: Adapter, named: Mapping[str, HostTensor | None]) -> Tensor:

@@ -11,10 +11,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from services.common.contract.errors import Internal, InvalidRequest, Overloaded
 from services.trainer.compute.data import LoraSpec
-from services.trainer.compute.memory.failures import OUT_OF_MEMORY
+from services.trainer.compute.memory.failures import OUT_OF_MEMORY, NoMemory
 from services.trainer.execution.host_room import HostRoom, Way
 from services.trainer.execution.resident_models import Model
 from services.trainer.execution.room import IDLE_S, Leave, Room, deadline
@@ -26,6 +27,10 @@ _HOST_IDLE_S = 0.5
 _LEAVING_S = 0.05
 _TRY_AGAIN_S = 1.0
 """A device that has no memory is asked again after this: ranks empty their caches each time."""
+
+_ADVICE = "send it again later, or have the operator give adapters less of the memory (--memory-gib)"
+
+T = TypeVar("T")
 
 
 class AdapterRoom:
@@ -121,6 +126,31 @@ class AdapterRoom:
                     raise _out_of_memory(size, others)
                 await asyncio.sleep(_TRY_AGAIN_S)
 
+    async def with_memory(self, mine: int, attempt: Callable[[], Awaitable[T]], *, patient: bool = True) -> T:
+        """What an attempt comes to, for whose memory there is room as that is counted. Where a rank's device
+        has none all the same, others leave it that are idle, one after the other.
+
+        Args:
+            mine: bytes of the room that the model has for which it is made.
+            attempt: changes nothing where it finds no memory.
+            patient: waits for others to become idle, a minute at most.
+
+        Raises:
+            NoMemory: it found none, and no other leaves.
+        """
+        until = deadline()
+        while True:
+            try:
+                return await attempt()
+            except NoMemory as error:
+                lack = error.message
+            if await self._room.make_way(lambda: time.monotonic() < until):
+                continue
+            others = self.used() - mine
+            if others <= 0 or not patient or time.monotonic() >= until:
+                raise NoMemory(f"{lack}, and no other adapter could leave the device; {_ADVICE}")
+            await asyncio.sleep(_TRY_AGAIN_S)
+
     async def _leave(self, model: Model, wanted: Callable[[], bool]) -> bool:
         """Whether an idle adapter is off the device."""
         if not await self._save(model, wanted):
@@ -151,8 +181,7 @@ def _out_of_memory(size: int, others: int) -> Internal:
     )
     return Internal(
         f"out of device memory on an adapter of {size / _MIB:.0f} MiB that comes back from the host, "
-        f"{stayed}; send it again later, or have the operator give adapters less of the memory "
-        "(--memory-gib)",
+        f"{stayed}; {_ADVICE}",
         OUT_OF_MEMORY,
     )
 

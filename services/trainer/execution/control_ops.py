@@ -25,6 +25,7 @@ from services.common.storage.base import Writer
 from services.common.storage.encryption import encrypted
 from services.trainer import convert
 from services.trainer.compute.data import ModelState
+from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.convert import Create, Export, Load, Publish, Save, Step, Unload
 from services.trainer.execution.adapter_room import AdapterRoom
 from services.trainer.execution.full_models import FullModels, snapshot_due
@@ -135,7 +136,7 @@ class ControlOps:
             create = CreateModel(model.model_id, seq_id, lora, saved, optimizer)
             name = model.model_id
             async with self._full.room(name) if lora is None else self._adapters.room(name, lora) as size:
-                await self._world.call(create)
+                await self._adapters.with_memory(size or 0, lambda: self._world.call(create))
                 model.created, model.lora, model.adapter_bytes = True, lora, size or 0
         except StorageAway:
             raise
@@ -149,12 +150,16 @@ class ControlOps:
         return convert.created(lora)
 
     async def _step(self, model: Model, seq_id: int, work: Step) -> OperationResult:
+        step, changed = ModelStep(model.model_id, seq_id, work.adam), True
         try:
-            metrics = await self._world.step(ModelStep(model.model_id, seq_id, work.adam))
+            metrics = await self._adapters.with_memory(model.adapter_bytes, lambda: self._world.step(step))
+        except NoMemory:
+            changed = False
+            raise
         finally:
             # A step that was refused has dropped the gradient: that too is to be kept.
-            model.unsaved_steps += 1
-            if snapshot_due(model, self._snapshot_steps):
+            model.unsaved_steps += changed
+            if changed and snapshot_due(model, self._snapshot_steps):
                 self._replaced(model)
         await failpoints.reach("trainer.before_step_reply")
         return convert.stepped(metrics)
@@ -179,7 +184,8 @@ class ControlOps:
             self._checkpoints.load, work.source_model_id, work.checkpoint_id, work.version
         )
         try:
-            await self._world.call(LoadState(model.model_id, seq_id, found.state, work.optimizer))
+            load = LoadState(model.model_id, seq_id, found.state, work.optimizer)
+            await self._adapters.with_memory(model.adapter_bytes, lambda: self._world.call(load))
         finally:
             await asyncio.to_thread(found.release)
         self._replaced(model)

@@ -235,7 +235,8 @@ class Residency:
         # At once, whether the caller waits for it or not: it is of after the model's last move.
         model.sequence.fence(epoch)
         await failpoints.reach("trainer.mid_restore")
-        await self._world.call(create)
+        # It has its turn: others wait for that, and whoever asked for it asks again.
+        await self.adapters.with_memory(size, lambda: self._world.call(create), patient=False)
         model.last_used = time.monotonic()
         self._models[model_id] = model
         RELOADED.inc()

@@ -15,6 +15,7 @@ from services.common.contract.errors import TinsmithError
 from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState, Pass, ShardedState
 from services.trainer.compute.engine import Engine
+from services.trainer.compute.memory.failures import LacksMemory, is_out_of_memory
 
 
 class CreateModel(msgspec.Struct, frozen=True, tag=True):
@@ -116,7 +117,7 @@ def apply(engine: Engine, command: Command) -> Any:
             return rows
         case OptimSteps():
             failpoints.hit("trainer.before_step")
-            found = engine.optim_steps([(step.model_id, step.adam) for step in command.steps])
+            found = _step(engine, command.steps)
             failpoints.hit("trainer.after_step")
             return found
         case LoadState():
@@ -144,6 +145,28 @@ def leaves_others_waiting(command: Command, error: Exception) -> bool:
     What all of them refuse alike is found before there is any."""
     refused = isinstance(error, TinsmithError) and not isinstance(command, RunPass)
     return isinstance(command, MoveAdapter | RunPass | OptimSteps | ReadState) and not refused
+
+
+def _step(engine: Engine, steps: list[ModelStep]) -> list[dict[str, float] | TinsmithError]:
+    """As `Engine.optim_steps`.
+
+    Raises:
+        LacksMemory: weights may be half changed, for want of memory, by a step that was taken alone. Those of
+            adapters find out before they begin.
+    """
+    try:
+        return engine.optim_steps([(step.model_id, step.adam) for step in steps])
+    except Exception as error:
+        if len(steps) > 1 or not is_out_of_memory(error):
+            raise
+        (step,) = steps
+        raise LacksMemory(
+            0,
+            (step.model_id, step.seq_id),
+            "out of memory in the middle of an optimizer step, which is not taken; have the operator give "
+            "the trainer more memory, or --offload-optimizer cpu for models that train all weights, "
+            "then send it again",
+        ) from error
 
 
 def _create(engine: Engine, command: CreateModel) -> None:

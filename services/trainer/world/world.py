@@ -28,7 +28,12 @@ from services.trainer.compute.engine import Engine
 from services.trainer.compute.exchange import part_seconds
 from services.trainer.compute.full.shards import Writing
 from services.trainer.compute.lora.snapshot import Snapshot
-from services.trainer.compute.memory.failures import OUT_OF_MEMORY, is_of_device, is_out_of_memory
+from services.trainer.compute.memory.failures import (
+    OUT_OF_MEMORY,
+    NoMemory,
+    is_of_device,
+    is_out_of_memory,
+)
 from services.trainer.world.channel import Channel, WorldFailure, execute
 from services.trainer.world.commands import (
     Command,
@@ -312,6 +317,7 @@ class World:
             answer = execute(self._engine, self._channel, command)
         except TinsmithError as error:
             broke_off = isinstance(command, LoadState) and isinstance(error, Internal)
+            broke_off = broke_off and not isinstance(error, NoMemory)
             if broke_off or isinstance(command, OptimSteps):
                 # Not refused but broken off: a restart brings the model back from its durable snapshot.
                 raise WorldFailure(f"weights may be half changed: {error}") from error
@@ -326,8 +332,9 @@ class World:
             self._changed_by[command.model_id] = command.seq_id
         elif isinstance(command, OptimSteps):
             for step, found in zip(command.steps, answer, strict=True):
-                # Also where a step was refused the gradient was dropped: what came before is settled.
-                if not isinstance(found, ModelNotResident):
+                # Also where a step was refused for its gradient, that was dropped: what came before is
+                # settled.
+                if not isinstance(found, ModelNotResident | NoMemory):
                     self._changed_by[step.model_id] = step.seq_id
         elif isinstance(command, DropModel):
             self._changed_by.pop(command.model_id, None)

@@ -37,6 +37,7 @@ from services.trainer.world.world import World
 from tests.component.engine.data import LORA, trained_looking
 from tests.component.trainer.receiver import Receiver
 from tests.component.trainer.world import BASE_MODEL, batch, forward_backward, logprobs, step
+from tests.unit.trainer.execution.roomy import Roomy
 from tinsmith.internal.v1 import operation_pb2
 
 pytestmark = pytest.mark.heavy
@@ -67,6 +68,7 @@ class Trainer:
 
     def __init__(self, engine: Engine, client: redis.asyncio.Redis, url: str, base: Path, data: Path) -> None:
         unused: Any = None
+        adapters: Any = Roomy()
         self.engine = engine
         self.thread = WorkerThread("engine")
         self.world = World(self.thread, engine, Channel(0, 1, timedelta(seconds=60)), 60)
@@ -81,7 +83,7 @@ class Trainer:
             changed=lambda _: None,
             durable=unused,
             full=unused,
-            adapters=unused,
+            adapters=adapters,
             snapshot_steps=1,
         )
         crashes = CrashLedger[tuple[str, int]](data / "executing", tuple[str, int], "trainer")

@@ -179,3 +179,36 @@ def test_of_tenants_that_share_a_pass_in_which_a_rank_lacks_memory_none_loses_it
         trainer.world.kill()
     crashes = trainer.crashes()
     assert not any(crashes.is_suspect((model.model_id, 2)) for model in models)
+
+
+def test_a_step_for_which_a_rank_lacks_memory_fails_alone_and_may_be_sent_again(
+    redis_url: str, model_dir: Path, tmp_path: Path, faults: Path
+) -> None:
+    trainer = Trainer(redis_url, model_dir, tmp_path / "data", 2, 0)
+    try:
+        twin = TrainedModel(trainer.world)
+        twin.create()
+        first, second = datums(1, rows=8), datums(2, rows=4)
+        expected = twin.forward_backward(first), twin.forward_backward(second), twin.step()
+        weights = twin.forward(first)
+        twin.run(unload_model=operation_pb2.UnloadModel())
+
+        model = TrainedModel(trainer.world)
+        model.create()
+        found = [model.forward_backward(first)]
+        # Once more after it has let go of what it keeps for later.
+        armed.arm(faults, "trainer.before_step_memory[trainer-1]", "oom*2")
+        refused = model.step().error
+        assert refused.code == "out_of_memory"
+        assert "weights and gradient are as they were" in refused.message
+        assert "send it again later" in refused.message
+        assert not armed.armed(faults)
+        found += [model.forward_backward(second), model.step()]
+        for one, other in zip(found, expected, strict=True):
+            assert one.SerializeToString(deterministic=True) == other.SerializeToString(deterministic=True)
+        for mine, theirs in zip(model.forward(first), weights, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        assert trainer.world.stop() == 0
+    finally:
+        trainer.world.kill()
+    assert not trainer.crashes().is_suspect((model.model_id, 2))

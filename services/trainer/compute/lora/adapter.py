@@ -202,6 +202,11 @@ class Adapter:
         return self.part.ranks == 1 or self.low is self.flat
 
     @property
+    def mib(self) -> float:
+        """Of one copy of all masters."""
+        return 4 * self.part.size / 2**20
+
+    @property
     def value_head(self) -> int:
         """Elements of the value head: 0 of a policy, the hidden width of a critic."""
         return self.layout[VALUE_HEAD][1][1] if VALUE_HEAD in self.layout else 0

@@ -41,6 +41,18 @@ class FlatBuffers:
             del self._unused[kind]
         return found
 
+    def clear(self) -> None:
+        """Lets go of what nobody uses."""
+        self._unused.clear()
+        self._bytes = 0
+
+    def move_to(self, others: FlatBuffers) -> None:
+        """Gives what nobody uses to others."""
+        for unused in self._unused.values():
+            for tensor in unused:
+                others.give(tensor)
+        self.clear()
+
     def give(self, tensor: Tensor) -> None:
         """Takes a tensor back that nobody uses any more."""
         if tensor.nbytes > self._kept_bytes:

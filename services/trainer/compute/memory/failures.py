@@ -44,6 +44,13 @@ class LacksMemory(Exception):
         self.tokens, self.operation, self.why = tokens, operation, why
 
 
+class NoMemory(Internal):
+    """A rank found no memory for what a command needs, before anything was changed, and all ranks know that:
+    the command fails alone, and the same may succeed when others have left the device."""
+
+    default_code = OUT_OF_MEMORY
+
+
 def free_cache() -> None:
     """Gives back what the allocator keeps for later, of the device that this process computes on."""
     if torch.cuda.is_initialized():

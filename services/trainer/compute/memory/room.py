@@ -1,7 +1,7 @@
-"""Whether all ranks have the memory for a sequence that they compute together, asked before they begin.
+"""Whether all ranks have the memory for what they do together, found out before they begin.
 
-Once they have begun, a rank that runs out of memory leaves the others in a collective, and the whole world
-has to start again, with everybody's models.
+Once they have begun, a rank that runs out of memory leaves the others in a collective, or weights half
+changed, and the whole world has to start again, with everybody's models.
 
 Invariant: the ranks decide from the same numbers, and so alike.
 """
@@ -9,7 +9,7 @@ Invariant: the ranks decide from the same numbers, and so alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,15 @@ import torch.distributed as dist
 from services.common.contract.errors import Internal
 from services.common.process.process import free_machine_memory
 from services.trainer.compute.data import Failure, Pass
-from services.trainer.compute.exchange import least, meet
+from services.trainer.compute.exchange import any_rank, least, meet
 from services.trainer.compute.memory.capacity import GIB, Footprint, gpu_memory, needed, ranks_here
-from services.trainer.compute.memory.failures import OUT_OF_MEMORY, failure, free_cache
+from services.trainer.compute.memory.failures import (
+    OUT_OF_MEMORY,
+    failure,
+    free_cache,
+    is_of_device,
+    is_out_of_memory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -83,3 +89,35 @@ def without_room(
             )
             log.warning("operation %d of %s: %s", work.ops[op].seq_id, work.ops[op].model_id, found[op])
     return found
+
+
+def taken_everywhere(take: Callable[[], None], give_back: Callable[[], None], device: str) -> bool:
+    """Whether all ranks took memory, of the device or the host; otherwise none has any of it. One that finds
+    none tries again once it keeps nothing for later. All ranks call it.
+
+    Args:
+        take: takes it, all or a part.
+        give_back: lets go of what was taken, and of what else is kept for later.
+
+    Raises:
+        Exception: of something else than memory.
+    """
+    has_it = _takes(take, give_back) or _takes(take, give_back)
+    (refused,) = any_rank([not has_it], device)
+    if refused and has_it:
+        give_back()
+    return not refused
+
+
+def _takes(take: Callable[[], None], give_back: Callable[[], None]) -> bool:
+    try:
+        take()
+    except Exception as error:
+        if is_of_device(error) or not is_out_of_memory(error):
+            raise
+    else:
+        return True
+    # Only here has the error let go of what it came up beside.
+    give_back()
+    free_cache()
+    return False

@@ -15,9 +15,12 @@ from services.common.contract.tensors import HostTensor, sharing
 from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
 from services.trainer.compute.lora import away, parts
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
+from services.trainer.compute.lora.steps import step_adapters
 from services.trainer.compute.memory.buffers import FlatBuffers
+from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.compute.memory.host import Away
-from services.trainer.compute.tenant import LoraTenant, step_adapters
+from services.trainer.compute.optimizer import AdapterOptimizer
+from services.trainer.compute.tenant import LoraTenant
 from tests.component.engine.data import on_all_ranks
 from tests.component.engine.process import run_ranks
 
@@ -113,7 +116,7 @@ def travel(tenant: LoraTenant) -> None:
     assert away.come_back(tenant, "cpu")
 
 
-def refuse(_: Away) -> None:
+def refuse(_: object) -> None:
     raise torch.OutOfMemoryError("no memory")
 
 
@@ -126,6 +129,27 @@ def step(
             travel(tenant)
     found = step_adapters([(tenant, ADAMS[number]) for tenant in tenants], buffers)
     return [each for each in found if isinstance(each, dict)]
+
+
+def lack_memory(tenants: dict[str, LoraTenant], buffers: FlatBuffers) -> None:
+    """A step, and then a state, for which the last rank has no memory: on all of them nothing changes."""
+    start = AdapterOptimizer.start
+    if dist.get_rank() == dist.get_world_size() - 1:
+        AdapterOptimizer.start = refuse
+    for tenant in tenants.values():
+        before = tenant.snapshot(True).state()
+        tenant.begin(1)
+        (found,) = step_adapters([(tenant, ADAMS[0])], buffers)
+        assert isinstance(found, NoMemory)
+        try:
+            tenant.load_state(msgspec.structs.replace(on_all_ranks(before), step=9), optimizer=True)
+        except NoMemory:
+            assert tenant.has_gradient
+        else:
+            raise AssertionError("a state was loaded without memory")
+        tenant.clear_gradient()
+        assert tenant.snapshot(True).state() == before
+    AdapterOptimizer.start = start
 
 
 def scenario(dtype: torch.dtype) -> Report:
@@ -150,6 +174,7 @@ def scenario(dtype: torch.dtype) -> Report:
     resumed = {name: made(spec, dtype, buffers) for name, spec in specs.items()}
     for name, tenant in resumed.items():
         tenant.load_state(saved[name], optimizer=True)
+    lack_memory(resumed, buffers)
     step(list(resumed.values()), len(ADAMS) - 1, buffers)
     report.resumed = {name: tenant.snapshot(True).state() for name, tenant in resumed.items()}
 

@@ -22,6 +22,7 @@ from services.trainer.execution.resident_models import Model, OperationResult, n
 from services.trainer.order.scheduler import Limits
 from services.trainer.world.channel import Channel
 from services.trainer.world.world import World
+from tests.unit.trainer.execution.roomy import Roomy
 from tests.unit.trainer.execution.test_turns_of_models import Recorded, batch, step
 from tinsmith.internal.v1 import operation_pb2
 
@@ -31,7 +32,7 @@ class Dropping(Recorded):
         self.commands.append(("drop", (model_id,)))
 
 
-class Trainer:
+class Trainer(Roomy):
     """Two models, of which one is on the host; it comes back as the test says."""
 
     def __init__(self, directory: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from services.common.contract.errors import Internal
 from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.execution import adapter_room, room
 from services.trainer.execution.adapter_room import _HOST_IDLE_S, AdapterRoom
 from services.trainer.execution.host_room import HostRoom, Way, way_out
@@ -112,6 +113,17 @@ def idle(name: str, seconds: float, on_host: bool = False) -> Model:
     return model(name, seconds, 6 * MIB if on_host else 0, now=time.monotonic())
 
 
+def refused_with(lacks: list[NoMemory]) -> Callable[[], Awaitable[str]]:
+    """What is done once nothing of these is left."""
+
+    async def attempt() -> str:
+        if lacks:
+            raise lacks.pop(0)
+        return "done"
+
+    return attempt
+
+
 async def test_one_after_the_other_goes_to_the_host_and_from_there_to_the_disk() -> None:
     trainer = Trainer(idle("a", 30), idle("b", 20))
     await trainer.make("c")
@@ -171,6 +183,39 @@ async def test_when_no_other_can_leave_it_stays_on_the_host_and_says_why(
         await trainer.bring_back("a")
     assert caught.value.code == "out_of_memory"
     assert trainer.models["a"].host_bytes and trainer.room.used() == 10 * MIB
+
+
+async def test_what_finds_no_memory_on_the_device_has_idle_ones_leave_one_after_the_other() -> None:
+    trainer = Trainer(idle("a", 30), idle("b", 20), model("mine", 0, held=True), host=2)
+    lacks = [NoMemory("out of memory on the step"), NoMemory("out of memory on the step")]
+    assert await trainer.room.with_memory(10 * MIB, refused_with(lacks)) == "done"
+    assert trainer.done == ["save a", "a leaves", "save b", "b leaves"]
+
+
+async def test_what_finds_no_memory_waits_for_others_to_be_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_room, "_TRY_AGAIN_S", 0.0)
+    trainer = Trainer(model("busy", 0, held=True), model("mine", 0, held=True))
+    lacks = [NoMemory("out of memory on the step")] * 3
+    assert await trainer.room.with_memory(10 * MIB, refused_with(lacks)) == "done"
+    assert trainer.done == []
+
+
+async def test_what_finds_no_memory_where_no_other_leaves_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone, busy = (
+        Trainer(model("mine", 0, held=True)),
+        Trainer(model("busy", 0, held=True), model("mine", 0, held=True)),
+    )
+    told = "out of memory on the step, and no other adapter could leave .*; send it again later"
+    for trainer, patient in ((alone, True), (busy, False)):
+        with pytest.raises(NoMemory, match=told) as caught:
+            lacks = [NoMemory("out of memory on the step")]
+            await trainer.room.with_memory(10 * MIB, refused_with(lacks), patient=patient)
+        assert caught.value.code == "out_of_memory"
+    monkeypatch.setattr(room, "_WAIT_S", 0.0)
+    with pytest.raises(NoMemory, match=told):
+        await busy.room.with_memory(10 * MIB, refused_with([NoMemory("out of memory on the step")]))
 
 
 async def test_a_host_without_memory_sends_an_adapter_to_the_disk() -> None:

@@ -30,6 +30,7 @@ from services.trainer.files.checkpoints import CheckpointStore
 from services.trainer.order.scheduler import Limits
 from services.trainer.world.channel import Channel
 from services.trainer.world.world import World
+from tests.unit.trainer.execution.roomy import Roomy
 from tests.unit.trainer.execution.test_turns_of_models import Recorded, step
 from tinsmith.internal.v1 import operation_pb2
 
@@ -64,7 +65,7 @@ class Loading(Recorded):
         self.commands.append(("create", (model_id,)))
 
 
-class Trainer:
+class Trainer(Roomy):
     """One with the models "a" and "b", and a checkpoint whose storage is away."""
 
     def __init__(self, directory: Path, saved: ModelState) -> None:

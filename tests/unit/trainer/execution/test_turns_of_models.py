@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from services.common.contract.errors import TinsmithError
 from services.common.contract.tensors import from_values
 from services.common.process.crashes import CrashLedger
 from services.common.process.threads import WorkerThread
 from services.trainer.compute.data import AdamSpec, LoraSpec, Pass, RowResult
+from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import Executor
@@ -24,6 +26,7 @@ from services.trainer.order.scheduler import Limits
 from services.trainer.world.channel import Channel
 from services.trainer.world.world import World
 from tests.unit.gateway.tensors import tensor
+from tests.unit.trainer.execution.roomy import Roomy
 from tinsmith.internal.v1 import operation_pb2
 
 TOKENS = 4
@@ -36,6 +39,7 @@ class Recorded:
 
     def __init__(self, pass_seconds: float = 0.0) -> None:
         self.commands: list[tuple[str, tuple[str, ...]]] = []
+        self.refused: dict[str, TinsmithError] = {}
         self._pass_seconds = pass_seconds
 
     def run_pass(self, work: Pass) -> list[RowResult]:
@@ -45,9 +49,9 @@ class Recorded:
         scored = {"logprobs": from_values(np.zeros(TOKENS, "float32"))}
         return [RowResult(*row, scored, {"loss:sum": 0.0}) for row in rows]
 
-    def optim_steps(self, due: Sequence[tuple[str, AdamSpec]]) -> list[dict[str, float]]:
+    def optim_steps(self, due: Sequence[tuple[str, AdamSpec]]) -> list[dict[str, float] | TinsmithError]:
         self.commands.append(("steps", tuple(model for model, _ in due)))
-        return [{} for _ in due]
+        return [self.refused.get(model, {}) for model, _ in due]
 
 
 def batch(model_id: str, seq_id: int) -> operation_pb2.Operation:
@@ -66,10 +70,16 @@ def step(model_id: str, seq_id: int) -> operation_pb2.Operation:
 
 
 @asynccontextmanager
-async def executing(tmp_path: Path, recorded: Recorded, model_ids: Iterable[str]) -> AsyncIterator[Executor]:
+async def executing(
+    tmp_path: Path,
+    recorded: Recorded,
+    model_ids: Iterable[str],
+    changed: Callable[[str], None] = lambda _: None,
+) -> AsyncIterator[Executor]:
     """An executor that runs, of models that are there."""
     engine: Any = recorded
     unused: Any = None
+    adapters: Any = Roomy()
     thread = WorkerThread("engine")
     world = World(thread, engine, Channel(0, 1, timedelta(seconds=5)), 5)
     control = ControlOps(
@@ -78,10 +88,10 @@ async def executing(tmp_path: Path, recorded: Recorded, model_ids: Iterable[str]
         publisher=unused,
         base=unused,
         states=unused,
-        changed=lambda _: None,
+        changed=changed,
         durable=unused,
         full=unused,
-        adapters=unused,
+        adapters=adapters,
         snapshot_steps=1,
     )
     crashes = CrashLedger[tuple[str, int]](tmp_path / "executing", tuple[str, int], "trainer")
@@ -149,3 +159,18 @@ async def test_models_that_train_in_small_steps_and_began_apart_come_to_share_th
     passes = [models for what, models in recorded.commands if what == "pass"]
     assert passes[0] == ("a",)
     assert ("a", "b", "c") in [tuple(sorted(models)) for models in passes[:-1]]
+
+
+async def test_a_step_without_memory_fails_alone_and_nothing_of_its_model_becomes_durable(
+    tmp_path: Path,
+) -> None:
+    recorded, changed = Recorded(), list[str]()
+    recorded.refused["a"] = NoMemory("out of memory on the optimizer step")
+    async with executing(tmp_path, recorded, "ab", changed.append) as executor:
+        steps = [await send(executor, step(name, 1)) for name in "ab"]
+        results = [await answer for answer in steps]
+        assert results[0].error.code == "out_of_memory" and not results[1].HasField("error")
+        assert changed == ["b"]
+        recorded.refused.clear()
+        assert not (await (await send(executor, step("a", 2)))).HasField("error")
+    assert changed == ["b", "a"]

@@ -14,11 +14,28 @@ import torch
 
 from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
 from services.common.process.threads import WorkerThread
-from services.trainer.compute.data import AdamSpec, MicroBatch, Pass, PassOp, Row, RowResult
+from services.trainer.compute.data import (
+    AdamSpec,
+    LoraSpec,
+    MicroBatch,
+    ModelState,
+    Pass,
+    PassOp,
+    Row,
+    RowResult,
+)
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.exchange import SLOWEST, SLOWEST_SPLIT
-from services.trainer.world.channel import Channel, WorldFailure
-from services.trainer.world.commands import CreateModel, DropModel, ModelStep, RunPass
+from services.trainer.compute.memory.failures import LacksMemory, NoMemory
+from services.trainer.world.channel import Channel, WorldFailure, execute
+from services.trainer.world.commands import (
+    CreateModel,
+    DropModel,
+    LoadState,
+    ModelStep,
+    OptimSteps,
+    RunPass,
+)
 from services.trainer.world.world import World
 from tests.unit.trainer.world.engines import STEP, MortalPeer, Rank0
 
@@ -177,3 +194,47 @@ async def test_a_dropped_model_is_forgotten(thread: WorkerThread) -> None:
         await world.step(ModelStep(f"m{number}", 1, AdamSpec()))
         await world.call(DropModel(f"m{number}"))
     assert not world._changed_by
+
+
+async def test_a_step_without_memory_leaves_the_state_that_of_the_operation_before(
+    thread: WorkerThread,
+) -> None:
+    engine = Rank0()
+    world = World(thread, cast(Engine, engine), MortalPeer(), 5)
+    await world.step(STEP)
+    engine.refused["m"] = NoMemory("out of memory on the optimizer step")
+    with pytest.raises(NoMemory):
+        await world.step(ModelStep("m", 9, AdamSpec()))
+    assert (await world.state("m"))[0] == STEP.seq_id
+
+
+async def test_a_state_that_finds_no_memory_is_refused_and_one_that_broke_off_ends_the_world(
+    thread: WorkerThread,
+) -> None:
+    class Loads(Rank0):
+        error: Exception = NoMemory("out of memory on the state")
+
+        def load_state(self, model_id: str, saved: ModelState, optimizer: bool) -> None:
+            raise self.error
+
+    engine = Loads()
+    world = World(thread, cast(Engine, engine), MortalPeer(), 5)
+    load = LoadState("m", 8, ModelState(LoraSpec(1), {}, {}, 0), False)
+    with pytest.raises(NoMemory):
+        await world.call(load)
+    await world.step(STEP)
+    engine.error = RuntimeError("in the middle")
+    with pytest.raises(WorldFailure, match="half changed"):
+        await world.call(load)
+
+
+async def test_a_step_that_breaks_off_for_want_of_memory_is_told_of_where_it_was_taken_alone(
+    thread: WorkerThread,
+) -> None:
+    told: list[LacksMemory] = []
+    for steps, blamed in (([STEP], [("m", STEP.seq_id)]), ([STEP, ModelStep("n", 1, AdamSpec())], [])):
+        told.clear()
+        channel = Channel(0, 1, timedelta(seconds=5), told.append)
+        with pytest.raises(WorldFailure, match="OptimSteps broke off"):
+            execute(cast(Engine, Broken()), channel, OptimSteps(steps))
+        assert [lack.operation for lack in told] == blamed

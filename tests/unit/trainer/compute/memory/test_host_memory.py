@@ -16,10 +16,11 @@ from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, LoraSpec
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.away import come_back, leave
+from services.trainer.compute.lora.steps import step_adapters
 from services.trainer.compute.memory import capacity
 from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.host import Away, pieces
-from services.trainer.compute.tenant import LoraTenant, step_adapters
+from services.trainer.compute.tenant import LoraTenant
 
 
 @pytest.fixture(autouse=True)
