@@ -13,10 +13,11 @@ else is stored.
 from __future__ import annotations
 
 import errno
+import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -37,6 +38,26 @@ ABANDONED_S = 24 * 3600.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What object stores say. They have no error numbers.
 _FULL_CODES = ("XMinioStorageFull", "QuotaExceeded", "InsufficientStorage", "InsufficientCapacity")
+
+
+class LocalDiskFull(OSError):
+    """A disk of this machine has no space for files that are on their way to or from a storage."""
+
+
+@contextmanager
+def on_local_disk(directory: Path) -> Iterator[None]:
+    """Within it files are written to a directory of this machine, and to no storage.
+
+    Raises:
+        LocalDiskFull: its disk has no space for them.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or isinstance(error, LocalDiskFull):
+            raise
+        where = f"no space left on the disk of {directory} on {os.uname().nodename}"
+        raise LocalDiskFull(error.errno, where) from error
 
 
 @dataclass(frozen=True)
@@ -64,11 +85,14 @@ class Key:
 
 
 class Storage(ABC):
-    """Where versions are kept. Every method blocks; call from a thread."""
+    """Where versions are kept. Every method blocks; call from a thread.
+
+    What is read of a version raises DataLoss where it is stored, and what says which files it has is damaged.
+    """
 
     @abstractmethod
     def publish(self, key: Key, files: Mapping[str, Writer]) -> int:
-        """Stores files under a key and returns their bytes. A key that is stored already is left as it is.
+        """Stores files under a key and returns their bytes. A key that is stored whole is left as it is.
 
         Raises:
             OSError: it could not be stored; nothing can be found under the key. See `failure`.
@@ -151,6 +175,11 @@ def failure(error: OSError, what: str) -> TinsmithError:
     Args:
         what: names it, for the beginning of a sentence.
     """
+    if isinstance(error, LocalDiskFull):
+        return StorageFull(
+            f"{what} was not written: {error.strerror}, which it passes; nothing else was lost: have the "
+            "operator free space there, then save again"
+        )
     if error.errno in _FULL or any(code in str(error) for code in _FULL_CODES):
         return StorageFull(
             f"{what} was not written, because the storage is full ({error}); nothing else was lost: delete "

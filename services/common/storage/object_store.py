@@ -10,6 +10,7 @@ the manifest, and later all below the key; `clean` removes what no manifest name
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
 import tempfile
 import time
@@ -24,8 +25,19 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar, cast
 import msgspec
 from fsspec import AbstractFileSystem
 
-from services.common.contract.errors import TinsmithError
-from services.common.storage.base import ABANDONED_S, GRACE_S, GoOn, Key, Storage, Writer, check_name
+from services.common.contract.errors import DataLoss, TinsmithError
+from services.common.storage.base import (
+    ABANDONED_S,
+    GRACE_S,
+    GoOn,
+    Key,
+    Storage,
+    Writer,
+    check_name,
+    on_local_disk,
+)
+
+log = logging.getLogger(__name__)
 
 _MANIFEST, _FORMER, _DELETED = "manifest.json", "former.json", "deleted"
 _T = TypeVar("_T")
@@ -73,14 +85,15 @@ class ObjectStorage(Storage):
 
     @_with_os_errors
     def publish(self, key: Key, files: Mapping[str, Writer]) -> int:
-        manifest = self._manifest(key)
+        manifest = self._whole(key)
         if manifest is None:
             manifest = Manifest(uuid.uuid4().hex, {})
             try:
                 with self._temporary() as directory:
                     for name, write in files.items():
                         path = directory / name
-                        write(path)
+                        with on_local_disk(self._staging):
+                            write(path)
                         self._fs.put_file(str(path), self._file(key, manifest, name))
                         manifest.files[name] = path.stat().st_size
                         path.unlink()
@@ -93,7 +106,7 @@ class ObjectStorage(Storage):
 
     @_with_os_errors
     def copy(self, source: Key, target: Key, go_on: GoOn = lambda: None) -> int | None:
-        origin, manifest = self._manifest(source), self._manifest(target)
+        origin, manifest = self._manifest(source), self._whole(target)
         if manifest is None:
             if origin is None:
                 return None
@@ -117,7 +130,7 @@ class ObjectStorage(Storage):
             for name in self._list(f"{self._root}/{model_id}/{checkpoint_id}")
             if name.isdigit()
         )
-        return sorted(key.version for key in found if self._manifest(key) is not None)
+        return sorted(key.version for key in found if self._is_stored(key))
 
     @_with_os_errors
     def files(self, key: Key) -> dict[str, int] | None:
@@ -137,7 +150,11 @@ class ObjectStorage(Storage):
     @_with_os_errors
     def _download(self, key: Key, manifest: Manifest, directory: Path) -> None:
         for name in manifest.files:
-            self._fs.get_file(self._file(key, manifest, name), str(directory / name))
+            try:
+                with on_local_disk(self._staging):
+                    self._fs.get_file(self._file(key, manifest, name), str(directory / name))
+            except FileNotFoundError as error:
+                raise DataLoss(f"{key.path} lacks its file {name}: {error}") from error
 
     @_with_os_errors
     def open(self, key: Key, name: str) -> BinaryIO:
@@ -150,8 +167,9 @@ class ObjectStorage(Storage):
     @_with_os_errors
     def delete(self, key: Key, grace: float = GRACE_S) -> float | None:
         mark = self._object(key, _DELETED)
-        if (manifest := self._manifest(key)) is not None:
-            self._fs.pipe_file(self._object(key, _FORMER), msgspec.json.encode(manifest))
+        if self._is_stored(key):
+            if (manifest := self._whole(key)) is not None:
+                self._fs.pipe_file(self._object(key, _FORMER), msgspec.json.encode(manifest))
             self._fs.pipe_file(mark, repr(time.time()).encode())
             with suppress(FileNotFoundError):
                 self._fs.rm_file(self._object(key, _MANIFEST))
@@ -188,7 +206,12 @@ class ObjectStorage(Storage):
         """Removes what belongs to no manifest of one version, whose objects were written at these times."""
         if _DELETED in objects:
             return
-        manifest = self._read(f"{self._root}/{path}/{_MANIFEST}") if _MANIFEST in objects else None
+        try:
+            manifest = self._read(f"{self._root}/{path}/{_MANIFEST}") if _MANIFEST in objects else None
+        except DataLoss as error:
+            # Which of the files it names nobody knows.
+            log.warning("%s is left as it is: %s", path, error)
+            return
         if _MANIFEST in objects and manifest is None:
             return
         prefixes: dict[str, float] = {}
@@ -219,12 +242,30 @@ class ObjectStorage(Storage):
     def _manifest(self, key: Key, name: str = _MANIFEST) -> Manifest | None:
         return self._read(self._object(key, name))
 
+    def _whole(self, key: Key) -> Manifest | None:
+        """The manifest of a version; None also where it is damaged."""
+        try:
+            return self._manifest(key)
+        except DataLoss as error:
+            log.warning("%s", error)
+            return None
+
+    def _is_stored(self, key: Key) -> bool:
+        """Whether there is a manifest, damaged or not."""
+        try:
+            return self._manifest(key) is not None
+        except DataLoss:
+            return True
+
     def _read(self, path: str) -> Manifest | None:
         try:
             data = self._fs.cat_file(path)
         except FileNotFoundError:
             return None
-        return msgspec.json.decode(data, type=Manifest)
+        try:
+            return msgspec.json.decode(data, type=Manifest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataLoss(f"{path.removeprefix(self._root)[1:]} is damaged: {error}") from error
 
     def _list(self, path: str) -> list[str]:
         """Names of what is directly below a path."""
@@ -242,8 +283,9 @@ class ObjectStorage(Storage):
 
     @contextmanager
     def _temporary(self) -> Iterator[Path]:
-        self._staging.mkdir(parents=True, exist_ok=True)
-        directory = Path(tempfile.mkdtemp(dir=self._staging))
+        with on_local_disk(self._staging):
+            self._staging.mkdir(parents=True, exist_ok=True)
+            directory = Path(tempfile.mkdtemp(dir=self._staging))
         try:
             yield directory
         finally:

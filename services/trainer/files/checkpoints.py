@@ -18,8 +18,8 @@ from typing import Annotated
 import msgspec
 
 from services.common.contract import ids
-from services.common.contract.errors import DataLoss, InvalidRequest, NotFound, StorageAway
-from services.common.storage.base import Key, Storage, Writer, failure
+from services.common.contract.errors import DataLoss, InvalidRequest, NotFound, StorageAway, StorageFull
+from services.common.storage.base import Key, LocalDiskFull, Storage, Writer, failure, on_local_disk
 from services.common.storage.directory import linked_files
 from services.trainer.compute.data import LoraSpec, ModelState, ShardedState
 from services.trainer.files.base import Base
@@ -113,14 +113,15 @@ def read_state(directory: Path, staging: Path) -> SavedState | None:
 
 def _staged(directory: Path, staging: Path) -> Path:
     """A directory with the files of another one, however soon that goes."""
-    staging.mkdir(parents=True, exist_ok=True)
-    target = Path(tempfile.mkdtemp(dir=staging))
-    try:
-        for name, link in linked_files(directory).items():
-            link(target / name)
-    except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
-        raise
+    with on_local_disk(staging):
+        staging.mkdir(parents=True, exist_ok=True)
+        target = Path(tempfile.mkdtemp(dir=staging))
+        try:
+            for name, link in linked_files(directory).items():
+                link(target / name)
+        except BaseException:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
     return target
 
 
@@ -169,12 +170,18 @@ class CheckpointStore:
             NotFound: there is no such checkpoint.
             InvalidRequest: it was saved from another base model.
             DataLoss: its files are damaged.
+            StorageFull: a disk of this machine has no space for them on their way.
             StorageAway: whether there is, or what is in it, cannot be read at present.
         """
         path = ids.tinker_path(model_id, checkpoint_id)
         try:
             versions = [version] if version else self._storage.versions(model_id, checkpoint_id)[-1:]
             saved = self._read(Key(model_id, checkpoint_id, versions[0]), path) if versions else None
+        except LocalDiskFull as error:
+            raise StorageFull(
+                f"checkpoint {path} was not loaded: {error.strerror}, which it passes; have the operator "
+                "free space there, then load it again"
+            ) from error
         except OSError as error:
             raise StorageAway(f"checkpoint {path} cannot be read at present: {error}") from error
         if saved is None:

@@ -10,8 +10,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from services.common.contract.errors import InvalidRequest
-from services.common.storage.base import Key, Storage
+from services.common.contract.errors import DataLoss, InvalidRequest, StorageFull
+from services.common.storage.base import Key, LocalDiskFull, Storage, failure
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import DirectoryStorage
 from services.common.storage.location import check_location, connect
@@ -128,6 +128,92 @@ def test_a_failing_client_library_is_an_error_of_the_operating_systems_kind(tmp_
 
     with pytest.raises(OSError, match="connection reset"):
         ObjectStorage(Broken(), "/bucket", tmp_path).files(KEY)
+
+
+def damage(filesystem: MemoryFileSystem, key: Key) -> None:
+    filesystem.pipe_file(f"/bucket/tinsmith/{key.path}/manifest.json", b'{"prefix": "x", "fil')
+
+
+def test_a_version_whose_manifest_is_damaged_is_there_and_cannot_be_read(
+    storage: Storage, filesystem: MemoryFileSystem
+) -> None:
+    storage.publish(KEY, {"x": text("one")})
+    damage(filesystem, KEY)
+    assert storage.versions(MODEL, "weights/a") == [KEY.version]
+    told = rf"^{MODEL}/weights/a/{KEY.version}/manifest.json is damaged"
+    with pytest.raises(DataLoss, match=told):
+        storage.files(KEY)
+    with pytest.raises(DataLoss, match=told):
+        storage.open(KEY, "x")
+    with pytest.raises(DataLoss, match=told), storage.local(KEY):
+        pass
+    with pytest.raises(DataLoss, match=told):
+        storage.copy(KEY, Key(MODEL, "weights/b", 1))
+
+
+def test_a_sweep_goes_on_past_a_manifest_that_is_damaged(
+    storage: Storage, filesystem: MemoryFileSystem
+) -> None:
+    other = Key(MODEL, "weights/z", 9)
+    for key in (KEY, other):
+        storage.publish(key, {"x": text("one")})
+        filesystem.pipe_file(f"/bucket/tinsmith/{key.path}/0123abcd/x", b"of a save that broke off")
+    damage(filesystem, KEY)
+    storage.clean(abandoned=-1)
+    left = objects(filesystem)
+    assert [KEY.path in name for name in left].count(True) == 3, "what it has named is known by nobody"
+    assert [other.path in name for name in left].count(True) == 2
+
+
+def test_a_version_whose_manifest_is_damaged_can_be_deleted_and_saved_again(
+    storage: Storage, filesystem: MemoryFileSystem
+) -> None:
+    storage.publish(KEY, {"x": text("one")})
+    damage(filesystem, KEY)
+    assert storage.publish(KEY, {"x": text("once more")}) == 9
+    assert storage.files(KEY) == {"x": 9}
+    damage(filesystem, KEY)
+    assert storage.delete(KEY)
+    assert storage.versions(MODEL, "weights/a") == []
+    assert storage.delete(KEY, grace=-1) is None
+    assert objects(filesystem) == []
+
+
+def test_a_version_that_lacks_a_file_is_damaged_and_not_away(
+    storage: Storage, filesystem: MemoryFileSystem
+) -> None:
+    storage.publish(KEY, {"x": text("one")})
+    filesystem.rm_file(next(name for name in objects(filesystem) if name.endswith("/x")))
+    with pytest.raises(DataLoss, match="lacks its file x"), storage.local(KEY):
+        pass
+
+
+class OnFullDisk(MemoryFileSystem):
+    """Its objects come to a disk without space."""
+
+    cachable = False
+
+    def get_file(self, rpath: str, lpath: str, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_of_this_machine_is_told_from_a_full_storage_and_named(
+    tmp_path: Path, filesystem: MemoryFileSystem
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    storage = ObjectStorage(OnFullDisk(), "/bucket/tinsmith", tmp_path)
+    with pytest.raises(LocalDiskFull, match=f"disk of {tmp_path} on ") as caught:
+        storage.publish(KEY, {"x": full})
+    told = failure(caught.value, "checkpoint a")
+    assert isinstance(told, StorageFull)
+    assert f"no space left on the disk of {tmp_path} on" in told.message
+    assert "free space there, then save again" in told.message
+    storage.publish(KEY, {"x": text("one")})
+    with pytest.raises(LocalDiskFull, match=f"disk of {tmp_path} on "), storage.local(KEY):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_location_is_a_directory_or_a_url_without_secrets(tmp_path: Path) -> None:

@@ -118,6 +118,23 @@ def test_a_save_that_finds_no_space_fails_as_such_and_loses_nothing(
     assert store.load(MODEL, "weights/a").state == later
 
 
+def test_a_load_that_finds_no_space_on_its_way_names_the_disk_and_is_not_waited_for(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "ranks"
+    directory.mkdir()
+    (directory / "0.safetensors").write_text("...")
+    store.save(MODEL, 5, "weights/a", False, ShardedState(str(directory), 3))
+
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.link", full)
+    with pytest.raises(StorageFull, match=r"not loaded: no space left on the disk of .*staging") as caught:
+        store.load(MODEL, "weights/a")
+    assert "free space there, then load it again" in caught.value.message
+
+
 def test_a_missing_checkpoint_is_the_users_error(store: CheckpointStore) -> None:
     with pytest.raises(NotFound, match=r"tinker://s:train:0/weights/none"):
         store.load(MODEL, "weights/none")
