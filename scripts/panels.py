@@ -253,9 +253,12 @@ RUNS: dict[str, list[Panel]] = {
             {"{{pod}}": rate("tinsmith_durable_snapshot_failures_total", "pod")},
         ),
         (
-            "Checkpoints that could not be read",
+            "Checkpoints that could not be read or written",
             "ops",
-            {"{{pod}}": rate("tinsmith_checkpoint_reads_failed_total", "pod")},
+            {
+                "{{pod}} read": rate("tinsmith_checkpoint_reads_failed_total", "pod"),
+                "{{pod}} written": rate("tinsmith_checkpoint_writes_failed_total", "pod"),
+            },
         ),
         (
             "Free bytes of the data directory's volume",

@@ -34,6 +34,7 @@ from services.trainer.execution.states import States
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore, Files, SavedState
 from services.trainer.files.export_format import weight_files
+from services.trainer.files.transfers import Transfers
 from services.trainer.publish.publisher import Publisher
 from services.trainer.world.commands import CreateModel, DropModel, LoadState, ModelStep
 from services.trainer.world.world import World
@@ -66,7 +67,7 @@ class ControlOps:
         snapshot_steps: int,
     ) -> None:
         self._world = world
-        self._checkpoints = checkpoints
+        self._transfers = Transfers(checkpoints)
         self._publisher = publisher
         self._base = base
         self._states = states
@@ -81,7 +82,8 @@ class ControlOps:
 
         Raises:
             ModelNotResident: it is to be restored before it can be created, or nobody knows whether it is.
-            StorageAway: nothing was done, as what it loads cannot be read at present.
+            StorageAway: what it loads cannot be read at present, or what it saves not be written. Nothing was
+                done, unless it was released.
             TinsmithError, OSError: the operation failed.
         """
         work, seq_id = operation.work, operation.seq_id
@@ -129,9 +131,7 @@ class ControlOps:
         try:
             if work.from_state is not None:
                 load, optimizer = work.from_state, work.from_state.optimizer
-                found = await asyncio.to_thread(
-                    self._checkpoints.load, load.source_model_id, load.checkpoint_id, load.version
-                )
+                found = await self._transfers.load(load.source_model_id, load.checkpoint_id, load.version)
                 lora, saved = found.meta.lora, found.state
             create = CreateModel(model.model_id, seq_id, lora, saved, optimizer)
             name = model.model_id
@@ -165,24 +165,18 @@ class ControlOps:
         return convert.stepped(metrics)
 
     async def _save(self, model: Model, seq_id: int, work: Save) -> OperationResult:
+        await self._transfers.answers(model.model_id, work.checkpoint_id)
         taken = await self._states.take(model, leave_reserve=True)
         try:
-            size = await asyncio.to_thread(
-                self._checkpoints.save,
-                model.model_id,
-                seq_id,
-                work.checkpoint_id,
-                work.overwrite,
-                taken.state,
+            size = await self._transfers.save(
+                model.model_id, seq_id, work.checkpoint_id, work.overwrite, taken.state
             )
         finally:
             await asyncio.to_thread(taken.release)
         return convert.saved(model.model_id, work, size)
 
     async def _load(self, model: Model, seq_id: int, work: Load) -> OperationResult:
-        found = await asyncio.to_thread(
-            self._checkpoints.load, work.source_model_id, work.checkpoint_id, work.version
-        )
+        found = await self._transfers.load(work.source_model_id, work.checkpoint_id, work.version)
         try:
             load = LoadState(model.model_id, seq_id, found.state, work.optimizer)
             await self._adapters.with_memory(model.adapter_bytes, lambda: self._world.call(load))
@@ -210,19 +204,15 @@ class ControlOps:
         )
 
     async def _export(self, model: Model, seq_id: int, work: Export, release: Release) -> OperationResult:
+        await self._transfers.answers(model.model_id, work.checkpoint_id)
         try:
             async with self._world.snapshot(model.model_id, optimizer=False) as (_, snapshot):
                 roles.check_exports(snapshot.role)
                 model.publishing = True
                 release()
                 state = await self._world.beside(snapshot.state)
-            size = await asyncio.to_thread(
-                self._checkpoints.export,
-                model.model_id,
-                seq_id,
-                work.checkpoint_id,
-                self._export_files(state, work),
-            )
+            files = self._export_files(state, work)
+            size = await self._transfers.export(model.model_id, seq_id, work.checkpoint_id, files)
         finally:
             model.publishing = False
         return convert.exported(model.model_id, work, size)

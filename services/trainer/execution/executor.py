@@ -299,7 +299,9 @@ class Executor:
             self.evict(model, error)
             return
         except StorageAway as error:
-            given_up = self._held_up.put_off(model, operation, error)
+            # What was released is out of its model's order.
+            put_off = self._held_up.fails_at_once if released else self._held_up.put_off
+            given_up = put_off(model, operation, error)
             if given_up is None:
                 self._crashes.end(keys)
                 model.held = False

@@ -1,5 +1,5 @@
-"""Models whose next operation cannot run at present: they could not be created, are on the host, or what it
-loads is in a storage that is away.
+"""Models whose next operation cannot run at present: they could not be created, are on the host, or the
+storage that it loads from or saves to is away.
 
 Invariant: such an operation has its result, its model is on its way back, or it is tried again after a pause;
 none of another model waits for it.
@@ -17,17 +17,22 @@ from prometheus_client import Counter
 from services.common.contract.errors import Overloaded, StorageAway, TinsmithError, by_code
 from services.common.contract.errors import to_pb as error_to_pb
 from services.common.telemetry.repeats import Repeats
+from services.trainer.convert import Export, Save
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, new_result
 
 log = logging.getLogger(__name__)
 
-AWAY = Counter(
+READS = Counter(
     "tinsmith_checkpoint_reads_failed_total", "Checkpoints that could not be read, as their storage was away"
+)
+WRITES = Counter(
+    "tinsmith_checkpoint_writes_failed_total",
+    "Checkpoints and exports that could not be written, as their storage was away",
 )
 
 AWAY_S = 600.0
-"""For so long an operation is tried again whose checkpoint cannot be read."""
+"""For so long an operation is tried again whose checkpoint can be neither read nor written."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
@@ -73,10 +78,9 @@ class HeldUp:
         self._stopping = True
 
     def put_off(self, model: Model, operation: Operation, error: StorageAway) -> StorageAway | None:
-        """Has an operation whose checkpoint cannot be read tried again after a pause, and tells those who
-        wait for it why. After AWAY_S it is given up: returns what it comes to then."""
-        AWAY.inc()
-        self._away.failed(model.model_id, error)
+        """Has an operation whose checkpoint can be neither read nor written tried again after a pause, and
+        tells those who wait for it why. After AWAY_S it is given up: returns what it comes to then."""
+        self._count(model, operation, error)
         now = time.monotonic()
         operation.away_since = operation.away_since or now
         if now - operation.away_since >= AWAY_S:
@@ -96,10 +100,19 @@ class HeldUp:
             told.set_exception(error)
         return None
 
+    def fails_at_once(self, model: Model, operation: Operation, error: StorageAway) -> StorageAway:
+        """What an operation comes to that cannot be put off."""
+        self._count(model, operation, error)
+        return StorageAway(f"{error.message}; send the request again when the storage is back")
+
     def settled(self, model: Model, operation: Operation) -> None:
         """An operation has its result, whether it was put off before or not."""
         if operation.tries:
             self._away.over(model.model_id)
+
+    def _count(self, model: Model, operation: Operation, error: StorageAway) -> None:
+        (WRITES if isinstance(operation.work, Save | Export) else READS).inc()
+        self._away.failed(model.model_id, error)
 
     def _try_again(self, model: Model) -> None:
         model.rests = False

@@ -149,7 +149,8 @@ class CheckpointStore:
 
         Raises:
             InvalidRequest: the name is taken and `overwrite` is false.
-            StorageFull, Internal: it could not be written; what was saved before is as it was.
+            StorageFull: there is no space for it; what was saved before is as it was.
+            StorageAway: it cannot be written at present. What is on its way there is found by nobody.
         """
         key = Key(model_id, checkpoint_id, seq_id)
         meta = Meta(self._base.name, self._base.weights, model_id, seq_id, state.step, state.lora)
@@ -158,6 +159,18 @@ class CheckpointStore:
     def export(self, model_id: str, seq_id: int, checkpoint_id: str, files: Files) -> int:
         """Writes files for others to use and returns their bytes. Otherwise as `save`."""
         return self._publish(Key(model_id, checkpoint_id, seq_id), False, files)
+
+    def look(self, model_id: str, checkpoint_id: str) -> None:
+        """Asks the storage for what it has under a name.
+
+        Raises:
+            StorageAway: it does not say at present.
+        """
+        try:
+            self._storage.versions(model_id, checkpoint_id)
+        except OSError as error:
+            path = ids.tinker_path(model_id, checkpoint_id)
+            raise StorageAway(f"the storage of checkpoint {path} does not answer: {error}") from error
 
     def load(self, model_id: str, checkpoint_id: str, version: int = 0) -> SavedState:
         """Reads a checkpoint, of any model of this base, under whichever name it was served. The caller
@@ -204,9 +217,19 @@ class CheckpointStore:
                     f"checkpoint {path} exists already; choose another name or pass overwrite=True",
                     "checkpoint_exists",
                 )
-            return self._storage.publish(key, files())
+        except OSError as error:
+            raise StorageAway(f"checkpoint {path} cannot be saved at present: {error}") from error
+        try:
+            made = files()
         except OSError as error:
             raise failure(error, f"checkpoint {path}") from error
+        try:
+            return self._storage.publish(key, made)
+        except OSError as error:
+            reason = failure(error, f"checkpoint {path}")
+            if isinstance(reason, StorageFull):
+                raise reason from error
+            raise StorageAway(f"checkpoint {path} cannot be saved at present: {error}") from error
 
     def _read(self, key: Key, path: str) -> SavedState | None:
         try:

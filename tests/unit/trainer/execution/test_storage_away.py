@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from services.common.contract import ids
 from services.common.contract.errors import ModelNotResident, StorageAway
 from services.common.process.crashes import CrashLedger
 from services.common.process.threads import WorkerThread
-from services.common.storage.base import Key
+from services.common.storage.base import Key, Writer
 from services.common.storage.directory import DirectoryStorage
 from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.convert import Target
@@ -25,6 +26,7 @@ from services.trainer.execution import held_up
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
+from services.trainer.execution.states import States
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
 from services.trainer.order.scheduler import Limits
@@ -36,6 +38,8 @@ from tinsmith.internal.v1 import operation_pb2
 
 SAVED = ids.model_id("s", 9)
 """The model whose checkpoint is loaded."""
+MINE = ids.model_id("s", 1)
+"""One that saves."""
 
 
 class Outage(DirectoryStorage):
@@ -45,12 +49,25 @@ class Outage(DirectoryStorage):
         super().__init__(root)
         self.away = False
         self.asked = 0
+        self.takes = True
+        self.hangs: threading.Event | None = None
+
+    def versions(self, model_id: str, checkpoint_id: str) -> list[int]:
+        if self.hangs is not None:
+            assert self.hangs.wait(60)
+        if self.away:
+            self.asked += 1
+            raise OSError(errno.EIO, "the object store failed: Connection refused")
+        return super().versions(model_id, checkpoint_id)
+
+    def publish(self, key: Key, files: Mapping[str, Writer]) -> int:
+        if not self.takes:
+            raise OSError(errno.EIO, "the object store failed: Broken pipe")
+        return super().publish(key, files)
 
     @contextmanager
     def local(self, key: Key) -> Iterator[Path | None]:
         self.asked += 1
-        if self.away:
-            raise OSError(errno.EIO, "the object store failed: Connection refused")
         with super().local(key) as directory:
             yield directory
 
@@ -64,9 +81,25 @@ class Loading(Recorded):
     def create_model(self, model_id: str, *_: object) -> None:
         self.commands.append(("create", (model_id,)))
 
+    def gathers(self, model_id: str, *, optimizer: bool) -> bool:
+        return False
+
+    def snapshot(self, model_id: str, *, optimizer: bool) -> Loading:
+        self.commands.append(("snapshot", (model_id,)))
+        return self
+
+    @property
+    def role(self) -> str:
+        return "policy"
+
+    def state(self) -> ModelState:
+        """Of a model that is saved: its step is the number of those that were taken."""
+        steps = sum(models.count(MINE) for what, models in self.commands if what == "steps")
+        return ModelState(LoraSpec(8), {}, {}, steps)
+
 
 class Trainer(Roomy):
-    """One with the models "a" and "b", and a checkpoint whose storage is away."""
+    """One with the models "a", "b" and MINE, and a checkpoint whose storage is away."""
 
     def __init__(self, directory: Path, saved: ModelState) -> None:
         unused: Any = None
@@ -78,15 +111,19 @@ class Trainer(Roomy):
         checkpoints.save(SAVED, 1, "weights/best", False, saved)
         self.storage.away = True
         adapters: Any = self
+        self.checkpoints = checkpoints
+        base = Base("org/base", "/models/base")
         control = ControlOps(
-            *(world, checkpoints, unused, unused, unused),
+            *(world, checkpoints, unused, base, States(world, base, directory / "staging")),
             changed=lambda _: None,
             durable=self._durable,
             full=unused,
             adapters=adapters,
             snapshot_steps=1,
         )
-        self.models = {name: Model(name, new_sequence(0), created=True, lora=LoraSpec(8)) for name in "ab"}
+        self.models = {
+            name: Model(name, new_sequence(0), created=True, lora=LoraSpec(8)) for name in ["a", "b", MINE]
+        }
         self.ledger = directory / "executing"
         crashes = CrashLedger[tuple[str, int]](self.ledger, tuple[str, int], "trainer")
         target = Target("org/base", 64, True)
@@ -102,8 +139,11 @@ class Trainer(Roomy):
     async def ask(self, operation: operation_pb2.Operation) -> asyncio.Future[OperationResult]:
         work = await self.executor.read(operation)
         result = self.executor.submit(operation, work, operation.seq_id - 1, epoch=1)
-        assert isinstance(result, asyncio.Future)
-        return result
+        if isinstance(result, asyncio.Future):
+            return result
+        done: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
+        done.set_result(result)
+        return done
 
     async def comes_to(self, operation: operation_pb2.Operation) -> OperationResult:
         """The result for a caller that asks again whenever it is told that the storage is away."""
@@ -150,7 +190,7 @@ async def test_a_load_waits_for_its_storage_and_whoever_asks_is_told_so(
 ) -> None:
     async with running(tmp_path, model_state) as trainer:
         loading, then = await trainer.ask(load("a", 1)), await trainer.ask(step("a", 2))
-        with pytest.raises(StorageAway, match=r"weights/best cannot be read at present.*Connection refused"):
+        with pytest.raises(StorageAway, match=r"weights/best does not answer.*Connection refused"):
             await loading
         assert not (await (await trainer.ask(step("b", 1)))).HasField("error")
         await trainer.was_asked(4)
