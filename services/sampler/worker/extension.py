@@ -9,13 +9,12 @@ Invariant: an adapter is registered whole and checked, under an id that no reque
 an adapter that is registered has been checked against the engine's slots, so using it cannot fail. What runs
 keeps its slot: an adapter that comes takes a free one or none.
 
-This file, full_weights.py, adapter_rows.py and the rooms cpu, v1 and v2 are the only ones that
-touch vLLM's worker internals; what is of one model runner alone is behind runner.py.
+This file, full_weights.py, adapter_rows.py and the rooms adapters, cpu, v1 and v2 are the only ones
+that touch vLLM's worker internals; what is of one model runner alone is behind runner.py.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import logging
@@ -24,14 +23,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.models.utils import get_pp_missing_layer_names
-from vllm.utils.torch_utils import PIN_MEMORY
 
 from services.common import weights
 from services.common.contract.adapters import LORA_ALPHA
@@ -46,6 +44,7 @@ from services.common.process.memory import allocator
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
 from services.sampler.worker import full_weights, text_models
+from services.sampler.worker.adapters.slots import PackedAdapter
 from services.sampler.worker.jobs import Job, Outcome, Reporter
 from services.sampler.worker.runner import Runner, installed
 
@@ -155,9 +154,9 @@ class WorkerExtension:
         """Starts receiving an adapter. specs: [name, dtype, shape] of each tensor, in order."""
         layout = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
 
-        def work() -> _Adapter:
+        def work() -> PackedAdapter:
             tensors = self._tinsmith_received(epoch, layout, checksum, timeout)
-            return self._tinsmith_prepared(self._tinsmith_adapter(adapter_id, rank, tensors))
+            return self._tinsmith_packed(self._tinsmith_adapter(adapter_id, rank, tensors))
 
         self._tinsmith_start(job, f"receive-{adapter_id}", work, self._tinsmith_register)
 
@@ -229,14 +228,14 @@ class WorkerExtension:
     def tinsmith_load(self, job: str, adapter_id: int, directory: str) -> None:
         """Starts loading an adapter from a snapshot directory in PEFT format."""
 
-        def work() -> _Adapter:
+        def work() -> PackedAdapter:
             config = json.loads((Path(directory) / "adapter_config.json").read_text())
             tensors = load_file(Path(directory) / "adapter_model.safetensors")
             named = {
                 name.removeprefix(_PEFT_PREFIX).removesuffix(".weight"): tensor
                 for name, tensor in tensors.items()
             }
-            return self._tinsmith_prepared(self._tinsmith_adapter(adapter_id, int(config["r"]), named))
+            return self._tinsmith_packed(self._tinsmith_adapter(adapter_id, int(config["r"]), named))
 
         self._tinsmith_start(job, f"load-{adapter_id}", work, self._tinsmith_register)
 
@@ -309,78 +308,17 @@ class WorkerExtension:
                 raise InvalidRequest(f"the adapter's {module} is not a pair of rank {rank} matrices")
         return adapter
 
-    def _tinsmith_prepared(self, adapter: LoRAModel) -> _Adapter:
-        """Does to an adapter all that vLLM does before it copies it into a slot, and checks that it can:
-        its scale goes into B, the parts of fused layers come together, and its memory is page-locked."""
-        manager = self.model_runner.lora_manager._adapter_manager
-        nbytes = sum(lora.lora_a.nbytes + lora.lora_b.nbytes for lora in adapter.loras.values())
+    def _tinsmith_packed(self, adapter: LoRAModel) -> PackedAdapter:
         if self.device.type == "cuda":
             # Each thread has its own; page-locked memory is of one.
             torch.cuda.set_device(self.device)
-        try:
-            # A pipeline stage may have no layer of it.
-            if adapter.loras:
-                manager._validate_moe_lora_format(adapter)
-                manager._create_merged_loras_inplace(adapter)
-                # vLLM leaves an adapter alone whose first layer is one of experts.
-                if self.device.type == "cuda" and PIN_MEMORY:
-                    _lock_pages(adapter)
-            _check_slots(manager, adapter)
-        except Exception as error:
-            # Shapes that do not fit must not reach a running step, where they would end the engine.
-            raise InvalidRequest(f"the adapter does not fit this model: {error}") from error
-        return _Adapter(adapter, nbytes)
+        return self.tinsmith_state.runner.slots.pack(adapter)
 
-    def _tinsmith_register(self, adapter: _Adapter) -> int:
-        """Hands an adapter to vLLM, which copies it into a slot in the first step that uses it, or now where
+    def _tinsmith_register(self, adapter: PackedAdapter) -> int:
+        """Hands an adapter to vLLM, which has it put into a slot in the first step that uses it, or now where
         one is free. Returns its bytes."""
-        manager = self.model_runner.lora_manager._adapter_manager
-        # What vLLM's add_adapter does behind what was done to it already.
-        manager._registered_adapters[adapter.lora.id] = adapter.lora
-        if len(manager._active_adapters) < manager.lora_slots:
-            manager.activate_adapter(adapter.lora.id)
-        return adapter.nbytes
-
-
-class _Adapter(NamedTuple):
-    """An adapter that a slot can be filled from, and its bytes."""
-
-    lora: LoRAModel
-    nbytes: int
-
-
-def _check_slots(manager: Any, adapter: LoRAModel) -> None:
-    """Has vLLM's layers copy an adapter into slots without memory: they raise what they would raise then."""
-    for name, layer in manager.modules.items():
-        lora = manager._get_lora_layer_weights(adapter, name)
-        if lora is not None:
-            slots = copy.copy(layer)
-            for of, value in vars(layer).items():
-                # A layer of experts has a list of thousands of views of its slots, for vLLM's warm-up alone.
-                views = type(value) is list and any(isinstance(each, torch.Tensor) for each in value[:1])
-                vars(slots)[of] = [] if views else _without_memory(value)
-            slots.set_lora(0, _without_memory(lora.lora_a), _without_memory(lora.lora_b))
-
-
-def _lock_pages(adapter: LoRAModel) -> None:
-    """Brings what is not in page-locked memory there; layers of experts have lists of tensors, or None."""
-
-    def locked(value: Any) -> Any:
-        if isinstance(value, list):
-            return [locked(each) for each in value]
-        return value if value is None or value.is_pinned() else value.pin_memory()
-
-    for lora in adapter.loras.values():
-        lora.lora_a, lora.lora_b = locked(lora.lora_a), locked(lora.lora_b)
-
-
-def _without_memory(value: Any) -> Any:
-    """Tensors, and those in a list or tuple, of the same shape on the meta device; others as they are."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty_like(value, device="meta")
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_memory, value))
-    return value
+        self.tinsmith_state.runner.slots.register(adapter)
+        return adapter.kept.nbytes
 
 
 def _leave_to_other_stages(adapter: LoRAModel, model: torch.nn.Module) -> None:

@@ -11,12 +11,13 @@ gives. All workers, of every rank and stage, change a request's adapter in front
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from vllm.lora.request import LoRARequest
 
 from services.common.contract.experts.routing import Routing
+from services.sampler.worker.adapters.slots import WorkerSlots
 from services.sampler.worker.cpu import adapters, experts, rotations
 
 _SHIFTS = "tinsmith_shifts"
@@ -45,7 +46,8 @@ class Runner(ABC):
     def install(self) -> None:
         """Has it do all that vLLM lacks."""
         if getattr(self._of, "lora_config", None):
-            keep_slots(self._of.lora_manager)
+            self.slots = WorkerSlots(self._of.lora_manager, staged=self._of.device.type == "cuda")
+            self.slots.install()
         if self._of.device.type == "cpu":
             if getattr(self._of, "lora_config", None):
                 adapters.correct(self._of.lora_manager._adapter_manager)
@@ -107,22 +109,6 @@ class Runner(ABC):
             return result
 
         self._of.execute_model = counted
-
-
-def keep_slots(manager: Any) -> None:
-    """Has a step copy no adapter that is in a slot already. vLLM goes through the adapters of a step in any
-    order: one that comes could push out one that the same step uses, and that one another.
-
-    Args:
-        manager: of a worker's adapters, vLLM's.
-    """
-    apply = manager._apply_adapters
-
-    def in_order(requests: Iterable[Any]) -> None:
-        active = manager._adapter_manager._active_adapters
-        apply(sorted(filter(None, requests), key=lambda request: request.lora_int_id not in active))
-
-    manager._apply_adapters = in_order
 
 
 def installed(worker: Any) -> Runner:

@@ -19,6 +19,7 @@ from vllm.distributed import (
     ensure_model_parallel_initialized,
     init_distributed_environment,
 )
+from vllm.lora import lora_model, model_manager
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -26,9 +27,9 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from services.sampler.config import SamplerConfig
 from services.sampler.engine.settings import engine_args
+from services.sampler.worker.adapters.slots import WorkerSlots
 from services.sampler.worker.extension import WorkerExtension
 from services.sampler.worker.jobs import Outcome
-from services.sampler.worker.runner import keep_slots
 from tests.component.sampler.process import make_adapter, make_model, write_snapshot
 
 pytestmark = pytest.mark.heavy
@@ -54,8 +55,13 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ensure_model_parallel_initialized(1, 1)
         made = LRUCacheWorkerLoRAManager(config, torch.device("cpu"), {})
         made.create_lora_manager(initialize_model(vllm_config=config), config)
-        keep_slots(made)
-        yield made
+        with pytest.MonkeyPatch.context() as on_a_gpu:
+            # vLLM would page-lock each part of an adapter, for which torch needs a device.
+            for module in (lora_model, model_manager):
+                on_a_gpu.setattr(module, "PIN_MEMORY", True)
+            made.slots = WorkerSlots(made, staged=False)
+            made.slots.install()
+            yield made
     if others:
         destroy_model_parallel()
     else:
@@ -73,7 +79,8 @@ class Worker(WorkerExtension):
         self.model_runner = SimpleNamespace(lora_manager=manager)
         self.told: dict[str, Outcome] = {}
         self._told = threading.Event()
-        self.tinsmith_state: Any = SimpleNamespace(jobs={}, reporter=self)
+        runner = SimpleNamespace(slots=manager.slots)
+        self.tinsmith_state: Any = SimpleNamespace(jobs={}, reporter=self, runner=runner)
 
     def tell(self, job: str, outcome: Outcome) -> None:
         self.told[job] = outcome
