@@ -181,6 +181,8 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
         return [f"  does not answer: {entry['error']}"]
     status = entry.get("status", {})
     lines = _engine(entry) if entry.get("kind") == "sampler" else []
+    if entry.get("routing") and entry.get("kind") == "trainer":
+        lines.append("  replays routed experts")
     if entry.get("stalls"):
         longest = entry["longest_stall_ms"]
         lines.append(f"  its event loop stood still {entry['stalls']} times, for {longest} ms at most")
@@ -224,6 +226,7 @@ def _engine(entry: dict[str, Any]) -> list[str]:
     """What a sampler has room for, and where it was started otherwise than the model is."""
     told = [text.format(entry[name]) for name, text in _ROOM.items() if entry.get(name)]
     told += [f"{text} {entry[name]}" for name, text in _SETTINGS.items() if entry.get(name) not in _USUAL]
+    told += ["tells routed experts"] if entry.get("routing") else []
     return ["  " + ", ".join(told)] if told else []
 
 

@@ -31,6 +31,9 @@ MAX_CELLS = 2**21
 MAX_SAMPLED_TOKENS = 2**24
 """Most tokens that one request may sample, over all its sequences: an answer must fit into a message."""
 
+ROUTED_NOT_SUPPORTED = "routed_experts_not_supported"
+"""The code of a sample whose experts are told by no sampler that runs it."""
+
 _TARGETS = "target_prompt_logprobs"
 
 
@@ -141,7 +144,7 @@ def check_routed(routing: Routing | None, tokens: int, *, moves: bool) -> int:
         raise InvalidRequest(
             "no sampler of this model tells routed_experts: the model has none, or its samplers are on a "
             "GPU, in several pipeline stages or have routing that vLLM does in a kernel; leave them out",
-            "routed_experts_not_supported",
+            ROUTED_NOT_SUPPORTED,
             field=field,
         )
     if moves:

@@ -49,6 +49,7 @@ class BaseModel:
         samples_adapters: one of its samplers can run adapters, as far as they said.
         sampled_routing: how it routes tokens to experts, where one of its samplers tells which have a
             sample's tokens.
+        tells_of_adapters: one that tells it can run adapters too; `tells_of_full_models`: the same.
         trained_routing: how it routes, where all of its trainers compute with experts that they are given.
         trainer_seen: a trainer said once what it takes; `sampler_seen`: the same.
     """
@@ -70,6 +71,8 @@ class BaseModel:
     samples_adapters: bool = True
     samples_full_models: bool = True
     sampled_routing: Routing | None = None
+    tells_of_adapters: bool = False
+    tells_of_full_models: bool = False
     trained_routing: Routing | None = None
     trainer_seen: bool = False
     sampler_seen: bool = False
@@ -108,6 +111,7 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
     training = trainers or ([known.trainer] if known.trainer is not None else [])
     sampling = samplers or ([known.sampler] if known.sampler is not None else [])
     both = [*training, *sampling]
+    telling = [one for one in sampling if one.routing]
     return BaseModel(
         name=known.name,
         model_path=both[0].model_path if both else "",
@@ -125,7 +129,9 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         sampleable=known.sampled or bool(samplers),
         samples_adapters=not sampling or any(one.adapts for one in sampling),
         samples_full_models=not sampling or any(one.full_models for one in sampling),
-        sampled_routing=next((one.routing for one in sampling if one.routing), None),
+        sampled_routing=telling[0].routing if telling else None,
+        tells_of_adapters=any(one.adapts for one in telling),
+        tells_of_full_models=any(one.full_models for one in telling),
         trained_routing=training[0].routing if len({one.routing for one in training}) == 1 else None,
         trainer_seen=bool(training),
         sampler_seen=bool(sampling),

@@ -282,6 +282,8 @@ def _made(
         InvalidRequest: the sampler could not run it.
     """
     answer = validate.check_sample(request, base, limits)
+    if request.routed_experts and record.model_id:
+        validate.check_told(base, full=record.full)
     constraint = constraint or _constraint(request.params)
     update = validate.check_on_update(request, record.inflight, record.full, constraint is not None)
     sample = sampler_pb2.SampleRequest(

@@ -53,6 +53,17 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
     return answer + _SPAN_BYTES * sampled if moves else answer
 
 
+def check_told(model: BaseModel, *, full: bool) -> None:
+    """Refuses a sample of an adapter, or of all weights, where samplers that tell experts cannot run it."""
+    if not (model.tells_of_full_models if full else model.tells_of_adapters):
+        which = "models that train all weights" if full else "adapters"
+        raise InvalidRequest(
+            f"the samplers of {model.name} that tell routed_experts run no {which}; leave them out",
+            sample_schema.ROUTED_NOT_SUPPORTED,
+            field="routed_experts",
+        )
+
+
 class OnUpdate(NamedTuple):
     """What becomes of a sample when its model has newer weights: it goes on with them, and if so, with the
     keys and values that it has."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from services.common.contract.experts.routing import Routing
 from services.common.state.registry import ServiceRecord
 from services.launcher import cli, status
 
@@ -68,6 +69,13 @@ def test_status_says_how_a_sampler_was_started_and_what_it_has_room_for() -> Non
         "keys and values of 9000, 8 adapters at a time, "
         "model runner v1, pipeline stages 2, drafted tokens 4, keys and values in fp8"
     ) in shown.splitlines()
+    routes = ServiceRecord(kind="sampler", id="s", address="h:1", max_sequences=64, routing=Routing(2, 4, 8))
+    trainer = msgspec.structs.replace(routes, kind="trainer")
+    shown = status.show(
+        {"processes": [], "services": [msgspec.to_builtins(one) for one in (routes, trainer)]}
+    )
+    assert "  generates 64 sequences at once, tells routed experts" in shown.splitlines()
+    assert "  replays routed experts" in shown.splitlines()
     plain = ServiceRecord(kind="sampler", id="sampler-1", address="h:2", max_sequences=64)
     shown = status.show({"processes": [], "services": [msgspec.to_builtins(plain)]})
     assert "  generates 64 sequences at once" in shown.splitlines()

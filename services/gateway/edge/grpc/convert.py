@@ -233,6 +233,8 @@ def base_model(model: BaseModel, limits: Limits) -> models_pb2.BaseModel:
         architecture=model.arch,
         max_lora_rank=min(ranks),
         samples_adapters=model.sampleable and model.samples_adapters,
+        tells_routed_experts=model.sampled_routing is not None,
+        replays_routed_experts=model.trained_routing is not None,
     )
 
 

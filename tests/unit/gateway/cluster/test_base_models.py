@@ -57,6 +57,17 @@ def test_experts_are_told_where_one_sampler_tells_them_and_that_stays_known() ->
     assert base_models.merge(view(known=(away,)))["a/b"].sampled_routing == routing
 
 
+def test_experts_are_told_of_weights_that_one_sampler_runs_that_tells_them() -> None:
+    routing = Routing(2, 4, 60)
+    base = record("sampler", "a/b", routing=routing, adapts=False, full_models=False)
+    other = record("sampler", "a/b", adapts=True, full_models=True)
+    model = base_models.merge(view(base, other))["a/b"]
+    assert model.samples_adapters and not model.tells_of_adapters and not model.tells_of_full_models
+    full = record("sampler", "a/b", routing=routing, adapts=False)
+    model = base_models.merge(view(base, other, full))["a/b"]
+    assert model.tells_of_full_models and not model.tells_of_adapters
+
+
 def test_experts_are_replayed_where_all_trainers_replay_them() -> None:
     replaying, other = record("trainer", "a/b", routing=Routing(2, 4, 60)), record("trainer", "a/b")
     assert base_models.merge(view(replaying, replaying))["a/b"].trained_routing == Routing(2, 4, 60)

@@ -243,6 +243,15 @@ def test_experts_that_no_sampler_tells_are_refused() -> None:
     assert (caught.value.code, caught.value.field) == ("routed_experts_not_supported", "routed_experts")
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_experts_that_are_told_by_samplers_alone_that_cannot_run_the_weights_are_refused(full: bool) -> None:
+    either = dataclasses.replace(ROUTED, tells_of_adapters=not full, tells_of_full_models=full)
+    validate.check_told(either, full=full)
+    with pytest.raises(InvalidRequest, match="that tell routed_experts run no ") as caught:
+        validate.check_told(either, full=not full)
+    assert (caught.value.code, caught.value.field) == ("routed_experts_not_supported", "routed_experts")
+
+
 @pytest.mark.parametrize("on_update", [CONTINUE, KEEP_KV])
 def test_experts_are_those_of_one_version_of_the_weights(
     on_update: sampling_pb2.OnUpdate.ValueType,

@@ -6,13 +6,16 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 from redis.asyncio.client import PubSub
 
+from services.common.contract.experts.routing import Routing
 from services.common.state import keys
 from tests.unit.gateway.edge.grpc.calls import Client, create, int32, status
 from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges
 from tinsmith.v1 import (
     checkpoints_pb2,
+    models_pb2,
     results_pb2,
     sampling_pb2,
     sessions_pb2,
@@ -51,6 +54,37 @@ async def sampling_of(alice: Client) -> sampling_pb2.SampleRequest:
     return sampling_pb2.SampleRequest(
         sampling_session_id=opened.sampling_session_id, prompt=int32([1]), num_samples=1, params=params
     )
+
+
+async def test_experts_are_asked_of_weights_that_a_sampler_runs_that_tells_them(
+    edges: Edges, channel: grpc.aio.Channel
+) -> None:
+    alice = Client(channel, ALICE)
+    sampler, trainer = (edges.announcers[kind] for kind in ("sampler", "trainer"))
+    base = await sampling_of(alice)
+    base.routed_experts = True
+    assert await status(alice("Sample", base)) is grpc.StatusCode.INVALID_ARGUMENT
+    (listed,) = (await alice("ListModels", models_pb2.ListModelsRequest())).models
+    assert not listed.tells_routed_experts and not listed.replays_routed_experts
+    model = await create(edges, alice)
+    save = checkpoints_pb2.SaveForSamplerRequest(model_id=model, seq_id=1)
+    session = (await alice("SaveForSampler", save)).sampling_session_id
+    saved = checkpoints_pb2.SaveForSamplerResult(sampling_session_id=session, version=1)
+    await edges.answer(model, 1, save_for_sampler=saved)
+    routing = Routing(layers=2, top_k=2, experts=8)
+    for announcer in (sampler, trainer):
+        await announcer.update(msgspec.structs.replace(announcer.record, routing=routing, adapts=False))
+    await edges.discovery.refresh()
+    (listed,) = (await alice("ListModels", models_pb2.ListModelsRequest())).models
+    assert listed.tells_routed_experts and listed.replays_routed_experts
+    await alice("Sample", base)
+    adapter = sampling_pb2.SampleRequest()
+    adapter.CopyFrom(base)
+    adapter.sampling_session_id = session
+    assert await status(alice("Sample", adapter)) is grpc.StatusCode.INVALID_ARGUMENT
+    await sampler.update(msgspec.structs.replace(sampler.record, adapts=True))
+    await edges.discovery.refresh()
+    await alice("Sample", adapter)
 
 
 async def test_a_sample_is_given_up(edges: Edges, channel: grpc.aio.Channel) -> None:
