@@ -5,6 +5,7 @@
     stream.py    the same bytes in buckets, for what is too large to copy
     side_streams.py streams of a device beside those that compute
     store.py     rendezvous over Redis
+    within.py    a deadline for what has none of its own
     gloo.py      host memory
     nccl.py      device memory
 
@@ -14,7 +15,15 @@ bytes (by checksum) or an error; every step has a deadline.
 Imported by trainer and sampler, never by the gateway; imports state, process and contract.
 """
 
-from services.common.weights.base import BUCKET_BYTES, WeightGroup, nbytes, pack, specs_of, unpack
+from services.common.weights.base import (
+    BUCKET_BYTES,
+    WeightGroup,
+    most_seconds,
+    nbytes,
+    pack,
+    specs_of,
+    unpack,
+)
 from services.common.weights.checksums import checksum
 from services.common.weights.membership import join
 from services.common.weights.store import NotMet
@@ -27,6 +36,7 @@ __all__ = [
     "buckets",
     "checksum",
     "join",
+    "most_seconds",
     "nbytes",
     "pack",
     "specs_of",

@@ -7,6 +7,7 @@ one buffer (`pack`); a large one is streamed from where it is (`stream.py`). Bot
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -19,10 +20,19 @@ from services.common.weights.checksums import Checksum
 BUCKET_BYTES = 64 * 1024 * 1024
 """Most bytes of one broadcast; a larger buffer goes in several."""
 
+SLOWEST_BYTES_PER_S = 20e6
+_MEMBER_S = 10.0
+"""In which a member takes part that is there, however busy."""
+
 _ALIGNMENT = 16
 
 Arrived = Callable[[torch.Tensor], None]
 """Is given what came, uint8, where the medium has it, before it goes anywhere else."""
+
+
+def most_seconds(size: int) -> float:
+    """Within which so many bytes have gone to all members that are there. Pure."""
+    return _MEMBER_S + size / SLOWEST_BYTES_PER_S
 
 
 def padded(size: int) -> int:
@@ -106,14 +116,19 @@ class WeightGroup(abc.ABC):
         Raises:
             TimeoutError, RuntimeError: as `broadcast`.
         """
-        self._transfer(torch.zeros(1, dtype=torch.uint8), timeout)
+        self._check_whole()
+        self._broadcast_bucket(torch.zeros(1, dtype=torch.uint8), timeout, lambda _: None)
 
     def broadcast(self, buffer: torch.Tensor, timeout: float) -> None:
         """Sends a uint8 buffer from rank 0 to all others.
 
+        Args:
+            timeout: seconds for all of it. A bucket has `most_seconds` of its own bytes, so that a member
+                that hangs is not waited for as long as the rest would take.
+
         Raises:
-            TimeoutError: a member did not take part in a bucket within `timeout` seconds.
-            RuntimeError: the connection to a member broke.
+            TimeoutError, RuntimeError: a member did not take part in a bucket in time, or all of it took too
+                long; or the connection to a member broke.
         """
         self.broadcast_buckets(buffer.split(BUCKET_BYTES), timeout)
 
@@ -126,8 +141,9 @@ class WeightGroup(abc.ABC):
             TimeoutError, RuntimeError: as `broadcast`.
         """
         failpoints.hit("trainer.mid_broadcast")
+        until = time.monotonic() + timeout
         for bucket in buckets:
-            self._transfer(bucket, timeout)
+            self._transfer(bucket, until)
 
     def receive(self, size: int, timeout: float) -> tuple[torch.Tensor, int]:
         """Receives `size` bytes from rank 0: uint8 [size] in host memory, and their checksum, which is of
@@ -137,10 +153,11 @@ class WeightGroup(abc.ABC):
             TimeoutError, RuntimeError: as `broadcast`.
         """
         failpoints.hit("sampler.mid_receive")
+        until = time.monotonic() + timeout
         buffer, checksum = torch.empty(size, dtype=torch.uint8), Checksum()
         for start in range(0, size, BUCKET_BYTES):
             bucket = buffer[start : start + BUCKET_BYTES]
-            self._transfer(bucket, timeout, partial(checksum.add, offset=start))
+            self._transfer(bucket, until, partial(checksum.add, offset=start))
         return buffer, checksum.value(size)
 
     def discard(self, size: int, timeout: float) -> None:
@@ -149,14 +166,21 @@ class WeightGroup(abc.ABC):
         Raises:
             TimeoutError, RuntimeError: as `broadcast`.
         """
+        until = time.monotonic() + timeout
         scratch = torch.empty(min(size, BUCKET_BYTES), dtype=torch.uint8)
         for start in range(0, size, BUCKET_BYTES):
-            self._transfer(scratch[: size - start], timeout)
+            self._transfer(scratch[: size - start], until)
 
-    def _transfer(self, bucket: torch.Tensor, timeout: float, arrived: Arrived = lambda _: None) -> None:
+    def _transfer(self, bucket: torch.Tensor, until: float, arrived: Arrived = lambda _: None) -> None:
+        self._check_whole()
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the transfer took too long")
+        self._broadcast_bucket(bucket, min(left, most_seconds(bucket.numel())), arrived)
+
+    def _check_whole(self) -> None:
         if self._aborted:
             raise RuntimeError(f"weight group {self.epoch} was given up")
-        self._broadcast_bucket(bucket, timeout, arrived)
 
     @abc.abstractmethod
     def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float, arrived: Arrived) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc.aio
 
+from services.common.contract.errors import DeadlineExceeded
 from services.common.process import rpc
 
 NOT_IN_GROUP, STILL_RECEIVING = "not_in_group", "still_receiving"
@@ -35,6 +36,19 @@ def moved(calls: Iterable[asyncio.Future[Any]]) -> bool:
 def is_silence(answer: object) -> bool:
     """Whether a call failed without a word from the other side."""
     return isinstance(answer, BaseException) and not code(answer)
+
+
+def waited_in_vain(own: BaseException | None, answers: Sequence[object]) -> bool:
+    """Whether some end of a transfer waited for another until its deadline, and nobody is known to be gone:
+    so somebody hangs, who says nothing, and the others say so once they have waited as long.
+
+    Args:
+        own: what the sending end failed with; None: it did not, or not yet.
+        answers: as of `at_fault`.
+    """
+    if any(map(is_silence, answers)):
+        return False
+    return own is not None or any(code(answer) == DeadlineExceeded.default_code for answer in answers)
 
 
 def at_fault(answers: Sequence[object], absent: Sequence[bool]) -> list[bool]:

@@ -32,7 +32,15 @@ from services.common.tls.wires import Identity
 from services.common.weights.medium import Medium, choose_medium
 from services.trainer.compute.data import LoraSpec
 from services.trainer.convert import lora_to_pb
-from services.trainer.publish.answers import STILL_RECEIVING, at_fault, code, described, failure, is_silence
+from services.trainer.publish.answers import (
+    STILL_RECEIVING,
+    at_fault,
+    code,
+    described,
+    failure,
+    is_silence,
+    waited_in_vain,
+)
 from services.trainer.publish.answers import moved as is_moved
 from services.trainer.publish.cargo import Cargo, on_host, packed_adapter, whole_model
 from services.trainer.publish.leaving import Leaving
@@ -45,8 +53,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 20.0
-SEND_TIMEOUT_S = 10.0
-SLOWEST_BYTES_PER_S = 20e6
 _ANSWER_S = 5.0
 LEFT_OUT_S = 60.0
 LEFT_OUT = Counter(
@@ -150,7 +156,7 @@ class Broadcaster:
                     for spec in cargo.specs
                 ],
                 checksum=cargo.checksum,
-                timeout_seconds=SEND_TIMEOUT_S + cargo.nbytes / SLOWEST_BYTES_PER_S,
+                timeout_seconds=weights.most_seconds(cargo.nbytes),
             )
             have_it, moved = await self._transfer(group, cargo, request)
             if not moved:
@@ -333,10 +339,13 @@ class Broadcaster:
             [own, *calls], timeout=limit + _ANSWER_S, return_when=asyncio.FIRST_EXCEPTION
         )
         first_answers = [failure(call) for call in calls]
+        in_vain = waited_in_vain(failure(own), first_answers)
         if unfinished and not is_moved(calls):
             # The others may wait in vain for the one that failed; who has the snapshot says so soon.
-            await asyncio.wait(unfinished, timeout=_ANSWER_S)
-        late = asyncio.get_running_loop().time() - began >= limit
+            early = in_vain and asyncio.get_running_loop().time() - began < limit
+            bucket_s = weights.most_seconds(weights.BUCKET_BYTES) if early else 0.0
+            await asyncio.wait(unfinished, timeout=bucket_s + _ANSWER_S)
+        late = in_vain or asyncio.get_running_loop().time() - began >= limit
         blamed = at_fault(first_answers, [late and _is_silent(call) for call in calls])
         moved = [m for m, c in zip(group.members, calls, strict=True) if is_moved([c])]
         have_it = []

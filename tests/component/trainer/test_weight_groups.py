@@ -12,7 +12,9 @@ import pytest
 import redis.asyncio
 import torch
 
+from services.common import weights
 from services.common.contract.tensors import from_values
+from services.common.weights import base
 from services.common.weights.gloo import GlooGroup
 from services.trainer.compute.data import LoraSpec
 from services.trainer.publish import broadcast
@@ -90,12 +92,21 @@ class Hanging(Receiver):
         raise AssertionError
 
 
-@pytest.mark.parametrize("joins", [False, True], ids=["joining", "receiving"])
+@pytest.mark.parametrize(
+    ("joins", "bytes_per_s"),
+    [(False, 20e6), (True, 20e6), (True, 4.0)],
+    ids=["joining", "receiving", "receiving the first of many buckets"],
+)
 async def test_a_member_that_hangs_is_left_out_and_nobody_else(
-    sender: Broadcaster, redis_url: str, monkeypatch: pytest.MonkeyPatch, joins: bool
+    sender: Broadcaster, redis_url: str, monkeypatch: pytest.MonkeyPatch, joins: bool, bytes_per_s: float
 ) -> None:
     monkeypatch.setattr(broadcast, "JOIN_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(broadcast, "SEND_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(base, "_MEMBER_S", 2.0)
+    monkeypatch.setattr(base, "SLOWEST_BYTES_PER_S", bytes_per_s)
+    if bytes_per_s == 4.0:
+        # Of 192 bytes in all.
+        for module in (base, weights):
+            monkeypatch.setattr(module, "BUCKET_BYTES", 4)
     monkeypatch.setattr(broadcast, "_ANSWER_S", 1.0)
     hanging = Hanging(redis_url, "b", joins=joins)
     with Receiver(redis_url, "a") as a, hanging, Receiver(redis_url, "c") as c:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Event
@@ -14,8 +15,10 @@ import torch
 from services.common import weights
 from services.common.state import keys
 from services.common.state.redis_client import connect_sync
-from services.common.weights import base, nccl
+from services.common.weights import base, membership, nccl
+from services.common.weights import within as within_module
 from services.common.weights.store import RedisStore
+from services.common.weights.within import within
 
 
 def adapter(seed: int) -> dict[str, torch.Tensor]:
@@ -197,6 +200,98 @@ def test_a_group_over_nccl_is_watched_by_nobody_who_would_end_the_process_and_ot
         assert os.environ[setting] == "1"
         raise RuntimeError("no device")
     assert os.environ.get(setting) == theirs
+
+
+class Recorded(weights.WeightGroup):
+    """A medium that writes down how long it may take, and takes no time."""
+
+    def __init__(self, now: list[float], seconds: float = 0.0) -> None:
+        super().__init__(1, 0, 2)
+        self.limits: list[float] = []
+        self._now, self._seconds = now, seconds
+
+    def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float, arrived: base.Arrived) -> None:
+        self.limits.append(timeout)
+        self._now[0] += self._seconds
+
+    def _abort_medium(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("way", ["broadcast", "receive", "discard"])
+def test_a_bucket_has_the_deadline_of_its_own_bytes_and_all_of_them_the_deadline_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(base, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(base, "SLOWEST_BYTES_PER_S", 1000.0)
+    now = [100.0]
+    monkeypatch.setattr(base.time, "monotonic", lambda: now[0])
+
+    def transfer(group: weights.WeightGroup, seconds: float) -> None:
+        what = torch.zeros(10_000, dtype=torch.uint8) if way == "broadcast" else 10_000
+        getattr(group, way)(what, seconds)
+
+    group = Recorded(now)
+    transfer(group, 300.0)
+    assert group.limits == [14.0, 14.0, 12.0]
+    group = Recorded(now, seconds=9.0)
+    transfer(group, 20.0)
+    assert group.limits == [14.0, 11.0, 2.0]
+    with pytest.raises(TimeoutError, match="took too long"):
+        transfer(Recorded(now, seconds=9.0), 18.0)
+
+
+def test_a_member_that_comes_no_further_than_the_meeting_costs_no_more_than_the_deadline(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    class Waits(Recorded):
+        """As a communicator that is made waits for a rank that does not connect."""
+
+        def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float, arrived: base.Arrived) -> None:
+            assert ended.wait(60)
+
+        def _abort_medium(self) -> None:
+            assert ended.wait(60)
+
+    monkeypatch.setattr(membership, "_group", lambda *_: Waits([0.0]))
+    monkeypatch.setattr(membership, "_ABORT_S", 0.1)
+    RedisStore(connect_sync(redis_url), keys.weight_store("org/model", 20), 5).set("here/1", b"1")
+    try:
+        with pytest.raises(TimeoutError, match="no greeting in weight group 20 within"):
+            weights.join("org/model", 20, 0, 2, "cpu", redis_url, 0.5)
+    finally:
+        ended.set()
+
+
+def test_of_what_never_comes_back_there_is_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(within_module, "MOST_LEFT_BEHIND", 2)
+    monkeypatch.setattr(within_module, "_left_behind", set())
+    ended, began = threading.Event(), []
+
+    def hangs() -> None:
+        began.append(1)
+        assert ended.wait(60)
+
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="no end of it within"):
+            within(0.01, "end of it", hangs)
+    with pytest.raises(TimeoutError, match="2 others never came back"):
+        within(60, "end of it", hangs)
+    assert len(began) == 2
+    ended.set()
+    while not all(one.done() for one in within_module._left_behind):
+        time.sleep(0.001)
+    assert within(60, "sum", lambda: 1 + 1) == 2
+
+
+def test_an_error_that_comes_in_time_is_the_work_s_own() -> None:
+    def fails() -> None:
+        raise TimeoutError("of the medium")
+
+    with pytest.raises(TimeoutError, match="of the medium"):
+        within(60, "greeting", fails)
 
 
 def test_an_aborted_group_sends_and_receives_nothing_more(redis_url: str) -> None:
