@@ -6,7 +6,7 @@ of them the first. This one is for a fixed number of nodes that know their ranks
 Invariant: the store listens on the head's address and on no other. Every start of the head is a meeting of
 its own, to which each node comes once: one that comes back waits for the head's next start. Whoever waits
 for the others does it for as long as was said, and then says who is not there. A follower hears what the head
-refused before the head ends, and that it has ended.
+refused before the head ends, and that it has ended; one that cannot hear it ends with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from services.common.contract.errors import Unavailable
+from services.common.contract.errors import Internal, Unavailable
 from services.common.weights.rendezvous import meeting_store
 from services.common.worlds.nodes import Nodes
 from services.trainer.world import refusals
@@ -54,6 +54,8 @@ class Rendezvous(RendezvousHandler):
         self._said = ""
         self._head_ended = math.inf
         """When a follower heard it, in seconds of the monotonic clock."""
+        self._deaf: Exception | None = None
+        """Why a follower hears nothing any more."""
 
     def get_backend(self) -> str:
         return "tinsmith"
@@ -118,9 +120,18 @@ class Rendezvous(RendezvousHandler):
         return refusals.heard(self._store)
 
     def is_over(self) -> bool:
-        """Whether this node's ranks, which live, wait for a world that there will not be."""
+        """Whether this node's ranks, which live, wait for a world that there will not be.
+
+        Raises:
+            Internal: this node cannot find out any more. It would wait for ever.
+        """
         if self._nodes.rank == 0:
             return bool(self.refusal())
+        if self._deaf is not None:
+            why = f"{type(self._deaf).__name__}: {self._deaf}"
+            raise Internal(
+                f"node {self._nodes.rank} does not hear the head any more, and ends: {why}"
+            ) from self._deaf
         return time.monotonic() - self._head_ended > _ENDS_S
 
     def until_heard(self) -> None:
@@ -132,6 +143,14 @@ class Rendezvous(RendezvousHandler):
 
     def _hear_the_head(self) -> None:
         """Of a follower, on a connection of its own: nobody else waits on it where a machine is lost."""
+        try:
+            self._listen()
+        except Exception as error:
+            log.exception("the head cannot be heard any more")
+            self._deaf = error
+
+    def _listen(self) -> None:
+        """Returns once the head has ended."""
         nodes, silent = self._nodes, 0
         while silent < _SILENT:
             address = _answering(nodes.host, nodes.port)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from services.common.contract.errors import Unavailable
+from services.common.contract.errors import Internal, Unavailable
 from services.common.worlds.nodes import Nodes
 from services.launcher.machine import free_port
 from services.trainer.world import refusals, rendezvous
@@ -115,6 +115,20 @@ def test_a_follower_whose_head_has_gone_without_a_word_does_not_wait_for_its_ran
     del head
     becomes_over(follower)
     assert follower.refusal() == ""
+
+
+def test_a_follower_that_cannot_hear_its_head_any_more_ends_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: object) -> str:
+        raise ValueError("not what a store says")
+
+    monkeypatch.setattr(rendezvous, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(refusals, "heard", fails)
+    head, follower = both(free_port())
+    with pytest.raises(Internal, match=r"node 1 does not hear the head any more.*not what a store says"):
+        becomes_over(follower)
+    del head
 
 
 def test_a_head_does_not_wait_for_a_follower_that_never_hears_it(monkeypatch: pytest.MonkeyPatch) -> None:
