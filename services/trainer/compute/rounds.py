@@ -106,8 +106,9 @@ class Rounds:
         self._world_size = world_size
         self.shares_prefixes = shares_prefixes
         self._device = base.device
-        self._fitted = 0
-        """Tokens of the largest micro-batch of several sequences that ran and all ranks took part in."""
+        self._fitted = {False: 0, True: 0}
+        """Tokens of the largest micro-batch of several sequences that ran and all ranks took part in, without
+        a backward pass, which takes a fraction of the memory, and with one."""
 
     def run(self, work: Pass, failures: Mapping[int, Failure]) -> tuple[list[RowResult], dict[int, Failure]]:
         """Runs this rank's micro-batches; its results, and the operations that failed while running."""
@@ -121,7 +122,7 @@ class Rounds:
         for row in (row for rows, split in kept if split for row in rows):
             # NCCL counts from when the host asks, which is long before the device has come so far.
             within = patience(part_seconds(work, self._world_size, self._device))
-            with self._together(work.ops, [row], row.length), within:
+            with self._together(work.ops, [row], row.length, True), within:
                 leaving = self._run_split(model, work.ops, row)
             loads = [load + Share(0, self._world_size, row.length).size for load in loads]
             # All ranks came to the same.
@@ -142,13 +143,14 @@ class Rounds:
                 load + sum(tokens[batch] for batch in own) for load, own in zip(loads, dealt, strict=True)
             ]
             ops = work.ops
+            beside = max((size for size, rows in zip(tokens, parts, strict=True) if len(rows) > 1), default=0)
             jobs = [parts[batch] for batch in dealt[self._rank]]
             if model.collective:
                 jobs += [[]] * (max(map(len, dealt)) - len(jobs))
             for started in in_turn(
                 jobs,
                 partial(self._prepared, ops, failed),
-                partial(self._start, model, ops, grad, failed),
+                partial(self._start, model, ops, grad, failed, beside),
             ):
                 results += [result for each in started for result in each.results()]
         BUSIEST.inc(max(loads))
@@ -176,6 +178,7 @@ class Rounds:
         ops: Sequence[PassOp],
         grad: bool,
         failed: dict[int, Failure],
+        beside: int,
         rows: Sequence[Row],
         ready: _Ready | None,
     ) -> list[Leaving]:
@@ -187,7 +190,7 @@ class Rounds:
                 tokens = computed_tokens(left, shared=self.shares_prefixes)
             else:
                 tokens = ready.batch.tokens.numel()
-            with self._together(ops, left, tokens):
+            with self._together(ops, left, tokens, grad, beside):
                 # What could not be made while another one ran may lack memory here, too.
                 return [self._run(model, ops, ready or self._ready(ops, left), grad)]
         return self._start_or_split(model, ops, grad, failed, left, ready) if left else []
@@ -234,26 +237,38 @@ class Rounds:
         return started
 
     @contextmanager
-    def _together(self, ops: Sequence[PassOp], rows: Sequence[Row], tokens: int) -> Iterator[None]:
+    def _together(
+        self, ops: Sequence[PassOp], rows: Sequence[Row], tokens: int, grad: bool, beside: int = 0
+    ) -> Iterator[None]:
         """Within it this rank computes so many tokens and the others take part.
+
+        Args:
+            beside: tokens of the pass's largest micro-batch of several sequences, on whichever rank.
 
         Raises:
             LacksMemory: this rank has none for its rows. What fitted before was not too large: if this is
-                smaller, something else takes more than it did, and larger ones would be next.
+                smaller, something else takes more than it did, and larger ones would be next. Or it has none
+                for nothing but its part in the others': no operation is to blame for what it keeps, and less
+                at once leaves it more, until each micro-batch is of one sequence.
         """
         try:
             yield
         except Exception as error:
-            if not rows or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
+                raise
+            if not rows and beside:
+                why = f"out of device memory on no rows, beside a micro-batch of {beside} tokens"
+                raise LacksMemory(max(beside, self._fitted[grad]) // 2, None, why) from error
+            if not rows:
                 raise
             if len(rows) == 1:
                 op = ops[rows[0].op]
                 why = explained(error, rows).message
                 raise LacksMemory(0, (op.model_id, op.seq_id), why) from error
             why = f"out of device memory on a micro-batch of {len(rows)} rows, {tokens} tokens"
-            raise LacksMemory(max(tokens, self._fitted) // 2, None, why) from error
+            raise LacksMemory(max(tokens, self._fitted[grad]) // 2, None, why) from error
         if len(rows) > 1:
-            self._fitted = max(self._fitted, tokens)
+            self._fitted[grad] = max(self._fitted[grad], tokens)
 
     def _computes(self, work: Pass) -> BaseModel | FullModel:
         """The model that a pass runs on."""

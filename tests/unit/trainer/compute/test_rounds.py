@@ -87,9 +87,9 @@ class Head:
 
 
 class Rank:
-    """The first rank of a world, with one adapter on the head."""
+    """A rank of a world, with one adapter on the head."""
 
-    def __init__(self, world_size: int = 1) -> None:
+    def __init__(self, world_size: int = 1, rank: int = 0) -> None:
         self.base = Head()
         adapter = Adapter(LoraSpec(2, seed=0), {"lm_head": LinearShape(HIDDEN, VOCAB)}, "m", "cpu", HIDDEN)
         adapter.flat.copy_(torch.linspace(-0.3, 0.3, adapter.flat.numel()))
@@ -99,7 +99,7 @@ class Rank:
             cast(BaseModel, self.base),
             self.base.router,
             {"m": self.tenant},
-            0,
+            rank,
             world_size,
             shares_prefixes=True,
         )
@@ -161,9 +161,10 @@ def test_what_does_not_fit_runs_in_halves_and_what_was_made_meanwhile_goes_on(
     torch.testing.assert_close(rank.gradient(1), whole.gradient(1))
 
 
-def collective_rank(refuses: Callable[[int], bool]) -> Rank:
-    """One that other ranks wait for in every micro-batch, which is refused memory for some of them."""
-    rank = Rank()
+def collective_rank(refuses: Callable[[int], bool], world_size: int = 1) -> Rank:
+    """One that other ranks wait for in every micro-batch, which is refused memory for some of them. Of two
+    it is the last."""
+    rank = Rank(world_size, world_size - 1)
     rank.base.collective = True
     rank.base.refuses = lambda tokens: torch.OutOfMemoryError("no memory") if refuses(tokens) else None
     return rank
@@ -210,10 +211,28 @@ def test_what_cannot_even_be_made_for_want_of_memory_is_raised_with_half_of_what
     assert (caught.value.tokens, caught.value.operation) == (0, ("m", 2))
 
 
-def test_a_rank_without_memory_for_what_has_no_rows_blames_nobody() -> None:
-    rank = collective_rank(lambda tokens: True)
-    with pytest.raises(torch.OutOfMemoryError), rank.rounds._together(OPS, [], 1):
-        raise torch.OutOfMemoryError("no memory")
+def test_what_only_ran_forward_says_nothing_of_what_fits_with_a_backward_pass() -> None:
+    # 21 tokens fit without one, and less than half of that with one.
+    rank = collective_rank(lambda tokens: tokens == 11)
+    forward = [replace(op, forward_only=True) for op in OPS]
+    rank.rounds.run(Pass(forward, [MicroBatch(ROWS[:3])]), {})
+    assert rank.base.scored == [21]
+    with pytest.raises(LacksMemory) as caught:
+        rank.run(ROWS[2:])
+    assert caught.value.tokens == 5
+
+
+def test_a_rank_without_memory_for_what_has_no_rows_blames_nobody_and_has_the_others_compute_less() -> None:
+    rank = collective_rank(lambda tokens: tokens == 1, world_size=2)
+    with pytest.raises(LacksMemory, match="on no rows, beside a micro-batch of 21 tokens") as caught:
+        rank.run(ROWS[:3])
+    assert (caught.value.tokens, caught.value.operation) == (10, None)
+
+
+def test_where_the_others_compute_one_sequence_each_less_at_once_helps_no_rank_without_rows() -> None:
+    rank = collective_rank(lambda tokens: tokens == 1, world_size=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        rank.run(ROWS[:1])
 
 
 def test_of_an_operation_that_failed_nothing_runs_any_more_and_others_run() -> None:
