@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +117,7 @@ def incoming_from_pb(pb: sampler_pb2.ReceiveSnapshotRequest) -> IncomingSnapshot
 
 
 def output_to_pb(output: SampleOutput) -> sampler_pb2.SampleResponse:
-    """A successful answer."""
+    """A successful answer, but for what `answer` adds."""
     result = sampling_pb2.SampleResult(
         sequences=[_sequence_to_pb(sequence) for sequence in output.sequences],
         prompt_cache_hit_tokens=output.cached_prompt_tokens,
@@ -150,14 +151,30 @@ def _delta_to_pb(part: NewTokens) -> sampler_pb2.SequenceDelta:
     return sampler_pb2.SequenceDelta(index=part.index, start=part.start, added=added, version=part.version)
 
 
-def bytes_to_keep(response: sampler_pb2.SampleResponse) -> int | None:
-    """Size of an answer that a repeat of the request may be given; None = it has to be asked anew."""
-    return response.ByteSize() if response.HasField("result") else None
+class Answer(NamedTuple):
+    """What a request is answered with, and its bytes where a repeat of the request may be given it; None = it
+    has to be asked anew."""
+
+    response: sampler_pb2.SampleResponse
+    bytes_to_keep: int | None
 
 
-def error_to_pb(error: BaseException) -> sampler_pb2.SampleResponse:
+def answer(output: SampleOutput) -> Answer:
+    """A successful answer. Experts may be 64 MiB, which are copied when a message becomes a part of another
+    one, and when a message is asked for its size: they come last, to where they belong."""
+    response = output_to_pb(output)
+    size = response.ByteSize()
+    for sequence, pb in zip(output.sequences, response.result.sequences, strict=True):
+        if sequence.experts is not None:
+            pb.routed_experts.ids = sequence.experts.tobytes()
+            pb.routed_experts.shape.extend(sequence.experts.shape)
+            size += sequence.experts.nbytes
+    return Answer(response, size)
+
+
+def refusal(error: BaseException) -> Answer:
     """A failure of the request itself."""
-    return sampler_pb2.SampleResponse(error=errors.to_pb(error))
+    return Answer(sampler_pb2.SampleResponse(error=errors.to_pb(error)), None)
 
 
 def snapshot_to_pb(key: SnapshotKey) -> sampler_pb2.Snapshot:
@@ -169,9 +186,6 @@ def _sequence_to_pb(sequence: Sequence) -> sampling_pb2.SampledSequence:
     pb.stop_reason = _STOP_REASONS[sequence.stop_reason]
     for span in sequence.versions:
         pb.versions.add(version=span.version, tokens=span.tokens, kv_kept=span.kv_kept)
-    if sequence.experts is not None:
-        told = types_pb2.RoutedExperts(ids=sequence.experts.tobytes(), shape=sequence.experts.shape)
-        pb.routed_experts.CopyFrom(told)
     return pb
 
 

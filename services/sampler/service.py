@@ -15,6 +15,7 @@ from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
 from services.common.telemetry import subject
 from services.sampler import convert
+from services.sampler.convert import Answer
 from services.sampler.engine.sampling import ServedTokenizer, Tell
 from services.sampler.requests.admission import Admission
 from services.sampler.requests.generations import Generations
@@ -42,7 +43,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(
         self,
         engine: ObservedEngine,
-        generations: Generations[sampler_pb2.SampleResponse],
+        generations: Generations[Answer],
         samples: Samples,
         admission: Admission,
         snapshots: Snapshots,
@@ -61,11 +62,11 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         if not self._generations.knows(name):
             self._refuse_when_draining()
         self._samples.move(name, convert.snapshot_from_pb(request.snapshot))
-        response = await self._generations.answer(
+        answer = await self._generations.answer(
             name, convert.digest_of(request), lambda: self._generate(request), request.wait_seconds or None
         )
         await failpoints.reach("sampler.before_reply")
-        return response or convert.progress_to_pb(self._engine.tokens_of(name))
+        return answer.response if answer else convert.progress_to_pb(self._engine.tokens_of(name))
 
     async def StreamSample(
         self, request: sampler_pb2.StreamSampleRequest, context: Any
@@ -83,17 +84,16 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
         try:
             async for new in stream.until(answer, sample.wait_seconds or None):
                 yield convert.new_tokens_to_pb(new)
-            yield sampler_pb2.StreamSampleResponse(last=await answer)
+            last = await answer
+            yield sampler_pb2.StreamSampleResponse(last=last.response if last else None)
         finally:
             await cancel_all([answer])
 
-    async def _generate(
-        self, request: sampler_pb2.SampleRequest, tell: Tell | None = None
-    ) -> sampler_pb2.SampleResponse:
+    async def _generate(self, request: sampler_pb2.SampleRequest, tell: Tell | None = None) -> Answer:
         try:
-            return convert.output_to_pb(await self._samples.run(convert.sample_job_from_pb(request), tell))
+            return convert.answer(await self._samples.run(convert.sample_job_from_pb(request), tell))
         except (InvalidRequest, GivenUp) as error:
-            return convert.error_to_pb(error)
+            return convert.refusal(error)
 
     async def EndSample(
         self, request: sampler_pb2.EndSampleRequest, context: Any

@@ -24,7 +24,6 @@ from services.sampler.snapshots.full_snapshots import FullSnapshots
 from services.sampler.snapshots.residency import Residency
 from services.sampler.snapshots.snapshots import Snapshots
 from services.sampler.snapshots.staging import Staging
-from tinsmith.internal.v1 import sampler_pb2
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Parts:
     """What a replica starts and ends."""
 
     full: FullSnapshots
-    generations: Generations[sampler_pb2.SampleResponse]
+    generations: Generations[convert.Answer]
     suspects: Suspects
     service: SamplerService
 
@@ -41,7 +40,7 @@ def build(config: SamplerConfig, engine: Engine) -> Parts:
     """The parts around an engine that stands. Must be called in the loop that uses it."""
     data_dir = DataDir(config.data_dir)
     full = FullSnapshots(engine, data_dir, Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers))
-    # Workers of one stage have all of an adapter each, those of another the rest.
+    # Workers of one stage have at most all of an adapter each, those of another the rest.
     copies = config.tensor_parallel_size
     residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id, copies)
     slots = AdapterSlots(config.max_loras)
@@ -50,7 +49,7 @@ def build(config: SamplerConfig, engine: Engine) -> Parts:
     ledger = CrashLedger[str](data_dir.run / f"{config.id}.executing", str, "sampler")
     suspects = Suspects(ledger, lambda: engine.dead)
     samples = Samples(engine, snapshots, admission, suspects)
-    generations = Generations(convert.bytes_to_keep)
+    generations = Generations[convert.Answer](lambda answer: answer.bytes_to_keep)
     service = SamplerService(engine, generations, samples, admission, snapshots)
     return Parts(full, generations, suspects, service)
 

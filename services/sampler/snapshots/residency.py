@@ -31,7 +31,8 @@ class Residency:
             budget_bytes: bytes of tensors to keep, of all workers. Snapshots in use or waited for, and the
                 newest, stay even when they alone exceed it.
             first_adapter_id: ids count up from here.
-            copies: workers that each keep all of what they load; what is in the store once takes so much.
+            copies: workers that each keep up to all of what they load; until it is loaded, what is in the
+                store once counts for so much.
         """
         self._budget = budget_bytes
         self._next_id = first_adapter_id

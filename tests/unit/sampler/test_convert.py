@@ -55,7 +55,7 @@ def test_experts_are_told_in_as_few_bytes_as_their_ids_take() -> None:
     assert convert.sample_job_from_pb(asked).routed_experts
     experts = np.arange(24, dtype="<u2").reshape(4, 3, 2)[1:]
     sequences = [Sequence("stop", [1], [-1.0], experts=told) for told in (experts, None)]
-    first, second = convert.output_to_pb(SampleOutput(sequences, 0)).result.sequences
+    first, second = convert.answer(SampleOutput(sequences, 0)).response.result.sequences
     assert list(first.routed_experts.shape) == [3, 3, 2]
     assert first.routed_experts.ids == experts.tobytes()
     assert not second.HasField("routed_experts")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grpc
 import grpc.aio
@@ -22,7 +22,7 @@ from services.common.process import rpc
 from services.common.process.serving.server_limits import MAX_MESSAGE_BYTES
 from services.common.process.tasks import cancel_all
 from tinsmith.internal.v1 import carrier_pb2, carrier_pb2_grpc
-from tinsmith.internal.v1.carrier_pb2 import CarriedAnswer, CarriedCall, CarryRequest, CarryResponse
+from tinsmith.internal.v1.carrier_pb2 import CarriedCall, CarryRequest, CarryResponse
 
 TOGETHER_BYTES = 2**20
 _MOST_BYTES = MAX_MESSAGE_BYTES - 2**10
@@ -93,6 +93,15 @@ class _Methods:
         self.handlers |= {f"/{service}/{method}": handler for method, handler in handlers.items()}
 
 
+class _Due(NamedTuple):
+    """An answer that is to be sent: the number of its call and what CarriedAnswer has besides. What is made
+    of it is made in the message that carries it: large ones are copied once less."""
+
+    fields: Mapping[str, Any]
+    size: int
+    sent: asyncio.Future[None] | None
+
+
 class _Line:
     """One stream: the calls that it carries, and the answers that are due."""
 
@@ -103,7 +112,7 @@ class _Line:
         self._context = context
         self._tells = tells
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._due: deque[tuple[CarriedAnswer, int, asyncio.Future[None] | None]] = deque()
+        self._due: deque[_Due] = deque()
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -144,16 +153,16 @@ class _Line:
             await self._changed.wait()
 
     def _together(self) -> tuple[CarryResponse, list[asyncio.Future[None]]]:
-        found: list[CarriedAnswer] = []
+        together = CarryResponse()
         sent: list[asyncio.Future[None]] = []
         size = 0
-        while self._due and (not found or size + self._due[0][1] <= TOGETHER_BYTES):
-            answer, answer_size, future = self._due.popleft()
-            found.append(answer)
-            size += answer_size
-            if future is not None:
-                sent.append(future)
-        return CarryResponse(answers=found), sent
+        while self._due and (not together.answers or size + self._due[0].size <= TOGETHER_BYTES):
+            due = self._due.popleft()
+            together.answers.add(**due.fields)
+            size += due.size
+            if due.sent is not None:
+                sent.append(due.sent)
+        return together, sent
 
     def _begin(self, call: CarriedCall) -> None:
         if self._closed:
@@ -193,15 +202,15 @@ class _Line:
         number, request = call.number, handler.request_deserializer(call.request)
         if handler.unary_unary is not None:
             last = self._bytes(handler, await handler.unary_unary(request, self._context), request)
-            self._put(CarriedAnswer(number=number, last=last), len(last))
+            self._put(len(last), number=number, last=last)
             return
         loop = asyncio.get_running_loop()
         async with aclosing(handler.unary_stream(request, self._context)) as replies:
             async for reply in replies:
                 more, sent = self._bytes(handler, reply), loop.create_future()
-                self._put(CarriedAnswer(number=number, more=more), len(more), sent)
+                self._put(len(more), sent, number=number, more=more)
                 await sent
-        self._put(CarriedAnswer(number=number, ended=True))
+        self._put(number=number, ended=True)
 
     def _bytes(self, handler: grpc.RpcMethodHandler, reply: Any, request: Any = None) -> bytes:
         if self._tells:
@@ -212,8 +221,8 @@ class _Line:
         return found
 
     def _fail(self, number: int, error: TinsmithError) -> None:
-        self._put(CarriedAnswer(number=number, failed=errors.to_pb(error)))
+        self._put(number=number, failed=errors.to_pb(error))
 
-    def _put(self, answer: CarriedAnswer, size: int = 0, sent: asyncio.Future[None] | None = None) -> None:
-        self._due.append((answer, size, sent))
+    def _put(self, size: int = 0, sent: asyncio.Future[None] | None = None, **answer: Any) -> None:
+        self._due.append(_Due(answer, size, sent))
         self._changed.set()
