@@ -116,7 +116,7 @@ class Process:
         cores: CPUs it is bound to; empty = any.
         computes: on what, in words; empty = on nothing to speak of.
         alone: it is started when all others are ready, and no other with it: it measures the memory of a GPU
-            that it shares. If a trainer with work by then frees some meanwhile, it ends and starts anew.
+            that it shares, and others need what they have while they load.
     """
 
     name: str

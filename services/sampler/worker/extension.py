@@ -9,8 +9,8 @@ Invariant: an adapter is registered whole and checked, under an id that no reque
 an adapter that is registered has been checked against the engine's slots, so using it cannot fail. What runs
 keeps its slot: an adapter that comes takes a free one or none.
 
-This file, full_weights.py, adapter_rows.py and the rooms adapters, cpu, v1 and v2 are the only ones
-that touch vLLM's worker internals; what is of one model runner alone is behind runner.py.
+This file, full_weights.py, adapter_rows.py and the rooms adapters, cpu, gpu, v1 and v2 are the only
+ones that touch vLLM's worker internals; what is of one model runner alone is behind runner.py.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
 from services.sampler.worker import full_weights, text_models
 from services.sampler.worker.adapters.slots import PackedAdapter
+from services.sampler.worker.gpu import memory
 from services.sampler.worker.jobs import Job, Outcome, Reporter
 from services.sampler.worker.runner import Runner, installed
 
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 
 # A worker imports this file before it loads its model.
 text_models.register()
+memory.correct()
 
 _PEFT_PREFIX = "base_model.model."
 
