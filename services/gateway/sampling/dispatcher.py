@@ -22,12 +22,7 @@ from prometheus_client import Histogram
 from redis.exceptions import RedisError
 
 from services.common.contract import errors
-from services.common.contract.errors import (
-    Overloaded,
-    SnapshotNotFound,
-    TinsmithError,
-    Unavailable,
-)
+from services.common.contract.errors import Overloaded, SnapshotNotFound, TinsmithError, Unavailable
 from services.common.process import failpoints
 from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all
@@ -36,6 +31,7 @@ from services.common.state.journal_records import NOTHING_USED, Accepted, Publis
 from services.common.state.registry import TTL_S
 from services.common.telemetry import subject, tracing
 from services.common.telemetry.metrics import LONG_S
+from services.common.telemetry.repeats import Repeats
 from services.common.telemetry.subject import Subject
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.cluster.base_models import retired
@@ -68,6 +64,7 @@ TURN_SECONDS = Histogram(
 _AUDIT_S = 3.0
 _AUDIT_DEADLINE_S = 60.0
 _LOOK_AGAIN_S = 60.0
+_PAUSED, _UNWRITTEN = "what is paused until the next audit", "results that are written again until they are"
 
 
 @dataclass(frozen=True)
@@ -130,6 +127,7 @@ class SampleDispatcher:
         self._claims = Claims(stores.samples, stores.poison, gateway_id, admission, self._on_claimed)
         self._slots_of: dict[str, FairSlots] = {}
         self._missing_since: dict[str, float] = {}
+        self._away = Repeats(log, "samples wait for Redis")
         self._dispatching = False
         self._audits = Periodic("sample audit", _AUDIT_S, self._audit, _AUDIT_DEADLINE_S)
 
@@ -198,7 +196,7 @@ class SampleDispatcher:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, (RedisError, OSError)):
-            log.warning("sample %s paused, the next audit goes on: %s", request_id, error)
+            self._away.failed(_PAUSED, error)
         else:
             log.error("sample %s broke off, the next audit goes on", request_id, exc_info=error)
 
@@ -282,8 +280,7 @@ class SampleDispatcher:
                 return
             except (RedisError, OSError) as error:
                 attempt += 1
-                if attempt == 1:
-                    log.warning("the result of sample %s is written again until it is: %s", request_id, error)
+                self._away.failed(_UNWRITTEN, error)
             await asyncio.sleep(backoff(attempt))
 
     async def _sample(
@@ -388,6 +385,8 @@ class SampleDispatcher:
             if now - since >= self._settings.dead_after:
                 listed |= await self._take_over(name)
         self._claims.forget(listed)
+        for waited in (_PAUSED, _UNWRITTEN):
+            self._away.over(waited)
 
     async def _take_over(self, gateway_id: str) -> set[str]:
         """Starts what a dead gateway left, as far as there is room; returns that."""

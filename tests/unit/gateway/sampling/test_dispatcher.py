@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+import redis.exceptions
 
 from services.common.contract import ids
 from services.common.state import keys, known_models
+from services.common.state.journal_records import Published
 from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.stores import Stores
@@ -326,3 +328,53 @@ async def test_a_sample_that_cannot_be_read_fails_and_others_run(
         assert (await gateway.result(broken)).error.code == "record_unreadable"
         assert await gateway.tokens(whole) == b"a"
     assert await samples.samples_of("gateway-0") == {"no request"}
+
+
+async def test_while_redis_is_away_the_log_has_no_line_for_each_sample(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with serving(redis_client, ScriptedSampler("a"), "sampler-0"):
+        gateway = await gateway_on()
+        publish, tries = gateway.journal.publish_bytes, list[str]()
+
+        async def refused(request_id: str, *rest: Any) -> Published:
+            tries.append(request_id)
+            if tries.count(request_id) < 3:
+                raise redis.exceptions.ConnectionError("Connection refused")
+            return await publish(request_id, *rest)
+
+        monkeypatch.setattr(gateway.journal, "publish_bytes", refused)
+        samples = [await gateway.sample(number) for number in range(20)]
+        for sample in samples:
+            await gateway.tokens(sample)
+    said = [message for message in caplog.messages if message.startswith("samples wait for Redis: ")]
+    assert "samples wait for Redis: results that are written again until they are: Connection refused" in said
+    # An audit says that it is over, and may come before the last of them.
+    assert len(said) < len(samples) and len(tries) == 3 * len(samples)
+
+
+async def test_samples_that_pause_while_redis_is_away_are_told_of_together(
+    redis_client: redis.asyncio.Redis,
+    gateway_on: GatewayFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gateway = await gateway_on()
+
+    asked: list[str] = []
+
+    async def refused(request_id: str) -> SamplingSessionRecord:
+        asked.append(request_id)
+        raise redis.exceptions.ConnectionError("Connection refused")
+
+    monkeypatch.setattr(gateway.dispatcher._sessions, "of", refused)
+    for number in range(20):
+        await gateway.sample(number)
+    await until(lambda: len(asked) >= 20 and not gateway.dispatcher._running)
+    said = [message for message in caplog.messages if "paused" in message]
+    assert said[0] == "samples wait for Redis: what is paused until the next audit: Connection refused"
+    assert len(said) < 20
