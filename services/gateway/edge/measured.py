@@ -8,7 +8,7 @@ API key: whoever else sends one cannot have us export it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 
@@ -54,12 +54,13 @@ def measured(
         # What is left when the client goes away before it has an answer.
         status = "gone"
 
-        async def told(message: Message) -> None:
+        def told(message: Message) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-            about.sent += len(message.get("body", b""))
-            await send(message)
+            elif tells:
+                about.sent += len(message.get("body", b""))
+            return send(message)
 
         async def heard() -> Message:
             message = await receive()
@@ -68,7 +69,7 @@ def measured(
 
         with nullcontext() if scope["path"].endswith(_PROBES) else tracing.call("HTTP") as span:
             try:
-                await app(scope, heard, told)
+                await app(scope, heard if tells else receive, told)
             finally:
                 route, method = paths.get(scope.get("endpoint"), NO_ROUTE), _method(scope)
                 seconds_of(route, status).observe(time.monotonic() - began)

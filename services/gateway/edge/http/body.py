@@ -49,7 +49,9 @@ class _Known:
 
 def _known(request: Request) -> _Known:
     # Beside Starlette's own: to miss an attribute of `request.state` costs more than reading a small body.
-    found: _Known = request.scope.setdefault(_KNOWN, _Known())
+    found: _Known | None = request.scope.get(_KNOWN)
+    if found is None:
+        found = request.scope[_KNOWN] = _Known()
     return found
 
 
@@ -179,7 +181,9 @@ def end_of(request: Request) -> bytes:
 
 def _note(known: _Known, part: bytes) -> None:
     """Keeps beginning and end of a body, also of one that turns out to be too large."""
-    known.begun = True
+    if not known.begun:
+        known.begun, known.head, known.end = True, part[:_HEAD_BYTES], part[-_END_BYTES:]
+        return
     if len(known.head) < _HEAD_BYTES:
         known.head += part[: _HEAD_BYTES - len(known.head)]
     known.end = (known.end + part[-_END_BYTES:])[-_END_BYTES:]

@@ -19,13 +19,16 @@ import asyncio
 from asyncio.events import TimerHandle
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.common.contract.errors import HeadTooLarge, InvalidRequest, Overloaded, TinsmithError
+from services.gateway.edge.http.wire.cycle import Cycle
 from services.gateway.edge.http.wire.fields import field_of
 
 
@@ -116,6 +119,7 @@ class Connection(HttpToolsProtocol):
         self._known = connections
         self._limits = connections.limits
         self._deadline: TimerHandle | None = None
+        self._until: float | None = None
         self._awaited: tuple[RequestResponseCycle, Any] | None = None
         self._late: TimerHandle | None = None
         self._stuck: TimerHandle | None = None
@@ -123,7 +127,6 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head_is_new = False
         self._unfinished = 0
-        self._head_bytes = 0
         self._receiving = False
         self._refusal: TinsmithError | None = None
 
@@ -140,6 +143,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._known.forget(self)
+        self._until = None
         self._cancel_deadline()
         self._cancel_stuck()
         super().connection_lost(exc)
@@ -165,39 +169,67 @@ class Connection(HttpToolsProtocol):
                 self._wait(self._limits.head_seconds)
             # The parser keeps a field to itself until it is whole.
             self._unfinished += len(data)
-            if self._unfinished > self._limits.head_bytes:
+            limits = self._limits
+            if self._unfinished > limits.head_bytes or len(self.headers) > limits.head_fields:
                 self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
         self._in_head = self._receiving = True
-        self._head_bytes = self._unfinished = 0
+        self._unfinished = 0
         self._head_is_new = self.cycle is None or self.cycle.response_complete
         super().on_message_begin()
 
-    def on_url(self, url: bytes) -> None:
-        self._head_bytes += len(url)
-        if self._head_bytes > self._limits.head_bytes:
-            self._fail(self._too_large())
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Twenty times a request: not through a call.
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > self._limits.head_bytes or len(self.headers) >= self._limits.head_fields:
-            self._fail(self._too_large())
-        name = name.lower()
-        if name == b"expect":
-            self.expect_100_continue |= value.lower() == b"100-continue"
-        self.headers.append((name, value))
+        # Twenty times a request: what else is to be done for each is done for all of them at their end. What
+        # comes after a body is of no use to anybody.
+        if self._in_head:
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        head_bytes = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
+        if head_bytes > self._limits.head_bytes or len(self.headers) > self._limits.head_fields:
+            self._fail(self._too_large())
         most = self._limits.pipelined
         if len(self.pipeline) >= most:
             self._fail(InvalidRequest(f"more than {most} requests were sent ahead of their answers"))
         self._in_head = False
-        self._cancel_deadline()
+        self._until = None
         self._known.note_busy(self)
-        super().on_headers_complete()
+        self._complete_scope()
+        before = self.cycle
+        self.cycle = self._cycle()
+        if before is None or before.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
+
+    def _complete_scope(self) -> None:
+        """What the head says, as uvicorn tells it; but there are no protocols to upgrade to."""
+        scope, url = self.scope, httptools.parse_url(self.url)
+        scope["method"] = self.parser.get_method().decode("ascii")
+        scope["http_version"] = self.parser.get_http_version()
+        path = url.path.decode("ascii")
+        scope["path"] = self.root_path + (unquote(path) if "%" in path else path)
+        scope["raw_path"] = self.root_path.encode("ascii") + url.path
+        scope["query_string"] = url.query or b""
+
+    def _cycle(self) -> Cycle:
+        scope: Any = self.scope
+        expected = field_of(scope, b"expect") or ""
+        return Cycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=expected.lower() == "100-continue",
+            keep_alive=self.scope["http_version"] != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
 
     def on_message_complete(self) -> None:
         self._receiving = False
@@ -231,10 +263,15 @@ class Connection(HttpToolsProtocol):
             self._late = self.loop.call_later(_BODY_S, self._start_awaited)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        """As uvicorn does it, but that only this class bounds how long a connection waits."""
+        self.server_state.total_requests += 1
+        closing = self.transport.is_closing()
+        if not closing:
+            self.flow.resume_reading()
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
         self._bound_wait_for_body()
-        self._unset_keepalive_if_required()
-        if self.transport.is_closing() or (self._receiving and self.cycle.response_complete):
+        if closing or (self._receiving and self.cycle.response_complete):
             self._wait(self._limits.linger_seconds)
         elif self.cycle.response_complete:
             self._wait(self._limits.idle_seconds)
@@ -292,16 +329,29 @@ class Connection(HttpToolsProtocol):
     def _wait(self, seconds: float) -> None:
         """From now on the connection only waits, and not for longer than this."""
         self._known.note_waiting(self)
-        self._cancel_deadline()
         self._unsent = 0
-        self._deadline = self.loop.call_later(seconds, self._expire)
+        self._look_at(self.loop.time() + seconds)
+
+    def _look_at(self, until: float) -> None:
+        """Has `_expire` called then. A timer that runs and ends sooner stays: it looks how long is left, and
+        costs a connection less that waits again and again, as between any two requests."""
+        self._until = until
+        if self._deadline is None or self._deadline.when() > until:
+            self._cancel_deadline()
+            self._deadline = self.loop.call_at(until, self._expire)
 
     def _expire(self) -> None:
+        self._deadline = None
+        if self._until is None:
+            return
+        if self._until > self.loop.time():
+            self._look_at(self._until)
+            return
         unsent = self.transport.get_write_buffer_size()
         if unsent and (not self._unsent or unsent < self._unsent):
             # The last answer is still being taken.
             self._unsent = unsent
-            self._deadline = self.loop.call_later(self._limits.stuck_seconds, self._expire)
+            self._look_at(self.loop.time() + self._limits.stuck_seconds)
         elif unsent or self.transport.is_closing():
             self.cut()
         else:
