@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import hiredis
@@ -25,9 +25,17 @@ import redis
 import redis.asyncio
 import redis.asyncio.sentinel
 import redis.sentinel
+from redis._parsers.hiredis import NOT_ENOUGH_DATA
+from redis.asyncio.client import Pipeline, PubSub
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff, NoBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, MasterDownError, ReadOnlyError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    MasterDownError,
+    ReadOnlyError,
+    ResponseError,
+)
 from redis.retry import Retry
 
 from services.common.contract.errors import InvalidRequest
@@ -164,7 +172,7 @@ _LARGE_BYTES = 6000
 
 
 def _is_large(command: Sequence[Argument]) -> bool:
-    return any(isinstance(word, bytes) and len(word) > _LARGE_BYTES for word in command)
+    return bool([word for word in command if isinstance(word, bytes) and len(word) > _LARGE_BYTES])
 
 
 def packed(command: Sequence[Argument]) -> bytes:
@@ -176,6 +184,35 @@ def packed(command: Sequence[Argument]) -> bytes:
     name, *arguments = command
     # "SCRIPT LOAD" is two words to Redis.
     return hiredis.pack_command((*name.split(), *arguments))  # type: ignore[union-attr]
+
+
+async def round_trip(client: redis.asyncio.Redis, commands: Sequence[bytes]) -> list[Any]:
+    """The replies to commands that were `packed`, in their order and with the errors among them.
+
+    Raises:
+        RedisError: Redis does not answer. What was done of them is not known.
+    """
+    trip = _RoundTrip(client.connection_pool, {}, False, None)
+    trip.command_stack = [((command,), {}) for command in commands]
+    return await trip.execute(raise_on_error=False)
+
+
+class _RoundTrip(Pipeline):
+    """A pipeline of commands that were packed before: redis-py takes as long for each as for packing it."""
+
+    async def _execute_pipeline(self, connection: Any, commands: Any, raise_on_error: bool) -> list[Any]:
+        await connection.send_packed_command([b"".join([command for (command,), _ in commands])])
+        return cast(list[Any], await connection.read_responses(len(commands)))
+
+
+async def next_message(pubsub: PubSub, seconds: float) -> dict[str, Any] | None:
+    """What a subscription hears next, as redis-py tells it; None: nothing in so many seconds."""
+    reply = pubsub.connection.arrived() if pubsub.connection is not None else NOT_ENOUGH_DATA
+    if reply is NOT_ENOUGH_DATA:
+        return cast(dict[str, Any] | None, await pubsub.get_message(timeout=seconds))
+    if isinstance(reply, Exception):
+        raise reply
+    return cast(dict[str, Any] | None, await pubsub.handle_message(reply))
 
 
 def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
@@ -222,12 +259,39 @@ def _noticing(connection: type[Any], sentinels: Sentinels | None) -> type[Any]:
                     ) from error
                 raise
 
+        def arrived(self) -> Any:
+            """A whole reply that is here already, or NOT_ENOUGH_DATA."""
+            return self._parser._reader.gets() if self._parser._connected else NOT_ENOUGH_DATA
+
         async def read_response(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return await super().read_response(*args, **kwargs)
             except _DEMOTED as error:
-                await self.disconnect(nowait=True)
-                raise redis.ConnectionError(f"this Redis takes no writes: {error}") from error
+                raise await self._demoted(error) from error
+
+        async def read_responses(self, count: int) -> list[Any]:
+            """So many replies, errors among them. Only who waits for one has a deadline."""
+            found: list[Any] = []
+            while len(found) < count:
+                reply = self.arrived()
+                if reply is NOT_ENOUGH_DATA:
+                    try:
+                        reply = await self.read_response()
+                    except ResponseError as error:
+                        reply = error
+                elif isinstance(reply, hiredis.PushNotification):
+                    await self._parser.handle_push_response(reply)
+                    continue
+                elif isinstance(reply, _DEMOTED):
+                    raise await self._demoted(reply) from reply
+                elif isinstance(reply, redis.ConnectionError):
+                    raise reply
+                found.append(reply)
+            return found
+
+        async def _demoted(self, error: Exception) -> redis.ConnectionError:
+            await self.disconnect(nowait=True)
+            return redis.ConnectionError(f"this Redis takes no writes: {error}")
 
     return Noticing
 

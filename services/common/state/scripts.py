@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -24,6 +25,7 @@ from prometheus_client import Histogram
 from redis.exceptions import NoScriptError, ResponseError
 
 from services.common.process.tasks import detached
+from services.common.state.redis_client import packed, round_trip
 from services.common.telemetry import tracing
 from services.common.telemetry.metrics import SHORT_S
 
@@ -61,7 +63,9 @@ class Script:
             return await self._script(keys=list(keys), args=list(args))
 
 
-Arguments = tuple[Sequence[str], Sequence[bytes | str | int | float]]
+_Arguments = tuple[Sequence[str], Sequence[bytes | str | int | float]]
+_Run = tuple[bytes, _Arguments, asyncio.Future[Any]]
+"""A run that is wanted: as a command, what that was made of, and where its reply goes."""
 
 
 class SharedScript(Script):
@@ -75,27 +79,32 @@ class SharedScript(Script):
     def __init__(self, client: redis.asyncio.Redis, name: str) -> None:
         super().__init__(client, name)
         self._client = client
-        self._waiting: list[tuple[Arguments, asyncio.Future[Any]]] = []
+        self._waiting: list[_Run] = []
         self._trip: asyncio.Task[None] | None = None
 
     async def __call__(self, keys: Sequence[str], *args: bytes | str | int | float) -> Any:
-        if sum(len(arg) for arg in args if isinstance(arg, bytes)) > _TOGETHER_BYTES:
+        if _nbytes(args) > _TOGETHER_BYTES:
             return await super().__call__(keys, *args)
+        command = packed(("EVALSHA", self._script.sha, len(keys), *keys, *args))
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append(((keys, args), reply))
+        self._waiting.append((command, (keys, args), reply))
         if self._trip is None:
             self._trip = detached(self._trips(), f"round trips of {self._span}")
-        with self._seconds.time(), tracing.span(self._span, "CLIENT"):
-            return await reply
+        began = time.perf_counter()
+        try:
+            with tracing.span(self._span, "CLIENT"):
+                return await reply
+        finally:
+            self._seconds.observe(time.perf_counter() - began)
 
     async def _trips(self) -> None:
-        some: list[tuple[Arguments, asyncio.Future[Any]]] = []
+        some: list[_Run] = []
         try:
             while self._waiting:
                 some, self._waiting = self._waiting[:_TOGETHER], self._waiting[_TOGETHER:]
                 await self._run_all(some)
         except BaseException as error:
-            for _, reply in some + self._waiting:
+            for _, _, reply in some + self._waiting:
                 if isinstance(error, asyncio.CancelledError):
                     reply.cancel()
                 elif not reply.done():
@@ -106,12 +115,9 @@ class SharedScript(Script):
         finally:
             self._trip = None
 
-    async def _run_all(self, some: list[tuple[Arguments, asyncio.Future[Any]]]) -> None:
-        pipeline = self._client.pipeline(transaction=False)
-        for (keys, args), _ in some:
-            pipeline.evalsha(self._script.sha, len(keys), *keys, *args)
-        found = await pipeline.execute(raise_on_error=False)
-        for ((keys, args), reply), answer in zip(some, found, strict=True):
+    async def _run_all(self, some: list[_Run]) -> None:
+        found = await round_trip(self._client, [command for command, _, _ in some])
+        for (_, (keys, args), reply), answer in zip(some, found, strict=True):
             if isinstance(answer, NoScriptError):
                 # It has not run. This gives Redis the text.
                 try:
@@ -124,3 +130,11 @@ class SharedScript(Script):
                 reply.set_exception(answer)
             else:
                 reply.set_result(answer)
+
+
+def _nbytes(args: Sequence[bytes | str | int | float]) -> int:
+    found = 0
+    for arg in args:
+        if isinstance(arg, bytes):
+            found += len(arg)
+    return found

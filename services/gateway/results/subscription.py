@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
 from services.common.process.tasks import cancel_all, keep_running
+from services.common.state import redis_client
 from services.common.telemetry.repeats import Repeats
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Subscription:
             await pubsub.subscribe(self._channel)
             heard, asked = loop.time(), False
             while True:
-                message = await pubsub.get_message(timeout=_POLL_S)
+                message = await redis_client.next_message(pubsub, _POLL_S)
                 if message is None:
                     # A connection that silently died delivers nothing: ask for a sign of life.
                     if loop.time() - heard > 2 * _SILENT_S:

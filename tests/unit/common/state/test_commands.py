@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import redis.asyncio
 from redis.asyncio.connection import Connection
+from redis.exceptions import ResponseError
 
-from services.common.state.redis_client import Argument, packed
+from services.common.state.redis_client import Argument, packed, round_trip
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,20 @@ async def test_a_large_argument_is_not_copied(redis_client: redis.asyncio.Redis)
     assert any(piece is large for piece in pieces)
     assert b"".join(pieces) == b"".join(Connection().pack_commands([("GET", "a"), ("SET", "a", large)]))
     await redis_client.connection_pool.release(connection)
+
+
+async def test_commands_of_one_round_trip_have_their_own_replies_and_errors(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    commands: list[tuple[Argument, ...]] = [("SET", "a", "text"), ("INCR", "a"), ("GET", "a"), ("GET", "b")]
+    done, refused, found, nothing = await round_trip(any_redis, [packed(one) for one in commands])
+    assert (done, found, nothing) == (b"OK", b"text", None)
+    assert isinstance(refused, ResponseError)
+    assert await any_redis.get("a") == b"text"
+
+
+async def test_replies_that_come_together_and_apart_are_all_read(redis_client: redis.asyncio.Redis) -> None:
+    await redis_client.set("a", bytes(100_000))
+    many = [packed(("GET", "a")), *(packed(("ECHO", str(number))) for number in range(1000))] * 3
+    found = await round_trip(redis_client, many)
+    assert found == [bytes(100_000), *(str(number).encode() for number in range(1000))] * 3

@@ -38,3 +38,30 @@ async def test_however_often_a_subscription_breaks_the_log_has_the_first_time_an
         "a subscription broke, subscribing again: a-channel: Redis is away",
         "a subscription broke, subscribing again: no more of a-channel, after 3 failures",
     ]
+
+
+async def test_messages_that_come_together_are_heard_one_by_one_in_their_order(
+    redis_client: redis.asyncio.Redis,
+) -> None:
+    subscribed, done = asyncio.Event(), asyncio.Event()
+    texts: list[str] = []
+
+    def hear(text: str) -> None:
+        texts.append(text)
+        if text == "the last":
+            done.set()
+
+    heard = Subscription(redis_client, "a-channel", hear, subscribed.set)
+    heard.start()
+    try:
+        async with asyncio.timeout(60):
+            await subscribed.wait()
+            pipeline = redis_client.pipeline(transaction=False)
+            for number in range(3000):
+                pipeline.publish("a-channel", f"{number}")
+            pipeline.publish("a-channel", "the last")
+            await pipeline.execute()
+            await done.wait()
+    finally:
+        await heard.stop()
+    assert texts == [*(f"{number}" for number in range(3000)), "the last"]
