@@ -36,6 +36,8 @@ _FILE_AWAY_S = 60.0
 _REDIS_AWAY_S = 30.0
 """For so long known keys are known without Redis. Nearly nothing can be done then, and nothing revoked."""
 _USED_S = 60.0
+_REMEMBERED = 1024
+"""Tokens of which it is remembered whom they stand for. A client sends the same one with every call."""
 _MOST_CHARS = 4096
 """Of a key or token. Reading one takes time by its length, before anybody knows whose it is."""
 
@@ -72,6 +74,8 @@ class KeyRing:
         self._version: str | None = None
         self._provider = provider
         self._token_secret = ""
+        # Callers by their tokens, and until when; as long as no key and no secret changes.
+        self._callers: dict[str, tuple[Caller, float]] = {}
         self._redis_at: float | None = None
         self._used: set[str] = set()
         self._used_at = clock()
@@ -189,17 +193,34 @@ class KeyRing:
         return self._provider.caller_of(token)
 
     def _of_own_token(self, token: str) -> Caller:
-        caller = tokens.read(self._known_secret(), token)
-        if caller.key_id.startswith(KEY_ID):
-            stands = self._provider is not None
-        else:
-            may = [(one.owner, one.role, one.scopes) for one in self._standing(caller.key_id)]
-            stands = (caller.owner, caller.role, caller.scopes) in may
-        if not stands:
-            raise Unauthenticated("what the token stands for has ended, or changed", tokens.REJECTED)
+        caller, until = self._callers.get(token) or (None, 0.0)
+        if caller is None or tokens.is_over(until) or not self._file_is_known():
+            caller, until = self._looked_up(token)
+            if len(self._callers) >= _REMEMBERED:
+                self._callers.clear()
+            if self._file_is_known():
+                self._callers[token] = caller, until
+        self._check_redis_is_known()
         if caller.key_id in self._records:
             self._used.add(caller.key_id)
         return caller
+
+    def _looked_up(self, token: str) -> tuple[Caller, float]:
+        """Whom a token of this cluster stands for, and until when if no key changes."""
+        caller = tokens.read(self._known_secret(), token)
+        until = caller.until or 0.0
+        if caller.key_id.startswith(KEY_ID):
+            stands = self._provider is not None
+        else:
+            may = [
+                record.expires_at or until
+                for record in self._standing(caller.key_id)
+                if (record.owner, record.role, record.scopes) == (caller.owner, caller.role, caller.scopes)
+            ]
+            stands, until = bool(may), min(until, max(may, default=until))
+        if not stands:
+            raise Unauthenticated("what the token stands for has ended, or changed", tokens.REJECTED)
+        return caller, until
 
     def _known_secret(self) -> str:
         self._check_redis_is_known()
@@ -238,10 +259,14 @@ class KeyRing:
     async def look(self) -> None:
         """Reads the keys in Redis again if one changed, and notes now and then which were used."""
         asked = self._clock()
-        version, self._token_secret = await self._store.version(), await self._store.token_secret()
+        version, secret = await self._store.version(), await self._store.token_secret()
+        if (version, secret) != (self._version, self._token_secret):
+            self._token_secret = secret
+            self._callers.clear()
         if version != self._version:
             # A change that comes between the two is seen by the next look.
             self._records = {record.id: record for record in await self._store.all()}
+            self._callers.clear()
             self._version = version
             log.info("read %d API keys from Redis", len(self._records))
         self._redis_at = asked
@@ -286,6 +311,7 @@ class KeyRing:
 
     def _take(self, text: str) -> None:
         self._file = found = keys_file.parse(text)
+        self._callers.clear()
         self._empty = not text.strip()
         log.info("read %d API keys from %s", found.count, self._path)
         for number, why in found.wrong:

@@ -49,6 +49,11 @@ def is_own(token: str) -> bool:
         raise Unauthenticated(f"the token cannot be read: {error}", REJECTED) from error
 
 
+def is_over(until: float) -> bool:
+    """Whether what lasts until then, in seconds since 1970, has ended."""
+    return until <= time.time()
+
+
 def mint(secret: str, caller: Caller, now: float) -> str:
     """A token for a caller. It lasts no longer than what the caller came with."""
     until = min(now + LIFE_S, caller.until or float("inf"))
@@ -78,7 +83,7 @@ def read(secret: str, token: str) -> Caller:
         found = _signed(secret, token)
     except jwt.PyJWTError as error:
         raise Unauthenticated("the token is not one of this cluster's", REJECTED) from error
-    if found["exp"] <= time.time():
+    if is_over(found["exp"]):
         raise Unauthenticated("the token has expired; exchange the API key for another one", REJECTED)
     return Caller(found["owner"], found["role"], tuple(found["scopes"]), found["key"], float(found["exp"]))
 

@@ -64,6 +64,7 @@ async def test_a_token_ends_with_its_key(ring: KeyRing, store: KeyStore, path: P
     record, key = await store.create(Rights("alice"))
     await ring.look()
     of_key, of_file = ring.token_for(ring.caller_of(key)), ring.token_for(ring.caller_of("tml-of-file"))
+    assert [ring.caller_of(token).owner for token in (of_key, of_file)] == ["alice", "bob"]
     await store.revoke(record.id)
     # As the operator is told to replace it: another key, the same owner.
     await asyncio.to_thread(path.write_text, "tml-another bob role=read\n")
@@ -73,6 +74,26 @@ async def test_a_token_ends_with_its_key(ring: KeyRing, store: KeyStore, path: P
         with pytest.raises(Unauthenticated) as caught:
             ring.caller_of(token)
         assert caught.value.code == "invalid_token"
+
+
+async def test_a_token_that_was_taken_ends_when_its_key_is_given_an_end(ring: KeyRing, path: Path) -> None:
+    token = ring.token_for(ring.caller_of("tml-of-file"))
+    assert ring.caller_of(token).owner == "bob"
+    await asyncio.to_thread(path.write_text, "tml-of-file bob role=read expires=2020-01-31\n")
+    ring.look_at_file()
+    with pytest.raises(Unauthenticated):
+        ring.caller_of(token)
+
+
+async def test_a_token_that_was_taken_is_not_while_redis_is_away(store: KeyStore, path: Path) -> None:
+    now = 0.0
+    ring = KeyRing(path, store, clock=lambda: now)
+    await ring.look()
+    token = ring.token_for(ring.caller_of("tml-of-file"))
+    assert ring.caller_of(token).owner == "bob"
+    now = 40.0
+    with pytest.raises(Unavailable):
+        ring.caller_of(token)
 
 
 async def test_a_token_lasts_no_longer_than_what_it_was_made_for(ring: KeyRing) -> None:
