@@ -58,6 +58,7 @@ def is_model_id(text: str) -> bool:
     return _MODEL_ID.fullmatch(text) is not None
 
 
+@lru_cache(_REMEMBERED)
 def is_sampling_session_id(text: str) -> bool:
     return _SAMPLING_SESSION_ID.fullmatch(text) is not None
 

@@ -6,7 +6,7 @@ is accepted is done exactly as asked: nothing is clamped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from services.common.contract import matrices
 from services.common.contract.errors import InvalidRequest
@@ -37,8 +37,7 @@ ROUTED_NOT_SUPPORTED = "routed_experts_not_supported"
 _TARGETS = "target_prompt_logprobs"
 
 
-@dataclass(frozen=True)
-class Scoring:
+class Scoring(msgspec.Struct, frozen=True):
     """Log-probabilities that are asked for besides those of the sampled tokens.
 
     Attributes:

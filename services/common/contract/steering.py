@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from services.common.contract.errors import InvalidRequest
 from tinsmith.v1 import sampling_pb2
@@ -23,8 +24,7 @@ _PENALTY = (-2.0, 2.0)
 _REPETITION = (0.1, 10.0)
 
 
-@dataclass(frozen=True)
-class Steering:
+class Steering(msgspec.Struct, frozen=True):
     """What is done to the logits; see SamplingParams in sampling.proto. The defaults change nothing.
 
     Attributes:
@@ -35,7 +35,7 @@ class Steering:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
 
 

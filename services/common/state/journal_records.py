@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
+
+import msgspec
 
 from services.common.contract import errors
 from services.common.contract.errors import Conflict, InvalidRequest, LimitReached
@@ -32,8 +34,7 @@ class JournalLimits:
     ahead: int = 16_384
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True):
     """An acknowledged operation or sample.
 
     Attributes:
@@ -127,8 +128,7 @@ STORED = "stored"
 """Bytes of checkpoints in an hour, which stands in the place of the base model."""
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(msgspec.Struct, frozen=True):
     """What one result took.
 
     Attributes:
@@ -143,7 +143,7 @@ class Use:
     session: str = ""
     run: str = ""
     base_model: str = ""
-    amounts: Mapping[str, int] = field(default_factory=dict)
+    amounts: Mapping[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def day_key(self) -> str:

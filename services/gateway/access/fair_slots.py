@@ -11,8 +11,6 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class _Queue:
@@ -63,29 +61,30 @@ class FairSlots:
         self._capacity = capacity
         self._deal()
 
-    @asynccontextmanager
-    async def held(self, owner: str, slots: int, priority: int = 0) -> AsyncIterator[None]:
-        """Waits for its turn and holds the slots until the context ends.
+    def held(self, owner: str, slots: int, priority: int = 0) -> _Held:
+        """A context that waits for its turn and holds the slots until it ends.
 
         Args:
             priority: among the owner's own; higher ones go first.
         """
+        return _Held(self, owner, slots, priority)
+
+    def _ask(self, owner: str, slots: int, priority: int) -> tuple[_Queue, asyncio.Future[None]]:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(owner, _Queue())
         queue.add(priority, slots, granted)
         self._deal()
-        try:
-            await granted
-            yield
-        finally:
-            if granted.cancelled():
-                queue.note_gone()
-            elif granted.done():
-                self._used -= slots
-                self._used_by[owner] -= slots
-                if not self._used_by[owner]:
-                    del self._used_by[owner]
-            self._deal()
+        return queue, granted
+
+    def _give_back(self, owner: str, slots: int, queue: _Queue, granted: asyncio.Future[None]) -> None:
+        if granted.cancelled():
+            queue.note_gone()
+        elif granted.done():
+            self._used -= slots
+            self._used_by[owner] -= slots
+            if not self._used_by[owner]:
+                del self._used_by[owner]
+        self._deal()
 
     def _deal(self) -> None:
         while self._waiting:
@@ -104,3 +103,24 @@ class FairSlots:
                 self._used += slots
                 self._used_by[owner] += slots
                 granted.set_result(None)
+
+
+class _Held:
+    """Slots that a request waits for, then holds. Not a generator: asyncio keeps a list of those that run."""
+
+    def __init__(self, slots: FairSlots, owner: str, count: int, priority: int) -> None:
+        self._slots = slots
+        self._owner = owner
+        self._count = count
+        self._priority = priority
+
+    async def __aenter__(self) -> None:
+        self._queue, self._granted = self._slots._ask(self._owner, self._count, self._priority)
+        try:
+            await self._granted
+        except BaseException:
+            self._slots._give_back(self._owner, self._count, self._queue, self._granted)
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._slots._give_back(self._owner, self._count, self._queue, self._granted)

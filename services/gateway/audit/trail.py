@@ -12,8 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from prometheus_client import Counter
 from redis.exceptions import RedisError
@@ -132,31 +131,15 @@ class AuditTrail:
         """Records that Redis does not have yet."""
         return len(self._waiting)
 
-    @contextmanager
-    def act(self, method: str, owner: str, key_id: str, address: str) -> Iterator[Act]:
-        """Has a call written down when it ends.
+    def act(self, method: str, owner: str, key_id: str, address: str) -> _Acting:
+        """A context that has a call written down when it ends.
 
         Args:
             method: of ACTS.
             owner, key_id: who makes it.
             address: from where.
         """
-        act = Act(ACTS[method])
-        refused = False
-        try:
-            yield act
-        except BaseException as error:
-            act.outcome = _outcome(error)
-            refused = isinstance(error, PermissionDenied | Unauthenticated)
-            raise
-        finally:
-            record = act.record(method, owner, key_id, address)
-            if record is not None:
-                self.tell(record)
-            elif refused:
-                about = subject.current()
-                trace_id = about.trace_id if about else ""
-                self.refused(Refusal(act.outcome, method, address, "", owner, key_id, trace_id))
+        return _Acting(self, method, owner, key_id, address)
 
     def refused(self, refusal: Refusal) -> None:
         """Counts a call that was refused for who made it; within a minute it is in a record."""
@@ -187,6 +170,33 @@ class AuditTrail:
         """Writes down what was refused since the last time."""
         for record in self._refusals.take(self._clock()):
             self.tell(record)
+
+
+class _Acting:
+    """A call that is written down when it ends. Not a generator: every request has one."""
+
+    def __init__(self, trail: AuditTrail, method: str, owner: str, key_id: str, address: str) -> None:
+        self._trail = trail
+        self._by = (method, owner, key_id, address)
+        self._act = Act(ACTS[method])
+
+    def __enter__(self) -> Act:
+        return self._act
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        act = self._act
+        if error is None and not act.counts:
+            return
+        if error is not None:
+            act.outcome = _outcome(error)
+        record = act.record(*self._by)
+        if record is not None:
+            self._trail.tell(record)
+        elif isinstance(error, PermissionDenied | Unauthenticated):
+            method, owner, key_id, address = self._by
+            about = subject.current()
+            trace_id = about.trace_id if about else ""
+            self._trail.refused(Refusal(act.outcome, method, address, "", owner, key_id, trace_id))
 
 
 def _outcome(error: BaseException) -> str:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+
+import msgspec
 
 from services.common.state.registry import ServiceRecord
 from services.gateway.placement import prompt_blocks
@@ -37,8 +38,7 @@ FEW_SEQUENCES = 8
 cached: half of those that every sampler takes on beside what it generates."""
 
 
-@dataclass(frozen=True)
-class Replica:
+class Replica(msgspec.Struct, frozen=True):
     """A live sampler.
 
     Attributes:
@@ -57,8 +57,7 @@ class Replica:
     waits: bool = False
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """What decides where a sample had best go.
 
     Attributes:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+import msgspec
+
 from services.gateway.placement.prompt_blocks import BLOCK_TOKENS
 
 MOST_BLOCKS = 1 << 18
@@ -24,8 +26,7 @@ MOST_ADAPTERS = 64
 SILENT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """What is under way at a replica, or what one sample adds to it.
 
     Attributes:

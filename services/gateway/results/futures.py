@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import redis.asyncio
 
 from services.common.contract import ids
@@ -28,8 +29,7 @@ _BATCH = 128
 _FIELDS = ["state", "result", "reason"]
 
 
-@dataclass(frozen=True)
-class FutureView:
+class FutureView(msgspec.Struct, frozen=True):
     """A future as seen now.
 
     Attributes:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachetools import TTLCache
-
 from services.common.contract import ids
 from services.common.contract.errors import Conflict, Gone, InvalidRequest, NotFound, Unavailable
 from services.common.process import failpoints
@@ -24,6 +22,7 @@ from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.base_models import BaseModel, BaseModels
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.plan import backoff
+from services.gateway.records.remembered import Remembered
 from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
 from services.gateway.sampling import validate
@@ -78,7 +77,7 @@ class Sampling:
         self._gateway_id = gateway_id
         self._admission = admission
         self._limits = limits
-        self._known: TTLCache[str, SamplingSessionRecord] = TTLCache(_CACHED, _CACHE_S)
+        self._known: Remembered[SamplingSessionRecord] = Remembered(_CACHED, _CACHE_S)
 
     async def open(
         self, owner: str, session_id: str, seq_id: int, base_model: str | None, model_path: str | None

@@ -6,14 +6,13 @@ there is always room left for a key that has nothing waiting.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from services.common.contract.errors import LimitReached
 from services.gateway.access.shares import Shares
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     owner: str
     sequences: int
     nbytes: int
@@ -74,6 +73,11 @@ class Admission:
         self._check(owner, sequences, nbytes)
         self.hold(request_id, owner, sequences, nbytes)
         return True
+
+    def holds(self, request_id: str, owner: str) -> bool:
+        """Whether a sample is counted as this owner's."""
+        held = self._held.get(request_id)
+        return held is not None and held.owner == owner
 
     def hold(self, request_id: str, owner: str, sequences: int, nbytes: int) -> None:
         """Counts a sample that was accepted elsewhere or earlier, however much there is, once."""

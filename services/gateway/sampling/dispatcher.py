@@ -210,9 +210,9 @@ class SampleDispatcher:
             self._claimed.add(request_id)
             origin = request.origin
             subject.begin(Subject.of(origin.traceparent, origin.owner, request.snapshot.model_id, request_id))
-            size = request.ByteSize()
             session = await self._sessions.of(request_id)
-            self._admission.hold(request_id, session.owner, request.num_samples, size)
+            if not self._admission.holds(request_id, session.owner):
+                self._admission.hold(request_id, session.owner, request.num_samples, request.ByteSize())
             with self._followed.follow(request, session.owner) as followed:
                 await self._unless_kept(request_id, followed, session, taken_over)
         except TinsmithError as error:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 
-from cachetools import TTLCache
-
 from services.common.contract import ids
 from services.common.contract.errors import NotFound
+from services.gateway.records.remembered import Remembered
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
 
 _AGAIN_S = 0.2
@@ -29,7 +28,7 @@ class KnownSessions:
     def __init__(self, store: SamplingSessionStore, timeout: float) -> None:
         self._store = store
         self._timeout = timeout
-        self._known: TTLCache[str, SamplingSessionRecord] = TTLCache(_CACHED, _CACHE_S)
+        self._known: Remembered[SamplingSessionRecord] = Remembered(_CACHED, _CACHE_S)
 
     async def of(self, request_id: str) -> SamplingSessionRecord:
         """That of a sample. Raises NotFound."""

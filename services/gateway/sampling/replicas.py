@@ -181,6 +181,8 @@ class Replicas:
         now = asyncio.get_running_loop().time()
         able = self._able.among(base_model, ready, wanted, now)
         usable = [name for name in able if name not in avoided]
+        if len(usable) == 1:
+            return ready[usable[0]]
         sound = [name for name in usable if self._rests.sound(name, now)]
         replicas = [choose_replica.seen(ready[name], wanted, self._placements) for name in sound or usable]
         chosen = choose_replica.choose(replicas, wanted)

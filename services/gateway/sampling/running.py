@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 import redis.asyncio
@@ -95,21 +93,24 @@ class Running:
         await self._uses.stop()
         await cancel_all([self._looking])
 
-    @contextmanager
-    def follow(self, request: sampler_pb2.SampleRequest, owner: str) -> Iterator[Followed]:
-        """Has a sample told what it is to be told; its request names newer weights when it moves."""
-        name, model_id = request.request_id, request.snapshot.model_id
-        followed = self._followed[name] = Followed(request, owner)
+    def follow(self, request: sampler_pb2.SampleRequest, owner: str) -> _Following:
+        """A context in which a sample is told what it is to be told; its request names newer weights when it
+        moves."""
+        return _Following(self, Followed(request, owner))
+
+    def _begin(self, followed: Followed) -> None:
+        request = followed.request
+        self._followed[request.request_id] = followed
         if request.moves:
-            self._moving[model_id][name] = request
-        try:
-            yield followed
-        finally:
-            del self._followed[name]
-            if request.moves:
-                del self._moving[model_id][name]
-                if not self._moving[model_id]:
-                    del self._moving[model_id]
+            self._moving[request.snapshot.model_id][request.request_id] = request
+
+    def _end(self, followed: Followed) -> None:
+        name, model_id = followed.request.request_id, followed.request.snapshot.model_id
+        del self._followed[name]
+        if followed.request.moves:
+            del self._moving[model_id][name]
+            if not self._moving[model_id]:
+                del self._moving[model_id]
 
     async def note_use(self, followed: Followed) -> None:
         """The snapshot that a sample asks for stays while the sample waits or runs."""
@@ -162,6 +163,19 @@ class Running:
                 if tries == 1:
                     log.warning("newer weights of %s are looked for until Redis answers: %s", model_id, error)
             await asyncio.sleep(backoff(tries))
+
+
+class _Following:
+    def __init__(self, running: Running, followed: Followed) -> None:
+        self._running = running
+        self._followed = followed
+
+    def __enter__(self) -> Followed:
+        self._running._begin(self._followed)
+        return self._followed
+
+    def __exit__(self, *error: object) -> None:
+        self._running._end(self._followed)
 
 
 async def kept(

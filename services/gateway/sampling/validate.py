@@ -22,6 +22,7 @@ _MOVE = {
     sampling_pb2.ON_UPDATE_CONTINUE: "CONTINUE",
     sampling_pb2.ON_UPDATE_CONTINUE_KEEP_KV: "CONTINUE_KEEP_KV",
 }
+_LOGPROBS_OF = frozenset(sampling_pb2.LogprobsOf.values())
 _SPAN_BYTES = 16
 _FEW_BYTES = 256
 
@@ -110,7 +111,7 @@ def check_on_update(
 def check_logprobs_of(request: sampling_pb2.SampleRequest) -> bool:
     """Whether log-probabilities of sampled tokens are to be of what they were drawn from."""
     asked = request.logprobs_of
-    if asked not in sampling_pb2.LogprobsOf.values():
+    if asked not in _LOGPROBS_OF:
         raise InvalidRequest(f"logprobs_of {asked} is not one of LogprobsOf", field="logprobs_of")
     return asked == sampling_pb2.LOGPROBS_OF_SAMPLED
 

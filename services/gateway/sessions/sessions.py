@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from cachetools import TTLCache
 
 from services.common.contract import ids
 from services.common.contract.errors import Gone, NotFound
@@ -22,6 +21,7 @@ from services.common.process.tasks import detached
 from services.common.state.room import Room
 from services.gateway.access.limits import Limits
 from services.gateway.cluster.redis_restart import RedoLog
+from services.gateway.records.remembered import Remembered
 from services.gateway.records.session import SessionRecord, SessionStore
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class Sessions:
         self._room = room
         self._redo_log = redo_log
         self._limits = limits
-        self._recent: TTLCache[str, SessionRecord] = TTLCache(_CACHED, _FRESH_S)
-        self._noted: TTLCache[str, bool] = TTLCache(_CACHED, _NOTED_S)
+        self._recent: Remembered[SessionRecord] = Remembered(_CACHED, _FRESH_S)
+        self._noted: Remembered[bool] = Remembered(_CACHED, _NOTED_S)
         self._looks: dict[str, asyncio.Task[SessionRecord | None]] = {}
 
     async def create(self, owner: str, new: NewSession, idempotency_key: str | None) -> str:

@@ -56,8 +56,12 @@ class Link:
             alone = self._channel.unary_unary(method)
             with _typed_errors():
                 return kind.FromString(await alone(data, timeout=seconds, metadata=subject.metadata()))
-        with self._carried(method, data) as call:
+        stream = self._open()
+        number, call = stream.begin(method, data)
+        try:
             found = await call.next(seconds)
+        finally:
+            stream.leave(number, call)
         if found is None:
             raise Unavailable(f"{method} ended without an answer")
         return kind.FromString(found)
@@ -73,8 +77,12 @@ class Link:
             finally:
                 alone.cancel()
             return
-        with self._carried(method, data) as call:
+        stream = self._open()
+        number, call = stream.begin(method, data)
+        try:
             yield Answers(call, kind)
+        finally:
+            stream.leave(number, call)
 
     def finish(self) -> None:
         """Ends the stream when the calls that it carries are over."""
@@ -86,16 +94,10 @@ class Link:
         if self._stream is not None:
             await self._stream.close()
 
-    @contextmanager
-    def _carried(self, method: str, data: bytes) -> Iterator[_Carried]:
+    def _open(self) -> _Stream:
         if self._stream is None or self._stream.over:
             self._stream = _Stream(self._channel)
-        stream = self._stream
-        number, call = stream.begin(method, data)
-        try:
-            yield call
-        finally:
-            stream.leave(number, call)
+        return self._stream
 
 
 class _Carried:

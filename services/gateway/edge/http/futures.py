@@ -8,8 +8,7 @@ after which the SDK waits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TypeVar
 
 from redis.exceptions import RedisError
@@ -37,7 +36,7 @@ T = TypeVar("T")
 
 async def retrieve_future(call: Call) -> Response:
     body = await call.json(messages.RetrieveFuture)
-    with _trouble_is_429(), ExitStack() as held:
+    with _TroubleIs429(), ExitStack() as held:
         view = await call.app.found_result(call.owner, body.request_id, held)
         if view is None:
             waiting = call.app.wait_result(call.owner, body.request_id, LONG_POLL_SECONDS, held)
@@ -53,7 +52,7 @@ async def retrieve_futures(call: Call) -> Response:
     target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
     most = COMPLETIONS_POLL_SECONDS
     seconds = most if body.timeout is None else min(body.timeout, most)
-    with _trouble_is_429():
+    with _TroubleIs429():
         page = await call.while_there(
             call.app.wait_completions(
                 call.owner, target, body.prev_cursor, seconds, body.retrieved_request_ids
@@ -75,19 +74,21 @@ async def cancel_future(call: Call) -> Response:
     return reply({})
 
 
-@contextmanager
-def _trouble_is_429() -> Iterator[None]:
-    try:
-        yield
-    except TinsmithError as error:
-        if error.category == "user":
-            raise
-        raise Overloaded(error.message) from error
-    except ClientDisconnect:
-        raise
-    except RedisError as error:
-        raise Overloaded(redis_errors.typed(error).message) from error
-    except Exception as error:
+class _TroubleIs429:
+    """Not a generator: every result is fetched in one."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, ClientDisconnect):
+            return
+        if isinstance(error, TinsmithError):
+            if error.category == "user":
+                return
+            raise Overloaded(error.message) from error
+        if isinstance(error, RedisError):
+            raise Overloaded(redis_errors.typed(error).message) from error
         _UNFORESEEN.failed("retrieve_future", error, foreseen=False)
         raise Overloaded(f"{type(error).__name__} in this gateway; its log says more") from error
 

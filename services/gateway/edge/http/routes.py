@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
@@ -34,8 +33,7 @@ T = TypeVar("T")
 API = "/api/v1"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One authenticated HTTP request.
 
     Attributes:

@@ -38,8 +38,7 @@ class LongLists:
         Raises:
             InvalidRequest: a list cannot be read, or too much else is in the body.
         """
-        # No client can write such a string, so none can mean another list than its own.
-        self._mark = secrets.token_hex(16)
+        self._mark = ""
         self._lists: list[array[int]] = []
         self._taken = 0
         self.rest = self._cut(body)
@@ -56,7 +55,7 @@ class LongLists:
 
     def is_mark(self, text: str) -> bool:
         """Whether a string of the parsed body stands for a list."""
-        return text.startswith(self._mark)
+        return bool(self._mark) and text.startswith(self._mark)
 
     def take(self, given: str | list[int]) -> array[int]:
         """The integers of a field of the parsed body.
@@ -95,6 +94,8 @@ class LongLists:
                 continue
             end = _end_of_integers(body, at + _WINDOW)
             if body[end : end + 1] == b"]":
+                # No client can write such a string, so none can mean another list than its own.
+                self._mark = self._mark or secrets.token_hex(16)
                 parts += [body[kept:start], b'"%s:%d"' % (self._mark.encode(), len(self._lists))]
                 self._lists.append(_integers(body, start + 1, end))
                 kept = end + 1

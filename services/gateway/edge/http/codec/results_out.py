@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import groupby
 
+import msgspec
 import numpy as np
 
 from services.common.contract.errors import Internal
@@ -28,8 +28,7 @@ _STOP_REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """Body of a finished future and its content type."""
 
     content_type: str
