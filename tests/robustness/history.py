@@ -14,7 +14,7 @@ class Entry:
     """One request of one client.
 
     Attributes:
-        kind: "create", "forward_backward", "step", "publish", "save", "load" or "sample".
+        kind: "create", "forward", "forward_backward", "step", "publish", "save", "load" or "sample".
         arguments: plain data from which the request can be made again.
         submitted: time of the call; `done`: of its result (seconds, monotonic).
         result: plain data to be compared.

@@ -99,8 +99,8 @@ def _apply(engine: Any, model_id: str, history: Sequence[Any]) -> Iterator[dict[
         elif kind == "create":
             engine.create_model(model_id, LoraSpec(arguments["rank"], arguments["seed"]))
             yield {}
-        elif kind == "forward_backward":
-            yield _forward_backward(engine, model_id, seq_id, arguments["data"])
+        elif kind in ("forward", "forward_backward"):
+            yield _computed(engine, model_id, seq_id, arguments["data"], forward_only=kind == "forward")
         elif kind == "step":
             metrics = engine.optim_step(model_id, AdamSpec(learning_rate=arguments["learning_rate"]))
             yield {name: metrics[name] for name in ("grad_norm", "update_norm")}
@@ -115,8 +115,8 @@ def _apply(engine: Any, model_id: str, history: Sequence[Any]) -> Iterator[dict[
             yield {}
 
 
-def _forward_backward(
-    engine: Any, model_id: str, seq_id: int, data: Sequence[Sequence[int]]
+def _computed(
+    engine: Any, model_id: str, seq_id: int, data: Sequence[Sequence[int]], *, forward_only: bool
 ) -> dict[str, Any]:
     from services.trainer.compute.data import MicroBatch, Pass, PassOp
     from services.trainer.compute.losses import combine_metrics
@@ -125,7 +125,7 @@ def _forward_backward(
     rows = [_row(model_id, index, *one) for index, one in enumerate(data)]
     cut = split_operation([row.tokens for row in rows], MICRO_BATCH_TOKENS, shared=engine.shares_prefixes)
     passes = Pass(
-        [PassOp(model_id, seq_id, "cross_entropy")],
+        [PassOp(model_id, seq_id, "cross_entropy", forward_only=forward_only)],
         [MicroBatch([rows[i] for i in unit.datums]) for unit in cut],
     )
     results = engine.run_pass(passes)

@@ -69,7 +69,7 @@ class Client(threading.Thread):
         try:
             result = future.result(timeout=RESULT_TIMEOUT_S)
         except tinker.RequestFailedError as error:
-            if entry.kind != "forward_backward" or _NO_MEMORY not in str(error):
+            if entry.kind not in ("forward", "forward_backward") or _NO_MEMORY not in str(error):
                 entry.error = f"{type(error).__name__}: {error}"
                 raise
             # A script goes on without the batch.
@@ -81,6 +81,13 @@ class Client(threading.Thread):
         entry.result = summarise(result)
         entry.done = time.monotonic()
         return result
+
+    def _score(self, client: tinker.TrainingClient) -> None:
+        """What the weights make of a sequence."""
+        one = self._random.randrange(1 << 20), self._random.randint(*LENGTHS)
+        entry = self.history.ask("forward", {"data": [one]})
+        future = client.forward([batches.cross_entropy(*one)], "cross_entropy")
+        self._finish(entry, future, _differentiated)
 
     def _differentiate(
         self, client: tinker.TrainingClient, datums: int
@@ -108,7 +115,7 @@ class Client(threading.Thread):
 
 
 class Trainee(Client):
-    """Trains: gradients, steps, and now and then a save, a load, a snapshot to sample from.
+    """Trains: scores, gradients, steps, and now and then a save, a load, a snapshot to sample from.
 
     Args:
         datums: examples of one forward_backward; `accumulate`: forward_backwards of one step.
@@ -137,6 +144,7 @@ class Trainee(Client):
         self._publish(client)
 
     def _step(self, client: tinker.TrainingClient) -> None:
+        self._score(client)
         pending = [self._differentiate(client, self._datums) for _ in range(self._accumulate)]
         for one in [*pending, self._optimise(client)]:
             self._finish(*one)

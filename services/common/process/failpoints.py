@@ -26,6 +26,7 @@ POINTS: Mapping[str, str] = {
     "gateway.lease_taken": "this gateway leads a model, and has not looked at its journal",
     "gateway.before_record": "the trainer answered, nothing is written down",
     "gateway.before_publish": "records are written, the result is not published",
+    "gateway.after_tell": "who waits here has what a forward came to, the result is not published",
     "gateway.after_publish": "the result is published",
     "gateway.before_publish_sample": "the sampler answered, the result is not published",
     "trainer.before_pass": "every rank has a pass of forward_backwards and has not begun",

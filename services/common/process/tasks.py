@@ -46,6 +46,12 @@ def _stop_unless_cancelled(task: asyncio.Task[None]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+async def give_way(turns: int) -> None:
+    """Lets what is ready go first, for so many turns of the loop. What a turn writes is sent at its end."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
 async def a_few_at_once(
     function: Callable[[T], Awaitable[R]], items: Sequence[T], at_once: int = 32
 ) -> list[R]:

@@ -38,6 +38,11 @@ class Lease:
         self.lost = False
         self.on_lost: Callable[[], None] = lambda: None
 
+    @property
+    def surely_held(self) -> bool:
+        """Whether nobody else can hold it now, so that nobody else resolves what the holder is about to."""
+        return not self.lost and asyncio.get_running_loop().time() < self.valid_until
+
     def lose(self) -> None:
         """The holder must stop."""
         if not self.lost:

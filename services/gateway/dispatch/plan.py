@@ -269,6 +269,16 @@ def replay_passes_over(operation: operation_pb2.Operation, result: results_pb2.O
     return kind in ("save_state", "save_for_sampler", "save_external")
 
 
+def may_be_told_first(operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> bool:
+    """Whether a client may have a result before it is written down: of what only ran forward. If the writing
+    fails the operation runs again, and whatever becomes of it then, the model is the same. Of a batch that is
+    trained on, or a step, a client that was told could be left with a model that lacks it: it may fail the
+    next time, as for want of memory, which nobody would know for one that has to be repeated.
+    """
+    kind = result.WhichOneof("kind")
+    return kind == "forward_backward" and operation.forward_backward.forward_only
+
+
 def is_refused(error: TinsmithError) -> bool:
     """Whether a replay met what comes again until something changes."""
     return isinstance(error, _REFUSALS) and error.code not in _SETTINGS

@@ -1,7 +1,8 @@
 """Writing down what operations came to.
 
 Invariants: what an operation gives rise to is recorded before its future is resolved; both are tried
-until they are done or the lease is lost, and the next holder of the lease does them again.
+until they are done or the lease is lost, and the next holder of the lease does them again. Nobody is told a
+result before it is written, but of what only ran forward, while nobody else can resolve its future.
 """
 
 from __future__ import annotations
@@ -140,20 +141,24 @@ class ResultPublisher:
         self._note(outcome)
 
     async def _publish(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
-        payload, use = result.SerializeToString(), used_by(operation, result)
-        outcome = await self._futures.resolve(
-            ids.request_id(operation.model_id, operation.seq_id),
-            payload,
-            lambda: self._journal.publish(
+        payload = result.SerializeToString()
+        told_first = self._lease.surely_held and plan.may_be_told_first(operation, result)
+
+        async def write() -> Published:
+            if told_first:
+                await failpoints.reach("gateway.after_tell")
+            return await self._journal.publish(
                 operation.model_id,
                 self._lease.epoch,
                 operation.seq_id,
                 payload,
                 replay_passes_over=plan.replay_passes_over(operation, result),
                 closing=plan.closing_result(operation, result),
-                use=use,
-            ),
-        )
+                use=used_by(operation, result),
+            )
+
+        request_id = ids.request_id(operation.model_id, operation.seq_id)
+        outcome = await self._futures.resolve(request_id, payload, write, told_first)
         self._note(outcome)
         if outcome is Published.PUBLISHED:
             self._timelines.note(operation.origin.owner, event_of(operation, result, time.time()))

@@ -3,8 +3,9 @@
 Invariant: a waiter first is listed and then looks, so a result published in between wakes it; when
 the subscription was interrupted every waiter looks again. Nothing polls. A result that this process
 resolves a future with goes to its waiters here without another look, once it is resolved with that, or to the
-first who asks for it after that. While this process is about to resolve one, nobody looks; when it no longer
-is, all who wait do. What one waiter costs does not depend on how many there are.
+first who asks for it after that; one that may be told first (`dispatch/plan.py`) goes to them while it is
+written. While this process is about to resolve one, nobody looks; when it no longer is, all who wait do. What
+one waiter costs does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 import redis.asyncio
 
 from services.common.contract import ids
-from services.common.process.tasks import cancel_all, detached
+from services.common.process.tasks import cancel_all, detached, give_way
 from services.common.state import keys
 from services.common.state.journal_records import Published
 from services.gateway.results.recent import RecentResults
@@ -59,6 +60,7 @@ class Futures:
         self._waiters: defaultdict[str, set[_Waiter]] = defaultdict(set)
         self._coming: set[str] = set()
         self._resolving: set[str] = set()
+        self._told: dict[str, bytes] = {}
         self._recent = RecentResults()
         self._wanted: dict[str, asyncio.Future[FutureView]] = {}
         self._loads: set[asyncio.Task[None]] = set()
@@ -115,9 +117,9 @@ class Futures:
         Raises:
             InvalidRequest: the text is no request id.
         """
-        recent = self._recent.take(request_id)
-        if recent is not None:
-            return FutureView("done", recent)
+        here = self._told.get(request_id) or self._recent.take(request_id)
+        if here is not None:
+            return FutureView("done", here)
         ids.parse_request_id(request_id)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -149,28 +151,44 @@ class Futures:
                 del self._waiters[request_id]
 
     async def resolve(
-        self, request_id: str, result: bytes, publish: Callable[[], Awaitable[Published]]
+        self,
+        request_id: str,
+        result: bytes,
+        publish: Callable[[], Awaitable[Published]],
+        told_first: bool = False,
     ) -> Published:
         """Calls `publish`, which resolves a future, and hands the result to those who wait for it here; when
         none does, to the first who asks.
 
         Args:
             result: what `publish` writes: a serialized OperationResult.
+            told_first: those who wait for it here, or ask meanwhile, have it before it is written.
         """
         self._resolving.add(request_id)
-        outcome = None
+        outcome, told = None, False
         try:
+            if told_first:
+                self._told[request_id] = result
+                told = self._hand(request_id, result)
+                # They have their turn, and their clients are sent it, before the writing takes any time.
+                await give_way(2)
             outcome = await publish()
             return outcome
         finally:
             self._resolving.discard(request_id)
-            waiters = self._waiters.get(request_id, ())
-            for waiter in waiters:
-                # Whatever else came of it, perhaps it is resolved all the same: they look.
-                waiter.result = result if outcome is Published.PUBLISHED else None
-                waiter.changed.set()
-            if not waiters and outcome is Published.PUBLISHED:
+            self._told.pop(request_id, None)
+            # Whatever else came of it, perhaps it is resolved all the same: they look.
+            told |= self._hand(request_id, result if outcome is Published.PUBLISHED else None)
+            if not told and outcome is Published.PUBLISHED:
                 self._recent.keep(request_id, result)
+
+    def _hand(self, request_id: str, result: bytes | None) -> bool:
+        """Wakes those who wait for a future, with its result unless they are to look; whether any do."""
+        waiters = self._waiters.get(request_id, ())
+        for waiter in waiters:
+            waiter.result = result
+            waiter.changed.set()
+        return bool(waiters)
 
     def _wake(self, request_id: str) -> None:
         if request_id not in self._resolving:

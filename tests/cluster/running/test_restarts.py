@@ -18,6 +18,7 @@ from services.common.state import keys
 from tests.announced import find
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
+from tinsmith.v1 import results_pb2
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 GREEDY = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
@@ -66,6 +67,30 @@ def test_two_hundred_waiting_futures_resolve_through_the_other_gateway(
     finally:
         cluster.process.send_signal(signal.SIGCONT)
     cluster.wait_until_back(leader, killed)
+
+
+def test_a_forward_that_was_told_and_not_written_when_its_gateway_died_comes_to_the_same(
+    cluster: Cluster, training: tinker.TrainingClient
+) -> None:
+    data, model_id = [batches.cross_entropy(0, 20)], str(training.model_id)
+    expected = training.forward(data, "cross_entropy").result()
+    with redis.Redis.from_url((cluster.data_dir / "run" / "redis_url").read_text().strip()) as client:
+        holder = client.get(keys.lease(model_id))
+        assert isinstance(holder, bytes)
+        leader = holder.decode().partition("/")[0]
+        running = cluster.pid(leader)
+        armed.arm(cluster.failpoints, "gateway.after_tell", "kill:1")
+        told = training.forward(data, "cross_entropy").result()
+        assert told.metrics == expected.metrics
+        (waiting,) = client.zrange(keys.journal_pending(model_id), 0, -1)
+        cluster.wait_until_back(leader, running)
+        while client.hget(future := keys.future(model_id, int(waiting)), "state") != b"done":
+            time.sleep(0.1)
+        written = results_pb2.OperationResult.FromString(client.hget(future, "result"))
+    assert dict(written.forward_backward.metrics) == told.metrics
+    logprobs = told.loss_fn_outputs[0]["logprobs"].to_numpy()
+    assert written.forward_backward.outputs["logprobs"].data == logprobs.tobytes()
+    assert len(train(training, range(1))) == 1
 
 
 def test_training_goes_on_bit_for_bit_after_the_trainer_was_killed(

@@ -40,6 +40,7 @@ from services.gateway.dispatch.plan import (
     is_refused,
     is_snapshot_missing,
     loses_snapshot,
+    may_be_told_first,
     most_between_restores,
     plan,
     position_after_restore,
@@ -227,6 +228,25 @@ def test_only_what_changed_the_model_is_replayed() -> None:
     assert replay_passes_over(score, fine)
     assert replay_passes_over(save, fine)
     assert replay_passes_over(train, failed)
+
+
+def test_only_what_ran_forward_may_be_told_before_it_is_written() -> None:
+    batch, scored, failed = (
+        operation_pb2.Operation(),
+        results_pb2.OperationResult(),
+        results_pb2.OperationResult(),
+    )
+    scored.forward_backward.SetInParent()
+    failed.error.code = "out_of_memory"
+    batch.forward_backward.forward_only = True
+    assert may_be_told_first(batch, scored)
+    assert not may_be_told_first(batch, failed)
+    batch.forward_backward.forward_only = False
+    assert not may_be_told_first(batch, scored)
+    step, stepped = operation_pb2.Operation(), results_pb2.OperationResult()
+    step.optim_step.SetInParent()
+    stepped.optim_step.SetInParent()
+    assert not may_be_told_first(step, stepped)
 
 
 def test_a_replay_repeats_a_step_that_failed_and_dropped_the_gradient() -> None:

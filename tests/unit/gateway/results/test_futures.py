@@ -136,6 +136,47 @@ async def test_what_this_process_did_not_resolve_a_future_with_is_not_handed_out
     assert (await futures.wait(request_id, 0)).result == RESULT.SerializeToString()
 
 
+async def test_what_may_be_told_first_is_had_by_all_who_ask_while_it_is_written(
+    redis_client: redis.asyncio.Redis, futures: Futures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, request_id = Looks(futures, monkeypatch), await sample(redis_client, 1)
+    result, may_write = RESULT.SerializeToString(), asyncio.Event()
+
+    async def publish() -> Published:
+        await may_write.wait()
+        await SampleJournal(redis_client).publish(request_id, RESULT)
+        return Published.PUBLISHED
+
+    futures.expect(request_id)
+    waiting = asyncio.create_task(futures.wait(request_id, 10))
+    await asyncio.sleep(0.05)
+    resolving = asyncio.create_task(futures.resolve(request_id, result, publish, told_first=True))
+    async with asyncio.timeout(8):
+        assert (await waiting).result == result
+    assert (await futures.wait(request_id, 10)).result == result
+    assert looks.number == 0
+    assert not resolving.done()
+    may_write.set()
+    assert await resolving is Published.PUBLISHED
+    # From now on it is what was written.
+    futures.expect_no_longer(request_id)
+    assert (await futures.wait(request_id, 10)).result == result
+    assert looks.number == 1
+
+
+async def test_what_was_told_first_and_not_written_is_told_no_more(
+    redis_client: redis.asyncio.Redis, futures: Futures
+) -> None:
+    request_id = await sample(redis_client, 1)
+
+    async def publish() -> Published:
+        raise ConnectionError("Redis is away")
+
+    with pytest.raises(ConnectionError):
+        await futures.resolve(request_id, b"a result", publish, told_first=True)
+    assert (await futures.wait(request_id, 0)).state == "pending"
+
+
 async def test_who_waits_looks_when_this_process_will_not_resolve_it(
     redis_client: redis.asyncio.Redis, futures: Futures
 ) -> None:
