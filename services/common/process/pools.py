@@ -65,8 +65,8 @@ DELETIONS = Pool("deletion", 4, 600.0)
 CLEANINGS = Pool("cleaning of a storage", 1, 6 * 3600.0)
 """Looks through whole storages, whose lists may take hours."""
 
-LOOKS = Pool("answer of the checkpoints' storage", 4, 60.0)
+LOOKS = Pool("answer of the checkpoints' storage", 16, 60.0)
 """Whether it answers at all, before much is asked of it."""
 
-TRANSFERS = Pool("transfer of a checkpoint", 8, 6 * 3600.0)
+TRANSFERS = Pool("transfer of a checkpoint", 16, 6 * 3600.0)
 """Checkpoints of a trainer that are saved and loaded, of which one may be a terabyte."""

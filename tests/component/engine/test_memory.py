@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.contract.errors import ModelNotResident
+from services.trainer.compute import engine as engine_module
+from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.engine import Engine
-from services.trainer.compute.memory.failures import LacksMemory
+from services.trainer.compute.lora.adapter import Adapter
+from services.trainer.compute.memory.failures import LacksMemory, NoMemory
+from services.trainer.compute.optimizer import AdapterOptimizer
+from services.trainer.compute.tenant import LoraTenant
 from tests.component.engine.data import NO_CLIP, ce_row, flat, op, trained_model, work
 
 pytestmark = pytest.mark.heavy
@@ -108,3 +114,46 @@ def test_a_sequence_that_does_not_fit_fails_its_operation_and_no_other(
     assert [result.failure is not None for result in results] == [True, True, False]
     assert engine.optim_step("big", NO_CLIP)["skipped"] == 1
     assert "skipped" not in engine.optim_step("small", NO_CLIP)
+
+
+def test_an_adapter_that_does_not_fit_is_not_made_and_may_be_made_later(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Adapter:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_module, "Adapter", refused)
+        with pytest.raises(NoMemory, match="out of memory on a new adapter of rank 4, which was not made"):
+            engine.create_model("late", LoraSpec(4))
+        with pytest.raises(ModelNotResident):
+            engine.state("late")
+    trained_model(engine, "late")
+    engine.run_pass(work((op("late"), [ce_row(1, 10)])))
+    assert "skipped" not in engine.optim_step("late", NO_CLIP)
+
+
+def test_a_step_that_does_not_fit_is_refused_and_its_gradient_waits_for_the_next(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(engine)
+    start = AdapterOptimizer.start
+    for model_id in ("a", "b"):
+        trained_model(engine, model_id)
+    rows = [ce_row(seed, 6 + 5 * seed) for seed in range(4)]
+    full = engine._tenants["a"]
+    assert isinstance(full, LoraTenant)
+
+    def refused(optimizer: AdapterOptimizer) -> None:
+        if optimizer is full._optimizer:
+            raise torch.OutOfMemoryError("no memory")
+        start(optimizer)
+
+    engine.run_pass(work((op("a"), rows[:2]), (op("b"), rows[:1])))
+    with monkeypatch.context() as patched:
+        patched.setattr(AdapterOptimizer, "start", refused)
+        lacks, stepped = engine.optim_steps([("a", NO_CLIP), ("b", NO_CLIP)])
+        assert isinstance(lacks, NoMemory) and isinstance(stepped, dict)
+    engine.run_pass(work((op("a", 3), rows[2:])))
+    engine.optim_step("a", NO_CLIP)
+    np.testing.assert_allclose(flat(engine.state("a")), expected[0], rtol=1e-5, atol=1e-6)
