@@ -17,6 +17,7 @@ import redis.asyncio
 
 from services.common.contract.errors import InvalidRequest, Unavailable
 from services.common.process import process, rpc
+from services.common.process.carrier.answering import Carrier
 from services.common.process.tasks import cancel_all
 from services.common.process.threads import WorkerThread
 from services.common.state.claim import claimed
@@ -169,8 +170,10 @@ class _Server:
     async def _serve(self, stop: asyncio.Task[Signals]) -> int:
         await self._parts.states.clean()
         name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+        add, servicer = trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._parts.servicer
+        carrier = Carrier(add, servicer, self._config.access_log)
         server = await rpc.serve(
-            [(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._parts.servicer, name)],
+            [(add, servicer, name), carrier.service],
             rpc.address(self._config.host, self._config.port),
             tells=self._config.access_log,
             tls=mutual(self._identity, "gateway", "trainer", "operator"),
@@ -198,6 +201,7 @@ class _Server:
         await cancel_all(failures)
         stopping = Unavailable("the trainer is stopping; the operation runs after its restart")
         self._parts.executor.abandon(stopping)
+        carrier.close()
         await server.drain(1.0)
         await self._parts.broadcaster.close()
         return 0 if failed is None else 1

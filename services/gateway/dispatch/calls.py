@@ -15,12 +15,14 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import grpc.aio
 from prometheus_client import Counter
 
 from services.common.contract import ids
-from services.common.contract.errors import TinsmithError
+from services.common.contract.errors import DeadlineExceeded, TinsmithError
+from services.common.process.carrier.asking import Link
 from services.common.process.tasks import cancel_all
 from services.common.telemetry import subject, tracing
 from services.common.telemetry.subject import Subject
@@ -28,15 +30,24 @@ from services.gateway.cluster.discovery import call_error
 from services.gateway.dispatch import plan
 from services.gateway.dispatch.plan import Send
 from services.gateway.dispatch.send_room import SendRoom
-from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
+from tinsmith.internal.v1 import operation_pb2, trainer_pb2
 from tinsmith.v1 import results_pb2
 
+_EXECUTE = "/tinsmith.internal.v1.TrainerService/Execute"
 REPLAYED = Counter(
     "tinsmith_replayed_operations_total", "Operations sent to a trainer again, whose results were known"
 )
 
 OnAnswer = Callable[[Send, operation_pb2.Operation, results_pb2.OperationResult], Awaitable[bool]]
 OnError = Callable[[Send, operation_pb2.Operation, TinsmithError], Awaitable["Outcome"]]
+
+
+class Results(Protocol):
+    """Is told of which operations the results are to come."""
+
+    def expect(self, seq_id: int) -> None: ...
+
+    def expect_no_longer(self, seq_id: int) -> None: ...
 
 
 class Outcome(Enum):
@@ -68,6 +79,7 @@ class Calls:
         on_error: takes the failure of a call.
         ended: called whenever a call is over.
         room: has what a call takes already when it starts.
+        results: hears of the operations under way whose results are not known.
 
     Attributes:
         failure: what `on_answer` or `on_error` raised, if they did.
@@ -80,8 +92,10 @@ class Calls:
         on_error: OnError,
         ended: Callable[[], None],
         room: SendRoom,
+        results: Results,
     ) -> None:
         self._room = room
+        self._results = results
         self._timeout = timeout
         self._on_answer = on_answer
         self._on_error = on_error
@@ -102,7 +116,7 @@ class Calls:
     def start(
         self,
         trainer_id: str,
-        stub: trainer_pb2_grpc.TrainerServiceStub,
+        link: Link,
         send: Send,
         operation: operation_pb2.Operation,
         epoch: int,
@@ -110,9 +124,11 @@ class Calls:
         """Sends an operation to a trainer, under a fencing epoch."""
         request = trainer_pb2.ExecuteRequest(operation=operation, epoch=epoch, after_seq_id=send.after_seq_id)
         name = f"execute {operation.model_id}:{send.seq_id}"
-        call = asyncio.create_task(self._call(stub, send, request), name=name)
+        call = asyncio.create_task(self._call(link, send, request), name=name)
         self._calls[send.seq_id] = (call, send.size)
         REPLAYED.inc(send.replayed)
+        if not send.replayed:
+            self._results.expect(send.seq_id)
         batch = _is_batch(operation)
         if batch or send.replayed:
             self._needed[send.seq_id] = _Needed(call, batch, send.replayed)
@@ -143,13 +159,13 @@ class Calls:
             del self._calls[send.seq_id]
             if _settled(call):
                 self._needed.pop(send.seq_id, None)
+        if not send.replayed:
+            self._results.expect_no_longer(send.seq_id)
         if not call.cancelled() and call.exception() is not None:
             self.failure = call.exception()
         self._ended()
 
-    async def _call(
-        self, stub: trainer_pb2_grpc.TrainerServiceStub, send: Send, request: trainer_pb2.ExecuteRequest
-    ) -> bool:
+    async def _call(self, link: Link, send: Send, request: trainer_pb2.ExecuteRequest) -> bool:
         """Whether the operation is settled."""
         operation = request.operation
         request_id = ids.request_id(operation.model_id, operation.seq_id)
@@ -163,9 +179,9 @@ class Calls:
         while True:
             try:
                 with tracing.span("execute", "CLIENT", replayed=send.replayed):
-                    reply = await stub.Execute(request, timeout=self._timeout, metadata=subject.metadata())
-            except grpc.aio.AioRpcError as raw:
-                outcome = await self._on_error(send, request.operation, call_error(raw))
+                    reply = await link.ask(_EXECUTE, request, trainer_pb2.ExecuteResponse, self._timeout)
+            except (TinsmithError, TimeoutError, grpc.aio.AioRpcError) as raised:
+                outcome = await self._on_error(send, request.operation, _typed(raised))
                 if outcome is not Outcome.AGAIN:
                     return outcome is Outcome.SETTLED
                 attempt += 1
@@ -181,6 +197,13 @@ class Calls:
         if found:
             await asyncio.wait(found)
         return all(_settled(call) for call in found)
+
+
+def _typed(error: TinsmithError | TimeoutError | grpc.aio.AioRpcError) -> TinsmithError:
+    """What a call failed with."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return call_error(error)
+    return DeadlineExceeded(str(error)) if isinstance(error, TimeoutError) else error
 
 
 def _is_batch(operation: operation_pb2.Operation) -> bool:

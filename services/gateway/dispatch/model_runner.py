@@ -74,16 +74,16 @@ class ModelRunner:
         self._changed = asyncio.Event()
         self._changed.set()
         lease.on_lost = wake = self._changed.set
-        self._base_model = ""
+        self._base_model = self._paused = ""
         self._incarnation: str | None = None
         self._synchronised = self._discards = self._looking = False
         self._not_back = Repeats(log, "a model is not back yet")
         self._position = Position()
         self._room, self._awaited = room, ""
-        self._calls = Calls(settings.execute_timeout, self._answered, self._call_failed, wake, room)
+        asked = self._answered, self._call_failed
+        self._calls = Calls(settings.execute_timeout, *asked, wake, room, publisher)
         self._failed_calls: Counter[tuple[int, str]] = Counter()
         self._attempt, self._not_before = 0, 0.0
-        self._paused = ""
         self._put_off = -1
         """The operation that the trainer tries again after pauses; nothing after it is sent meanwhile."""
         self._gap = GapWatch(lease, journal, session_finished, settings.gap_timeout)
@@ -289,9 +289,9 @@ class ModelRunner:
         self, step: Plan, operations: Sequence[operation_pb2.Operation], trainer: ServiceRecord
     ) -> None:
         """Sends what was planned: one operation per send."""
-        stub = trainer_pb2_grpc.TrainerServiceStub(self._trainers.channel(trainer))
+        link = self._trainers.link(trainer)
         for send, operation in zip(step.sends, operations, strict=True):
-            self._calls.start(trainer.id, stub, send, operation, self._lease.epoch)
+            self._calls.start(trainer.id, link, send, operation, self._lease.epoch)
         self._position = step.position
 
     async def _answered(

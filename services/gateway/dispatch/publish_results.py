@@ -72,6 +72,14 @@ class ResultPublisher:
         self._unwritten = Repeats(log, "a result is not written down yet")
         self.writing: set[int] = set()
 
+    def expect(self, seq_id: int) -> None:
+        """A trainer has an operation whose result is not known: who waits for it here need not look."""
+        self._futures.expect(ids.request_id(self._lease.model_id, seq_id))
+
+    def expect_no_longer(self, seq_id: int) -> None:
+        """Its call is over."""
+        self._futures.expect_no_longer(ids.request_id(self._lease.model_id, seq_id))
+
     async def publish(self, operation: operation_pb2.Operation, result: results_pb2.OperationResult) -> None:
         """Writes one result."""
         self.writing.add(operation.seq_id)

@@ -26,6 +26,7 @@ from services.common.contract.errors import (
 from services.common.contract.roles import Role
 from services.common.process import failpoints
 from services.common.process.pools import COMPUTE
+from services.common.process.tasks import give_way
 from services.common.state.journal import Journal
 from services.common.state.journal_records import Accepted
 from services.common.telemetry import subject
@@ -44,6 +45,8 @@ from tinsmith.v1 import models_pb2, training_pb2
 _CACHE_S = 3600.0
 _CACHED = 4096
 _MAX_SEQ_ID = 2**31 - 1
+_TURNS_TO_SEND = 2
+"""Of the loop: one for the call, one for the stream that carries it."""
 
 
 T = TypeVar("T")
@@ -373,6 +376,8 @@ class Models:
         finally:
             # Also when the caller has gone: the operation may be in the journal.
             self._wake(operation.model_id, operation if accepted is not None and accepted.to_run else None)
+        # It is on its way to the trainer before its client's answer takes any time.
+        await give_way(_TURNS_TO_SEND)
         return accepted
 
 

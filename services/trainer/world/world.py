@@ -96,6 +96,14 @@ class _DueStep:
     answer: asyncio.Future[dict[str, float] | TinsmithError]
 
 
+@dataclass
+class _Turn:
+    """When the engine's thread came to a call (time.monotonic); None: it has not. No word to the loop, which
+    would take the interpreter from the thread just when that begins."""
+
+    began: float | None = None
+
+
 def _answer(due: Sequence[_DueStep], answers: Sequence[dict[str, float] | TinsmithError]) -> None:
     for each, answer in zip(due, answers, strict=True):
         # Who asked may have gone.
@@ -262,35 +270,38 @@ class World:
             # A failure is the world's, and so those hear of it that wait.
             turn.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def _submit(self, function: Callable[[], T]) -> tuple[asyncio.Future[None], asyncio.Future[T]]:
+    def _submit(self, function: Callable[[], T]) -> tuple[_Turn, asyncio.Future[T]]:
         """Has the engine's thread call a function: when its turn has come, and what it came to."""
-        loop = asyncio.get_running_loop()
-        begun: asyncio.Future[None] = loop.create_future()
+        turn = _Turn()
 
         def work() -> T:
-            loop.call_soon_threadsafe(begun.set_result, None)
+            turn.began = time.monotonic()
             return self._while_whole(function)
 
         # Waiting does not cancel: a caller that goes away does not undo a command the ranks have.
         future = asyncio.wrap_future(self._thread.submit(work))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return begun, future
+        return turn, future
 
-    async def _outcome(
-        self, submitted: tuple[asyncio.Future[None], asyncio.Future[T]], name: str, longer: float = 0.0
-    ) -> T:
-        seconds = self._timeout + longer
-        begun, future = submitted
-        waiting: list[asyncio.Future[Any]] = [begun, self._failure]
-        # What is before it has a deadline too, so its turn comes or the world fails.
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        # A call that never began waits for nothing: the world has failed.
-        return await self._ended(future, name, seconds if begun.done() else 0.0)
+    async def _outcome(self, submitted: tuple[_Turn, asyncio.Future[T]], name: str, longer: float = 0.0) -> T:
+        seconds = left = self._timeout + longer
+        turn, future = submitted
+        waiting: list[asyncio.Future[Any]] = [future, self._failure]
+        while left > 0:
+            done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                break
+            # What is before it has a deadline too, so its turn comes or the world fails.
+            left = seconds if turn.began is None else turn.began + seconds - time.monotonic()
+        return self._found(future, name, seconds)
 
     async def _ended(self, future: asyncio.Future[T], name: str, seconds: float) -> T:
         """What a call came to that has begun, or the failure of the world, which it is when it is late."""
         waiting: list[asyncio.Future[Any]] = [future, self._failure]
         await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return self._found(future, name, seconds)
+
+    def _found(self, future: asyncio.Future[T], name: str, seconds: float) -> T:
         if not future.done() and not self._failure.done():
             self._failure.set_exception(WorldFailure(f"{name} did not finish in {seconds:g} s"))
         if not future.done():

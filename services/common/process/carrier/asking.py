@@ -58,6 +58,8 @@ class Link:
                 return kind.FromString(await alone(data, timeout=seconds, metadata=subject.metadata()))
         stream = self._open()
         number, call = stream.begin(method, data)
+        # It has a copy until it is sent, and the call may last.
+        del data
         try:
             found = await call.next(seconds)
         finally:

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.contract.errors import InvalidRequest, TinsmithError
-from services.common.process.tasks import cancel_all
 from services.gateway.access.body_budget import JSON_TIMES, Account, BodyBudget
 from services.gateway.access.page_turns import LISTS
 from services.gateway.application import Application
@@ -104,16 +103,25 @@ class Call(msgspec.Struct, frozen=True):
         Raises:
             ClientDisconnect: the client went away.
         """
-        waiting = asyncio.ensure_future(wait)
         # The body is read, so the next thing to come from this client is that it went.
         leaving = asyncio.ensure_future(self.request.receive())
+        there = asyncio.timeout(None)
+
+        def gone(_: asyncio.Future[Any]) -> None:
+            there.reschedule(0.0)
+
+        leaving.add_done_callback(gone)
         try:
-            await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                raise ClientDisconnect
-            return waiting.result()
+            async with there:
+                return await wait
+        except TimeoutError:
+            if not there.expired():
+                raise
+            raise ClientDisconnect from None
         finally:
-            await cancel_all([waiting, leaving])
+            leaving.remove_done_callback(gone)
+            # It ends in the next turn of the loop; who waited is answered in this one.
+            leaving.cancel()
 
     async def json(self, kind: type[T]) -> T:
         """The JSON body as a struct. Raises InvalidRequest or TooLarge."""

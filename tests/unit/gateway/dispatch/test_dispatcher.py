@@ -29,6 +29,13 @@ async def idle(gateway: Gateway) -> None:
             await asyncio.sleep(0.01)
 
 
+async def under_way(gateway: Gateway, number: int) -> None:
+    """Returns when so many operations of the model are under way."""
+    async with asyncio.timeout(60):
+        while len(gateway.dispatcher._runners[MODEL]._calls) != number:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_operations_that_arrive_in_any_order_run_in_seq_id_order(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
 ) -> None:
@@ -98,6 +105,25 @@ async def test_the_next_operation_of_a_led_model_is_sent_without_reading_the_jou
         await gateway.result(6)
         assert trainer.order(MODEL) == [0, 1, 2, 3, 5, 6]
         assert [seq_ids for seq_ids in read if seq_ids] == [[5]]
+
+
+async def test_who_waits_for_an_operation_that_a_trainer_has_does_not_look_for_its_result(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
+) -> None:
+    async with serving(redis_client, trainer, "trainer-0"):
+        gateway = await gateway_on()
+        await gateway.accept(create())
+        await gateway.result(0)
+        request_id = ids.request_id(MODEL, 1)
+        trainer.gate.clear()
+        await gateway.accept(step(1))
+        await under_way(gateway, 1)
+        assert gateway.futures.expected(request_id)
+        waiting = asyncio.create_task(gateway.result(1))
+        trainer.gate.set()
+        assert (await waiting).HasField("optim_step")
+        await idle(gateway)
+        assert not gateway.futures.expected(request_id)
 
 
 async def test_an_operation_accepted_elsewhere_wakes_the_gateway_that_leads(
