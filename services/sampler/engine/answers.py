@@ -110,15 +110,14 @@ def note_update(job: SampleJob, output: RequestOutput) -> None:
 
 
 def _further(job: SampleJob, index: int, made: Made | None) -> Sequence:
-    before = begun(job, index)
     if made is None:
-        return before
+        return begun(job, index)
     topk = job.scoring.topk_sample_logprobs
     told = sequence(made.output.outputs[0], topk, made.changes)
     if job.routed_experts:
         # Of a job that does not move: there is nothing before it.
         told = replace(told, experts=_experts(made.output.outputs[0], len(job.prompt)))
-    return joined(before, told)
+    return told if job.begun is None else joined(begun(job, index), told)
 
 
 def _experts(completion: CompletionOutput, prompt: int) -> np.ndarray | None:

@@ -1,7 +1,7 @@
 """The vLLM engine behind plain dataclasses.
 
 Invariant: vLLM's front end is started, asked and ended here and nowhere else; what one sequence asks for is
-made in `params`, what comes back is read in `answers`. One asyncio loop uses an Engine; the model runs in
+made in `params` and sent by `calls.asked`, what comes back is read in `answers`. One asyncio loop uses an Engine; the model runs in
 another process.
 """
 
@@ -26,14 +26,14 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.contract.errors import DeadlineExceeded, Internal, InvalidRequest, Unavailable
+from services.common.contract.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from services.common.contract.experts.routing import Routing
 from services.common.contract.sample_schema import Scoring
-from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
 from services.common.weights.medium import Medium
 from services.sampler.config import SamplerConfig, check_device
 from services.sampler.engine import answers, child
+from services.sampler.engine.calls import asked
 from services.sampler.engine.calls.reports import ENDED, Reports
 from services.sampler.engine.calls.workers import CALL_S, Workers
 from services.sampler.engine.params import checked, vllm_params, vllm_prompt
@@ -46,7 +46,7 @@ from services.sampler.engine.sampling import (
     SamplingParams,
     ServedTokenizer,
     Tell,
-    begun,
+    all_begun,
     served,
 )
 from services.sampler.engine.settings import PAST_LOADERS, adapts, started
@@ -195,7 +195,8 @@ class Engine:
         try:
             return await self._run(job, tell, run)
         finally:
-            await cancel_all([run.interruption])
+            if run.interruption is not None:
+                await cancel_all([run.interruption])
             self._runs.end(job.request_id, run)
 
     def interrupt(self, request_id: str, at_once: bool) -> None:
@@ -230,23 +231,15 @@ class Engine:
         seed = secrets.randbits(64) if job.params.seed is None else job.params.seed
         plan = plan_of(job.scoring, len(job.prompt), seed, job.params.temperature)
         constraint = await checked(job.constraint, self._llm.input_processor)
-        before = [begun(job, index) for index in range(job.num_samples)]
+        before = all_begun(job)
         # The first sequence scores the prompt for all of them.
         scores = None if plan.empty or before[0].tokens or not plan.needed().size else plan
-        tasks = {
-            index: asyncio.create_task(
-                self._generate(job, index, None if index else scores, constraint, tell, run),
-                name=f"{job.request_id}-{index}",
-            )
-            for index, sequence in enumerate(before)
-            if sequence.stop_reason == "cancelled"
-        }
-        try:
-            await failpoints.reach("sampler.mid_generation")
-            done = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
-        except BaseException:
-            await cancel_all(tasks.values())
-            raise
+        goes_on = [index for index, sequence in enumerate(before) if sequence.stop_reason == "cancelled"]
+        calls = [
+            self._generate(job, index, before[index].tokens, None if index else scores, constraint, tell, run)
+            for index in goes_on
+        ]
+        done = dict(zip(goes_on, await asked.together(calls, job.request_id), strict=True))
         made = [done.get(index) for index in range(job.num_samples)]
         sampled = sum(len(each.output.outputs[0].token_ids) for each in made if each is not None)
         if sampled * (1 + job.scoring.topk_sample_logprobs) + plan.rows > _THREAD_ABOVE_CELLS:
@@ -257,50 +250,46 @@ class Engine:
         self,
         job: SampleJob,
         index: int,
+        before: list[int],
         plan: ScorePlan | None,
         constraint: StructuredOutputsParams | None,
         tell: Tell | None,
         run: Run,
     ) -> answers.Made | None:
-        """What vLLM makes of a sequence; None when it was interrupted before it came to anything."""
+        """What vLLM makes of a sequence that has come to `before`; None: it was interrupted before that."""
         if run.at_once:
             return None
-        adapter, first = run.adapter, Change(0, run.version)
+        adapter, first, tokens = run.adapter, Change(0, run.version), 0
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
-        request_id = f"{job.request_id}-{index}-{next(self._request_numbers)}"
-        before = begun(job, index).tokens
+        name = f"{job.request_id}-{index}-{next(self._request_numbers)}"
         prompt = vllm_prompt(job, before, self._weights)
-        known: RequestOutput | None = None
-        self._runs.enter(run, request_id, time.monotonic())
+
+        def take(output: RequestOutput, since: int) -> None:
+            # Where a constraint has a dead end, its last token was not allowed: `whole` says so.
+            if tell is None or not output.outputs[0].token_ids or output.outputs[0].finish_reason == "error":
+                return
+            made = answers.Made(output, self._shifts.changes(name, run, first))
+            for new in answers.new_tokens(job, made, index, len(before) + since):
+                tell(new)
+
+        self._runs.enter(run, name, time.monotonic())
         try:
             stream, start = tell is not None, len(before)
             params = vllm_params(job, index, self.limits, plan, constraint, stream=stream, start=start)
-            async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
-                changes = self._shifts.changes(request_id, run, first)
-                # Where a constraint has a dead end, its last token was not allowed: `whole` says so.
-                made = bool(output.outputs[0].token_ids) and output.outputs[0].finish_reason != "error"
-                if tell is not None and made:
-                    told = start if known is None else start + len(known.outputs[0].token_ids)
-                    for new in answers.new_tokens(job, answers.Made(output, changes), index, told):
-                        tell(new)
-                if known is None:
-                    known = output
-                else:
-                    # Of a stream, every output has what is new.
-                    known.add(output, aggregate=True)
+            output = await asked.output(self._llm, name, prompt, params, lora, take)
+            changes = self._shifts.changes(name, run, first)
+            tokens = len(output.outputs[0].token_ids)
         except EngineDeadError as error:
             raise Unavailable(ENDED) from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         finally:
-            self._shifts.forget(request_id)
-            self._runs.leave(run, request_id, len(known.outputs[0].token_ids) if known else 0)
-        if known is None or not known.finished:
-            raise Internal("the engine ended the request without a result")
-        self._finished_tokens += len(known.outputs[0].token_ids)
-        answers.note_update(job, known)
-        return answers.Made(known, changes)
+            self._shifts.forget(name)
+            self._runs.leave(run, name, tokens)
+        self._finished_tokens += tokens
+        answers.note_update(job, output)
+        return answers.Made(output, changes)
 
     async def join_group(
         self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float

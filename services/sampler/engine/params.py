@@ -7,6 +7,8 @@ nothing about the distribution that is sampled from. A constraint is parsed once
 from __future__ import annotations
 
 import asyncio
+import copy
+from functools import lru_cache
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
@@ -105,32 +107,73 @@ def vllm_params(
         stream: every output has the tokens since the last one; otherwise there is one, at the end.
     """
     params, steering = job.params, job.params.steering
+    made = copy.copy(
+        _common(
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.ignore_eos,
+            params.stop_strings,
+            params.stop_token_ids,
+            steering.min_p,
+            steering.frequency_penalty,
+            steering.presence_penalty,
+            steering.repetition_penalty,
+            tuple(steering.logit_bias.items()),
+            steering.bad_words,
+            job.scoring.topk_sample_logprobs,
+            stream,
+        )
+    )
+    made.max_tokens = tokens_left(job, limits) - start
+    made.seed = sequence_seed(job.params.seed, index, start)
+    made.extra_args = _extra(job, plan)
+    made.structured_outputs = constraint
+    return made
+
+
+@lru_cache(maxsize=256)
+def _common(
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    ignore_eos: bool,
+    stop: tuple[str, ...],
+    stop_token_ids: tuple[int, ...],
+    min_p: float,
+    frequency_penalty: float,
+    presence_penalty: float,
+    repetition_penalty: float,
+    logit_bias: tuple[tuple[int, float], ...],
+    bad_words: tuple[str, ...],
+    topk: int,
+    stream: bool,
+) -> _Checked:
+    """What many sequences in a row are asked alike, made and checked once. Each has a copy, in which vLLM
+    replaces what it changes."""
     return _Checked(
-        max_tokens=tokens_left(job, limits) - start,
-        seed=sequence_seed(params.seed, index, start),
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=steering.min_p,
-        frequency_penalty=steering.frequency_penalty,
-        presence_penalty=steering.presence_penalty,
-        repetition_penalty=steering.repetition_penalty,
-        logit_bias=dict(steering.logit_bias) or None,
-        bad_words=list(steering.bad_words),
-        ignore_eos=params.ignore_eos,
-        stop=list(params.stop_strings),
-        stop_token_ids=list(params.stop_token_ids),
+        max_tokens=1,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=dict(logit_bias) or None,
+        bad_words=list(bad_words),
+        ignore_eos=ignore_eos,
+        stop=list(stop),
+        stop_token_ids=list(stop_token_ids),
         include_stop_str_in_output=True,
         # Text is only made to find stop strings, which may name special tokens.
-        detokenize=bool(params.stop_strings),
+        detokenize=bool(stop),
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
-        logprobs=job.scoring.topk_sample_logprobs,
+        logprobs=topk,
         flat_logprobs=True,
-        extra_args=_extra(job, plan),
-        structured_outputs=constraint,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
-        # Made for this sequence, and asked with once: vLLM would copy all that is in it.
+        # Made for one sequence, and asked with once: vLLM would copy all that is in it.
         skip_clone=True,
     )
 

@@ -316,9 +316,14 @@ def begun(job: SampleJob, index: int) -> Sequence:
     return job.begun.sequences[index] if job.begun is not None else _nothing(job)
 
 
+def all_begun(job: SampleJob) -> list[Sequence]:
+    """The same of all of its sequences."""
+    return job.begun.sequences if job.begun is not None else [_nothing(job)] * job.num_samples
+
+
 def untouched(job: SampleJob) -> SampleOutput:
     """A job that was cancelled before its first token."""
-    return SampleOutput([_nothing(job) for _ in range(job.num_samples)], 0)
+    return SampleOutput([_nothing(job)] * job.num_samples, 0)
 
 
 def unfinished(output: SampleOutput) -> bool:

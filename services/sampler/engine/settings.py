@@ -6,7 +6,6 @@ raw model's, a request without a seed gets another stream on every replica, and 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import secrets
@@ -19,7 +18,7 @@ from prometheus_client import REGISTRY
 from pydantic import ValidationError
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.envs import disable_envs_cache, enable_envs_cache
+from vllm.envs import disable_envs_cache
 from vllm.transformers_utils.config import get_config
 from vllm.triton_utils import HAS_TRITON
 from vllm.usage.usage_lib import UsageContext
@@ -30,6 +29,7 @@ from services.common.contract.errors import InvalidRequest
 from services.common.process.process import machine_memory
 from services.sampler.config import GIB, SamplerConfig, device_environment
 from services.sampler.engine import cpu_cache
+from services.sampler.engine.calls import asked
 from services.sampler.engine.cpu_cache import CpuCache
 from services.sampler.worker import text_models
 
@@ -79,10 +79,7 @@ def started(config: SamplerConfig, device: str) -> AsyncLLM:
     loggers: Any = [EngineStats] if config.metrics_port else None
     with refusals(config):
         llm = AsyncLLM.from_engine_args(arguments, usage_context=context, stat_loggers=loggers)
-    # For every request it would read the environment, and ask the tokenizer what ends a text.
-    enable_envs_cache()
-    renderer: Any = llm.renderer
-    renderer.get_eos_token_id = functools.cache(renderer.get_eos_token_id)
+    asked.spare(llm)
     return llm
 
 

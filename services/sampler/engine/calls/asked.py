@@ -1,0 +1,100 @@
+"""A sequence on its way through vLLM's front end.
+
+Invariant: what vLLM was asked for and nobody waits for any more is aborted in the engine, whatever ended the
+wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar, cast
+
+from vllm import SamplingParams
+from vllm.envs import enable_envs_cache
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensInput
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from services.common.process import failpoints
+from services.common.process.tasks import cancel_all
+
+T = TypeVar("T")
+
+
+def spare(llm: AsyncLLM) -> None:
+    """Spares a front end what it would do for every request and is the same each time: to read the
+    environment, to ask the tokenizer what ends a text, to ask the system for random characters that tell
+    requests apart. Those of an engine have names of their own."""
+    enable_envs_cache()
+    renderer: Any = llm.renderer
+    renderer.get_eos_token_id = functools.cache(renderer.get_eos_token_id)
+    processor: Any = llm.input_processor
+    processor.assign_request_id = _keep_name
+
+
+def _keep_name(request: EngineCoreRequest) -> None:
+    request.external_req_id = request.request_id
+
+
+async def output(
+    llm: AsyncLLM,
+    name: str,
+    prompt: TokensInput,
+    params: SamplingParams,
+    adapter: LoRARequest | None,
+    take: Callable[[RequestOutput, int], None],
+) -> RequestOutput:
+    """What vLLM makes of a sequence. Cancelling the caller aborts it. As AsyncLLM.generate, which makes a
+    generator of each.
+
+    Args:
+        take: is given every output as it comes, and how many tokens came before it. Of a stream each has what
+            is new.
+
+    Raises:
+        VLLMClientError: vLLM refused it.
+        EngineDeadError: the engine died.
+        EngineGenerateError: something else failed in vLLM.
+    """
+    try:
+        collector = await llm.add_request(name, prompt, params, lora_request=adapter)
+        await failpoints.reach("sampler.mid_generation")
+        whole: RequestOutput | None = None
+        while whole is None or not whole.finished:
+            new = cast(RequestOutput, collector.get_nowait() or await collector.get())
+            take(new, 0 if whole is None else len(whole.outputs[0].token_ids))
+            if whole is None:
+                whole = new
+            else:
+                whole.add(new, aggregate=True)
+        return whole
+    except (EngineDeadError, VLLMClientError):
+        raise
+    except BaseException as error:
+        await llm.abort(name)
+        if isinstance(error, ValueError):
+            # What is wrong in vLLM is no fault of the request's.
+            raise EngineGenerateError from error
+        raise
+
+
+async def together(calls: Sequence[Coroutine[None, None, T]], name: str) -> list[T]:
+    """What each call comes to. When one fails or the caller is cancelled, the others are cancelled.
+
+    Args:
+        name: of their tasks; one call by itself needs none.
+    """
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.create_task(call, name=f"{name}-{index}") for index, call in enumerate(calls)]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        await cancel_all(tasks)
+        raise

@@ -1,0 +1,115 @@
+"""A sequence that vLLM is asked for: its outputs are one, and whatever ends the wait frees the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from services.sampler.engine.calls import asked
+
+
+class Llm:
+    """Takes a sequence on, and has what is `put` for it."""
+
+    def __init__(self, refuses: Exception | None = None) -> None:
+        self.refuses = refuses
+        self.collector = RequestOutputCollector(RequestOutputKind.DELTA, "name")
+        self.aborted: list[str] = []
+
+    async def add_request(self, name: str, *_: object, **__: object) -> RequestOutputCollector:
+        if self.refuses is not None:
+            raise self.refuses
+        return self.collector
+
+    async def abort(self, name: str) -> None:
+        self.aborted.append(name)
+
+
+def made(*tokens: int, finished: bool = False) -> RequestOutput:
+    logprobs = FlatLogprobs()
+    for token in tokens:
+        logprobs.append_fast([token], [-0.5], [1], [None])  # type: ignore[arg-type]
+    completion = CompletionOutput(0, "", list(tokens), None, logprobs, "length" if finished else None)
+    return RequestOutput("name", None, [1], None, [completion], finished)
+
+
+def ask(llm: Any, told: list[tuple[list[int], int]]) -> asyncio.Task[RequestOutput]:
+    def take(output: RequestOutput, since: int) -> None:
+        told.append((list(output.outputs[0].token_ids), since))
+
+    return asyncio.create_task(asked.output(llm, "name", None, None, None, take))  # type: ignore[arg-type]
+
+
+async def test_outputs_of_a_stream_are_told_as_they_come_and_are_one_in_the_end() -> None:
+    llm, told = Llm(), []  # type: ignore[var-annotated]
+    asking = ask(llm, told)
+    for output in (made(5, 6), made(7), made(8, finished=True)):
+        llm.collector.put(output)
+        await asyncio.sleep(0.01)
+    whole = (await asking).outputs[0]
+    assert told == [([5, 6], 0), ([7], 2), ([8], 3)]
+    assert (whole.token_ids, isinstance(whole.logprobs, FlatLogprobs)) == ([5, 6, 7, 8], True)
+    assert llm.aborted == []
+
+
+async def test_a_caller_that_is_cancelled_leaves_nothing_in_the_engine() -> None:
+    llm = Llm()
+    asking = ask(llm, [])
+    llm.collector.put(made(5))
+    await asyncio.sleep(0.01)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert llm.aborted == ["name"]
+
+
+@pytest.mark.parametrize("fails", [ValueError("a shape"), TypeError("a type")])
+async def test_what_goes_wrong_in_vllm_is_aborted_and_no_fault_of_the_request(fails: Exception) -> None:
+    llm = Llm()
+    asking = ask(llm, [])
+    llm.collector.put(fails)
+    with pytest.raises(EngineGenerateError if isinstance(fails, ValueError) else type(fails)):
+        await asking
+    assert llm.aborted == ["name"]
+
+
+@pytest.mark.parametrize("fails", [EngineDeadError(), VLLMValidationError("no such token")])
+async def test_an_engine_that_is_dead_or_refused_has_nothing_to_abort(fails: Exception) -> None:
+    llm = Llm(refuses=fails)
+    with pytest.raises(type(fails)):
+        await ask(llm, [])
+    assert llm.aborted == []
+
+
+async def test_of_calls_together_the_others_end_with_the_one_that_fails() -> None:
+    ended = []
+
+    async def waits() -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("waits")
+        return 0
+
+    async def fails() -> int:
+        raise EngineDeadError
+
+    async def gives(number: int) -> int:
+        return number
+
+    with pytest.raises(EngineDeadError):
+        await asked.together([waits(), fails()], "job")
+    assert ended == ["waits"]
+    assert [await asked.together([gives(one) for one in some], "job") for some in ([], [3], [4, 5])] == [
+        [],
+        [3],
+        [4, 5],
+    ]
