@@ -11,8 +11,8 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Protocol
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
 
 from prometheus_client import Histogram
 
@@ -200,12 +200,7 @@ class Samples:
             _NotThere: its weights are not to be had.
         """
         began = time.monotonic()
-        async with AsyncExitStack() as stack:
-            try:
-                use = stack.enter_async_context(self._snapshots.use(job.snapshot))
-                held = await course.wait(use)
-            except TinsmithError as error:
-                raise _NotThere(error) from error
+        async with _Holding(course, self._snapshots, job.snapshot) as held:
             if job.keeps_kv and held.adapter is None:
                 raise InvalidRequest(*_NO_ADAPTER)
             course.enter(job.snapshot)
@@ -214,9 +209,10 @@ class Samples:
             tracing.record("wait for the weights", subject.current(), began)
             try:
                 with self._suspects.executing(job.request_id), tracing.span("generate"):
-                    if job.keeps_kv:
-                        await stack.enter_async_context(self._shifting(course, job, held, turned))
-                    return await self._engine.sample(job, held.adapter, tell)
+                    if not job.keeps_kv:
+                        return await self._engine.sample(job, held.adapter, tell)
+                    async with self._shifting(course, job, held, turned):
+                        return await self._engine.sample(job, held.adapter, tell)
             finally:
                 place.leave()
 
@@ -256,6 +252,31 @@ class Samples:
                     return
             else:
                 present = key
+
+
+class _Holding:
+    """The weights of a job are in the engine meanwhile, unless its course turns before. What is there already
+    is not waited for.
+
+    Raises:
+        Turned: it has.
+        _NotThere: they are not to be had.
+    """
+
+    def __init__(self, course: Course, weights: Weights, key: SnapshotKey | None) -> None:
+        self._course = course
+        self._ready = weights.is_ready(key)
+        self._use = weights.use(key)
+
+    async def __aenter__(self) -> Held:
+        entering = self._use.__aenter__()
+        try:
+            return await (entering if self._ready else self._course.wait(entering))
+        except TinsmithError as error:
+            raise _NotThere(error) from error
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._use.__aexit__(*error)
 
 
 class _NotThere(Exception):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 
 from services.common.contract.errors import Internal, Unavailable
 from services.common.process.crashes import CrashLedger
@@ -23,6 +23,9 @@ SEVERAL = 32
 
 TRIAL_S = 10.0
 """What kills an engine mostly does so in its first steps."""
+
+_FREE = nullcontext()
+"""It can be entered again and again."""
 
 
 class GivenUp(Internal):
@@ -58,13 +61,13 @@ class Suspects:
         if (verdict := self._ledger.verdict(request_id)) is not None:
             raise GivenUp(verdict.message, verdict.code)
 
-    @asynccontextmanager
-    async def turn(self, request_id: str) -> AsyncIterator[None]:
+    def turn(self, request_id: str) -> AbstractAsyncContextManager[None]:
         """Waits until the request may go to the engine; at once, unless it is a suspect."""
         lane = self._lanes.get(self._ledger.deaths(request_id))
-        if lane is None:
-            yield
-            return
+        return _FREE if lane is None else self._trial_of(request_id, lane)
+
+    @asynccontextmanager
+    async def _trial_of(self, request_id: str, lane: asyncio.Semaphore) -> AsyncIterator[None]:
         await lane.acquire()
         held = True
 

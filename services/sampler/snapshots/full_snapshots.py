@@ -13,9 +13,9 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Generic, Protocol, TypeVar
 
 from services.common.contract.errors import Internal, InvalidRequest, TinsmithError, Unavailable
 from services.common.process.tasks import cancel_all
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 SWAP_TIMEOUT_S = 1800.0
 _REFUSALS = 1024
 """So many refused versions are remembered: who asks for one again then costs nobody a drained engine."""
+
+H = TypeVar("H")
 
 _LOST = "this sampler lost its weights and restarts; another sampler runs it"
 
@@ -97,29 +99,41 @@ class FullSnapshots:
         """Calls `listener` with the weights in the engine whenever they have changed."""
         self._listeners.append(listener)
 
-    @asynccontextmanager
-    async def use(self, weights: Weights) -> AsyncIterator[None]:
-        """Waits until these weights are in the engine, and keeps them there.
+    def use(self, weights: Weights, held: H) -> AbstractAsyncContextManager[H]:
+        """Waits until these weights are in the engine, and keeps them there. Yields `held`.
 
         Raises:
             InvalidRequest: they do not fit this model.
             Unavailable: the engine has no sound weights any more.
             TinsmithError: they could not be put there.
         """
+        return _Use(self, weights, held)
+
+    async def enter(self, weights: Weights) -> int:
+        """Begins a `use`, which ends with a `leave` of the ticket that this returns. Raises as `use`."""
         if self._lost.is_set():
             raise Unavailable(_LOST)
         if weights is not None and (refusal := self._refusals.get(weights)) is not None:
             raise InvalidRequest(refusal)
         ticket = next(self._numbers)
+        if self._turns.enter(ticket, weights, time.monotonic()):
+            return ticket
         entered = self._entered[ticket] = asyncio.get_running_loop().create_future()
         self._turns.arrive(ticket, weights)
         self._go_on()
         try:
             await entered
-            yield
+        except BaseException:
+            self.leave(ticket)
+            raise
         finally:
             del self._entered[ticket]
-            self._turns.leave(ticket, time.monotonic())
+        return ticket
+
+    def leave(self, ticket: int) -> None:
+        """Ends a `use`."""
+        self._turns.leave(ticket, time.monotonic())
+        if self._turns.waiting:
             self._go_on()
 
     async def receive(self, incoming: IncomingSnapshot) -> None:
@@ -234,6 +248,21 @@ class FullSnapshots:
             return None
         staged = self._staging.find(weights)
         return str(self._data_dir.snapshot(weights.model_id, weights.version)) if staged is None else staged
+
+
+class _Use(Generic[H]):
+    """As a generator would be, but for what that costs every request."""
+
+    def __init__(self, full: FullSnapshots, weights: Weights, held: H) -> None:
+        self._full, self._weights, self._held = full, weights, held
+        self._ticket = -1
+
+    async def __aenter__(self) -> H:
+        self._ticket = await self._full.enter(self._weights)
+        return self._held
+
+    async def __aexit__(self, *_: object) -> None:
+        self._full.leave(self._ticket)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge
@@ -127,8 +127,7 @@ class Snapshots:
             return self._full.is_open(key)
         return self._residency.holds(key) and self._slots.is_open(key) and self._full.is_open(None)
 
-    @asynccontextmanager
-    async def use(self, key: SnapshotKey | None) -> AsyncIterator[Held]:
+    def use(self, key: SnapshotKey | None) -> AbstractAsyncContextManager[Held]:
         """The snapshot (None = the base model) is in the engine meanwhile. Yields what is held of it.
 
         Raises:
@@ -136,15 +135,15 @@ class Snapshots:
             SnapshotNotFound: it is neither in memory nor in the store.
             TinsmithError: it could not be loaded.
         """
-        if key is None:
-            async with self._full.use(None):
-                yield Held()
-            return
+        return self._full.use(None, Held()) if key is None else self._use(key)
+
+    @asynccontextmanager
+    async def _use(self, key: SnapshotKey) -> AsyncIterator[Held]:
         if await self._is_full(key):
             self._refuse_full_models()
-            async with self._full.use(key):
+            async with self._full.use(key, Held()) as held:
                 self._versions.note(key)
-                yield Held()
+                yield held
             return
         self._refuse_adapters()
         async with AsyncExitStack() as stack:
@@ -154,7 +153,7 @@ class Snapshots:
                 held = Held(await stack.enter_async_context(self._slots.use(key)))
                 stack.callback(self._let_go, held.keys)
                 held.adapter = await self._hold(held, key)
-            async with self._full.use(None):
+            async with self._full.use(None, held):
                 yield held
 
     @asynccontextmanager

@@ -83,6 +83,13 @@ class Turns:
             return False
         return now < self._turn_ends or all(other == weights for other in self._waiting.values())
 
+    def enter(self, ticket: int, weights: Weights, now: float) -> bool:
+        """A new request, which runs at once where it can. Otherwise nothing has happened."""
+        opened = self.is_open(weights, now)
+        if opened:
+            self._running.add(ticket)
+        return opened
+
     def arrive(self, ticket: int, weights: Weights) -> None:
         """A new request."""
         self._waiting[ticket] = weights

@@ -91,7 +91,7 @@ class Snapshots:
         return 0
 
     def is_ready(self, key: SnapshotKey | None) -> bool:
-        return True
+        return key not in self.missing and (key not in self.opened or self.opened[key].is_set())
 
     @asynccontextmanager
     async def use(self, key: SnapshotKey | None) -> AsyncIterator[Held]:

@@ -60,6 +60,22 @@ def at_home(*requests: tuple[int, Weights]) -> Clocked:
     return clocked
 
 
+def test_a_request_enters_at_once_only_where_it_would_not_have_to_wait() -> None:
+    clocked = Clocked()
+    assert clocked.turns.enter(1, BASE, clocked.now)
+    assert not clocked.turns.enter(2, A, clocked.now)
+    clocked.arrive((2, A))
+    clocked.settle()
+    # What waits for its turn goes before it, and what has entered is waited for.
+    assert not clocked.turns.enter(3, BASE, clocked.now)
+    assert clocked.swaps == []
+    clocked.finish(1)
+    clocked.now += IDLE_GRACE_S
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A], {2})
+    assert clocked.turns.enter(4, A, clocked.now)
+
+
 def test_requests_for_the_weights_in_the_engine_run_at_once() -> None:
     clocked = at_home((1, BASE), (2, BASE))
     assert (clocked.running, clocked.swaps) == ({1, 2}, [])
