@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from cachetools import TTLCache
-
 from services.common.contract.errors import Cancelled, Overloaded, TinsmithError
 from services.common.process.tasks import cancel_all
 from services.common.telemetry.repeats import Repeats
+from services.sampler.requests.kept import Kept
 
 log = logging.getLogger(__name__)
 
@@ -41,33 +40,54 @@ class _Generation(Generic[Answer]):
     def __init__(self, digest: bytes, task: asyncio.Task[Answer]) -> None:
         self.digest = digest
         self.task = task
-        self._waiters = 0
+        self._waiters: set[asyncio.Future[None]] = set()
         self._end: asyncio.TimerHandle | None = None
-        self._reason: TinsmithError = Cancelled("nobody waited for the sample any more")
+        self._reason: TinsmithError | None = None
 
     def give_up(self, reason: TinsmithError) -> None:
         self._reason = reason
         self.task.cancel()
 
     async def wait(self, seconds: float | None, grace: float) -> Answer | None:
-        self._waiters += 1
-        self.stop_timer()
-        try:
-            done, _ = await asyncio.wait({self.task}, timeout=seconds)
-        finally:
-            self._waiters -= 1
-            if not self._waiters and not self.task.done():
-                self._end = asyncio.get_running_loop().call_later(grace, self.task.cancel)
-        if not done:
+        if not self.task.done():
+            await self._woken(seconds, grace)
+        if not self.task.done():
             return None
         if self.task.cancelled():
-            raise self._reason
+            raise self._reason or Cancelled("nobody waited for the sample any more")
         return self.task.result()
+
+    async def _woken(self, seconds: float | None, grace: float) -> None:
+        # As asyncio.wait of the one task, for less of a core.
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        self._waiters.add(waiter)
+        self.stop_timer()
+        late = None if seconds is None else loop.call_later(seconds, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            if late is not None:
+                late.cancel()
+            self._waiters.remove(waiter)
+            if not self._waiters and not self.task.done():
+                self._end = loop.call_later(grace, self.task.cancel)
+
+    def ended(self) -> None:
+        """Its task is done."""
+        self.stop_timer()
+        for waiter in self._waiters:
+            _wake(waiter)
 
     def stop_timer(self) -> None:
         if self._end is not None:
             self._end.cancel()
             self._end = None
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Generations(Generic[Answer]):
@@ -91,9 +111,7 @@ class Generations(Generic[Answer]):
         self._grace = grace
         self._running: dict[str, _Generation[Answer]] = {}
         self._failed = Repeats(log, "a sample failed")
-        self._finished: TTLCache[str, tuple[bytes, Answer, int]] = TTLCache(
-            kept_bytes, kept_seconds, timer=clock, getsizeof=lambda kept: kept[2]
-        )
+        self._finished: Kept[Answer] = Kept(kept_seconds, kept_bytes, clock)
 
     def knows(self, request_id: str) -> bool:
         """Whether a request of this id runs or has just finished."""
@@ -116,9 +134,8 @@ class Generations(Generic[Answer]):
             Cancelled: it was given up by name.
             TinsmithError: what it failed with.
         """
-        kept = self._finished.get(request_id)
-        if kept is not None and kept[0] == digest:
-            return kept[1]
+        if (kept := self._finished.find(request_id, digest)) is not None:
+            return kept
         running = self._running.get(request_id)
         if running is not None and running.digest != digest:
             running.give_up(Cancelled("another request with the same id took this one's place"))
@@ -149,7 +166,7 @@ class Generations(Generic[Answer]):
         return generation
 
     def _ended(self, request_id: str, generation: _Generation[Answer]) -> None:
-        generation.stop_timer()
+        generation.ended()
         if self._running.get(request_id) is generation:
             del self._running[request_id]
         if generation.task.cancelled():
@@ -162,5 +179,5 @@ class Generations(Generic[Answer]):
             return
         answer = generation.task.result()
         size = self._size(answer)
-        if size is not None and size <= self._finished.maxsize:
-            self._finished[request_id] = generation.digest, answer, size
+        if size is not None:
+            self._finished.keep(request_id, generation.digest, answer, size)
