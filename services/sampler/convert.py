@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -48,17 +49,12 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
         InvalidRequest: the prompt is no int32 vector, the stop condition is not set, or the targets are
             malformed.
     """
-    prompt = tensors.from_pb(pb.prompt, "prompt")
-    if prompt.dtype != "int32" or len(prompt.shape) != 1:
-        raise InvalidRequest(
-            f"prompt must be an int32 vector, but is {prompt.dtype} {list(prompt.shape)}", "bad_dtype"
-        )
     return SampleJob(
         request_id=pb.request_id,
         snapshot=snapshot_from_pb(pb.snapshot),
-        prompt=_int32(prompt.data),
+        prompt=_prompt_from_pb(pb.prompt),
         num_samples=pb.num_samples,
-        params=_params_from_pb(pb.params),
+        params=_params_of(pb.params.SerializeToString()),
         scoring=scoring_from_pb(pb),
         cache_namespace=pb.cache_namespace,
         constraint=_constraint_from_pb(pb.constraint),
@@ -72,6 +68,21 @@ def sample_job_from_pb(pb: sampler_pb2.SampleRequest) -> SampleJob:
 def _constraint_from_pb(pb: sampler_pb2.Constraint) -> Constraint | None:
     kind = pb.WhichOneof("kind")
     return None if kind is None else Constraint(kind, getattr(pb, kind))
+
+
+def _prompt_from_pb(pb: types_pb2.Tensor) -> list[int]:
+    if pb.dtype == types_pb2.DATA_TYPE_INT32 and len(pb.shape) == 1 and 4 * pb.shape[0] == len(pb.data):
+        return _int32(pb.data)
+    prompt = tensors.from_pb(pb, "prompt")
+    raise InvalidRequest(
+        f"prompt must be an int32 vector, but is {prompt.dtype} {list(prompt.shape)}", "bad_dtype"
+    )
+
+
+@lru_cache(maxsize=256)
+def _params_of(data: bytes) -> SamplingParams:
+    """Of serialized ones: many samples in a row have the same."""
+    return _params_from_pb(sampling_pb2.SamplingParams.FromString(data))
 
 
 def _params_from_pb(pb: sampling_pb2.SamplingParams) -> SamplingParams:
@@ -118,10 +129,12 @@ def incoming_from_pb(pb: sampler_pb2.ReceiveSnapshotRequest) -> IncomingSnapshot
 
 def output_to_pb(output: SampleOutput) -> sampler_pb2.SampleResponse:
     """A successful answer, but for what `answer` adds."""
-    result = sampling_pb2.SampleResult(
-        sequences=[_sequence_to_pb(sequence) for sequence in output.sequences],
-        prompt_cache_hit_tokens=output.cached_prompt_tokens,
-    )
+    # Made in place: what is made apart is copied into what it is a part of.
+    response = sampler_pb2.SampleResponse()
+    result = response.result
+    result.prompt_cache_hit_tokens = output.cached_prompt_tokens
+    for sequence in output.sequences:
+        _sequence_to_pb(sequence, result.sequences.add())
     scores = output.scores
     if scores.prompt_logprobs is not None:
         result.prompt_logprobs.CopyFrom(_array_to_pb(scores.prompt_logprobs))
@@ -131,7 +144,8 @@ def output_to_pb(output: SampleOutput) -> sampler_pb2.SampleResponse:
         result.target_prompt_logprobs.CopyFrom(matrices.to_pb(scores.target_prompt_logprobs))
     if scores.prompt_alt_tokens is not None:
         result.prompt_alt_tokens.CopyFrom(_topk_to_pb(scores.prompt_alt_tokens))
-    return sampler_pb2.SampleResponse(result=result)
+    result.SetInParent()
+    return response
 
 
 def progress_to_pb(tokens: int) -> sampler_pb2.SampleResponse:
@@ -147,8 +161,9 @@ def new_tokens_to_pb(new: Iterable[NewTokens]) -> sampler_pb2.StreamSampleRespon
 
 
 def _delta_to_pb(part: NewTokens) -> sampler_pb2.SequenceDelta:
-    added = _tokens_to_pb(part.tokens, part.logprobs, part.topk)
-    return sampler_pb2.SequenceDelta(index=part.index, start=part.start, added=added, version=part.version)
+    pb = sampler_pb2.SequenceDelta(index=part.index, start=part.start, version=part.version)
+    _tokens_to_pb(part.tokens, part.logprobs, part.topk, pb.added)
+    return pb
 
 
 class Answer(NamedTuple):
@@ -181,23 +196,24 @@ def snapshot_to_pb(key: SnapshotKey) -> sampler_pb2.Snapshot:
     return sampler_pb2.Snapshot(model_id=key.model_id, version=key.version)
 
 
-def _sequence_to_pb(sequence: Sequence) -> sampling_pb2.SampledSequence:
-    pb = _tokens_to_pb(sequence.tokens, sequence.logprobs, sequence.topk)
+def _sequence_to_pb(sequence: Sequence, pb: sampling_pb2.SampledSequence) -> None:
+    _tokens_to_pb(sequence.tokens, sequence.logprobs, sequence.topk, pb)
     pb.stop_reason = _STOP_REASONS[sequence.stop_reason]
     for span in sequence.versions:
         pb.versions.add(version=span.version, tokens=span.tokens, kv_kept=span.kv_kept)
-    return pb
 
 
 def _tokens_to_pb(
-    tokens: list[int], logprobs: list[float], topk: TopkLogprobs | None
-) -> sampling_pb2.SampledSequence:
-    shape, ids, values = [len(tokens)], array("i", tokens).tobytes(), array("f", logprobs).tobytes()
-    return sampling_pb2.SampledSequence(
-        tokens=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=shape, data=ids),
-        logprobs=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=shape, data=values),
-        topk_logprobs=None if topk is None else _topk_to_pb(topk),
-    )
+    tokens: list[int], logprobs: list[float], topk: TopkLogprobs | None, pb: sampling_pb2.SampledSequence
+) -> None:
+    count = len(tokens)
+    ids, values = pb.tokens, pb.logprobs
+    ids.dtype, values.dtype = types_pb2.DATA_TYPE_INT32, types_pb2.DATA_TYPE_FLOAT32
+    ids.shape.append(count)
+    values.shape.append(count)
+    ids.data, values.data = array("i", tokens).tobytes(), array("f", logprobs).tobytes()
+    if topk is not None:
+        pb.topk_logprobs.CopyFrom(_topk_to_pb(topk))
 
 
 def _topk_to_pb(topk: TopkLogprobs) -> sampling_pb2.TopkLogprobs:
