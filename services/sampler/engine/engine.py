@@ -1,8 +1,8 @@
 """The vLLM engine behind plain dataclasses.
 
 Invariant: vLLM's front end is started, asked and ended here and nowhere else; what one sequence asks for is
-made in `params` and sent by `calls.asked`, what comes back is read in `answers`. One asyncio loop uses an Engine; the model runs in
-another process.
+made in `params` and sent by `calls.asked`, what comes back is read in `answers`. One asyncio loop uses an
+Engine; the model runs in another process.
 """
 
 from __future__ import annotations
