@@ -39,6 +39,9 @@ class Steering(msgspec.Struct, frozen=True):
     bad_words: tuple[str, ...] = ()
 
 
+_NOTHING = Steering()
+
+
 def from_pb(pb: sampling_pb2.SamplingParams) -> Steering:
     """
     Raises:
@@ -89,6 +92,8 @@ def check(steering: Steering, vocab_size: int) -> None:
     Raises:
         InvalidRequest: with what to change.
     """
+    if steering == _NOTHING:
+        return
     _in_range("min_p", steering.min_p, (0.0, 1.0))
     _in_range("frequency_penalty", steering.frequency_penalty, _PENALTY)
     _in_range("presence_penalty", steering.presence_penalty, _PENALTY)

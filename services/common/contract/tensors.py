@@ -34,11 +34,14 @@ def element_count(shape: Sequence[int], name: str) -> int:
         raise InvalidRequest(
             f"{name}: the shape has {len(shape)} dimensions; use at most {MAX_DIMENSIONS}", "wrong_shape"
         )
-    if not all(0 <= size <= MAX_SIZE for size in shape):
-        raise InvalidRequest(
-            f"{name}: the shape is {list(shape)}; each size must be 0 to {MAX_SIZE}", "wrong_shape"
-        )
-    return math.prod(shape)
+    count = 1
+    for size in shape:
+        if not 0 <= size <= MAX_SIZE:
+            raise InvalidRequest(
+                f"{name}: the shape is {list(shape)}; each size must be 0 to {MAX_SIZE}", "wrong_shape"
+            )
+        count *= size
+    return count
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,9 @@ def from_pb(pb: types_pb2.Tensor, name: str = "tensor") -> HostTensor:
     dtype = _NAMES.get(pb.dtype)
     if dtype is None:
         raise InvalidRequest(f"{name}: dtype is not set; use float32, int64, int32 or bfloat16")
-    element_count(pb.shape, name)
+    if len(pb.shape) > MAX_DIMENSIONS:
+        # It is refused, and not copied before.
+        element_count(pb.shape, name)
     return HostTensor(dtype, tuple(pb.shape), pb.data).check(name)
 
 

@@ -34,7 +34,7 @@ def _span_id() -> str:
     return f"{_random.getrandbits(64):016x}"
 
 
-@dataclass
+@dataclass(slots=True)
 class Subject:
     """What is known of the call that a task serves; empty: not known.
 

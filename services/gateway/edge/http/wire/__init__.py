@@ -1,4 +1,4 @@
-"""One HTTP connection: its handshake, its requests' heads, and what it may cost.
+"""One HTTP connection: its handshake, its requests' heads, its answers, and what it may cost.
 
 Invariant: whoever connects is bounded before anybody knows who it is.
 

@@ -126,7 +126,8 @@ class Connection(HttpToolsProtocol):
         self._unsent = 0
         self._in_head = False
         self._head_is_new = False
-        self._unfinished = 0
+        self._unfinished = self._fed = 0
+        self._trailers: list[tuple[bytes, bytes]] = []
         self._receiving = False
         self._refusal: TinsmithError | None = None
 
@@ -152,6 +153,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
+        self._fed = len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -161,6 +163,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._refusal or InvalidRequest("this is not an HTTP request"))
             return
+        self._trailers.clear()
         self._bound_wait_for_body()
         if self._in_head:
             if self._head_is_new:
@@ -180,15 +183,15 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Twenty times a request: what else is to be done for each is done for all of them at their end. What
-        # comes after a body is of no use to anybody.
-        if self._in_head:
-            self.headers.append((name.lower(), value))
+        # Twenty times a request: what else is to be done for each is done for all of them at their end.
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        head_bytes = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
-        if head_bytes > self._limits.head_bytes or len(self.headers) > self._limits.head_fields:
+        if self._is_too_large():
             self._fail(self._too_large())
+        self.headers[:] = [(name.lower(), value) for name, value in self.headers]
+        # What may come after the body is of no use to anybody.
+        self.headers = self._trailers
         most = self._limits.pipelined
         if len(self.pipeline) >= most:
             self._fail(InvalidRequest(f"more than {most} requests were sent ahead of their answers"))
@@ -203,6 +206,15 @@ class Connection(HttpToolsProtocol):
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
+
+    def _is_too_large(self) -> bool:
+        limits = self._limits
+        if len(self.headers) > limits.head_fields:
+            return True
+        # Nearly all came in few pieces, which were no larger.
+        return self._unfinished + self._fed > limits.head_bytes and (
+            len(self.url) + sum(map(len, chain.from_iterable(self.headers))) > limits.head_bytes
+        )
 
     def _complete_scope(self) -> None:
         """What the head says, as uvicorn tells it; but there are no protocols to upgrade to."""
