@@ -105,10 +105,12 @@ class Call(msgspec.Struct, frozen=True):
         """
         # The body is read, so the next thing to come from this client is that it went.
         leaving = asyncio.ensure_future(self.request.receive())
-        there = asyncio.timeout(None)
+        there, waits = asyncio.timeout(None), True
 
         def gone(_: asyncio.Future[Any]) -> None:
-            there.reschedule(0.0)
+            # It may go in the turn in which it is answered.
+            if waits:
+                there.reschedule(0.0)
 
         leaving.add_done_callback(gone)
         try:
@@ -119,7 +121,7 @@ class Call(msgspec.Struct, frozen=True):
                 raise
             raise ClientDisconnect from None
         finally:
-            leaving.remove_done_callback(gone)
+            waits = False
             # It ends in the next turn of the loop; who waited is answered in this one.
             leaving.cancel()
 
