@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 _UNTOLD = Repeats(log, "the weights of the engine could not be announced")
 
+_YOUNG = 20_000
+"""Some hundred objects of each of some hundred samples that are under way."""
+
 _LIVENESS_S = 0.5
 _ENGINE_SHUTDOWN_S = 10.0
 _STACKS_S = 0.5
@@ -73,7 +76,7 @@ async def _load_and_serve(config: SamplerConfig, client: redis.asyncio.Redis, se
         logs.take_over()
         log.info("engine ready after %.1f s", time.monotonic() - started)
         # As the servers of vLLM do: else every look at the oldest objects walks through all of vLLM.
-        collector.settle()
+        collector.settle(_YOUNG)
         LOADED.set(1)
         async with watched_loop():
             with served.reading(_readings(engine)):

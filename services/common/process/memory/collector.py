@@ -17,11 +17,16 @@ _THRESHOLDS = (3_000, 10, 100)
 their buffers for too long: 250 MiB under a flood of them with 50,000."""
 
 
-def settle() -> None:
-    """Call once, when everything is loaded: what there is then stays for ever and is not looked at again."""
+def settle(young: int = _THRESHOLDS[0]) -> None:
+    """Call once, when everything is loaded: what there is then stays for ever and is not looked at again.
+
+    Args:
+        young: new objects before they are looked at. More are for a process that has thousands at a time of
+            which nearly all go by themselves: it would look at them again and again for nothing.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
+    gc.set_threshold(young, *_THRESHOLDS[1:])
 
 
 def skip_at_exit() -> None:

@@ -17,29 +17,25 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
 
 T = TypeVar("T")
 
+_TASKS = ("generate",)
+"""What every model of a sampler does."""
+
 
 def spare(llm: AsyncLLM) -> None:
     """Spares a front end what it would do for every request and is the same each time: to read the
-    environment, to ask the tokenizer what ends a text, to ask the system for random characters that tell
-    requests apart. Those of an engine have names of their own."""
+    environment, and to ask the tokenizer what ends a text."""
     enable_envs_cache()
     renderer: Any = llm.renderer
     renderer.get_eos_token_id = functools.cache(renderer.get_eos_token_id)
-    processor: Any = llm.input_processor
-    processor.assign_request_id = _keep_name
-
-
-def _keep_name(request: EngineCoreRequest) -> None:
-    request.external_req_id = request.request_id
 
 
 async def output(
@@ -63,7 +59,7 @@ async def output(
         EngineGenerateError: something else failed in vLLM.
     """
     try:
-        collector = await llm.add_request(name, prompt, params, lora_request=adapter)
+        collector = await _added(llm, name, prompt, params, adapter)
         await failpoints.reach("sampler.mid_generation")
         whole: RequestOutput | None = None
         while whole is None or not whole.finished:
@@ -82,6 +78,22 @@ async def output(
             # What is wrong in vLLM is no fault of the request's.
             raise EngineGenerateError from error
         raise
+
+
+async def _added(
+    llm: AsyncLLM, name: str, prompt: TokensInput, params: SamplingParams, adapter: LoRARequest | None
+) -> RequestOutputCollector:
+    """As AsyncLLM.add_request, for the one kind of request that there is here: a single sequence, of tokens,
+    with a name of its own, to which vLLM adds no random characters."""
+    if llm.errored:
+        raise EngineDeadError
+    llm._run_output_handler()
+    request = llm.input_processor.process_inputs(name, prompt, params, _TASKS, lora_request=adapter)
+    request.external_req_id = name
+    collector = RequestOutputCollector(params.output_kind, name)
+    llm.output_processor.add_request(request, None, queue=collector)
+    await llm.engine_core.add_request_async(request)
+    return collector
 
 
 async def together(calls: Sequence[Coroutine[None, None, T]], name: str) -> list[T]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -17,17 +20,29 @@ from services.sampler.engine.calls import asked
 
 
 class Llm:
-    """Takes a sequence on, and has what is `put` for it."""
+    """Takes a sequence on, and has what is `put` for it. It stands for its own parts, too."""
 
-    def __init__(self, refuses: Exception | None = None) -> None:
-        self.refuses = refuses
+    def __init__(self, refuses: Exception | None = None, errored: bool = False) -> None:
+        self.refuses, self.errored = refuses, errored
         self.collector = RequestOutputCollector(RequestOutputKind.DELTA, "name")
+        self.sent: list[str] = []
         self.aborted: list[str] = []
+        self.input_processor = self.output_processor = self.engine_core = self
 
-    async def add_request(self, name: str, *_: object, **__: object) -> RequestOutputCollector:
+    def _run_output_handler(self) -> None:
+        pass
+
+    def process_inputs(self, name: str, *_: object, **__: object) -> SimpleNamespace:
         if self.refuses is not None:
             raise self.refuses
-        return self.collector
+        return SimpleNamespace(request_id=name, external_req_id=None)
+
+    def add_request(self, request: SimpleNamespace, _: None, queue: RequestOutputCollector) -> None:
+        assert request.external_req_id == request.request_id
+        self.collector = queue
+
+    async def add_request_async(self, request: SimpleNamespace) -> None:
+        self.sent.append(request.request_id)
 
     async def abort(self, name: str) -> None:
         self.aborted.append(name)
@@ -45,12 +60,14 @@ def ask(llm: Any, told: list[tuple[list[int], int]]) -> asyncio.Task[RequestOutp
     def take(output: RequestOutput, since: int) -> None:
         told.append((list(output.outputs[0].token_ids), since))
 
-    return asyncio.create_task(asked.output(llm, "name", None, None, None, take))  # type: ignore[arg-type]
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+    return asyncio.create_task(asked.output(llm, "name", tokens_input([1]), params, None, take))
 
 
 async def test_outputs_of_a_stream_are_told_as_they_come_and_are_one_in_the_end() -> None:
     llm, told = Llm(), []  # type: ignore[var-annotated]
     asking = ask(llm, told)
+    await asyncio.sleep(0.01)
     for output in (made(5, 6), made(7), made(8, finished=True)):
         llm.collector.put(output)
         await asyncio.sleep(0.01)
@@ -63,6 +80,7 @@ async def test_outputs_of_a_stream_are_told_as_they_come_and_are_one_in_the_end(
 async def test_a_caller_that_is_cancelled_leaves_nothing_in_the_engine() -> None:
     llm = Llm()
     asking = ask(llm, [])
+    await asyncio.sleep(0.01)
     llm.collector.put(made(5))
     await asyncio.sleep(0.01)
     asking.cancel()
@@ -75,18 +93,23 @@ async def test_a_caller_that_is_cancelled_leaves_nothing_in_the_engine() -> None
 async def test_what_goes_wrong_in_vllm_is_aborted_and_no_fault_of_the_request(fails: Exception) -> None:
     llm = Llm()
     asking = ask(llm, [])
+    await asyncio.sleep(0.01)
     llm.collector.put(fails)
     with pytest.raises(EngineGenerateError if isinstance(fails, ValueError) else type(fails)):
         await asking
     assert llm.aborted == ["name"]
 
 
-@pytest.mark.parametrize("fails", [EngineDeadError(), VLLMValidationError("no such token")])
-async def test_an_engine_that_is_dead_or_refused_has_nothing_to_abort(fails: Exception) -> None:
-    llm = Llm(refuses=fails)
-    with pytest.raises(type(fails)):
+@pytest.mark.parametrize(
+    ("llm", "error"),
+    [(Llm(errored=True), EngineDeadError), (Llm(VLLMValidationError("no such token")), VLLMValidationError)],
+)
+async def test_an_engine_that_is_dead_or_refused_was_sent_nothing_and_has_nothing_to_abort(
+    llm: Llm, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
         await ask(llm, [])
-    assert llm.aborted == []
+    assert (llm.sent, llm.aborted) == ([], [])
 
 
 async def test_of_calls_together_the_others_end_with_the_one_that_fails() -> None:
