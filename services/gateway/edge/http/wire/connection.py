@@ -63,6 +63,8 @@ WHOLE_BODY = "tinsmith.whole_body"
 is left of it."""
 
 
+_TICK_S = 0.001
+"""uvloop counts milliseconds, so a timer may end so much too soon."""
 _LITTLE_BYTES = 16 * 1024
 _BODY_S = 1.0
 """A body of no more bytes is waited for so long before anybody looks at its request."""
@@ -356,7 +358,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = None
         if self._until is None:
             return
-        if self._until > self.loop.time():
+        if self._until - self.loop.time() > _TICK_S:
             self._look_at(self._until)
             return
         unsent = self.transport.get_write_buffer_size()
