@@ -284,7 +284,7 @@ def _made(
     if request.routed_experts and record.model_id:
         validate.check_told(base, full=record.full)
     constraint = constraint or _constraint(request.params)
-    update = validate.check_on_update(request, record.inflight, record.full, constraint is not None)
+    update = validate.check_on_update(request, record.inflight, constraint is not None)
     sample = sampler_pb2.SampleRequest(
         request_id=ids.request_id(record.sampling_session_id, request.seq_id),
         prompt=request.prompt,

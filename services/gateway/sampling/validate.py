@@ -73,14 +73,11 @@ class OnUpdate(NamedTuple):
     keeps_kv: bool = False
 
 
-def check_on_update(
-    request: sampling_pb2.SampleRequest, inflight: bool, full: bool, constrained: bool
-) -> OnUpdate:
+def check_on_update(request: sampling_pb2.SampleRequest, inflight: bool, constrained: bool) -> OnUpdate:
     """Whether a sample goes on with newer weights, and how; refuses one that could not.
 
     Args:
         inflight: its sampling session follows its model.
-        full: that is a model which trains all weights.
         constrained: there is a constraint, wherever it was given.
     """
     asked = request.on_update
@@ -95,13 +92,6 @@ def check_on_update(
             field="on_update",
         )
     if asked == sampling_pb2.ON_UPDATE_CONTINUE_KEEP_KV:
-        if full:
-            raise InvalidRequest(
-                "on_update is CONTINUE_KEEP_KV, but the sampling session is of a model that trains all "
-                "weights, which a sampler's engine has once for all that runs; choose CONTINUE, which "
-                "computes keys and values anew, or FINISH",
-                field="on_update",
-            )
         return OnUpdate(moves=True, keeps_kv=True)
     stops_at_text = request.params.stop.WhichOneof("kind") == "strings"
     steering.check_continued(steering.from_pb(request.params), stops_at_text, constrained)

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.contract.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from services.common.contract.errors import InvalidRequest, Unavailable
 from services.common.contract.experts.routing import Routing
 from services.common.contract.sample_schema import Scoring
 from services.common.process.tasks import cancel_all
@@ -51,7 +50,8 @@ from services.sampler.engine.sampling import (
 )
 from services.sampler.engine.settings import PAST_LOADERS, adapts, started
 from services.sampler.engine.shifts.front import Shifts
-from services.sampler.engine.snapshot_key import Adapter, Weights
+from services.sampler.engine.shifts.full_front import ModelWeights
+from services.sampler.engine.snapshot_key import Adapter, SnapshotKey, Weights
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
 
 log = logging.getLogger(__name__)
@@ -102,10 +102,10 @@ class Engine:
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
         self._request_numbers, self._finished_tokens = itertools.count(), 0
         self._runs = Runs(self._llm.output_processor)
-        self._weights: Weights = None
         self._reports = Reports(config.workers)
         self._shifts = Shifts(self._llm, lambda: self.dead)
         self._calls = Workers(self._llm.collective_rpc, lambda: self.dead, self._reports, CALL_S)
+        self._weights = ModelWeights(self._llm, self._calls, self._runs, lambda: self.dead)
 
     async def prepare(self) -> None:
         """Corrects the workers and runs one request, so that the first user does not wait for it."""
@@ -129,6 +129,11 @@ class Engine:
     def running(self) -> int:
         """Sequences that the engine has not finished."""
         return int(self._llm.get_num_unfinished_requests())
+
+    @property
+    def at_rest(self) -> bool:
+        """It makes no steps, whatever it has, as its weights are looked at or replaced."""
+        return self._weights.at_rest
 
     @property
     def generated_tokens(self) -> int:
@@ -263,7 +268,7 @@ class Engine:
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
         name = f"{job.request_id}-{index}-{next(self._request_numbers)}"
-        prompt = vllm_prompt(job, before, self._weights)
+        prompt = vllm_prompt(job, before, self._weights.present)
 
         def take(output: RequestOutput, since: int) -> None:
             # Where a constraint has a dead end, its last token was not allowed: `whole` says so.
@@ -347,7 +352,7 @@ class Engine:
         await self._calls.free("tinsmith_drop_staged", stage_ids)
 
     async def check_weights(self, source: int | str, seconds: float) -> None:
-        """Whether weights fit this model; none is replaced. The caller sees to it that no request runs.
+        """Whether weights fit this model; none is replaced. What runs stands still meanwhile.
 
         Args:
             source: id of staged weights, or a model's directory.
@@ -356,8 +361,7 @@ class Engine:
             InvalidRequest: they do not.
             SnapshotNotFound, DataLoss: the directory is not whole.
         """
-        async with self._at_rest(seconds):
-            await self._calls.run("tinsmith_check", (source,), seconds)
+        await self._weights.check(source, seconds)
 
     async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
         """Replaces the engine's weights. The caller sees to it that no request runs.
@@ -368,21 +372,13 @@ class Engine:
             weights: what they are of.
             source: as of `check_weights`, which they passed; None = the base model's own files.
         """
-        async with self._at_rest(seconds):
-            await self._calls.run("tinsmith_swap", (source,), seconds)
-            self._weights = weights
+        await self._weights.swap(weights, source, seconds)
 
-    @contextlib.asynccontextmanager
-    async def _at_rest(self, seconds: float) -> AsyncIterator[None]:
-        # A request that was given up a moment ago may still be in a step: the pause waits for it.
-        try:
-            async with asyncio.timeout(seconds):
-                await self._llm.pause_generation(mode="wait", clear_cache=False)
-            yield
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the engine did not come to rest in {seconds:.0f} s") from error
-        except EngineDeadError as error:
-            raise Unavailable(ENDED) from error
-        finally:
-            if not self.dead:
-                await self._llm.resume_generation()
+    async def update_weights(self, weights: SnapshotKey, source: int | str | None, seconds: float) -> None:
+        """Replaces a full model's weights under the requests that run, all of this model, by newer ones. They
+        go on with these, and keep their keys and values. Arguments are those of `swap_weights`.
+
+        After an error the engine's weights are undefined and it makes no step until a swap succeeds, before
+        which the caller ends what runs.
+        """
+        await self._weights.update(weights, source, seconds)

@@ -34,6 +34,11 @@ class Run:
         if adapter is not None:
             self.version_of[adapter.id] = version
 
+    def version_told(self, of: int) -> int:
+        """Which version the engine's core tells of, which names an adapter by its id, and all weights of a
+        model by their version."""
+        return of if self.adapter is None else self.version_of[of]
+
 
 class Processor(Protocol):
     """What this needs of vLLM's output processor: states by its own ids, and its ids by the names that it was
@@ -63,6 +68,11 @@ class Runs:
         """A job is done."""
         if self._runs.get(request_id) is run:
             del self._runs[request_id]
+
+    def take(self, version: int) -> None:
+        """All jobs go on with this version of all weights."""
+        for run in self._runs.values():
+            run.take(None, version)
 
     def find(self, request_id: str) -> Run | None:
         """The job that is generated for a request."""

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, which shifts requests to other adapters (see `shifts`), and whose prefix-cache hits end
+"""vLLM's scheduler, which shifts requests to other weights (see `shifts`), and whose prefix-cache hits end
 where the scores of a prompt begin.
 
 The cache keeps keys and values, not hidden states, so vLLM takes nothing from it for a request that
@@ -24,6 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from services.sampler.engine.routed_rows import RoutedRows
 from services.sampler.engine.shifts import core as shifts
+from services.sampler.engine.shifts import full_core
 from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY
 
 
@@ -34,6 +35,7 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     _limit_cache_hits(scheduler.kv_cache_manager)
     if scheduler.aux_output_connector is None:
         _pass_experts_on(scheduler)
+    full_core.install(scheduler)
     if vllm_config.lora_config is not None:
         shifts.install(scheduler, vllm_config.lora_config.max_loras)
     return scheduler

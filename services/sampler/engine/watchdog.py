@@ -59,6 +59,9 @@ class WatchedEngine(Protocol):
     @property
     def running(self) -> int: ...
 
+    @property
+    def at_rest(self) -> bool: ...
+
     async def steps(self) -> int: ...
 
 
@@ -73,7 +76,9 @@ async def until_stuck(engine: WatchedEngine, limit: float) -> None:
             pause = min(limit / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
             await asyncio.wait({asked}, timeout=pause)
             if asked.done():
-                progress.note(engine.running, _answer(asked), time.monotonic())
+                # An engine at rest makes no steps, and has to answer all the same.
+                running = 0 if engine.at_rest else engine.running
+                progress.note(running, _answer(asked), time.monotonic())
                 asked = None
                 await asyncio.sleep(pause)
     finally:

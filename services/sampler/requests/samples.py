@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from prometheus_client import Histogram
 
-from services.common.contract.errors import Internal, InvalidRequest, TinsmithError
+from services.common.contract.errors import Internal, TinsmithError
 from services.common.process.tasks import cancel_all
 from services.common.telemetry import subject, tracing
 from services.common.telemetry.metrics import LONG_S
@@ -49,13 +49,6 @@ LAG = Histogram(
 )
 
 
-_NO_ADAPTER = (
-    "keys and values are kept from one adapter to another of the same model, and these are all weights of a "
-    "model, which an engine has once for all that runs; let on_update be CONTINUE or FINISH",
-    "full_models_not_supported",
-)
-
-
 class SamplingEngine(Protocol):
     """What this needs of an engine."""
 
@@ -81,7 +74,7 @@ class Weights(Protocol):
 
     def use(self, key: SnapshotKey | None) -> AbstractAsyncContextManager[Held]: ...
 
-    def change(self, held: Held, key: SnapshotKey) -> AbstractAsyncContextManager[Adapter]: ...
+    def change(self, held: Held, key: SnapshotKey) -> AbstractAsyncContextManager[Adapter | None]: ...
 
 
 class Samples:
@@ -201,8 +194,6 @@ class Samples:
         """
         began = time.monotonic()
         async with _Holding(course, self._snapshots, job.snapshot) as held:
-            if job.keeps_kv and held.adapter is None:
-                raise InvalidRequest(*_NO_ADAPTER)
             course.enter(job.snapshot)
             place.enter()
             WAITED.observe(time.monotonic() - began)
@@ -244,7 +235,9 @@ class Samples:
             try:
                 async with self._snapshots.change(held, key) as adapter:
                     there = True
-                    await self._engine.shift(job.request_id, adapter, key.version)
+                    # All weights of a model are replaced under all that runs.
+                    if adapter is not None:
+                        await self._engine.shift(job.request_id, adapter, key.version)
             except TinsmithError as error:
                 self._stays.failed(str(key), error)
                 if there:

@@ -1,9 +1,10 @@
 """Full snapshots: every weight of a fine-tuned model, in host memory and, one at a time, in the engine.
 
 Invariant: between the beginning and the end of `use` the engine has the weights that were asked for, and so
-has every request for its whole life. Putting other weights in waits until nothing runs. Weights that do not
-fit are refused before one is replaced; what breaks off later is made good with the base model's weights, and
-an engine that does not take them is told of (`until_lost`).
+has every request for its whole life, unless it asks for newer ones (`change`). Putting other weights in waits
+until nothing runs that is not to go on with them. Weights that do not fit are refused before one is replaced;
+what breaks off later ends all that ran, is made good with the base model's weights, and an engine that does
+not take them is told of (`until_lost`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
 from services.common.contract.errors import Internal, InvalidRequest, TinsmithError, Unavailable
@@ -24,7 +25,7 @@ from services.common.telemetry.repeats import Repeats
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.staging import Staging
-from services.sampler.snapshots.turns import Run, Swap, Turns
+from services.sampler.snapshots.turns import Run, Swap, Turns, Update
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ _REFUSALS = 1024
 H = TypeVar("H")
 
 _LOST = "this sampler lost its weights and restarts; another sampler runs it"
+_BROKE = "newer weights could not be put under what this sampler ran, which is lost; send it again"
 
 
 class WeightEngine(Protocol):
@@ -50,6 +52,10 @@ class WeightEngine(Protocol):
 
     async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None: ...
 
+    async def update_weights(
+        self, weights: SnapshotKey, source: int | str | None, seconds: float
+    ) -> None: ...
+
 
 class FullSnapshots:
     """The full snapshots of one engine."""
@@ -63,6 +69,8 @@ class FullSnapshots:
         self._numbers = itertools.count()
         self._unwanted: list[int] = []
         self._entered: dict[int, asyncio.Future[None]] = {}
+        self._running: dict[int, asyncio.Timeout] = {}
+        """What ends a request whose weights break under it."""
         self._timer: asyncio.TimerHandle | None = None
         self._swap: asyncio.Task[None] | None = None
         self._coming: Weights = None
@@ -109,12 +117,31 @@ class FullSnapshots:
         """
         return _Use(self, weights, held)
 
+    @asynccontextmanager
+    async def use_of_model(self, weights: SnapshotKey) -> AsyncIterator[int]:
+        """A `use` of a full snapshot, whose place newer ones may take. Yields a ticket, for `change`.
+
+        Raises:
+            Unavailable: newer ones broke off under what uses these, which is cancelled then.
+            TinsmithError: as `use`.
+        """
+        ticket = await self.enter(weights)
+        running = asyncio.timeout(None)
+        try:
+            async with running:
+                self._running[ticket] = running
+                yield ticket
+        except TimeoutError as error:
+            if not running.expired():
+                raise
+            raise Unavailable(_BROKE) from error
+        finally:
+            self._running.pop(ticket, None)
+            self.leave(ticket)
+
     async def enter(self, weights: Weights) -> int:
         """Begins a `use`, which ends with a `leave` of the ticket that this returns. Raises as `use`."""
-        if self._lost.is_set():
-            raise Unavailable(_LOST)
-        if weights is not None and (refusal := self._refusals.get(weights)) is not None:
-            raise InvalidRequest(refusal)
+        self._refuse(weights)
         ticket = next(self._numbers)
         if self._turns.enter(ticket, weights, time.monotonic()):
             return ticket
@@ -126,15 +153,35 @@ class FullSnapshots:
         except BaseException:
             self.leave(ticket)
             raise
-        finally:
-            del self._entered[ticket]
         return ticket
 
     def leave(self, ticket: int) -> None:
         """Ends a `use`."""
+        self._entered.pop(ticket, None)
         self._turns.leave(ticket, time.monotonic())
-        if self._turns.waiting:
+        if self._turns.undecided:
             self._go_on()
+
+    async def change(self, ticket: int, weights: SnapshotKey) -> None:
+        """In a `use` of a full snapshot, waits until newer weights of its model have taken its place, these
+        or newer ones still: once all that runs is to go on with newer ones. It runs until then, and stands
+        still in the engine while they are replaced.
+
+        Raises:
+            InvalidRequest: they do not fit this model.
+            TinsmithError: they could not be put there. Those that were there are there as before.
+        """
+        self._refuse(weights)
+        entered = self._entered[ticket] = asyncio.get_running_loop().create_future()
+        self._turns.change(ticket, weights)
+        self._go_on()
+        await entered
+
+    def _refuse(self, weights: Weights) -> None:
+        if self._lost.is_set():
+            raise Unavailable(_LOST)
+        if weights is not None and (refusal := self._refusals.get(weights)) is not None:
+            raise InvalidRequest(refusal)
 
     async def receive(self, incoming: IncomingSnapshot) -> None:
         """Receives a snapshot over the weight group into host memory, or lets it pass when there is no room.
@@ -190,14 +237,15 @@ class FullSnapshots:
         while isinstance(decision := self._turns.decide(time.monotonic()), Run):
             for ticket in decision.tickets:
                 _resolve(self._entered[ticket])
-        if isinstance(decision, Swap):
-            self._swap = loop.create_task(self._put(decision.weights), name=f"swap to {decision.weights}")
+        if isinstance(decision, Swap | Update):
+            name = f"{type(decision).__name__.lower()} to {decision.weights}"
+            self._swap = loop.create_task(self._put(decision), name=name)
             self._swap.add_done_callback(_log_failure)
         elif decision.until is not None:
             self._timer = loop.call_later(decision.until - time.monotonic(), self._go_on)
 
-    async def _put(self, weights: Weights) -> None:
-        started = time.monotonic()
+    async def _put(self, decision: Swap | Update) -> None:
+        started, weights = time.monotonic(), decision.weights
         source, self._coming = self._source(weights), weights
         try:
             if source is not None:
@@ -207,19 +255,25 @@ class FullSnapshots:
             self._remember(weights, error)
             self._fail(self._turns.refused(), error)
         else:
-            await self._replace(weights, source, started)
+            await self._replace(decision, source, started)
         finally:
             self._coming = None
         self._go_on()
         for listener in self._listeners:
             await listener(self.weights)
 
-    async def _replace(self, weights: Weights, source: int | str | None, started: float) -> None:
+    async def _replace(self, decision: Swap | Update, source: int | str | None, started: float) -> None:
+        weights = decision.weights
         try:
-            await self._engine.swap_weights(weights, source, SWAP_TIMEOUT_S)
+            if isinstance(decision, Swap):
+                await self._engine.swap_weights(decision.weights, source, SWAP_TIMEOUT_S)
+            else:
+                await self._engine.update_weights(decision.weights, source, SWAP_TIMEOUT_S)
         except Exception as error:
             self._broke.failed(str(weights or "the base weights"), error)
             failed = self._turns.broke()
+            for running in self._running.values():
+                running.reschedule(asyncio.get_running_loop().time())
             if self._turns.lost:
                 self._lost.set()
                 self._fail(failed, Unavailable(_LOST))
@@ -228,7 +282,10 @@ class FullSnapshots:
         else:
             self._broke.over(str(weights or "the base weights"))
             seconds = time.monotonic() - started
-            self._turns.swapped(time.monotonic(), seconds)
+            if isinstance(decision, Swap):
+                self._turns.swapped(time.monotonic(), seconds)
+            else:
+                self._turns.updated(time.monotonic(), seconds)
             log.info("%s in the engine after %.2f s", weights or "the base weights are", seconds)
 
     def _remember(self, weights: Weights, error: Exception) -> None:

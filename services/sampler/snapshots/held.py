@@ -16,7 +16,7 @@ class Held:
 
     Attributes:
         adapter: None = the base model, or a full one.
-        ticket: of its slot.
+        ticket: of its adapter's slot, or of the full model.
         keys: adapters that it keeps in memory.
     """
 

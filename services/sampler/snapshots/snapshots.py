@@ -141,9 +141,9 @@ class Snapshots:
     async def _use(self, key: SnapshotKey) -> AsyncIterator[Held]:
         if await self._is_full(key):
             self._refuse_full_models()
-            async with self._full.use(key, Held()) as held:
+            async with self._full.use_of_model(key) as ticket:
                 self._versions.note(key)
-                yield held
+                yield Held(ticket)
             return
         self._refuse_adapters()
         async with AsyncExitStack() as stack:
@@ -157,14 +157,23 @@ class Snapshots:
                 yield held
 
     @asynccontextmanager
-    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter]:
-        """In a `use` of an adapter, has another one in the engine too meanwhile, and afterwards instead.
+    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter | None]:
+        """In a `use` of an adapter, has another one in the engine too meanwhile, and afterwards instead. In
+        that of a full model, its place is taken by these or newer weights; yields None.
 
         Raises:
-            InvalidRequest: it is a full model.
-            TinsmithError: as `use`. The adapter that was held is held as before.
+            InvalidRequest: it is a full model, where an adapter is held.
+            TinsmithError: as `use`. What was held is held as before.
         """
-        if await self._is_full(key):
+        is_full = await self._is_full(key)
+        if held.adapter is None:
+            if not is_full:
+                raise SnapshotNotFound(f"full snapshot {key} is not there; save the weights again")
+            await self._full.change(held.ticket, key)
+            self._versions.note(key)
+            yield None
+            return
+        if is_full:
             raise InvalidRequest(f"snapshot {key} is no adapter", "full_models_not_supported")
         former = list(held.keys)
         async with self._awaited(key):

@@ -4,10 +4,16 @@ One set of base weights is in the engine at a time: the base model's (which adap
 full snapshot. A request whose weights are in the engine runs at once. When others wait, the running ones
 finish on the weights they began with (the engine *drains*), then the weights are swapped.
 
-Invariants: while a swap goes on nothing runs, and what runs, runs on its own weights. After a swap that broke
-off the base model's weights are the next ones in; if they break off too, nothing runs any more. Nobody
-starves: weights that others wait for stay at least a turn, unless nobody uses them, and take on nothing new
-after it; the next ones are those of the request that has waited longest.
+A request that runs may go on with newer weights of its model, and keep its place in the engine. Once all that
+run are to, the weights are replaced under them, by the newest that one of them is to have: an *update*. Until
+then each goes on as it is.
+
+Invariants: while weights are replaced nothing runs, and what runs, runs on its own weights. After a
+replacement that broke off the base model's weights are the next ones in, once all that ran has left; if they
+break off too, nothing runs any more. Nobody starves: weights that others wait for stay at least a turn,
+unless nobody uses them, and take on nothing new after it; the next ones are those of the request that has
+waited longest. An update begins no turn, and what waits for one while it runs counts among the others. After
+an update what runs makes steps for as long as it took, before the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from services.sampler.engine.snapshot_key import Weights
+from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 
 SHORTEST_TURN_S = 1.0
 TURN_PER_SWAP = 4.0
@@ -40,6 +46,13 @@ class Swap:
 
 
 @dataclass(frozen=True)
+class Update:
+    """Put these weights under all that runs, then call `updated`, `refused` or `broke`."""
+
+    weights: SnapshotKey
+
+
+@dataclass(frozen=True)
 class Wait:
     """Nothing to do before the next event, or before this time."""
 
@@ -59,7 +72,9 @@ class Turns:
         self._target: list[Weights] = []
         self._running: set[int] = set()
         self._waiting: OrderedDict[int, Weights] = OrderedDict()
-        self._turn_ends = now
+        # Of requests that run and wait for newer weights.
+        self._next_of: dict[int, SnapshotKey] = {}
+        self._turn_ends = self._rest_ends = now
         self._idle_since = now
 
     @property
@@ -77,11 +92,17 @@ class Turns:
         """Requests that do not run yet."""
         return len(self._waiting)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether somebody waits, or weights have to be made good."""
+        return bool(self._waiting or self._next_of) or not self._sound
+
     def is_open(self, weights: Weights, now: float) -> bool:
         """Whether a request for them would run at once."""
         if self._target or not self._sound or weights != self._resident:
             return False
-        return now < self._turn_ends or all(other == weights for other in self._waiting.values())
+        others = any(other != weights for other in self._waiting.values())
+        return not self._is_closed(others, now)
 
     def enter(self, ticket: int, weights: Weights, now: float) -> bool:
         """A new request, which runs at once where it can. Otherwise nothing has happened."""
@@ -94,9 +115,15 @@ class Turns:
         """A new request."""
         self._waiting[ticket] = weights
 
+    def change(self, ticket: int, weights: SnapshotKey) -> None:
+        """A request that runs is to go on with newer weights of its model. It is told with a `Run` that it
+        does, with these or newer ones."""
+        self._next_of[ticket] = weights
+
     def leave(self, ticket: int, now: float) -> None:
         """A request is done or given up, whether it ran or not."""
         self._waiting.pop(ticket, None)
+        self._next_of.pop(ticket, None)
         if ticket in self._running:
             self._running.remove(ticket)
             self._idle_since = now
@@ -108,13 +135,23 @@ class Turns:
         self._turn_ends = now + max(SHORTEST_TURN_S, TURN_PER_SWAP * seconds)
         self._idle_since = now
 
+    def updated(self, now: float, seconds: float) -> None:
+        """The update that `decide` asked for is done and took `seconds`."""
+        self._resident = self._target.pop()
+        self._rest_ends = now + seconds
+
     def refused(self) -> tuple[int, ...]:
         """The weights that `decide` asked for were refused before any were replaced. Returns the requests
-        that fail with them."""
-        return self._without(self._target.pop())
+        that fail with them, or run and go on as they are."""
+        target = self._target.pop()
+        stay = [ticket for ticket, weights in self._next_of.items() if weights == target]
+        for ticket in stay:
+            del self._next_of[ticket]
+        return (*self._without(target), *stay)
 
     def broke(self) -> tuple[int, ...]:
-        """The swap that `decide` asked for left half of it behind. Returns the requests that fail with it."""
+        """What `decide` asked for left half of it behind. Returns the requests that waited and fail with it;
+        all that runs has to leave."""
         target = self._target.pop()
         self._lost = target is None and not self._sound
         self._sound = False
@@ -125,28 +162,51 @@ class Turns:
         self._waiting.clear()
         return everybody
 
-    def decide(self, now: float) -> Run | Swap | Wait:
+    def decide(self, now: float) -> Run | Swap | Update | Wait:
         """What to do now."""
         if self._target or self._lost:
             return Wait()
         if not self._sound:
-            return self._swap(None)
-        if not self._waiting:
+            return Wait() if self._running else self._swap(None)
+        if there := self._there():
+            return Run(there)
+        if not self._waiting and not self._next_of:
             return Wait()
         mine = tuple(t for t, weights in self._waiting.items() if weights == self._resident)
         others = [weights for weights in self._waiting.values() if weights != self._resident]
-        over = now >= self._turn_ends
-        if mine and not (others and over):
+        if mine and not self._is_closed(bool(others), now):
             for ticket in mine:
                 del self._waiting[ticket]
             self._running.update(mine)
             return Run(mine)
+        if self._next_of.keys() >= self._running and self._running:
+            return Wait(self._rest_ends) if now < self._rest_ends else self._update()
         if self._running:
             return Wait()
         unused = self._idle_since + IDLE_GRACE_S
-        if not over and now < unused:
+        if now < self._turn_ends and now < unused:
             return Wait(min(unused, self._turn_ends))
         return self._swap(others[0])
+
+    def _is_closed(self, others: bool, now: float) -> bool:
+        """Whether the weights in the engine take on nothing new: not before their turn is over, nor unless
+        others are wanted."""
+        return now >= self._turn_ends and (others or bool(self._next_of))
+
+    def _there(self) -> tuple[int, ...]:
+        """Who waited for newer weights and has them, or newer ones still; who then waits no more."""
+        if not self._next_of or self._resident is None:
+            return ()
+        version = self._resident.version
+        there = tuple(ticket for ticket, weights in self._next_of.items() if weights.version <= version)
+        for ticket in there:
+            del self._next_of[ticket]
+        return there
+
+    def _update(self) -> Update:
+        newest = max(self._next_of.values(), key=lambda weights: weights.version)
+        self._target.append(newest)
+        return Update(newest)
 
     def _swap(self, weights: Weights) -> Swap:
         self._target.append(weights)

@@ -24,11 +24,12 @@ TOLERANCE = 1e-4
 class Rollouts:
     """A model that is trained and saved while its rollouts run."""
 
-    def __init__(self, stub: service_pb2_grpc.TinsmithServiceStub, key: str) -> None:
+    def __init__(self, stub: service_pb2_grpc.TinsmithServiceStub, key: str, *, full: bool = False) -> None:
         self._stub, self._metadata = stub, (("x-api-key", key),)
         self._session = Session(stub, self._metadata)
         lora = models_pb2.LoraConfig(rank=4, seed=3, train_attn=True, train_mlp=True, train_unembed=False)
-        created = models_pb2.CreateModelRequest(session_id=self._session.id, base_model=BASE_MODEL, lora=lora)
+        trained = {"full": models_pb2.FullFineTuning()} if full else {"lora": lora}
+        created = models_pb2.CreateModelRequest(session_id=self._session.id, base_model=BASE_MODEL, **trained)
         self._session.run("CreateModel", created)
         self.model, self._next, self._samples = f"{self._session.id}:train:0", 1, 0
 
@@ -74,9 +75,22 @@ class Rollouts:
 
 
 @pytest.fixture(scope="module")
-def rollouts(cluster: Cluster) -> Iterator[Rollouts]:
+def stub(cluster: Cluster) -> Iterator[service_pb2_grpc.TinsmithServiceStub]:
     with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
-        yield Rollouts(service_pb2_grpc.TinsmithServiceStub(channel), cluster.api_key)
+        yield service_pb2_grpc.TinsmithServiceStub(channel)
+
+
+@pytest.fixture(scope="module")
+def rollouts(cluster: Cluster, stub: service_pb2_grpc.TinsmithServiceStub) -> Rollouts:
+    return Rollouts(stub, cluster.api_key)
+
+
+def judged(cluster: Cluster, model: str, version: int) -> Reference:
+    """The independent model of a snapshot."""
+    directory = cluster.snapshot(model, version)
+    if (directory / "config.json").exists():
+        return Reference(directory)
+    return Reference(cluster.model_dir, directory)
 
 
 def check_spans(
@@ -87,7 +101,7 @@ def check_spans(
     told = torch.from_numpy(np.frombuffer(sequence.logprobs.data, "<f4").copy())
     spans, start = list(sequence.versions), 0
     for span in spans:
-        judge = Reference(cluster.model_dir, cluster.snapshot(model, span.version))
+        judge = judged(cluster, model, span.version)
         forced = judge.sequence_logprobs(PROMPT + tokens)[len(PROMPT) - 1 :]
         own = slice(start, start + span.tokens)
         torch.testing.assert_close(told[own], forced[own], atol=TOLERANCE, rtol=0)
@@ -133,7 +147,7 @@ def check_kept_spans(cluster: Cluster, model: str, sequence: sampling_pb2.Sample
     judges, starts, place = list[Reference](), list[int](), len(PROMPT)
     for span in sequence.versions:
         assert span.kv_kept == bool(judges)
-        judges.append(Reference(cluster.model_dir, cluster.snapshot(model, span.version)))
+        judges.append(judged(cluster, model, span.version))
         # The last token before a change has not been computed when its weights come.
         starts.append(place - 1 if span.kv_kept else 0)
         place += span.tokens
@@ -142,9 +156,12 @@ def check_kept_spans(cluster: Cluster, model: str, sequence: sampling_pb2.Sample
     torch.testing.assert_close(told, forced, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("full", [False, True])
 def test_a_rollout_goes_on_with_its_model_and_keeps_its_keys_and_values(
-    cluster: Cluster, rollouts: Rollouts
+    cluster: Cluster, stub: service_pb2_grpc.TinsmithServiceStub, rollouts: Rollouts, full: bool
 ) -> None:
+    if full:
+        rollouts = Rollouts(stub, cluster.api_key, full=True)
     rollouts.train()
     version, sampling_session = rollouts.save()
     found: list[list[int]] = []

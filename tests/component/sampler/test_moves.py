@@ -24,20 +24,21 @@ from tests.component.sampler.process import (
     write_full,
 )
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
-from tinsmith.v1 import sampling_pb2, types_pb2
+from tinsmith.v1 import sampling_pb2
 
 pytestmark = pytest.mark.heavy
 
 NEVER = sampling_pb2.StopCondition(never={})
 CANCELLED, LENGTH = sampling_pb2.STOP_REASON_CANCELLED, sampling_pb2.STOP_REASON_LENGTH
 TOLERANCE = 1e-4
-FULL = (301, 302)
-COPY = 4
+FULL = (301, 302, 303)
+COPY = 3
+"""How much later a copy of a version is."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stored(sampler: Sampler) -> Iterator[None]:
-    """Two full versions lie in the store beside the adapters."""
+    """Full versions lie in the store beside the adapters."""
     for version in FULL:
         directory = sampler.data_dir.snapshot(MODEL_ID, version)
         write_full(directory, sampler.model_dir, make_full(sampler.model_dir, version))
@@ -148,67 +149,75 @@ async def bring(stub: sampler_pb2_grpc.SamplerServiceStub, *versions: int) -> No
         await sample(stub, request(prompt(1, 3), version, max_tokens=1))
 
 
+@pytest.mark.parametrize("versions", [(1, 2, 3), FULL])
 async def test_every_segment_of_a_generation_that_keeps_keys_and_values_is_what_its_weights_give_over_them(
-    stub, judge
+    stub, judge, versions: tuple[int, ...]
 ) -> None:
-    await bring(stub, 2, 3)
+    if versions != FULL:
+        await bring(stub, *versions[1:])
     tokens = prompt(75, 18)
-    wanted = request(tokens, 1, n=3, scores=True, seed=3, max_tokens=490, stop=NEVER)
+    wanted = request(tokens, versions[0], n=3, scores=True, seed=3, max_tokens=490, stop=NEVER)
     wanted.topk_sample_logprobs, wanted.moves, wanted.keeps_kv = 2, True, True
     running = Told(stub, wanted)
-    for version in (2, 3):
+    for version in versions[1:]:
         await running.read(40)
         await running.move(version)
-        await running.move(1)
+        await running.move(versions[0])
     result = await running.result()
     for sequence in result.sequences:
         made = [(span.version, span.kv_kept) for span in sequence.versions]
-        assert made == [(1, False), (2, True), (3, True)]
+        assert made == [(version, version != versions[0]) for version in versions]
         assert (sequence.stop_reason, len(ints(sequence.tokens))) == (LENGTH, 490)
         check_kept(judge, tokens, sequence, 2)
         with pytest.raises(AssertionError):
             check_segments(judge, tokens, sequence)
-    expected = judge(1).sequence_logprobs(tokens)
+    expected = judge(versions[0]).sequence_logprobs(tokens)
     torch.testing.assert_close(floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("versions", [(1, 2), FULL[:2]])
 async def test_keys_and_values_that_were_kept_are_found_by_nobody_else_and_those_before_by_their_own_version(
-    stub, judge
+    stub, judge, versions: tuple[int, int]
 ) -> None:
-    await bring(stub, 2)
+    former, newer = versions
+    if versions != FULL[:2]:
+        await bring(stub, newer)
     tokens = prompt(76, 150)
-    wanted = request(tokens, 1, seed=4, max_tokens=300, stop=NEVER)
+    wanted = request(tokens, former, seed=4, max_tokens=300, stop=NEVER)
     wanted.moves = wanted.keeps_kv = True
     running = Told(stub, wanted)
     await running.read(40)
-    await running.move(2)
+    await running.move(newer)
     (made,) = (await running.result()).sequences
-    assert [(span.version, span.kv_kept) for span in made.versions] == [(1, False), (2, True)]
+    assert [(span.version, span.kv_kept) for span in made.versions] == [(former, False), (newer, True)]
     first = len(tokens) + made.versions[0].tokens - 1
     whole, found, differ = tokens + ints(made.tokens), {}, {}
-    for version in (1, 2):
+    for version in versions:
         again = await sample(stub, request(whole, version, max_tokens=1, temperature=0.0, stop=NEVER))
         found[version] = again.prompt_cache_hit_tokens
         expected = float(judge(version).distribution(whole)[-1].detach().max())
         differ[version] = abs(float(floats(again.sequences[0].logprobs)[0]) - expected)
     assert max(differ.values()) < TOLERANCE, (differ, found, first)
     # Whole blocks are found.
-    assert 0 < found[1] <= first, (found, first)
-    assert found[2] == 0
+    assert 0 < found[former] <= first, (found, first)
+    assert found[newer] == 0
 
 
+@pytest.mark.parametrize("original", [1, FULL[0]])
 @pytest.mark.parametrize("field", ["penalties", "constraint", "stop string", "nothing"])
 async def test_what_looks_back_goes_on_over_a_change_of_weights_that_keeps_keys_and_values(
-    sampler: Sampler, stub, field: str
+    sampler: Sampler, stub, field: str, original: int
 ) -> None:
     """A version that is a copy of the one before makes what that would have made."""
-    copied = sampler.data_dir.snapshot(MODEL_ID, COPY)
+    copy = original + COPY
+    copied = sampler.data_dir.snapshot(MODEL_ID, copy)
     if not copied.exists():
-        copied.symlink_to(sampler.data_dir.snapshot(MODEL_ID, 1))
-    await bring(stub, COPY)
+        copied.symlink_to(sampler.data_dir.snapshot(MODEL_ID, original))
+    if original == 1:
+        await bring(stub, copy)
 
     def asked() -> sampler_pb2.SampleRequest:
-        wanted = request(prompt(78, 12), 1, seed=9, max_tokens=300, stop=NEVER)
+        wanted = request(prompt(78, 12), original, seed=9, max_tokens=300, stop=NEVER)
         wanted.moves = wanted.keeps_kv = True
         if field == "penalties":
             wanted.params.frequency_penalty, wanted.params.presence_penalty = 0.5, 0.25
@@ -223,18 +232,43 @@ async def test_what_looks_back_goes_on_over_a_change_of_weights_that_keeps_keys_
     still = await sample(stub, asked())
     running = Told(stub, asked())
     await running.read(20)
-    await running.move(COPY)
+    await running.move(copy)
     (made,) = (await running.result()).sequences
-    assert [span.version for span in made.versions] == [1, COPY]
+    assert [span.version for span in made.versions] == [original, copy]
     assert ints(made.tokens) == ints(still.sequences[0].tokens)
 
 
-async def test_a_generation_of_all_weights_does_not_keep_keys_and_values(stub) -> None:
-    wanted = request(prompt(77, 5), FULL[0], max_tokens=5, stop=NEVER)
-    wanted.moves = wanted.keeps_kv = True
-    answer = await stub.Sample(wanted, timeout=240)
-    assert answer.error.category == types_pb2.ERROR_CATEGORY_USER
-    assert "let on_update be CONTINUE or FINISH" in answer.error.message
+async def test_generations_of_all_weights_keep_their_keys_and_values_once_those_that_finish_beside_them_have(
+    stub, judge
+) -> None:
+    old, new = FULL[:2]
+    finishing = request(prompt(80, 18), old, seed=1, max_tokens=150, stop=NEVER)
+    moving = [
+        request(prompt(81 + index, length), old, scores=True, seed=index, max_tokens=most, stop=NEVER)
+        for index, (length, most) in enumerate([(18, 450), (300, 200), (310, 20)])
+    ]
+    for wanted in moving:
+        wanted.moves = wanted.keeps_kv = True
+    beside, running = Told(stub, finishing), [Told(stub, wanted) for wanted in moving]
+    for one in (beside, *running):
+        await one.read(1)
+    for one in running:
+        await one.move(new)
+    after = asyncio.create_task(sample(stub, request(prompt(99, 9), new, max_tokens=9, stop=NEVER)))
+    (stayed,) = (await beside.result()).sequences
+    assert spans(stayed) == [(old, 150)]
+    check_segments(judge, ints(finishing.prompt), stayed)
+    for wanted, one in zip(moving, running, strict=True):
+        result = await one.result()
+        (made,) = result.sequences
+        check_kept(judge, ints(wanted.prompt), made)
+        scores = judge(old).sequence_logprobs(ints(wanted.prompt))
+        torch.testing.assert_close(floats(result.prompt_logprobs)[1:], scores, atol=TOLERANCE, rtol=0)
+        kept = [(span.version, span.kv_kept) for span in made.versions]
+        # The last one is over before.
+        assert kept == ([(old, False)] if wanted is moving[-1] else [(old, False), (new, True)])
+    assert running[0].last.result.sequences[0].versions[0].tokens > 100, "it went on with what it had"
+    assert spans((await after).sequences[0]) == [(new, 9)]
 
 
 async def test_a_generation_gets_on_however_fast_newer_weights_come(sampler: Sampler, stub) -> None:

@@ -39,7 +39,7 @@ from tinsmith.v1 import sampling_pb2, types_pb2
 pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
 TOLERANCE = 1e-4
-STORED, FULL, BROADCAST, STRANGE, HALF = 1, 2, 3, 4, 5
+STORED, FULL, BROADCAST, STRANGE, HALF, NEWER = 1, 2, 3, 4, 5, 6
 SLICES, STAGES, BOTH = (2, 1), (1, 2), (2, 2)
 """(tensor parallel, pipeline parallel)"""
 
@@ -66,6 +66,8 @@ async def sampler(shape: tuple[int, int], tmp_path: Path) -> AsyncIterator[Sampl
         write_snapshot(started.data_dir.snapshot(MODEL_ID, STRANGE), strange, 8)
         full = make_full(model_dir, FULL)
         write_full(started.data_dir.snapshot(MODEL_ID, FULL), model_dir, full)
+        newer = make_full(model_dir, NEWER)
+        write_full(started.data_dir.snapshot(MODEL_ID, NEWER), model_dir, newer)
         # The last stage alone would miss it.
         half = {name: one for name, one in full.items() if name != "model.norm.weight"}
         write_full(started.data_dir.snapshot(MODEL_ID, HALF), model_dir, half)
@@ -111,6 +113,8 @@ async def test_several_workers_answer_as_the_reference_from_store_and_from_wire(
             BROADCAST: Reference(sampler.model_dir, arrived),
         }
         await _check_kept(stub, judges)
+        fulls = {each: Reference(sampler.data_dir.snapshot(MODEL_ID, each)) for each in (FULL, NEWER)}
+        await _check_kept(stub, fulls)
         group.abort()
     client = connect(sampler.redis_url)
     (record,) = await registry.live(client, "sampler")
@@ -148,12 +152,13 @@ async def _check_together(stub: sampler_pb2_grpc.SamplerServiceStub) -> None:
 
 
 async def _check_kept(stub: sampler_pb2_grpc.SamplerServiceStub, judges: dict[int, Reference]) -> None:
-    """Sequences that go on with another adapter keep their keys and values on all workers."""
+    """Sequences that go on with other weights keep their keys and values on all workers."""
+    old, new = judges
     tokens = prompt(9, 20)
-    wanted = request(tokens, STORED, n=2, max_tokens=400, stop=sampling_pb2.StopCondition(never={}), seed=2)
+    wanted = request(tokens, old, n=2, max_tokens=400, stop=sampling_pb2.StopCondition(never={}), seed=2)
     wanted.moves = wanted.keeps_kv = True
     asked = sampler_pb2.StreamSampleRequest(sample=wanted)
-    to = sampler_pb2.Snapshot(model_id=MODEL_ID, version=BROADCAST)
+    to = sampler_pb2.Snapshot(model_id=MODEL_ID, version=new)
     move: sampler_pb2.MoveSampleRequest | None = sampler_pb2.MoveSampleRequest(
         request_id=wanted.request_id, snapshot=to
     )
@@ -167,7 +172,7 @@ async def _check_kept(stub: sampler_pb2_grpc.SamplerServiceStub, judges: dict[in
     assert last is not None
     for sequence in last.result.sequences:
         assert [(span.version, span.kv_kept) for span in sequence.versions] == [
-            (STORED, False),
-            (BROADCAST, True),
+            (old, False),
+            (new, True),
         ]
         check_kept(judges.__getitem__, tokens, sequence)

@@ -19,11 +19,13 @@ from tests.component.sampler.process import (
     floats,
     ints,
     make_adapter,
+    make_full,
     make_model,
     prompt,
     replica,
     request,
     sample,
+    write_full,
     write_snapshot,
 )
 from tests.reference import Reference
@@ -33,6 +35,7 @@ from tinsmith.v1 import sampling_pb2
 pytestmark = pytest.mark.heavy
 
 ADAPTER, NEWER, MANY = 1, 2, 5
+FULL, NEWER_FULL = 11, 12
 NEVER = sampling_pb2.StopCondition(never=sampling_pb2.StopCondition.Never())
 
 
@@ -44,6 +47,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     with replica(directory, model_dir, "--kv-cache-gib", "0.0005", "--max-context", "400") as started:
         for version in (ADAPTER, NEWER):
             write_snapshot(started.data_dir.snapshot(MODEL_ID, version), make_adapter(version, 8), 8)
+        for version in (FULL, NEWER_FULL):
+            write_full(started.data_dir.snapshot(MODEL_ID, version), model_dir, make_full(model_dir, version))
         yield started
 
 
@@ -86,20 +91,26 @@ async def test_what_was_begun_again_has_the_scores_and_the_tokens_that_it_has_al
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=2e-5)
 
 
+@pytest.mark.parametrize(("old", "new"), [(ADAPTER, NEWER), (FULL, NEWER_FULL)])
 async def test_what_had_moved_with_its_keys_and_values_and_was_begun_again_says_from_where_on_they_are_new(
-    small: Sampler,
+    small: Sampler, old: int, new: int
 ) -> None:
-    judges = {each: Reference(small.model_dir, snapshot(small, each)) for each in (ADAPTER, NEWER)}
-    wanted, begun_again = [(ADAPTER, False), (NEWER, True), (NEWER, False)], list[list[tuple[int, bool]]]()
+    stored = {each: snapshot(small, each) for each in (old, new)}
+    judges = {
+        each: Reference(small.model_dir, path) if each in (ADAPTER, NEWER) else Reference(path)
+        for each, path in stored.items()
+    }
+    wanted, begun_again = [(old, False), (new, True), (new, False)], list[list[tuple[int, bool]]]()
     async with rpc.channel(small.address) as channel:
         stub = sampler_pb2_grpc.SamplerServiceStub(channel)
-        await sample(stub, request(prompt(1, 3), NEWER, max_tokens=1))
+        if old == ADAPTER:
+            await sample(stub, request(prompt(1, 3), new, max_tokens=1))
         for _ in range(10):
-            results = await asyncio.gather(*(moved(stub, index) for index in range(MANY)))
+            results = await moved(stub, old, new)
             for tokens, sequence in results:
                 check_kept(judges.__getitem__, tokens, sequence)
                 spans = [(span.version, span.kv_kept) for span in sequence.versions]
-                begun_again += [spans] if (NEWER, False) in spans[1:] else []
+                begun_again += [spans] if (new, False) in spans[1:] else []
             if wanted in (spans[:3] for spans in begun_again):
                 break
         else:
@@ -108,23 +119,31 @@ async def test_what_had_moved_with_its_keys_and_values_and_was_begun_again_says_
 
 
 async def moved(
-    stub: sampler_pb2_grpc.SamplerServiceStub, index: int
-) -> tuple[list[int], sampling_pb2.SampledSequence]:
-    """A prompt, and what was made of it by two versions; the second comes with the first token."""
-    tokens = prompt(50 + index, 40 + index)
-    wanted = request(tokens, ADAPTER, seed=index, max_tokens=220, stop=NEVER)
-    wanted.moves = wanted.keeps_kv = True
-    to = sampler_pb2.Snapshot(model_id=MODEL_ID, version=NEWER)
-    move = sampler_pb2.MoveSampleRequest(request_id=wanted.request_id, snapshot=to)
-    asked, last = sampler_pb2.StreamSampleRequest(sample=wanted), sampler_pb2.SampleResponse()
-    async for told in stub.StreamSample(asked, timeout=240):
-        if told.WhichOneof("kind") == "last":
-            last = told.last
-        else:
-            # What it has already moves it no further.
-            await stub.MoveSample(move, timeout=60)
-    (sequence,) = last.result.sequences
-    return tokens, sequence
+    stub: sampler_pb2_grpc.SamplerServiceStub, old: int, new: int
+) -> list[tuple[list[int], sampling_pb2.SampledSequence]]:
+    """Prompts, and what was made of each by two versions; the second comes with the first token of any."""
+    asked = []
+    for index in range(MANY):
+        tokens = prompt(50 + index, 40 + index)
+        asked.append(request(tokens, old, seed=index, max_tokens=220, stop=NEVER))
+        asked[-1].moves = asked[-1].keeps_kv = True
+    to = sampler_pb2.Snapshot(model_id=MODEL_ID, version=new)
+
+    async def followed(wanted: sampler_pb2.SampleRequest) -> sampling_pb2.SampledSequence:
+        last = sampler_pb2.SampleResponse()
+        async for told in stub.StreamSample(sampler_pb2.StreamSampleRequest(sample=wanted), timeout=240):
+            if told.WhichOneof("kind") == "last":
+                last = told.last
+                continue
+            for each in asked:
+                # What it has already moves it no further.
+                move = sampler_pb2.MoveSampleRequest(request_id=each.request_id, snapshot=to)
+                await stub.MoveSample(move, timeout=60)
+        (sequence,) = last.result.sequences
+        return sequence
+
+    made = await asyncio.gather(*map(followed, asked))
+    return [(ints(wanted.prompt), sequence) for wanted, sequence in zip(asked, made, strict=True)]
 
 
 def snapshot(sampler: Sampler, version: int = ADAPTER) -> Path:

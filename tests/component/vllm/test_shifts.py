@@ -93,10 +93,11 @@ class Engine:
         self.hits = self.most = 0
 
     def add(self, name: str, prompt: list[int], adapter: int) -> None:
+        self._add(name, prompt, lora_request=lora(adapter))
+
+    def _add(self, name: str, prompt: list[int], **weights: Any) -> None:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-        self.scheduler.add_request(
-            Request(name, prompt, params, None, lora_request=lora(adapter), block_hasher=self._hasher)
-        )
+        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self._hasher, **weights))
         self.tokens[name], self.made[name] = list(prompt), []
 
     @property
@@ -121,7 +122,7 @@ class Engine:
                 self._adapter[name] = adapter.lora_int_id
         places = {}
         for new in scheduled.scheduled_new_reqs:
-            self._adapter[new.req_id] = new.lora_request.lora_int_id
+            self._adapter[new.req_id] = self._of(new)
             self._blocks[new.req_id] = list(new.block_ids[0])
             places[new.req_id] = new.num_computed_tokens
             self.hits += new.num_computed_tokens
@@ -144,6 +145,10 @@ class Engine:
             tokens += sampled[-1]
         names = list(scheduled.num_scheduled_tokens)
         return ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled)
+
+    def _of(self, new: Any) -> int:
+        """With what a request enters."""
+        return int(new.lora_request.lora_int_id)
 
     def _slot(self, name: str, place: int) -> tuple[int, int]:
         return self._blocks[name][place // BLOCK], place % BLOCK

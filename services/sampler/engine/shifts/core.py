@@ -27,7 +27,7 @@ SHIFT = "tinsmith_shift"
 
 SHIFTS_KEY = "tinsmith_shifts"
 """Under which the outputs of a sequence say [tokens before, adapter's id, whether keys and values were kept]
-of each of its shifts."""
+of each of its shifts; of all weights, their version in place of the adapter's id."""
 
 Told = tuple[tuple[int, int, bool], ...]
 
@@ -95,13 +95,13 @@ class Shifts:
                 del known[name]
         for name, adapter in list(self._mixed.items()):
             request = self._scheduler.requests[name]
-            if request.status == RequestStatus.PREEMPTED and name not in self._wanted and _is_still(request):
+            if request.status == RequestStatus.PREEMPTED and name not in self._wanted and is_still(request):
                 self._anew(request, adapter)
         together: dict[tuple[int, int], list[Any]] = {}
         for name, adapter in list(self._wanted.items()):
             request = self._scheduler.requests[name]
             if request.status != RequestStatus.RUNNING:
-                if _is_still(request):
+                if is_still(request):
                     self._anew(request, adapter)
             elif not request.is_prefill_chunk and self._made(request):
                 of = request.lora_request.lora_int_id, adapter.lora_int_id
@@ -164,6 +164,6 @@ class Shifts:
         self._told[name] = (*before, (start, adapter.lora_int_id, kept))
 
 
-def _is_still(request: Any) -> bool:
+def is_still(request: Any) -> bool:
     """Whether a request that does not run has nothing computed, and nothing is being computed of it."""
     return not request.num_computed_tokens and not request.num_in_flight_tokens

@@ -1,6 +1,6 @@
 """Shifts as the front end sees them: asked for until they are done, and read from what the engine answers.
 
-Invariant: of every token that has arrived here it is known by then which adapter made it.
+Invariant: of every token that has arrived here it is known by then which weights made it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Shifts:
             first: what it entered the engine with.
         """
         told = self._told.get(name, ())
-        return (first, *(Change(start, run.version_of[adapter_id], kept) for start, adapter_id, kept in told))
+        return (first, *(Change(start, run.version_told(of), kept) for start, of, kept in told))
 
     def forget(self, name: str) -> None:
         """A sequence is out of the engine."""

@@ -154,41 +154,34 @@ def test_a_sample_goes_on_with_newer_weights_when_it_asks_to_and_its_session_fol
         on_update = session.pop("on_update", 0)
         return validate.check_on_update(sample(on_update=on_update), **session)
 
-    assert update(inflight=True, full=False, constrained=False) == (False, False)
+    assert update(inflight=True, constrained=False) == (False, False)
     finish = {"on_update": sampling_pb2.ON_UPDATE_FINISH}
-    assert update(**finish, inflight=False, full=True, constrained=True) == (False, False)
-    assert update(on_update=CONTINUE, inflight=True, full=True, constrained=False) == (True, False)
-    assert update(on_update=KEEP_KV, inflight=True, full=False, constrained=True) == (True, True)
+    assert update(**finish, inflight=False, constrained=True) == (False, False)
+    assert update(on_update=CONTINUE, inflight=True, constrained=False) == (True, False)
+    assert update(on_update=KEEP_KV, inflight=True, constrained=True) == (True, True)
 
 
 def test_what_looks_back_at_what_was_sampled_goes_on_where_keys_and_values_are_kept() -> None:
     asked = sample(on_update=KEEP_KV, stop=strings("a"), frequency_penalty=1.0, presence_penalty=1.0)
     asked.params.bad_words.append("no")
-    assert validate.check_on_update(asked, inflight=True, full=False, constrained=True).keeps_kv
+    assert validate.check_on_update(asked, inflight=True, constrained=True).keeps_kv
 
 
 @pytest.mark.parametrize(
-    ("changes", "inflight", "full", "constrained", "says"),
+    ("changes", "inflight", "constrained", "says"),
     [
-        ({"on_update": CONTINUE}, False, False, False, "CONTINUE, but the sampling session answers from one"),
-        (
-            {"on_update": KEEP_KV},
-            False,
-            False,
-            False,
-            "CONTINUE_KEEP_KV, but the sampling session answers from",
-        ),
-        ({"on_update": KEEP_KV}, True, True, False, "a model that trains all weights"),
-        ({"on_update": 7}, True, False, False, "on_update 7 is not one of OnUpdate"),
-        ({"on_update": CONTINUE, "stop": strings("a")}, True, False, False, "stop strings"),
-        ({"on_update": CONTINUE, "frequency_penalty": 1.0}, True, False, False, "frequency_penalty"),
-        ({"on_update": CONTINUE}, True, False, True, "constraint"),
+        ({"on_update": CONTINUE}, False, False, "CONTINUE, but the sampling session answers from one"),
+        ({"on_update": KEEP_KV}, False, False, "CONTINUE_KEEP_KV, but the sampling session answers from"),
+        ({"on_update": 7}, True, False, "on_update 7 is not one of OnUpdate"),
+        ({"on_update": CONTINUE, "stop": strings("a")}, True, False, "stop strings"),
+        ({"on_update": CONTINUE, "frequency_penalty": 1.0}, True, False, "frequency_penalty"),
+        ({"on_update": CONTINUE}, True, True, "constraint"),
     ],
 )
 def test_what_cannot_go_on_with_newer_weights_is_refused(
-    changes: dict, inflight: bool, full: bool, constrained: bool, says: str
+    changes: dict, inflight: bool, constrained: bool, says: str
 ) -> None:
-    assert says in refused(validate.check_on_update, sample(**changes), inflight, full, constrained)
+    assert says in refused(validate.check_on_update, sample(**changes), inflight, constrained)
 
 
 @pytest.mark.parametrize(

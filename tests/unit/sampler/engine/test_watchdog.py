@@ -48,6 +48,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.running = 1
+        self.at_rest = False
+        self.made = 0
         self.asked = 0
         self.hangs = False
         self.fails = False
@@ -58,7 +60,8 @@ class Engine:
             await asyncio.Event().wait()
         if self.fails:
             raise Unavailable("no answer")
-        return self.asked
+        self.made += not self.at_rest
+        return self.made
 
 
 @pytest.mark.parametrize("fault", ["hangs", "fails"])
@@ -68,6 +71,17 @@ async def test_the_watch_ends_when_the_engine_hangs_or_only_fails(fault: str) ->
     await asyncio.sleep(2.2)
     assert not watch.done()
     setattr(engine, fault, True)
+    await asyncio.wait_for(watch, 60)
+
+
+async def test_an_engine_at_rest_makes_no_steps_and_has_to_answer() -> None:
+    engine = Engine()
+    engine.at_rest = True
+    watch = asyncio.create_task(until_stuck(engine, 0.2))
+    while engine.asked < 30:
+        assert not watch.done()
+        await asyncio.sleep(0.01)
+    engine.hangs = True
     await asyncio.wait_for(watch, 60)
 
 

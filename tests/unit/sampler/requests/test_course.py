@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.contract.errors import Internal, InvalidRequest, SnapshotNotFound
+from services.common.contract.errors import Internal, SnapshotNotFound
 from services.common.process.crashes import CrashLedger
 from services.sampler.engine.sampling import (
     Limits,
@@ -109,11 +109,11 @@ class Snapshots:
             self.held -= 1
 
     @asynccontextmanager
-    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter]:
+    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter | None]:
         if key in self.missing:
             raise SnapshotNotFound(f"{key} is not there")
         await self.opened[key].wait()
-        yield Adapter(key.version, str(key), "/store")
+        yield Adapter(key.version, str(key), "/store") if self.adapters else None
         self.used.append(key.version)
 
 
@@ -374,8 +374,16 @@ async def test_a_sample_that_keeps_its_keys_and_values_ends_with_what_it_has_com
     assert (sampler.engine.at_once, sampler.engine.shifted) == ([True], [])
 
 
-async def test_a_sample_of_all_weights_of_a_model_does_not_keep_keys_and_values(sampler: Sampler) -> None:
+async def test_under_a_sample_of_all_weights_of_a_model_these_are_replaced_and_the_engine_shifts_nothing(
+    sampler: Sampler,
+) -> None:
     sampler.snapshots.adapters = False
-    with pytest.raises(InvalidRequest, match="let on_update be CONTINUE or FINISH"):
-        await sampler.start(KEPT)
-    assert (sampler.admission.taken, sampler.snapshots.held) == (0, 0)
+    running = sampler.start(KEPT)
+    await sampler.in_engine()
+    for weights in (NEW, NEWER):
+        sampler.move(weights)
+        await settled()
+    assert (sampler.engine.shifted, sampler.engine.at_once) == ([], [])
+    sampler.engine.finish("length")
+    await sampler.only(running)
+    assert sampler.snapshots.used == [1, 2, 3]

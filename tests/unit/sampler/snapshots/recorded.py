@@ -38,6 +38,8 @@ class Engine:
         self.unfit: Exception | None = None
         self.swap_failures: list[Exception] = []
         self.swaps: list[tuple[Weights, int | str | None]] = []
+        self.updates: list[tuple[Weights, int | str | None]] = []
+        self.update_failures: list[Exception] = []
 
     async def join_group(
         self, epoch: int, first_rank: int, world_size: int, medium: str, seconds: float
@@ -79,6 +81,12 @@ class Engine:
         await self._transfer()
         if self.swap_failures:
             raise self.swap_failures.pop(0)
+
+    async def update_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
+        self.updates.append((weights, source))
+        await self._transfer()
+        if self.update_failures:
+            raise self.update_failures.pop(0)
 
     async def _transfer(self) -> int:
         await self.gate.wait()

@@ -10,11 +10,13 @@ from services.sampler.snapshots.turns import (
     Run,
     Swap,
     Turns,
+    Update,
     Wait,
 )
 
 BASE = None
-A, B = (SnapshotKey("session:train:0", version) for version in (1, 2))
+A, B, C = (SnapshotKey("session:train:0", version) for version in (1, 2, 3))
+OTHER = SnapshotKey("session:train:1", 1)
 SWAP_S = 0.5
 TURN_S = max(SHORTEST_TURN_S, TURN_PER_SWAP * SWAP_S)
 
@@ -26,15 +28,24 @@ class Clocked:
         self.now = 100.0
         self.turns = Turns(self.now)
         self.swaps: list[Weights] = []
+        self.updates: list[Weights] = []
         self.running: set[int] = set()
+        self.waiting: set[int] = set()
+        """For newer weights, while they run."""
 
     def arrive(self, *requests: tuple[int, Weights]) -> None:
         for ticket, weights in requests:
             self.turns.arrive(ticket, weights)
 
+    def change(self, *requests: tuple[int, SnapshotKey]) -> None:
+        for ticket, weights in requests:
+            self.turns.change(ticket, weights)
+            self.waiting.add(ticket)
+
     def finish(self, *tickets: int) -> None:
         for ticket in tickets:
             self.running.discard(ticket)
+            self.waiting.discard(ticket)
             self.turns.leave(ticket, self.now)
 
     def settle(self) -> Wait:
@@ -43,6 +54,13 @@ class Clocked:
             decision = self.turns.decide(self.now)
             if isinstance(decision, Run):
                 self.running |= set(decision.tickets)
+                self.waiting -= set(decision.tickets)
+            elif isinstance(decision, Update):
+                assert self.running == self.waiting, "updated under a request that is to stay"
+                self.updates.append(decision.weights)
+                assert self.turns.decide(self.now) == Wait()
+                self.now += SWAP_S
+                self.turns.updated(self.now, SWAP_S)
             elif isinstance(decision, Swap):
                 assert not self.running, "swapped under a running request"
                 self.swaps.append(decision.weights)
@@ -240,3 +258,125 @@ def test_base_weights_that_break_off_once_are_tried_again() -> None:
     assert clocked.turns.broke() == (2,)
     assert not clocked.turns.lost
     assert clocked.turns.decide(clocked.now) == Swap(BASE)
+
+
+def test_weights_are_replaced_under_all_that_runs_when_all_of_it_is_to_go_on_with_newer_ones() -> None:
+    clocked = at_home((1, A), (2, A))
+    clocked.change((1, B))
+    clocked.settle()
+    assert (clocked.updates, clocked.waiting) == ([], {1})
+    clocked.change((2, B))
+    clocked.settle()
+    assert (clocked.updates, clocked.swaps, clocked.running) == ([B], [A], {1, 2})
+    assert (clocked.waiting, clocked.turns.resident) == (set(), B)
+
+
+def test_what_is_to_finish_on_its_weights_ends_before_they_are_replaced() -> None:
+    clocked = at_home((1, A), (2, A))
+    clocked.change((1, B))
+    clocked.settle()
+    clocked.finish(2)
+    clocked.settle()
+    assert (clocked.updates, clocked.running) == ([B], {1})
+
+
+def test_of_several_newer_weights_all_go_on_with_the_newest() -> None:
+    clocked = at_home((1, A), (2, A), (3, A))
+    clocked.change((1, B), (2, C), (3, B))
+    clocked.settle()
+    assert (clocked.updates, clocked.waiting, clocked.turns.resident) == ([C], set(), C)
+    clocked.change((1, B), (3, C))
+    clocked.settle()
+    assert (clocked.updates, clocked.waiting) == ([C], set()), "what they have already is not put in again"
+
+
+def test_new_requests_keep_no_update_from_coming_once_the_turn_of_their_weights_is_over() -> None:
+    clocked = at_home((1, A), (2, A))
+    clocked.change((1, B))
+    clocked.arrive((3, A))
+    clocked.settle()
+    assert clocked.running == {1, 2, 3}
+    clocked.now += TURN_S
+    assert not clocked.turns.is_open(A, clocked.now)
+    clocked.arrive((4, A), (5, B))
+    clocked.settle()
+    assert clocked.running == {1, 2, 3}
+    clocked.finish(2, 3)
+    clocked.settle()
+    # The old weights are asked for, too: the turn is over, and what comes next waits for what runs.
+    assert (clocked.updates, clocked.running) == ([B], {1})
+    clocked.finish(1)
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A, A], {4})
+
+
+def test_an_update_takes_no_turn_from_those_who_wait_for_other_weights() -> None:
+    clocked = at_home((1, A))
+    clocked.arrive((2, OTHER))
+    clocked.now += TURN_S
+    clocked.change((1, B))
+    clocked.arrive((3, B))
+    clocked.settle()
+    assert (clocked.updates, clocked.running) == ([B], {1})
+    clocked.now += IDLE_GRACE_S
+    clocked.finish(1)
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A, OTHER], {2})
+
+
+def test_those_who_wait_for_newer_weights_run_after_the_update_that_brings_them() -> None:
+    clocked = at_home((1, A))
+    clocked.now += TURN_S
+    clocked.arrive((2, B))
+    clocked.change((1, B))
+    clocked.settle()
+    assert (clocked.updates, clocked.swaps, clocked.running) == ([B], [A], {1, 2})
+
+
+def test_however_fast_newer_weights_come_what_runs_makes_steps_between_two_updates() -> None:
+    clocked = at_home((1, A))
+    clocked.change((1, B))
+    clocked.settle()
+    clocked.change((1, C))
+    wait = clocked.settle()
+    assert (clocked.updates, wait.until) == ([B], clocked.now + SWAP_S)
+    clocked.now += SWAP_S
+    clocked.settle()
+    assert clocked.updates == [B, C]
+
+
+def test_newer_weights_that_are_refused_leave_what_runs_as_it_is_and_the_next_best_are_taken() -> None:
+    clocked = at_home((1, A), (2, A))
+    clocked.change((1, B), (2, C))
+    clocked.arrive((3, C))
+    assert clocked.turns.decide(clocked.now) == Update(C)
+    assert clocked.turns.refused() == (3, 2)
+    clocked.waiting.discard(2)
+    clocked.settle()
+    assert (clocked.updates, clocked.turns.resident) == ([], A), "one of the two stays"
+    clocked.finish(2)
+    clocked.settle()
+    assert clocked.updates == [B]
+
+
+def test_after_an_update_that_broke_off_all_leave_before_the_base_weights_come() -> None:
+    clocked = at_home((1, A), (2, A))
+    clocked.change((1, B), (2, B))
+    clocked.arrive((3, B), (4, BASE))
+    assert clocked.turns.decide(clocked.now) == Update(B)
+    assert clocked.turns.broke() == (3,)
+    assert not clocked.turns.lost
+    assert not clocked.turns.is_open(BASE, clocked.now)
+    clocked.finish(1)
+    assert clocked.turns.decide(clocked.now) == Wait()
+    clocked.finish(2)
+    clocked.settle()
+    assert (clocked.swaps, clocked.running) == ([A, BASE], {4})
+
+
+def test_one_that_leaves_while_it_waits_for_newer_weights_asks_for_none() -> None:
+    clocked = at_home((1, A), (2, A))
+    clocked.change((1, B))
+    clocked.finish(1)
+    clocked.settle()
+    assert (clocked.updates, clocked.running) == ([], {2})
