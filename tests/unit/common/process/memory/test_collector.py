@@ -10,7 +10,7 @@ import gc
 import msgspec
 from services.common.process.memory import collector
 if {settled}:
-    collector.settle()
+    collector.settle({young})
 before = gc.get_stats()
 msgspec.json.decode(b"[" + b"[]," * 350_000 + b"[]]")
 print(*(after["collections"] - was["collections"] for after, was in zip(gc.get_stats(), before)))
@@ -18,10 +18,13 @@ print(gc.get_freeze_count())
 """
 
 
-def looks(*, settled: bool) -> tuple[list[int], int]:
+def looks(*, settled: bool, young: int | str = "") -> tuple[list[int], int]:
     """How often the young, older and oldest objects were looked at during a parse, and how many never are."""
     done = subprocess.run(
-        [sys.executable, "-c", _PARSE.format(settled=settled)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _PARSE.format(settled=settled, young=young)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     counts, frozen = done.stdout.splitlines()
     return [int(count) for count in counts.split()], int(frozen)
@@ -35,6 +38,10 @@ def test_a_settled_process_hardly_looks_for_garbage_during_a_parse() -> None:
     assert looks(settled=False)[0][0] > 400, (
         "the interpreter has changed, and this may not be needed any more"
     )
+
+
+def test_a_process_whose_young_go_by_themselves_looks_at_them_less_often() -> None:
+    assert looks(settled=True, young=20_000)[0][0] <= 350_000 / 20_000
 
 
 def test_what_was_loaded_before_is_not_looked_at_again() -> None:
