@@ -250,8 +250,7 @@ async def test_generations_of_all_weights_keep_their_keys_and_values_once_those_
     for wanted in moving:
         wanted.moves = wanted.keeps_kv = True
     beside, running = Told(stub, finishing), [Told(stub, wanted) for wanted in moving]
-    for one in (beside, *running):
-        await one.read(1)
+    await asyncio.gather(*(one.read(1) for one in (beside, *running)))
     for one in running:
         await one.move(new)
     after = asyncio.create_task(sample(stub, request(prompt(99, 9), new, max_tokens=9, stop=NEVER)))
