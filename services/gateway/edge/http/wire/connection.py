@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.common.contract.errors import HeadTooLarge, InvalidRequest, Overloaded, TinsmithError
 from services.gateway.edge.http.wire.cycle import Cycle
-from services.gateway.edge.http.wire.fields import field_of
+from services.gateway.edge.http.wire.fields import declares_at_most, field_of
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,10 @@ class Connection(HttpToolsProtocol):
         self._late: TimerHandle | None = None
         self._stuck: TimerHandle | None = None
         self._unsent = 0
-        self._in_head = False
-        self._head_is_new = False
+        self._in_head = self._head_is_new = False
+        # What the parser may keep to itself: bytes in which nothing came to an end.
         self._unfinished = self._fed = 0
+        self._is_more = self._began_beside = False
         self._trailers: list[tuple[bytes, bytes]] = []
         self._receiving = False
         self._refusal: TinsmithError | None = None
@@ -155,7 +156,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
-        self._fed = len(data)
+        self._fed, self._is_more = len(data), False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -167,20 +168,19 @@ class Connection(HttpToolsProtocol):
             return
         self._trailers.clear()
         self._bound_wait_for_body()
-        if self._in_head:
-            if self._head_is_new:
-                # Most come as a whole, and are waited for by nobody.
-                self._head_is_new = False
-                self._wait(self._limits.head_seconds)
-            # The parser keeps a field to itself until it is whole.
-            self._unfinished += len(data)
-            limits = self._limits
-            if self._unfinished > limits.head_bytes or len(self.headers) > limits.head_fields:
+        if self._in_head and self._head_is_new:
+            # Most come as a whole, and are waited for by nobody.
+            self._head_is_new = False
+            self._wait(self._limits.head_seconds)
+        if self._receiving:
+            # The parser keeps a field to itself until it is whole, also one that comes after a body.
+            self._unfinished = 0 if self._is_more else self._unfinished + len(data)
+            if self._unfinished > self._limits.head_bytes or len(self.headers) > self._limits.head_fields:
                 self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
         self._in_head = self._receiving = True
-        self._unfinished = 0
+        self._unfinished, self._began_beside = 0, self._is_more
         self._head_is_new = self.cycle is None or self.cycle.response_complete
         super().on_message_begin()
 
@@ -214,7 +214,7 @@ class Connection(HttpToolsProtocol):
         if len(self.headers) > limits.head_fields:
             return True
         # Nearly all came in few pieces, which were no larger.
-        return self._unfinished + self._fed > limits.head_bytes and (
+        return (self._began_beside or self._unfinished + self._fed > limits.head_bytes) and (
             len(self.url) + sum(map(len, chain.from_iterable(self.headers))) > limits.head_bytes
         )
 
@@ -245,8 +245,12 @@ class Connection(HttpToolsProtocol):
             on_response=self.on_response_complete,
         )
 
+    def on_body(self, body: bytes) -> None:
+        self._is_more = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._receiving = False
+        self._receiving, self._is_more = False, True
         self.scope[WHOLE_BODY] = True  # type: ignore[literal-required]
         if self.cycle.response_complete:
             # What was left of a refused body is in: the connection can be used again.
@@ -258,7 +262,11 @@ class Connection(HttpToolsProtocol):
         """Begins to answer a request; one that has a small body when that is in, or does not come for a
         while. Clients send it right after the head, but in a piece of its own, and to be waited for by who
         answers it costs as much as the rest of the edge."""
-        if cycle.more_body and not cycle.waiting_for_100_continue and _declares_little(cycle.scope):
+        if (
+            cycle.more_body
+            and not cycle.waiting_for_100_continue
+            and declares_at_most(_LITTLE_BYTES, cycle.scope)
+        ):
             self._awaited = cycle, app
         else:
             super()._start_asgi_task(cycle, app)
@@ -335,7 +343,8 @@ class Connection(HttpToolsProtocol):
             b"retry-after: 1\r\n" if error.http_status == Overloaded.http_status else b"",
             b"connection: close\r\n\r\n",
         ]
-        if self.cycle is None or self.cycle.response_complete:
+        answered = self._receiving and not self._in_head
+        if self.cycle is None or (self.cycle.response_complete and not answered):
             self.transport.write(b"".join([*head, body]))
         self.transport.close()
         self._wait(self._limits.linger_seconds)
@@ -380,11 +389,6 @@ class Connection(HttpToolsProtocol):
         if self._stuck is not None:
             self._stuck.cancel()
             self._stuck = None
-
-
-def _declares_little(scope: Any) -> bool:
-    declared = field_of(scope, b"content-length") or ""
-    return declared.isdigit() and int(declared) <= _LITTLE_BYTES
 
 
 def bounded(connections: Connections) -> Callable[..., Connection]:

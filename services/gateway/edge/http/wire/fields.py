@@ -18,3 +18,9 @@ def field_of(scope: Scope, name: bytes) -> str | None:
         fields = scope[_FIELDS] = dict(reversed(scope["headers"]))
     found = fields.get(name)
     return None if found is None else found.decode("latin-1")
+
+
+def declares_at_most(size: int, scope: Scope) -> bool:
+    """Whether a request says that its body has so many bytes at most."""
+    declared = field_of(scope, b"content-length") or ""
+    return declared.isdigit() and int(declared) <= size

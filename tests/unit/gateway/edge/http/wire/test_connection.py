@@ -153,6 +153,41 @@ async def test_nothing_is_left_of_a_refused_connection_for_the_collector(port: i
         gc.enable()
 
 
+@pytest.mark.parametrize("limits", [replace(PATIENT, linger_seconds=600)])
+@pytest.mark.parametrize("path", ["/small", "/read"])
+async def test_a_field_behind_a_body_is_bounded_like_a_head(port: int, path: str) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: ".encode()
+        )
+        for _ in range(5):
+            writer.write(b"a" * 1000)
+            await asyncio.sleep(0.05)
+        assert await closed(reader)
+
+
+@pytest.mark.parametrize("limits", [PATIENT])
+async def test_a_head_that_begins_beside_the_end_of_a_large_body_is_no_larger_for_it(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"POST /read HTTP/1.1\r\nhost: a\r\ncontent-length: 5000\r\n\r\n")
+        await asyncio.sleep(0.1)
+        writer.write(bytes(5000) + REQUEST[:20])
+        assert await answer(reader) == (200, b"ok")
+        writer.write(REQUEST[20:])
+        assert await answer(reader) == (200, b"ok")
+
+
+async def test_a_head_that_is_too_large_is_so_too_where_it_began_beside_a_body(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"POST /read HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\n")
+        await asyncio.sleep(0.1)
+        writer.write(b"a" + b"GET / HTTP/1.1\r\nx: " + b"b" * 2500)
+        assert await answer(reader) == (200, b"ok")
+        writer.write(b"\r\n\r\n")
+        assert (await answer(reader))[0] == 431
+        assert await closed(reader)
+
+
 @pytest.mark.parametrize("piece", [b"", b"\r\n", b"GET / HTTP/1.1\r\nx: y\r\n", b"a: b\r\n"])
 async def test_a_head_that_does_not_come_to_an_end_ends_the_connection(port: int, piece: bytes) -> None:
     async with connected(port) as (reader, writer):
