@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from redis.exceptions import RedisError
 
@@ -23,6 +24,7 @@ from services.common.process.pools import Pool
 from services.gateway.identity import keys_file, tokens
 from services.gateway.identity.key import Caller, KeyRecord, id_in
 from services.gateway.identity.key_store import KeyStore
+from services.gateway.identity.keys_file import FileKeys
 from services.gateway.identity.provider import KEY_ID, Provider
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,14 @@ _REMEMBERED = 1024
 """Tokens of which it is remembered whom they stand for. A client sends the same one with every call."""
 _MOST_CHARS = 4096
 """Of a key or token. Reading one takes time by its length, before anybody knows whose it is."""
+
+
+class _Remembered(NamedTuple):
+    """Whom a token stands for, until when if no key changes, and by which keys of the file."""
+
+    caller: Caller
+    until: float
+    file: FileKeys
 
 
 class KeyRing:
@@ -74,8 +84,8 @@ class KeyRing:
         self._version: str | None = None
         self._provider = provider
         self._token_secret = ""
-        # Callers by their tokens, and until when; as long as no key and no secret changes.
-        self._callers: dict[str, tuple[Caller, float]] = {}
+        # By their tokens, as long as no key in Redis and no secret changes.
+        self._callers: dict[str, _Remembered] = {}
         self._redis_at: float | None = None
         self._used: set[str] = set()
         self._used_at = clock()
@@ -193,13 +203,20 @@ class KeyRing:
         return self._provider.caller_of(token)
 
     def _of_own_token(self, token: str) -> Caller:
-        caller, until = self._callers.get(token) or (None, 0.0)
-        if caller is None or tokens.is_over(until) or not self._file_is_known():
-            caller, until = self._looked_up(token)
+        # Another thread reads the file: what was looked up in one is of no other.
+        file, known = self._file, self._callers.get(token)
+        if (
+            known is None
+            or known.file is not file
+            or tokens.is_over(known.until)
+            or not self._file_is_known()
+        ):
+            known = _Remembered(*self._looked_up(token), file)
             if len(self._callers) >= _REMEMBERED:
                 self._callers.clear()
             if self._file_is_known():
-                self._callers[token] = caller, until
+                self._callers[token] = known
+        caller = known.caller
         self._check_redis_is_known()
         if caller.key_id in self._records:
             self._used.add(caller.key_id)
@@ -311,7 +328,6 @@ class KeyRing:
 
     def _take(self, text: str) -> None:
         self._file = found = keys_file.parse(text)
-        self._callers.clear()
         self._empty = not text.strip()
         log.info("read %d API keys from %s", found.count, self._path)
         for number, why in found.wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -74,6 +75,27 @@ async def test_a_token_ends_with_its_key(ring: KeyRing, store: KeyStore, path: P
         with pytest.raises(Unauthenticated) as caught:
             ring.caller_of(token)
         assert caught.value.code == "invalid_token"
+
+
+async def test_a_key_that_is_taken_out_while_its_token_is_looked_up_lets_it_in_once_at_most(
+    ring: KeyRing, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = ring.token_for(ring.caller_of("tml-of-file"))
+    looked_up = ring._looked_up
+
+    def meanwhile(token: str) -> tuple[Caller, float]:
+        found = looked_up(token)
+        path.write_text("tml-another bob role=read\n")
+        reader = threading.Thread(target=ring.look_at_file)
+        reader.start()
+        reader.join()
+        return found
+
+    monkeypatch.setattr(ring, "_looked_up", meanwhile)
+    ring.caller_of(token)
+    monkeypatch.undo()
+    with pytest.raises(Unauthenticated):
+        ring.caller_of(token)
 
 
 async def test_a_token_that_was_taken_ends_when_its_key_is_given_an_end(ring: KeyRing, path: Path) -> None:
