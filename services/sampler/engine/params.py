@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import TokensInput, tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
@@ -39,7 +39,7 @@ class _Checked(VllmParams):
         super().update_from_tokenizer(tokenizer)
         if (tokens := sum(map(len, self.bad_words_token_ids or ()))) > MAX_BAD_WORD_TOKENS:
             # A worker that finds no room for them would end the engine.
-            raise ValueError(
+            raise VLLMValidationError(
                 f"bad_words are {tokens} tokens in all; send fewer, at most {MAX_BAD_WORD_TOKENS} are taken"
             )
 

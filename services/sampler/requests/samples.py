@@ -74,7 +74,9 @@ class Weights(Protocol):
 
     def use(self, key: SnapshotKey | None) -> AbstractAsyncContextManager[Held]: ...
 
-    def change(self, held: Held, key: SnapshotKey) -> AbstractAsyncContextManager[Adapter | None]: ...
+    def change(self, held: Held, key: SnapshotKey) -> AbstractAsyncContextManager[Adapter]: ...
+
+    async def update(self, held: Held, key: SnapshotKey) -> None: ...
 
 
 class Samples:
@@ -233,10 +235,12 @@ class Samples:
                 continue
             there = False
             try:
-                async with self._snapshots.change(held, key) as adapter:
-                    there = True
-                    # All weights of a model are replaced under all that runs.
-                    if adapter is not None:
+                if held.adapter is None:
+                    if not await self._update(held, key, turned):
+                        continue
+                else:
+                    async with self._snapshots.change(held, key) as adapter:
+                        there = True
                         await self._engine.shift(job.request_id, adapter, key.version)
             except TinsmithError as error:
                 self._stays.failed(str(key), error)
@@ -246,10 +250,22 @@ class Samples:
             else:
                 present = key
 
+    async def _update(self, held: Held, key: SnapshotKey, turned: asyncio.Event) -> bool:
+        """Waits until all weights of a model are replaced under all that runs; not when its course turns
+        meanwhile. Whether they were: who has waited for something older than the newest is not given it."""
+        updated = asyncio.create_task(self._snapshots.update(held, key), name=f"update to {key}")
+        newer = asyncio.create_task(turned.wait(), name=f"newer than {key}")
+        try:
+            await asyncio.wait([updated, newer], return_when=asyncio.FIRST_COMPLETED)
+            if updated.done():
+                updated.result()
+            return updated.done()
+        finally:
+            await cancel_all([updated, newer])
+
 
 class _Holding:
-    """The weights of a job are in the engine meanwhile, unless its course turns before. What is there already
-    is not waited for.
+    """The weights of a job are in the engine meanwhile, unless its course turns before.
 
     Raises:
         Turned: it has.
@@ -258,13 +274,11 @@ class _Holding:
 
     def __init__(self, course: Course, weights: Weights, key: SnapshotKey | None) -> None:
         self._course = course
-        self._ready = weights.is_ready(key)
         self._use = weights.use(key)
 
     async def __aenter__(self) -> Held:
-        entering = self._use.__aenter__()
         try:
-            return await (entering if self._ready else self._course.wait(entering))
+            return await self._course.wait(self._use.__aenter__())
         except TinsmithError as error:
             raise _NotThere(error) from error
 

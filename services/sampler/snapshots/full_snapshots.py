@@ -253,7 +253,8 @@ class FullSnapshots:
         except Exception as error:
             self._unfit.failed(str(weights), error)
             self._remember(weights, error)
-            self._fail(self._turns.refused(), error)
+            now = time.monotonic()
+            self._fail(self._turns.refused(now, now - started), error)
         else:
             await self._replace(decision, source, started)
         finally:

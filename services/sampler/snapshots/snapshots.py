@@ -157,23 +157,14 @@ class Snapshots:
                 yield held
 
     @asynccontextmanager
-    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter | None]:
-        """In a `use` of an adapter, has another one in the engine too meanwhile, and afterwards instead. In
-        that of a full model, its place is taken by these or newer weights; yields None.
+    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter]:
+        """In a `use` of an adapter, has another one in the engine too meanwhile, and afterwards instead.
 
         Raises:
-            InvalidRequest: it is a full model, where an adapter is held.
-            TinsmithError: as `use`. What was held is held as before.
+            InvalidRequest: it is a full model.
+            TinsmithError: as `use`. The adapter that was held is held as before.
         """
-        is_full = await self._is_full(key)
-        if held.adapter is None:
-            if not is_full:
-                raise SnapshotNotFound(f"full snapshot {key} is not there; save the weights again")
-            await self._full.change(held.ticket, key)
-            self._versions.note(key)
-            yield None
-            return
-        if is_full:
+        if await self._is_full(key):
             raise InvalidRequest(f"snapshot {key} is no adapter", "full_models_not_supported")
         former = list(held.keys)
         async with self._awaited(key):
@@ -183,6 +174,18 @@ class Snapshots:
             yield held.adapter
         held.keys[:] = [key]
         self._let_go(former)
+
+    async def update(self, held: Held, key: SnapshotKey) -> None:
+        """In a `use` of a full model, waits until these or newer weights of it have taken its place. When
+        it is cancelled they may do so all the same; to ask for newer ones takes the place of it.
+
+        Raises:
+            TinsmithError: as `use`. What was held is held as before.
+        """
+        if not await self._is_full(key):
+            raise SnapshotNotFound(f"full snapshot {key} is not there; save the weights again")
+        await self._full.change(held.ticket, key)
+        self._versions.note(key)
 
     @asynccontextmanager
     async def _awaited(self, key: SnapshotKey) -> AsyncIterator[None]:

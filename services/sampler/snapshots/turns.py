@@ -140,10 +140,11 @@ class Turns:
         self._resident = self._target.pop()
         self._rest_ends = now + seconds
 
-    def refused(self) -> tuple[int, ...]:
-        """The weights that `decide` asked for were refused before any were replaced. Returns the requests
-        that fail with them, or run and go on as they are."""
+    def refused(self, now: float, seconds: float) -> tuple[int, ...]:
+        """The weights that `decide` asked for were refused before any were replaced, which took `seconds`.
+        Returns the requests that fail with them, or run and go on as they are."""
         target = self._target.pop()
+        self._rest_ends = now + seconds
         stay = [ticket for ticket, weights in self._next_of.items() if weights == target]
         for ticket in stay:
             del self._next_of[ticket]

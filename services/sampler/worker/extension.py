@@ -320,7 +320,7 @@ class WorkerExtension:
         """Hands an adapter to vLLM, which has it put into a slot in the first step that uses it, or now where
         one is free. Returns its bytes."""
         self.tinsmith_state.runner.slots.register(adapter)
-        return adapter.kept.nbytes
+        return adapter.nbytes
 
 
 def _leave_to_other_stages(adapter: LoRAModel, model: torch.nn.Module) -> None:

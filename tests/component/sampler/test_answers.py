@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.config.structured_outputs import StructuredOutputsConfig
+from vllm.exceptions import VLLMClientError
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams as VllmParams
@@ -227,5 +228,5 @@ def test_bad_words_that_a_worker_has_no_room_for_are_refused_before_they_reach_i
         params = SamplingParams(max_tokens=1, steering=Steering(bad_words=words))
         job = SampleJob("r", None, [1], 1, params, Scoring())
         asked = vllm_params(job, 0, Limits(VOCAB, 64, 8), None, None, stream=False)
-        with pytest.raises(ValueError, match="send fewer") if refused else nullcontext():
+        with pytest.raises(VLLMClientError, match="send fewer") if refused else nullcontext():
             asked.update_from_tokenizer(tokenizer)

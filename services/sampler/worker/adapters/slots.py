@@ -39,6 +39,12 @@ class PackedAdapter(NamedTuple):
     lacking: tuple[Stack, ...]
     """Of layers that it has nothing for."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of the host's memory: torch page-locks a power of two at a time."""
+        own = self.kept.nbytes
+        return 1 << (own - 1).bit_length() if own and self.kept.is_pinned() else own
+
 
 class WorkerSlots:
     """The slots of one worker.

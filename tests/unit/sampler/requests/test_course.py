@@ -86,12 +86,15 @@ class Snapshots:
         self.used: list[int] = []
         self.held = 0
         self.adapters = True
+        self.ready = False
 
     def newer(self, key: SnapshotKey) -> int:
         return 0
 
     def is_ready(self, key: SnapshotKey | None) -> bool:
-        return key not in self.missing and (key not in self.opened or self.opened[key].is_set())
+        return self.ready or (
+            key not in self.missing and (key not in self.opened or self.opened[key].is_set())
+        )
 
     @asynccontextmanager
     async def use(self, key: SnapshotKey | None) -> AsyncIterator[Held]:
@@ -109,11 +112,15 @@ class Snapshots:
             self.held -= 1
 
     @asynccontextmanager
-    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter | None]:
+    async def change(self, held: Held, key: SnapshotKey) -> AsyncIterator[Adapter]:
         if key in self.missing:
             raise SnapshotNotFound(f"{key} is not there")
         await self.opened[key].wait()
-        yield Adapter(key.version, str(key), "/store") if self.adapters else None
+        yield Adapter(key.version, str(key), "/store")
+        self.used.append(key.version)
+
+    async def update(self, held: Held, key: SnapshotKey) -> None:
+        await self.opened[key].wait()
         self.used.append(key.version)
 
 
@@ -387,3 +394,29 @@ async def test_under_a_sample_of_all_weights_of_a_model_these_are_replaced_and_t
     sampler.engine.finish("length")
     await sampler.only(running)
     assert sampler.snapshots.used == [1, 2, 3]
+
+
+async def test_a_sample_that_waits_for_all_weights_of_a_model_is_given_the_newest_that_have_come_meanwhile(
+    sampler: Sampler,
+) -> None:
+    sampler.snapshots.adapters = False
+    sampler.snapshots.opened[NEW].clear()
+    running = sampler.start(KEPT)
+    await sampler.in_engine()
+    for weights in (NEW, NEWER):
+        sampler.move(weights)
+        await settled()
+    sampler.engine.finish("length")
+    await sampler.only(running)
+    assert sampler.snapshots.used == [1, 3]
+
+
+async def test_a_sample_whose_weights_are_said_to_be_there_and_are_waited_for_all_the_same_can_be_ended(
+    sampler: Sampler,
+) -> None:
+    sampler.snapshots.opened[OLD].clear()
+    sampler.snapshots.ready = True
+    running = sampler.start()
+    await settled()
+    sampler.samples.end(JOB.request_id)
+    assert await sampler.only(running) == ("cancelled", [])

@@ -210,7 +210,7 @@ def test_weights_that_are_refused_before_the_swap_leave_those_in_the_engine_wher
     clocked.now += TURN_S
     clocked.arrive((2, B), (3, B))
     assert clocked.turns.decide(clocked.now) == Swap(B)
-    assert clocked.turns.refused() == (2, 3)
+    assert clocked.turns.refused(clocked.now, 0.1) == (2, 3)
     assert clocked.turns.resident == A
     assert clocked.turns.is_open(A, clocked.now)
     clocked.arrive((4, A))
@@ -350,13 +350,24 @@ def test_newer_weights_that_are_refused_leave_what_runs_as_it_is_and_the_next_be
     clocked.change((1, B), (2, C))
     clocked.arrive((3, C))
     assert clocked.turns.decide(clocked.now) == Update(C)
-    assert clocked.turns.refused() == (3, 2)
+    assert clocked.turns.refused(clocked.now, 0.0) == (3, 2)
     clocked.waiting.discard(2)
     clocked.settle()
     assert (clocked.updates, clocked.turns.resident) == ([], A), "one of the two stays"
     clocked.finish(2)
     clocked.settle()
     assert clocked.updates == [B]
+
+
+def test_what_runs_makes_steps_after_a_refusal_for_as_long_as_it_had_to_stand_still_for_it() -> None:
+    clocked = at_home((1, A))
+    clocked.change((1, B))
+    assert clocked.turns.decide(clocked.now) == Update(B)
+    assert clocked.turns.refused(clocked.now, 0.5) == (1,)
+    clocked.change((1, C))
+    assert clocked.turns.decide(clocked.now) == Wait(clocked.now + 0.5)
+    clocked.now += 0.5
+    assert clocked.turns.decide(clocked.now) == Update(C)
 
 
 def test_after_an_update_that_broke_off_all_leave_before_the_base_weights_come() -> None:

@@ -46,9 +46,8 @@ class Request:
 
     async def change(self, key: SnapshotKey) -> Weights:
         """Whose weights are in the engine when it has gone on with them."""
-        async with self._snapshots.change(self._held, key) as adapter:
-            assert adapter is None
-            return self._snapshots.weights
+        await self._snapshots.update(self._held, key)
+        return self._snapshots.weights
 
     async def end(self) -> None:
         self._end.set()
@@ -93,6 +92,21 @@ async def test_a_request_that_is_to_end_on_its_weights_does_so_before_they_are_r
     assert (engine.updates, change.done(), moves.runs) == ([], False, True)
     await stays.end()
     assert await change == NEW
+    await moves.end()
+
+
+async def test_one_that_asks_for_newer_weights_still_is_not_given_those_that_it_asked_for_before(
+    engine: Engine, snapshots: Snapshots
+) -> None:
+    moves, stays = await running(snapshots, OLD, OLD)
+    change = asyncio.create_task(moves.change(NEW))
+    await asyncio.sleep(0.05)
+    change.cancel()
+    again = asyncio.create_task(moves.change(NEWEST))
+    await asyncio.sleep(0.05)
+    await stays.end()
+    assert await again == NEWEST
+    assert [weights for weights, _ in engine.updates] == [NEWEST]
     await moves.end()
 
 
@@ -155,8 +169,8 @@ async def test_the_base_weights_do_not_come_while_one_of_those_that_are_to_end_s
     async def slow() -> None:
         async with snapshots.use(OLD) as held:
             try:
-                async with snapshots.change(held, NEW):
-                    pytest.fail("there are no newer weights")
+                await snapshots.update(held, NEW)
+                pytest.fail("there are no newer weights")
             finally:
                 await left.wait()
 

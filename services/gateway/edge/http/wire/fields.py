@@ -5,6 +5,8 @@ Starlette reads them through a mapping that looks through all of them for each o
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.types import Scope
 
 _FIELDS = "tinsmith.fields"
@@ -20,7 +22,7 @@ def field_of(scope: Scope, name: bytes) -> str | None:
     return None if found is None else found.decode("latin-1")
 
 
-def declares_at_most(size: int, scope: Scope) -> bool:
+def declares_at_most(size: int, scope: Any) -> bool:
     """Whether a request says that its body has so many bytes at most."""
     declared = field_of(scope, b"content-length") or ""
     return declared.isdigit() and int(declared) <= size
