@@ -156,7 +156,8 @@ class Gateway:
         base_models = BaseModels(discovery)
         gate, self.lag, turns = Gate(limits.owners), LoopLag(), Turns()
         answers = AnswerRoom(memory.answers)
-        futures, fetched = Futures(client), FetchedResults(client, room)
+        futures = Futures(client)
+        fetched = FetchedResults(client, room, futures.is_resolving)
 
         # What carries out what was accepted.
         timelines = Timelines(client, room)

@@ -1,14 +1,14 @@
 """Letting go of results that were fetched.
 
 Invariants: a result that was fetched stays long enough to be asked for again, as its answer may have been
-lost on the way. When the process that sent it ends at that moment, it stays as long as one that nobody
-fetched.
+lost on the way; and one that its client had before it was written, once it is. When the process that sent
+it ends at that moment, it stays as long as one that nobody fetched.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import redis.asyncio
 
@@ -25,10 +25,20 @@ _MOST_NOTED = 100_000
 
 
 class FetchedResults:
-    """Shortens the life of results, many in one step."""
+    """Shortens the life of results, many in one step.
 
-    def __init__(self, client: redis.asyncio.Redis, room: Room) -> None:
+    Args:
+        is_unwritten: whether a result that clients may have is still being written.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        room: Room,
+        is_unwritten: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         self._room = room
+        self._is_unwritten = is_unwritten
         self._shorten = Script(client, "shorten")
         self._noted: set[str] = set()
         self._flushes = Periodic("letting fetched results go", _EVERY_S, self._flush, _DEADLINE_S)
@@ -45,12 +55,19 @@ class FetchedResults:
             self._noted.add(request_id)
 
     async def let_go(self, request_ids: Iterable[str], seconds: int) -> None:
-        """Has results go so many seconds from now. What is pending is left alone.
+        """Has results go so many seconds from now. What is pending is left alone; what is being written goes
+        as if it had been noted.
 
         Raises:
             redis.exceptions.RedisError: Redis does not answer.
         """
-        left = iter(request_ids)
+        written = []
+        for request_id in request_ids:
+            if self._is_unwritten(request_id):
+                self.note(request_id)
+            else:
+                written.append(request_id)
+        left = iter(written)
         while some := list(itertools.islice(left, _AT_ONCE)):
             names: list[str] = []
             numbers: list[str] = []

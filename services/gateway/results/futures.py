@@ -182,6 +182,10 @@ class Futures:
             if not told and outcome is Published.PUBLISHED:
                 self._recent.keep(request_id, result)
 
+    def is_resolving(self, request_id: str) -> bool:
+        """Whether a result is being written, which those who ask may have already."""
+        return request_id in self._resolving
+
     def _hand(self, request_id: str, result: bytes | None) -> bool:
         """Wakes those who wait for a future, with its result unless they are to look; whether any do."""
         waiters = self._waiters.get(request_id, ())

@@ -7,6 +7,7 @@ that a model needs to go on as if it had never stopped, and only tensors and JSO
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import tempfile
@@ -18,7 +19,14 @@ from typing import Annotated
 import msgspec
 
 from services.common.contract import ids
-from services.common.contract.errors import DataLoss, InvalidRequest, NotFound, StorageAway, StorageFull
+from services.common.contract.errors import (
+    DataLoss,
+    InvalidRequest,
+    NotFound,
+    StorageAway,
+    StorageFull,
+    TinsmithError,
+)
 from services.common.storage.base import Key, LocalDiskFull, Storage, Writer, failure, on_local_disk
 from services.common.storage.directory import linked_files
 from services.trainer.compute.data import LoraSpec, ModelState, ShardedState
@@ -26,6 +34,9 @@ from services.trainer.files.base import Base
 from services.trainer.files.tensor_files import load_tensors, save_tensors, save_text
 
 _ADAPTER, _OPTIMIZER, _META = "adapter.safetensors", "optimizer.safetensors", "meta.json"
+
+_LASTING = (errno.EROFS, errno.ENAMETOOLONG)
+"""What a storage refuses again each time, beside what it does not permit."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -125,6 +136,14 @@ def _staged(directory: Path, staging: Path) -> Path:
     return target
 
 
+def _not_saved(error: OSError, path: str) -> TinsmithError:
+    """Why a checkpoint was not saved: for a reason that passes by itself, or for one that does not."""
+    reason = failure(error, f"checkpoint {path}")
+    if isinstance(reason, StorageFull) or isinstance(error, PermissionError) or error.errno in _LASTING:
+        return reason
+    return StorageAway(f"checkpoint {path} cannot be saved at present: {error}")
+
+
 class CheckpointStore:
     """Named checkpoints and exports of one base model's models. Blocking; call from a thread.
 
@@ -218,7 +237,7 @@ class CheckpointStore:
                     "checkpoint_exists",
                 )
         except OSError as error:
-            raise StorageAway(f"checkpoint {path} cannot be saved at present: {error}") from error
+            raise _not_saved(error, path) from error
         try:
             made = files()
         except OSError as error:
@@ -226,10 +245,7 @@ class CheckpointStore:
         try:
             return self._storage.publish(key, made)
         except OSError as error:
-            reason = failure(error, f"checkpoint {path}")
-            if isinstance(reason, StorageFull):
-                raise reason from error
-            raise StorageAway(f"checkpoint {path} cannot be saved at present: {error}") from error
+            raise _not_saved(error, path) from error
 
     def _read(self, key: Key, path: str) -> SavedState | None:
         try:

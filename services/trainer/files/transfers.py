@@ -1,7 +1,8 @@
 """Checkpoints and exports on their way to and from their storage, in threads of their own.
 
-Invariant: a storage that hangs takes no thread from durable snapshots or anything else of the trainer, and
-whoever waits for it is told that it is away within a minute, before anything of a model is copied for it.
+Invariant: a storage that hangs takes no thread from durable snapshots or anything else of the trainer.
+Whoever asks for something when it hangs already is told that it is away within a minute, before anything of a
+model is copied for it. What it hangs in the middle of waits for as long as a terabyte may take.
 """
 
 from __future__ import annotations

@@ -37,6 +37,26 @@ async def test_fetched_results_go_soon_and_pending_samples_never(any_redis: redi
     assert await any_redis.ttl(keys.future(SESSION, 0)) <= 60
 
 
+async def test_a_result_that_its_client_had_before_it_was_written_goes_once_it_is(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal, unwritten = SampleJournal(any_redis), set[str]()
+    fetched = FetchedResults(any_redis, Room(RoomLimits(fetched_life=300)), unwritten.__contains__)
+    requests = await accept(journal, 0, 1)
+    unwritten.update(requests)
+    fetched.note(requests[0])
+    await fetched.let_go([requests[1]], 60)
+    await fetched.start()
+    await asyncio.sleep(1.5)
+    for request_id in requests:
+        await journal.publish(request_id, result())
+    unwritten.clear()
+    async with asyncio.timeout(60):
+        while any(not 0 < life <= 300 for life in (await lives(any_redis))[:2]):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    await fetched.stop()
+
+
 async def test_what_was_fetched_is_not_told_as_a_completion_any_more(any_redis: redis.asyncio.Redis) -> None:
     journal, fetched = SampleJournal(any_redis), FetchedResults(any_redis, Room())
     clone = ids.CLONE_SEQ_IDS + 2

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from services.common.contract.errors import DataLoss, InvalidRequest, NotFound, StorageFull
+from services.common.contract.errors import (
+    DataLoss,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    StorageAway,
+    StorageFull,
+)
 from services.common.storage.base import Key
 from services.common.storage.directory import DirectoryStorage, publish_directory
 from services.trainer.compute.data import ModelState, ShardedState
@@ -116,6 +124,25 @@ def test_a_save_that_finds_no_space_fails_as_such_and_loses_nothing(
     later = ModelState(model_state.lora, model_state.adapter, {}, 0)
     store.save(MODEL, 8, "weights/a", True, later)
     assert store.load(MODEL, "weights/a").state == later
+
+
+@pytest.mark.parametrize(
+    ("number", "waits"), [(errno.EACCES, False), (errno.EROFS, False), (errno.EIO, True)]
+)
+def test_a_save_that_the_storage_refuses_each_time_is_not_waited_for(
+    store: CheckpointStore,
+    storage: DirectoryStorage,
+    model_state: ModelState,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    waits: bool,
+) -> None:
+    def refuses(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(storage, "publish", refuses)
+    with pytest.raises(StorageAway if waits else Internal, match=os.strerror(number)):
+        store.save(MODEL, 5, "weights/a", False, model_state)
 
 
 def test_a_load_that_finds_no_space_on_its_way_names_the_disk_and_is_not_waited_for(
