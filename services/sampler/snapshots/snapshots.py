@@ -177,11 +177,8 @@ class Snapshots:
 
     async def update(self, held: Held, key: SnapshotKey) -> None:
         """In a `use` of a full model, waits until these or newer weights of it have taken its place. When
-        it is cancelled they may do so all the same; to ask for newer ones takes the place of it.
-
-        Raises:
-            TinsmithError: as `use`. What was held is held as before.
-        """
+        it is cancelled they may do so all the same, unless newer ones are asked for. Raises as `use`, and
+        nothing has changed."""
         if not await self._is_full(key):
             raise SnapshotNotFound(f"full snapshot {key} is not there; save the weights again")
         await self._full.change(held.ticket, key)
