@@ -49,6 +49,8 @@ _SETTLED_S = 600.0
 """Whoever waits for a writer waits no longer, so that a disk that hangs holds up nobody but its writer."""
 _REST = 4.0
 """Together the writers rest this many times as long as they write: training comes first."""
+_LEAST_REST_S = 5.0
+"""And none shorter than this: a restart takes longer than to execute again what the journal holds by then."""
 _MOST_REST_S = 30.0
 """And none longer than this: until its next snapshot the journal holds what the model executes. After a write
 that failed a writer rests as long."""
@@ -278,7 +280,7 @@ class DurableStore:
             self._unwritten.over(model_id)
         finally:
             await asyncio.to_thread(snapshot.saved.release)
-        rest = min(_MOST_REST_S, _REST * len(self._writers) * (clock() - started))
+        rest = min(_MOST_REST_S, max(_LEAST_REST_S, _REST * len(self._writers) * (clock() - started)))
         return 0.0 if await self._pointers.is_half_full(model_id) else rest
 
     async def _in_good_time(self, model_id: str, writing: Coroutine[None, None, None]) -> None:

@@ -219,6 +219,21 @@ def test_writers_rest_in_proportion_to_the_write_and_not_to_the_wait_for_their_t
     assert fake_clock.run_until_complete(train()) < 6
 
 
+def test_a_model_that_steps_all_the_time_is_written_every_five_seconds(
+    tmp_path: Path, trained: Trained, fake_clock: FakeClockLoop
+) -> None:
+    pointers = SlowPointers(seconds=0.01)
+    store, _ = make(tmp_path, pointers, trained.take)
+
+    async def train() -> int:
+        for trained.seq_id in range(600):
+            store.changed(MODEL)
+            await asyncio.sleep(0.1)
+        return len(pointers.durable_at)
+
+    assert fake_clock.run_until_complete(train()) == 60 / 5
+
+
 def test_a_write_that_failed_is_repeated_by_itself_after_a_pause(
     tmp_path: Path, trained: Trained, fake_clock: FakeClockLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
