@@ -174,6 +174,9 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClockLoop]:
     monkeypatch.setattr(durable, "_delete_older", lambda *_: None)
     loop = FakeClockLoop()
     yield loop
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
 
 
