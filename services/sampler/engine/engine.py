@@ -360,6 +360,7 @@ class Engine:
         Raises:
             InvalidRequest: they do not.
             SnapshotNotFound, DataLoss: the directory is not whole.
+            Unfinished: as `swap_weights`.
         """
         await self._weights.check(source, seconds)
 
@@ -371,6 +372,9 @@ class Engine:
         Args:
             weights: what they are of.
             source: as of `check_weights`, which they passed; None = the base model's own files.
+
+        Raises:
+            Unfinished: workers may be at it for as long as they live; the engine makes no step any more.
         """
         await self._weights.swap(weights, source, seconds)
 

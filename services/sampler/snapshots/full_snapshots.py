@@ -3,8 +3,8 @@
 Invariant: between the beginning and the end of `use` the engine has the weights that were asked for, and so
 has every request for its whole life, unless it asks for newer ones (`change`). Putting other weights in waits
 until nothing runs that is not to go on with them. Weights that do not fit are refused before one is replaced;
-what breaks off later ends all that ran, is made good with the base model's weights, and an engine that does
-not take them is told of (`until_lost`).
+what breaks off later ends all that ran and is made good with the base model's weights. An engine that does
+not take them is told of (`until_lost`), as is one whose workers were given up and may be at its weights yet.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from services.common.contract.errors import Internal, InvalidRequest, TinsmithEr
 from services.common.process.tasks import cancel_all
 from services.common.storage.data_dir import DataDir
 from services.common.telemetry.repeats import Repeats
+from services.sampler.engine.calls.workers import Unfinished
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.staging import Staging
@@ -250,6 +251,8 @@ class FullSnapshots:
         try:
             if source is not None:
                 await self._engine.check_weights(source, SWAP_TIMEOUT_S)
+        except Unfinished as error:
+            self._give_up(weights, error)
         except Exception as error:
             self._unfit.failed(str(weights), error)
             self._remember(weights, error)
@@ -270,24 +273,31 @@ class FullSnapshots:
                 await self._engine.swap_weights(decision.weights, source, SWAP_TIMEOUT_S)
             else:
                 await self._engine.update_weights(decision.weights, source, SWAP_TIMEOUT_S)
+        except Unfinished as error:
+            self._give_up(weights, error)
         except Exception as error:
-            self._broke.failed(str(weights or "the base weights"), error)
-            failed = self._turns.broke()
-            for running in self._running.values():
-                running.reschedule(asyncio.get_running_loop().time())
-            if self._turns.lost:
-                self._lost.set()
-                self._fail(failed, Unavailable(_LOST))
-            else:
-                self._fail(failed, error)
+            self._broke.failed(_named(weights), error)
+            self._end(self._turns.broke(), error)
         else:
-            self._broke.over(str(weights or "the base weights"))
+            self._broke.over(_named(weights))
             seconds = time.monotonic() - started
             if isinstance(decision, Swap):
                 self._turns.swapped(time.monotonic(), seconds)
             else:
                 self._turns.updated(time.monotonic(), seconds)
             log.info("%s in the engine after %.2f s", weights or "the base weights are", seconds)
+
+    def _give_up(self, weights: Weights, error: Unfinished) -> None:
+        self._broke.failed(_named(weights), error)
+        self._end(self._turns.gave_up(), error)
+
+    def _end(self, waited: tuple[int, ...], error: Exception) -> None:
+        """Ends all that runs, and these who waited."""
+        for running in self._running.values():
+            running.reschedule(asyncio.get_running_loop().time())
+        if self._turns.lost:
+            self._lost.set()
+        self._fail(waited, Unavailable(_LOST) if self._turns.lost else error)
 
     def _remember(self, weights: Weights, error: Exception) -> None:
         # A version never changes; a file that is not there yet may come.
@@ -321,6 +331,10 @@ class _Use(Generic[H]):
 
     async def __aexit__(self, *_: object) -> None:
         self._full.leave(self._ticket)
+
+
+def _named(weights: Weights) -> str:
+    return str(weights or "the base weights")
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -40,14 +40,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Swap:
-    """Put these weights into the engine, then call `swapped`, `refused` or `broke`."""
+    """Put these weights into the engine, then call `swapped`, `refused`, `broke` or `gave_up`."""
 
     weights: Weights
 
 
 @dataclass(frozen=True)
 class Update:
-    """Put these weights under all that runs, then call `updated`, `refused` or `broke`."""
+    """Put these weights under all that runs, then call `updated`, `refused`, `broke` or `gave_up`."""
 
     weights: SnapshotKey
 
@@ -159,9 +159,15 @@ class Turns:
         self._resident = None
         if not self._lost:
             return self._without(target)
-        everybody = tuple(self._waiting)
-        self._waiting.clear()
-        return everybody
+        return self._everybody()
+
+    def gave_up(self) -> tuple[int, ...]:
+        """What `decide` asked for was given up and may still go on: nothing runs any more. As `broke`."""
+        self._target.pop()
+        self._lost = True
+        self._sound = False
+        self._resident = None
+        return self._everybody()
 
     def decide(self, now: float) -> Run | Swap | Update | Wait:
         """What to do now."""
@@ -212,6 +218,12 @@ class Turns:
     def _swap(self, weights: Weights) -> Swap:
         self._target.append(weights)
         return Swap(weights)
+
+    def _everybody(self) -> tuple[int, ...]:
+        """All who wait, who then wait no more."""
+        everybody = tuple(self._waiting)
+        self._waiting.clear()
+        return everybody
 
     def _without(self, target: Weights) -> tuple[int, ...]:
         """Those who wait for it, who then wait no more."""

@@ -31,6 +31,10 @@ Rpc = Callable[..., Awaitable[list[Any]]]
 """(method, args=arguments) -> the answer of each worker."""
 
 
+class Unfinished(DeadlineExceeded):
+    """Workers were given up, and may still be at what they were told, or come to it."""
+
+
 class Workers:
     """All workers of one engine.
 
@@ -57,7 +61,7 @@ class Workers:
 
         Raises:
             Unavailable: the engine died.
-            DeadlineExceeded: it has not answered in time; the call may still take place.
+            Unfinished: it has not answered in time.
             Internal: the method failed on a worker.
         """
         if self._dead():
@@ -66,7 +70,7 @@ class Workers:
             async with asyncio.timeout(self._seconds):
                 return list(await self._rpc(method, args=arguments))
         except TimeoutError as error:
-            raise DeadlineExceeded(f"the workers did not answer {method} in {self._seconds:.0f} s") from error
+            raise Unfinished(f"the workers did not answer {method} in {self._seconds:.0f} s") from error
         except Exception as error:
             if self._dead():
                 raise Unavailable(ENDED) from error
@@ -95,7 +99,7 @@ class Workers:
                 finished = True
             _raise_first(outcomes)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{method} did not finish in {seconds:.0f} s") from error
+            raise Unfinished(f"{method} did not finish in {seconds:.0f} s") from error
         finally:
             if not finished:
                 self._owe("tinsmith_forget", [job])

@@ -2,21 +2,21 @@
 
 Invariant: what enters the engine enters under the name of the weights that compute it. Weights are replaced
 between two steps, with the engine at rest; where that breaks off under requests, the engine stays at rest
-until whole weights are in.
+until whole weights are in, and for ever where workers that were given up may still be at its weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Literal
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.contract.errors import DeadlineExceeded, Internal, Unavailable
 from services.sampler.engine.calls.reports import ENDED
-from services.sampler.engine.calls.workers import CALL_S, Workers
+from services.sampler.engine.calls.workers import CALL_S, Unfinished, Workers
 from services.sampler.engine.runs import Runs
 from services.sampler.engine.shifts.full_core import UPDATE
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
@@ -54,21 +54,15 @@ class ModelWeights:
 
     async def check(self, source: int | str, seconds: float) -> None:
         """As Engine.check_weights."""
-        try:
-            await self._pause("keep", seconds)
+        async with self._stopped("keep", seconds):
             await self._calls.run("tinsmith_check", (source,), seconds)
-        finally:
-            await self._resume()
 
     async def swap(self, weights: Weights, source: int | str | None, seconds: float) -> None:
         """As Engine.swap_weights."""
-        try:
-            # A request that was given up a moment ago may still be in a step: the pause waits for it.
-            await self._pause("wait", seconds)
+        # A request that was given up a moment ago may still be in a step: the pause waits for it.
+        async with self._stopped("wait", seconds):
             await self._calls.run("tinsmith_swap", (source,), seconds)
             self.present = weights
-        finally:
-            await self._resume()
 
     async def update(self, weights: SnapshotKey, source: int | str | None, seconds: float) -> None:
         """As Engine.update_weights."""
@@ -79,6 +73,19 @@ class ModelWeights:
         # No other task runs before this is sent, as none does from a request's name to its way to the core:
         # what entered before has the old name there, and gets the new one; what enters later has it.
         await self._tell(str(former), str(weights), weights.version)
+        await self._resume()
+
+    @contextlib.asynccontextmanager
+    async def _stopped(self, mode: Literal["keep", "wait"], seconds: float) -> AsyncIterator[None]:
+        """The engine at rest, which goes on afterwards if its workers have ended what they were told."""
+        try:
+            await self._pause(mode, seconds)
+            yield
+        except (Unfinished, asyncio.CancelledError):
+            raise
+        except BaseException:
+            await self._resume()
+            raise
         await self._resume()
 
     async def _tell(self, *arguments: str | int) -> None:
@@ -104,5 +111,9 @@ class ModelWeights:
     async def _resume(self) -> None:
         if not self._dead():
             with _ended():
-                await self._llm.resume_generation()
+                try:
+                    async with asyncio.timeout(CALL_S):
+                        await self._llm.resume_generation()
+                except TimeoutError as error:
+                    raise Unfinished(f"the engine did not go on in {CALL_S:.0f} s") from error
             self.at_rest = False

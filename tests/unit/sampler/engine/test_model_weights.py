@@ -10,7 +10,9 @@ import pytest
 
 from services.common.contract.errors import Internal, Unavailable
 from services.common.process.tasks import cancel_all
+from services.sampler.engine.calls.workers import Unfinished
 from services.sampler.engine.runs import Runs
+from services.sampler.engine.shifts import full_front
 from services.sampler.engine.shifts.full_core import UPDATE
 from services.sampler.engine.shifts.full_front import ModelWeights
 from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
@@ -25,7 +27,7 @@ class Engine:
         self.told: list[str] = []
         self.sent: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None
-        self.deaf = self.dead = False
+        self.deaf = self.dead = self.rests = False
         self.runs = Runs(SimpleNamespace(request_states={}, external_req_ids={}))
         llm = SimpleNamespace(
             pause_generation=self.pause, resume_generation=self.resume, engine_core=SimpleNamespace()
@@ -40,6 +42,8 @@ class Engine:
         self.told.append(mode)
 
     async def resume(self) -> None:
+        if self.rests:
+            await asyncio.Event().wait()
         self.told.append("on")
 
     async def run(self, method: str, arguments: tuple[Any, ...], seconds: float) -> None:
@@ -125,6 +129,28 @@ async def test_weights_that_are_refused_or_not_swapped_keep_the_engine_from_noth
         await engine.weights.swap(NEW, "/new", 5)
     assert engine.told == ["keep", "on", "wait", "on"]
     assert (engine.weights.present, engine.weights.at_rest) == (OLD, False)
+
+
+@pytest.mark.parametrize("what", ["check", "swap", "update"])
+async def test_an_engine_whose_workers_may_still_be_at_its_weights_does_not_go_on(
+    engine: Engine, what: str
+) -> None:
+    engine.failure = Unfinished("it did not finish in 5 s")
+    arguments: tuple[Any, ...] = ("/new", 5) if what == "check" else (NEW, "/new", 5)
+    with pytest.raises(Unfinished):
+        await getattr(engine.weights, what)(*arguments)
+    assert "on" not in engine.told
+    assert (engine.weights.present, engine.weights.at_rest) == (OLD, True)
+
+
+async def test_an_engine_that_does_not_say_that_it_goes_on_is_not_taken_for_one_that_does(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(full_front, "CALL_S", 0.01)
+    engine.rests = True
+    with pytest.raises(Unfinished, match="go on"):
+        await engine.weights.check("/new", 5)
+    assert engine.weights.at_rest
 
 
 async def test_an_engine_that_died_is_not_told_to_go_on(engine: Engine) -> None:

@@ -16,6 +16,7 @@ from services.common.contract.errors import (
 )
 from services.common.contract.tensors import TensorSpec
 from services.common.storage.data_dir import DataDir
+from services.sampler.engine.calls.workers import Unfinished
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.adapter_slots import AdapterSlots
 from services.sampler.snapshots.full_snapshots import FullSnapshots
@@ -171,6 +172,28 @@ async def test_an_engine_without_sound_weights_says_so_and_refuses_everything(
     for key in (None, FULL):
         with pytest.raises(Unavailable, match="another sampler"):
             await sampled(snapshots, key)
+
+
+@pytest.mark.parametrize("what", ["looked at", "put in"])
+async def test_an_engine_whose_workers_were_given_up_at_its_weights_is_lost_at_once(
+    engine: Engine, tmp_path: Path, what: str
+) -> None:
+    full_snapshots = FullSnapshots(engine, DataDir(tmp_path), Staging(20, copies=1))
+    snapshots = Snapshots(
+        engine, DataDir(tmp_path), Residency(10, 100, copies=1), AdapterSlots(2), full_snapshots
+    )
+    await snapshots.join_group(1, 1, 2, "gloo", 5)
+    await snapshots.receive(full())
+    gave_up = Unfinished("it did not finish")
+    engine.unfit = gave_up if what == "looked at" else None
+    engine.swap_failures = [gave_up] if what == "put in" else []
+    async with asyncio.timeout(60):
+        with pytest.raises(Unavailable, match="another sampler"):
+            await sampled(snapshots, FULL)
+        await full_snapshots.until_lost()
+        with pytest.raises(Unavailable, match="another sampler"):
+            await sampled(snapshots, None)
+    assert len(engine.swaps) == (what == "put in"), "what the workers are at is not begun again"
 
 
 async def test_a_request_that_gives_up_while_it_waits_is_forgotten(

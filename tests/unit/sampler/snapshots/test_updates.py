@@ -10,6 +10,7 @@ import pytest
 
 from services.common.contract.errors import Internal, InvalidRequest, SnapshotNotFound, Unavailable
 from services.common.storage.data_dir import DataDir
+from services.sampler.engine.calls.workers import Unfinished
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.held import Held
 from services.sampler.snapshots.snapshots import Snapshots
@@ -159,6 +160,25 @@ async def test_an_update_that_breaks_off_ends_all_that_ran_and_then_the_base_wei
     for change in changes:
         change.cancel()
     await asyncio.gather(*changes, return_exceptions=True)
+
+
+@pytest.mark.parametrize("what", ["looked at", "put in"])
+async def test_all_that_ran_ends_where_the_workers_were_given_up_at_newer_weights(
+    engine: Engine, snapshots: Snapshots, what: str
+) -> None:
+    (request,) = await running(snapshots, OLD)
+    gave_up = Unfinished("it did not finish")
+    engine.unfit = gave_up if what == "looked at" else None
+    engine.update_failures = [gave_up] if what == "put in" else []
+    change = asyncio.create_task(request.change(NEW))
+    with pytest.raises(Unavailable):
+        await request.task
+    with pytest.raises(Unavailable, match="another sampler"):
+        async with snapshots.use(OLD):
+            pytest.fail("they are not sound")
+    assert len(engine.swaps) == 1, "the base weights do not come into an engine that is still changed"
+    change.cancel()
+    await asyncio.gather(change, return_exceptions=True)
 
 
 async def test_the_base_weights_do_not_come_while_one_of_those_that_are_to_end_still_runs(
