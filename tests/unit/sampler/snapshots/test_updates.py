@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from services.sampler.snapshots.snapshots import Snapshots
 from tests.unit.sampler.snapshots.recorded import Engine
 
 OLD, NEW, NEWEST = (SnapshotKey("session:train:1", version) for version in (1, 2, 3))
+BASE = "the base model's weights did not come back"
 
 
 @pytest.fixture(autouse=True)
@@ -47,23 +49,35 @@ class Request:
 
     async def change(self, key: SnapshotKey) -> Weights:
         """Whose weights are in the engine when it has gone on with them."""
-        await self._snapshots.update(self._held, key)
+        async with within(f"{key} did not come under what runs on {self._key}"):
+            await self._snapshots.update(self._held, key)
         return self._snapshots.weights
 
     async def end(self) -> None:
         self._end.set()
-        await self.task
+        async with within(f"a request on {self._key} did not end"):
+            await self.task
 
 
-async def until(there: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+@asynccontextmanager
+async def within(otherwise: str) -> AsyncIterator[None]:
+    """Fails with these words where something does not come: a decision that nobody took never does."""
+    try:
+        async with asyncio.timeout(10):
+            yield
+    except TimeoutError:
+        pytest.fail(otherwise)
+
+
+async def until(there: Callable[[], bool], otherwise: str) -> None:
+    async with within(otherwise):
         while not there():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 async def running(snapshots: Snapshots, *keys: SnapshotKey) -> list[Request]:
     requests = [Request(snapshots, key) for key in keys]
-    await until(lambda: all(request.runs for request in requests))
+    await until(lambda: all(request.runs for request in requests), "requests were not let in")
     return requests
 
 
@@ -144,7 +158,7 @@ async def test_an_update_that_breaks_off_ends_all_that_ran_and_then_the_base_wei
 ) -> None:
     requests = await running(snapshots, OLD, OLD)
     waits = Request(snapshots, NEW)
-    await until(lambda: snapshots.waiting == 1)
+    await until(lambda: snapshots.waiting == 1, "a request for newer weights does not wait for them")
     engine.update_failures = [Internal("cut off")]
     changes = [asyncio.create_task(request.change(NEW)) for request in requests]
     for request in requests:
@@ -153,7 +167,7 @@ async def test_an_update_that_breaks_off_ends_all_that_ran_and_then_the_base_wei
         assert not request.runs
     with pytest.raises(Internal, match="cut off"):
         await waits.task
-    await until(lambda: len(engine.swaps) == 2)
+    await until(lambda: len(engine.swaps) == 2, BASE)
     assert engine.swaps[1] == (None, None)
     async with snapshots.use(None):
         assert (snapshots.weights, len(engine.swaps)) == (None, 2)
@@ -196,10 +210,10 @@ async def test_the_base_weights_do_not_come_while_one_of_those_that_are_to_end_s
 
     engine.update_failures = [Internal("cut off")]
     task = asyncio.create_task(slow())
-    await until(lambda: bool(engine.updates))
+    await until(lambda: bool(engine.updates), "newer weights were not put in")
     await asyncio.sleep(0.05)
     assert len(engine.swaps) == 1
     left.set()
     with pytest.raises(Unavailable):
         await task
-    await until(lambda: len(engine.swaps) == 2)
+    await until(lambda: len(engine.swaps) == 2, BASE)
