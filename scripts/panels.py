@@ -84,6 +84,11 @@ HEALTH: dict[str, list[Panel]] = {
                 "models lost": rate("tinsmith_models_lost_total"),
             },
         ),
+        (
+            "Samples that wait for Redis",
+            "ops",
+            {"{{what}}": rate("tinsmith_sample_redis_failures_total", "what")},
+        ),
         ("Memory of answers", "bytes", {"{{pod}}": now("tinsmith_answer_bytes")}),
         ("Callers refused", "reqps", {"{{code}}": rate("tinsmith_refused_callers_total", "code")}),
         ("Acts written down", "reqps", {"{{event}}": rate("tinsmith_audit_records_total", "event")}),

@@ -19,6 +19,7 @@ from services.common.contract.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class KeyFiles:
             self._material = self._read(0)
         except (OSError, ValueError) as error:
             raise InvalidRequest(f"{certificate} and {key}: {error}") from error
-        self._refused: object = None
+        self._refused: object = _NOTHING
+        """What was found last and not taken over; None: a file was gone."""
         self._looked_at = clock()
 
     @property
@@ -84,14 +86,16 @@ class KeyFiles:
         try:
             stamp = self._stamps()
             if stamp == self._stamp:
+                self._refused = _NOTHING
                 return
             read = self._read(self._material.number + 1)
             # Else a file changed meanwhile: the next look finds it whole.
             if self._stamps() == stamp:
                 self._material, self._stamp = read, stamp
+                self._refused = _NOTHING
                 log.info("took over a new certificate from %s", self._paths[0])
         except (OSError, ValueError) as error:
-            if stamp != self._refused or stamp is None:
+            if stamp != self._refused:
                 log.error("%s: %s; the certificate before stays in use", self._paths[0], error)
             self._refused = stamp
 

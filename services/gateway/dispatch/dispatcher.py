@@ -20,6 +20,7 @@ from services.common.process.tasks import cancel_all, detached
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.poison import Unreadable
+from services.common.telemetry.repeats import Repeats
 from services.gateway.access.memory import Memory
 from services.gateway.cluster.discovery import Services
 from services.gateway.dispatch.leases import TTL_S, Lease, Leases
@@ -90,6 +91,7 @@ class Dispatcher:
         self._held_elsewhere: dict[str, float] = {}
         self._sweeps = Periodic("dispatch sweep", _SWEEP_S, self._sweep, _SWEEP_DEADLINE_S)
         self._acquiring = asyncio.Semaphore(_ACQUIRING)
+        self._paused = Repeats(log, "dispatch of models pauses, and a sweep goes on")
         self._running = False
 
     @property
@@ -198,8 +200,9 @@ class Dispatcher:
                 async with self._acquiring:
                     lease = await self._leases.acquire(model_id, only_with_work)
             except (RedisError, OSError) as error:
-                log.warning("could not ask for the lease on %s, the next sweep goes on: %s", model_id, error)
+                self._paused.failed("Redis", error)
                 return
+            self._paused.over("Redis")
             if not isinstance(lease, Lease):
                 if lease is not None:
                     self._held_elsewhere[model_id] = asyncio.get_running_loop().time() + lease
@@ -228,7 +231,8 @@ class Dispatcher:
             await failpoints.reach("gateway.lease_taken")
             await runner.run()
         except (RedisError, OSError) as error:
-            log.warning("dispatch of %s paused, the next sweep goes on: %s", lease.model_id, error)
+            # One outage of Redis is one of all models.
+            self._paused.failed("Redis", error)
             return False
         finally:
             lost = lease.lost

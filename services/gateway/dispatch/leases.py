@@ -19,12 +19,14 @@ from redis.exceptions import RedisError
 from services.common.process.periodic import Periodic
 from services.common.state import keys
 from services.common.state.scripts import Script
+from services.common.telemetry.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
 LOST = Counter("tinsmith_leases_lost_total", "Leases on models that this gateway could not renew")
 
 TTL_S = 6.0
+_REDIS = "Redis"
 
 
 class Lease:
@@ -65,6 +67,8 @@ class Leases:
         self._renew = Script(client, "renew_lease")
         self._held: dict[str, Lease] = {}
         self._renewed: float | None = None
+        self._unrenewed = Repeats(log, "leases on models are lost")
+        self._unreturned = Repeats(log, "leases could not be given back and will expire")
         self._renewals = Periodic("lease renewal", ttl / 3, self._renew_all, deadline=ttl)
 
     def __len__(self) -> int:
@@ -121,7 +125,9 @@ class Leases:
         try:
             await self._renew([keys.lease(lease.model_id)], self._holder, 0)
         except RedisError as error:
-            log.warning("could not give back the lease on %s, it will expire: %s", lease.model_id, error)
+            self._unreturned.failed(_REDIS, error)
+        else:
+            self._unreturned.over(_REDIS)
 
     @property
     def unrenewed(self) -> float:
@@ -141,9 +147,11 @@ class Leases:
         except (RedisError, OSError, TimeoutError) as error:
             if loop.time() < lease.valid_until - self._ttl / 3:
                 return
-            log.warning("lost the lease on %s: %s", lease.model_id, error)
+            # A gateway has many models; an outage of Redis is one of all of them.
+            self._unrenewed.failed(_REDIS, f"{error}" or "it did not answer in time")
             renewed = 0
         if renewed:
+            self._unrenewed.over(_REDIS)
             lease.valid_until = asked + self._ttl
             return
         if self._held.get(lease.model_id) is lease:

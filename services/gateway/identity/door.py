@@ -97,10 +97,13 @@ class Door:
         """
         try:
             caller = self._keys.caller_of(key)
-        except (Unauthenticated, Unavailable) as error:
-            if isinstance(error, Unavailable) and not (key and is_token(key)):
-                raise
-            # What is made up may look like a token that is not known yet: as little is done for it.
+        except Unavailable:
+            # What is made up may look like a token that is not known yet: as little is done for it. Whose it
+            # is nobody can tell, so it is no refusal; that is told where errors of this side are.
+            if key and is_token(key) and not self._at_once(address):
+                await self._wait()
+            raise
+        except Unauthenticated as error:
             REFUSALS.labels(error.code).inc()
             if not beside:
                 self._refused(error, method, address, shown(key) if key else "", None)
@@ -121,7 +124,10 @@ class Door:
     async def _slow(self, error: TinsmithError, key: str | None, method: str, address: str) -> None:
         if self._at_once(address):
             _tell(error, key, method, address)
-            return
+        else:
+            await self._wait()
+
+    async def _wait(self) -> None:
         if self._waiting >= _WAITING:
             raise Overloaded("too many calls come with wrong API keys; try again in a moment")
         self._waiting += 1

@@ -31,7 +31,6 @@ from services.common.state.journal_records import NOTHING_USED, Accepted, Publis
 from services.common.state.registry import TTL_S
 from services.common.telemetry import subject, tracing
 from services.common.telemetry.metrics import LONG_S
-from services.common.telemetry.repeats import Repeats
 from services.common.telemetry.subject import Subject
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.cluster.base_models import retired
@@ -46,7 +45,7 @@ from services.gateway.sampling.claims import Claims
 from services.gateway.sampling.known_sessions import KnownSessions
 from services.gateway.sampling.replicas import Replicas, wanted_by
 from services.gateway.sampling.running import Followed, Running, kept, untouched
-from services.gateway.sampling.tries import Tries, let_go
+from services.gateway.sampling.tries import RedisAway, Tries, let_go
 from services.gateway.sampling.used import event_of, used_by
 from services.gateway.timelines.timelines import Timelines
 from tinsmith.internal.v1 import sampler_pb2
@@ -64,7 +63,6 @@ TURN_SECONDS = Histogram(
 _AUDIT_S = 3.0
 _AUDIT_DEADLINE_S = 60.0
 _LOOK_AGAIN_S = 60.0
-_PAUSED, _UNWRITTEN = "what is paused until the next audit", "results that are written again until they are"
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class SampleDispatcher:
         self._claims = Claims(stores.samples, stores.poison, gateway_id, admission, self._on_claimed)
         self._slots_of: dict[str, FairSlots] = {}
         self._missing_since: dict[str, float] = {}
-        self._away = Repeats(log, "samples wait for Redis")
+        self._away = RedisAway(log)
         self._dispatching = False
         self._audits = Periodic("sample audit", _AUDIT_S, self._audit, _AUDIT_DEADLINE_S)
 
@@ -196,7 +194,7 @@ class SampleDispatcher:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, (RedisError, OSError)):
-            self._away.failed(_PAUSED, error)
+            self._away.failed("paused", error)
         else:
             log.error("sample %s broke off, the next audit goes on", request_id, exc_info=error)
 
@@ -280,7 +278,7 @@ class SampleDispatcher:
                 return
             except (RedisError, OSError) as error:
                 attempt += 1
-                self._away.failed(_UNWRITTEN, error)
+                self._away.failed("unwritten", error)
             await asyncio.sleep(backoff(attempt))
 
     async def _sample(
@@ -347,7 +345,7 @@ class SampleDispatcher:
             except Overloaded:
                 raise
             except TinsmithError as error:
-                tries.note(request_id, error, replica)
+                tries.note(error, replica)
                 if isinstance(error, Unavailable):
                     avoided.add(replica.incarnation)
                 await asyncio.sleep(backoff(tries.number))
@@ -385,8 +383,7 @@ class SampleDispatcher:
             if now - since >= self._settings.dead_after:
                 listed |= await self._take_over(name)
         self._claims.forget(listed)
-        for waited in (_PAUSED, _UNWRITTEN):
-            self._away.over(waited)
+        self._away.over()
 
     async def _take_over(self, gateway_id: str) -> set[str]:
         """Starts what a dead gateway left, as far as there is room; returns that."""

@@ -1,4 +1,5 @@
-"""Whether another try of a sample may do better, and which replicas are better left alone for a while.
+"""Whether another try of a sample may do better, which replicas are better left alone for a while, and what
+is told of samples that wait for Redis.
 
 Invariants: a sample is tried again only after what another replica, or another moment, may do better, and not
 for ever; a replica that fails by a fault of its own rests longer each time, until it answers.
@@ -9,6 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from prometheus_client import Counter
 
 from services.common.contract.errors import (
     DeadlineExceeded,
@@ -20,9 +24,17 @@ from services.common.contract.errors import (
     Unavailable,
 )
 from services.common.state.registry import ServiceRecord
+from services.common.telemetry.repeats import Repeats
 from services.gateway.dispatch.plan import backoff
 
 log = logging.getLogger(__name__)
+
+WAITS = Counter(
+    "tinsmith_sample_redis_failures_total",
+    "Times that a sample waited as Redis did not answer",
+    ["what"],
+)
+_LOST = Repeats(log, "a sampler lost samples, which run again")
 
 _MOST_LOST = 5
 _MOST_FAILURES = 2
@@ -46,7 +58,7 @@ class Tries:
     failures: int = 0
     has_it: ServiceRecord | None = None
 
-    def note(self, request_id: str, error: TinsmithError, replica: ServiceRecord) -> None:
+    def note(self, error: TinsmithError, replica: ServiceRecord) -> None:
         """One that a replica answered with an error.
 
         Raises:
@@ -59,7 +71,7 @@ class Tries:
             if len(self.lost) >= _MOST_LOST:
                 many = len(self.lost)
                 raise Internal(f"{many} samplers stopped while they ran this sample") from error
-            log.info("sampler %s lost sample %s: %s", replica.id, request_id, error.message)
+            _LOST.failed(f"{replica.id}, started as {replica.incarnation[:8]}", error)
             return
         self.failures += 1
         hopeless = error.category == "user" or isinstance(error, Stalled)
@@ -111,6 +123,30 @@ class Rests:
         seconds = backoff(times, _FIRST_REST_S, _MOST_REST_S)
         self._rests[replica.incarnation] = _Rest(times, now + seconds)
         log.warning("sampler %s failed %d times in a row; it rests for %g s", replica.id, times, seconds)
+
+
+class RedisAway:
+    """What waits for Redis on one gateway, for the log and the metrics."""
+
+    _SAID: ClassVar = {
+        "paused": "what is paused until the next audit",
+        "unwritten": "results that are written again until they are",
+    }
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._repeats = Repeats(log, "samples wait for Redis")
+        for what in self._SAID:
+            WAITS.labels(what)
+
+    def failed(self, what: Literal["paused", "unwritten"], error: Exception) -> None:
+        """A sample waits, or waits on."""
+        WAITS.labels(what).inc()
+        self._repeats.failed(self._SAID[what], error)
+
+    def over(self) -> None:
+        """Redis answers."""
+        for said in self._SAID.values():
+            self._repeats.over(said)
 
 
 class Silent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import redis.asyncio
 
 from services.common.state import keys
@@ -51,6 +52,35 @@ async def test_a_holder_that_finds_its_lease_taken_stops(any_redis: redis.asynci
     assert lease.lost
     await leases.stop()
     assert await any_redis.get(keys.lease(MODEL)) == b"gateway-9/other"
+
+
+async def test_leases_that_an_outage_takes_are_one_line_with_its_cause(
+    any_redis: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    leases = Leases(any_redis, "gateway-0", ttl=0.3)
+    held = [lease for n in range(50) if isinstance(lease := await leases.acquire(f"s:train:{n}"), Lease)]
+    assert len(held) == 50
+
+    async def silent(*_: object) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    renew = leases._renew
+    monkeypatch.setattr(leases, "_renew", silent)
+    leases.start()
+    async with asyncio.timeout(60):
+        while not all(lease.lost for lease in held):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    lost = "leases on models are lost"
+    assert caplog.messages.count(f"{lost}: Redis: it did not answer in time") == 1
+    assert [one for one in caplog.messages if "s:train" in one] == []
+    monkeypatch.setattr(leases, "_renew", renew)
+    assert isinstance(await leases.acquire(MODEL), Lease)
+    async with asyncio.timeout(60):
+        while f"{lost}: no more of Redis, after 50 failures" not in caplog.messages:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await leases.stop()
 
 
 async def test_a_held_lease_gets_a_higher_epoch_and_one_taken_by_another_is_lost(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from services.common.contract.errors import Overloaded, PermissionDenied, Unauthenticated
+from services.common.contract.errors import Overloaded, PermissionDenied, Unauthenticated, Unavailable
 from services.gateway.identity import door as doors
 from services.gateway.identity.door import REFUSALS, Door, address_of
 from services.gateway.identity.key_store import KeyStore
@@ -61,6 +61,20 @@ async def test_a_key_that_may_not_is_told_what_it_lacks_and_counted(door: Door) 
     with pytest.raises(PermissionDenied, match="role user or admin"):
         await door.enter("tml-read", "OptimStep", "10.0.0.1")
     assert count("role_missing") == before + 1
+
+
+async def test_a_token_that_nobody_can_look_at_is_slowed_as_one_that_is_made_up_and_is_no_refusal(
+    door: Door, pauses: list[float], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(door, "_refused", lambda error, *_: told.append(error.code))
+    before = count("unavailable")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(12):
+            with pytest.raises(Unavailable):
+                await door.enter("eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.e30.x", "ListModels", "10.0.0.1")
+    assert (len(pauses), told, caplog.messages) == (2, [], [])
+    assert count("unavailable") == before
 
 
 async def test_an_address_that_sends_wrong_keys_waits_and_others_do_not(

@@ -18,6 +18,7 @@ from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.stores import Stores
 from services.gateway.sampling import claims
 from services.gateway.sampling import dispatcher as module
+from services.gateway.sampling.tries import WAITS
 from tests.unit.gateway.sampling.dispatching import (
     SESSION,
     Gateway,
@@ -340,6 +341,8 @@ async def test_while_redis_is_away_the_log_has_no_line_for_each_sample(
     async with serving(redis_client, ScriptedSampler("a"), "sampler-0"):
         gateway = await gateway_on()
         publish, tries = gateway.journal.publish_bytes, list[str]()
+        counted = WAITS.labels("unwritten")._value.get
+        before = counted()
 
         async def refused(request_id: str, *rest: Any) -> Published:
             tries.append(request_id)
@@ -355,6 +358,7 @@ async def test_while_redis_is_away_the_log_has_no_line_for_each_sample(
     assert "samples wait for Redis: results that are written again until they are: Connection refused" in said
     # An audit says that it is over, and may come before the last of them.
     assert len(said) < len(samples) and len(tries) == 3 * len(samples)
+    assert counted() == before + 2 * len(samples)
 
 
 async def test_samples_that_pause_while_redis_is_away_are_told_of_together(
@@ -366,6 +370,8 @@ async def test_samples_that_pause_while_redis_is_away_are_told_of_together(
     gateway = await gateway_on()
 
     asked: list[str] = []
+    counted = WAITS.labels("paused")._value.get
+    before = counted()
 
     async def refused(request_id: str) -> SamplingSessionRecord:
         asked.append(request_id)
@@ -377,4 +383,4 @@ async def test_samples_that_pause_while_redis_is_away_are_told_of_together(
     await until(lambda: len(asked) >= 20 and not gateway.dispatcher._running)
     said = [message for message in caplog.messages if "paused" in message]
     assert said[0] == "samples wait for Redis: what is paused until the next audit: Connection refused"
-    assert len(said) < 20
+    assert (len(said) < 20, counted()) == (True, before + len(asked))

@@ -10,7 +10,8 @@ import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.common.contract import ids
-from services.common.contract.errors import Internal, Overloaded
+from services.common.contract.errors import Internal, Overloaded, Unavailable
+from services.common.state.registry import ServiceRecord
 from services.gateway.sampling import dispatcher as module
 from services.gateway.sampling import tries
 from tests.unit.gateway.sampling.dispatching import (
@@ -40,6 +41,21 @@ async def test_a_replica_that_fails_by_itself_is_left_alone_for_a_while(
             requests = [await gateway.sample(seq_id) for seq_id in range(1, 41)]
             assert [await gateway.tokens(request_id) for request_id in requests] == [b"sound"] * 40
     assert (len(broken.served), len(sound.served)) == (asked, 40)
+
+
+def test_samples_that_a_replica_loses_are_told_of_together_and_those_of_its_next_start_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    starts = [ServiceRecord(kind="sampler", id="sampler-7", address="127.0.0.1:1") for _ in range(2)]
+    for start in starts:
+        for _ in range(50):
+            tries.Tries().note(Unavailable("Stream removed"), start)
+    said = [message for message in caplog.messages if "lost samples" in message]
+    assert said == [
+        "a sampler lost samples, which run again: "
+        f"sampler-7, started as {one.incarnation[:8]}: Stream removed"
+        for one in starts
+    ]
 
 
 async def test_a_replica_that_has_no_room_is_passed_over_while_there_is_another(
