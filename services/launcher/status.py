@@ -29,6 +29,8 @@ from services.launcher import machine, usage
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 _RPC_TIMEOUT_S = 3.0
+_REDIS_TIMEOUT_S = 15.0
+"""A client of Redis tries for over a minute; who looks at a cluster that hangs is told sooner."""
 _IDENTITY_VARIABLE = "TINSMITH_IDENTITY"
 _ROOM = {
     "max_sequences": "generates {} sequences at once",
@@ -59,19 +61,34 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
         return report
     client = redis_client.connect(url)
     try:
-        records = [record for kind in registry.KINDS for record in await registry.live(client, kind)]
-        report["storage"] = await _storage(client, data)
-        report["limits"], report["owners"] = usage.limits(records), await usage.collect(client)
-        report["mixed_runners"] = model_runners.mixed(records)
-        report["set_aside"] = [asdict(met) for met in await Poison(client).listed()]
-    except RedisError as error:
-        report["error"] = f"Redis does not answer: {error}"
+        async with asyncio.timeout(_REDIS_TIMEOUT_S):
+            records = [record for kind in registry.KINDS for record in await registry.live(client, kind)]
+            report["storage"] = await _storage(client, data)
+            report["limits"], report["owners"] = usage.limits(records), await usage.collect(client)
+            report["mixed_runners"] = model_runners.mixed(records)
+            report["set_aside"] = [asdict(met) for met in await Poison(client).listed()]
+    except (RedisError, TimeoutError) as error:
+        why = str(error) or f"not within {_REDIS_TIMEOUT_S:g} s"
+        report["error"] = f"Redis does not answer: {why}"
         return report
     finally:
         await client.aclose()
     who = _operator(data)
     report["services"] = await asyncio.gather(*(_service(record, who) for record in records))
+    report["unannounced"] = _unannounced(report)
     return report
+
+
+def _unannounced(report: dict[str, Any]) -> list[str]:
+    """Services that run here and have not announced themselves."""
+    announced = {entry["id"] for entry in report["services"]}
+    return [
+        entry["name"]
+        for entry in report["processes"]
+        if entry["alive"]
+        and entry["name"].rpartition("-")[0] in registry.KINDS
+        and entry["name"] not in announced
+    ]
 
 
 async def _storage(client: Redis, data: DataDir) -> dict[str, Any]:
@@ -143,6 +160,11 @@ def show(report: dict[str, Any]) -> str:
         )
     for entry in report["services"]:
         lines += ["", _headline(entry), *_details(entry)]
+    for name in report.get("unannounced", ()):
+        lines += [
+            "",
+            f"{name}  is not announced: it loads, hangs, or does not reach Redis; its log says which",
+        ]
     for base_model, runners in report.get("mixed_runners", {}).items():
         lines += ["", model_runners.sentence(base_model, runners)]
     if "storage" in report:

@@ -121,6 +121,7 @@ class Services:
     def update(self, records: Sequence[ServiceRecord], base_models: Mapping[str, KnownModel]) -> None:
         """Takes over what is announced now."""
         changed = _without_load(records) != _without_load(self._records) or base_models != self._base_models
+        self._tell(records)
         self._records, self._base_models = records, base_models
         live, number = {record.incarnation for record in records}, self._number
         # What was called with the certificate before the present one may still run.
@@ -134,6 +135,17 @@ class Services:
             closing = asyncio.create_task(self._channels.pop(name).close(grace=_CLOSING_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+
+    def _tell(self, records: Sequence[ServiceRecord]) -> None:
+        """Says who came and who went: all that a service which hangs has others know of it."""
+        before = {record.id: record for record in self._records}
+        now = {record.id: record for record in records}
+        for name in before.keys() - now.keys():
+            level = logging.INFO if before[name].state == "draining" else logging.WARNING
+            why = "it ended, hangs, or does not reach Redis"
+            log.log(level, "%s %s is not announced any more: %s", self._kind, name, why)
+        for name in now.keys() - before.keys():
+            log.info("%s %s is announced", self._kind, name)
 
     async def close(self) -> None:
         """Closes all channels."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from services.common.contract.experts.routing import Routing
 from services.common.state.registry import ServiceRecord
+from services.common.storage.data_dir import DataDir
 from services.launcher import cli, status
 
 
@@ -31,6 +34,29 @@ def test_status_looks_where_the_variable_had_up_keep_its_data(
     monkeypatch.setenv("TINSMITH_DATA_DIR", str(tmp_path / "elsewhere"))
     assert cli.main(["status"]) == 3
     assert str(tmp_path / "elsewhere") in capsys.readouterr().out
+
+
+async def test_status_does_not_wait_for_long_for_a_redis_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_REDIS_TIMEOUT_S", 0.2)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, asyncio.timeout(60):
+        report = await status.collect(DataDir(tmp_path), f"redis://127.0.0.1:{port}/0")
+    assert report["error"] == "Redis does not answer: not within 0.2 s"
+
+
+async def test_status_says_which_processes_have_not_announced_themselves(
+    tmp_path: Path, redis_url: str
+) -> None:
+    data = DataDir(tmp_path)
+    data.run.mkdir(parents=True)
+    for name in ("trainer-0", "redis-0"):
+        (data.run / f"{name}.pid").write_text(str(os.getpid()))
+    report = await status.collect(data, redis_url)
+    assert report["unannounced"] == ["trainer-0"]
+    assert "trainer-0  is not announced: it loads, hangs, or does not reach Redis" in status.show(report)
 
 
 def test_status_says_what_cannot_be_read() -> None:

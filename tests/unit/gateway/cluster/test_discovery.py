@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import redis.asyncio
 
@@ -77,6 +78,28 @@ async def test_a_channel_is_for_one_incarnation(redis_client: redis.asyncio.Redi
     (restarted,) = discovery.trainers.all()
     assert discovery.trainers.channel(restarted) is not opened
     await discovery.stop()
+
+
+async def test_a_service_that_is_not_announced_any_more_is_told_of_unless_it_ended_in_order(
+    redis_client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    discovery = Discovery(redis_client, Poison(redis_client))
+    hangs, ends = (ServiceRecord(kind="trainer", id=name, address="h:1") for name in ("hangs", "ends"))
+    announcers = [Announcer(redis_client, record) for record in (hangs, ends)]
+    for announcer in announcers:
+        await announcer.start()
+    for _ in range(3):
+        await discovery.refresh()
+    assert sorted(caplog.messages) == ["trainer ends is announced", "trainer hangs is announced"]
+    await announcers[1].update(msgspec.structs.replace(ends, state="draining"))
+    await discovery.refresh()
+    caplog.clear()
+    for announcer in announcers:
+        await announcer.stop()
+    await discovery.refresh()
+    said = {record.getMessage().split()[1]: record.levelname for record in caplog.records}
+    assert said == {"hangs": "WARNING", "ends": "INFO"}
 
 
 async def test_a_record_of_another_version_hides_nothing_else(
