@@ -165,15 +165,18 @@ class ControlOps:
         return convert.stepped(metrics)
 
     async def _save(self, model: Model, seq_id: int, work: Save) -> OperationResult:
-        await self._transfers.answers(model.model_id, work.checkpoint_id)
+        model_id, checkpoint_id = model.model_id, work.checkpoint_id
+        await self._transfers.answers(model_id, checkpoint_id)
         taken = await self._states.take(model, leave_reserve=True)
         try:
-            size = await self._transfers.save(
-                model.model_id, seq_id, work.checkpoint_id, work.overwrite, taken.state
+            size = await self._transfers.write(
+                model_id,
+                checkpoint_id,
+                lambda store: store.save(model_id, seq_id, checkpoint_id, work.overwrite, taken.state),
             )
         finally:
             await asyncio.to_thread(taken.release)
-        return convert.saved(model.model_id, work, size)
+        return convert.saved(model_id, work, size)
 
     async def _load(self, model: Model, seq_id: int, work: Load) -> OperationResult:
         found = await self._transfers.load(work.source_model_id, work.checkpoint_id, work.version)
@@ -204,18 +207,21 @@ class ControlOps:
         )
 
     async def _export(self, model: Model, seq_id: int, work: Export, release: Release) -> OperationResult:
-        await self._transfers.answers(model.model_id, work.checkpoint_id)
+        model_id, checkpoint_id = model.model_id, work.checkpoint_id
+        await self._transfers.answers(model_id, checkpoint_id)
         try:
-            async with self._world.snapshot(model.model_id, optimizer=False) as (_, snapshot):
+            async with self._world.snapshot(model_id, optimizer=False) as (_, snapshot):
                 roles.check_exports(snapshot.role)
                 model.publishing = True
                 release()
                 state = await self._world.beside(snapshot.state)
             files = self._export_files(state, work)
-            size = await self._transfers.export(model.model_id, seq_id, work.checkpoint_id, files)
+            size = await self._transfers.write(
+                model_id, checkpoint_id, lambda store: store.export(model_id, seq_id, checkpoint_id, files)
+            )
         finally:
             model.publishing = False
-        return convert.exported(model.model_id, work, size)
+        return convert.exported(model_id, work, size)
 
     def _export_files(self, state: ModelState, work: Export) -> Files:
         def make() -> Mapping[str, Writer]:

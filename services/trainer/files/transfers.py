@@ -8,19 +8,19 @@ model is copied for it. What it hangs in the middle of waits for as long as a te
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from services.common.contract import ids
 from services.common.contract.errors import StorageAway, Unavailable
 from services.common.process.pools import LOOKS, TRANSFERS, Pool
-from services.trainer.compute.data import ModelState, ShardedState
-from services.trainer.files.checkpoints import CheckpointStore, Files, SavedState
+from services.trainer.files.checkpoints import CheckpointStore, SavedState
 
 T = TypeVar("T")
 
 
 class Transfers:
-    """As `CheckpointStore`, for the event loop."""
+    """A `CheckpointStore` for the event loop."""
 
     def __init__(self, checkpoints: CheckpointStore) -> None:
         self._checkpoints = checkpoints
@@ -33,36 +33,18 @@ class Transfers:
         """
         await _run(LOOKS, model_id, checkpoint_id, lambda: self._checkpoints.look(model_id, checkpoint_id))
 
-    async def save(
-        self,
-        model_id: str,
-        seq_id: int,
-        checkpoint_id: str,
-        overwrite: bool,
-        state: ModelState | ShardedState,
-    ) -> int:
-        """As `CheckpointStore.save`."""
+    async def write(self, model_id: str, checkpoint_id: str, work: Callable[[CheckpointStore], T]) -> T:
+        """What saving or exporting something comes to, which raises as these do. For one that `answers`.
 
-        def save() -> int:
-            return self._checkpoints.save(model_id, seq_id, checkpoint_id, overwrite, state)
+        Raises:
+            StorageAway: besides, it took too long.
+        """
+        return await _run(TRANSFERS, model_id, checkpoint_id, lambda: work(self._checkpoints))
 
-        return await _run(TRANSFERS, model_id, checkpoint_id, save)
-
-    async def export(self, model_id: str, seq_id: int, checkpoint_id: str, files: Files) -> int:
-        """As `CheckpointStore.export`."""
-
-        def export() -> int:
-            return self._checkpoints.export(model_id, seq_id, checkpoint_id, files)
-
-        return await _run(TRANSFERS, model_id, checkpoint_id, export)
-
-    async def load(self, model_id: str, checkpoint_id: str, version: int = 0) -> SavedState:
+    async def load(self, model_id: str, checkpoint_id: str, version: int) -> SavedState:
         """As `CheckpointStore.load`."""
         await self.answers(model_id, checkpoint_id)
-
-        def load() -> SavedState:
-            return self._checkpoints.load(model_id, checkpoint_id, version)
-
+        load = partial(self._checkpoints.load, model_id, checkpoint_id, version)
         return await _run(TRANSFERS, model_id, checkpoint_id, load)
 
 
