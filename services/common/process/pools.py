@@ -8,13 +8,18 @@ holds a place among the bounded calls of the process.
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from pathlib import Path
+from typing import Generic, TypeVar
 
 from services.common.contract.errors import Unavailable
 
 T = TypeVar("T")
+
+_LOOKS_PER_STANDSTILL = 10
 
 
 class Pool:
@@ -25,27 +30,70 @@ class Pool:
         threads: how many there are at most.
         deadline: seconds that one piece of work may take, its wait for a thread included; None: it only
             computes, and comes to an end by itself, or who waits has a deadline.
+        standstill: seconds for which its thread may wait without being woken once; None: any time.
     """
 
-    def __init__(self, name: str, threads: int, deadline: float | None) -> None:
+    def __init__(
+        self, name: str, threads: int, deadline: float | None, standstill: float | None = None
+    ) -> None:
         self._name = name
         self._deadline = deadline
+        self._standstill = standstill
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
         """What the work comes to in a thread.
 
         Raises:
-            Unavailable: it took too long. It may still run.
+            Unavailable: it took too long, or stood still for too long. It may still run.
         """
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        doing = _Doing(work)
+        running = asyncio.get_running_loop().run_in_executor(self._threads, doing, *args)
         try:
             async with asyncio.timeout(self._deadline):
+                if self._standstill is not None:
+                    await self._while_it_goes_on(running, doing, self._standstill)
                 return await running
         except TimeoutError as error:
             if not running.cancelled():
                 raise
             raise Unavailable(f"no {self._name} within {self._deadline:g} s; try again later") from error
+
+    async def _while_it_goes_on(self, running: asyncio.Future[T], doing: _Doing[T], most: float) -> None:
+        """Returns when work has ended. Raises Unavailable when it stands still."""
+        done, since = doing.done(), time.monotonic()
+        while not running.done():
+            await asyncio.wait({running}, timeout=most / _LOOKS_PER_STANDSTILL)
+            if done != (done := doing.done()) or doing.thread is None:
+                since = time.monotonic()
+            elif time.monotonic() - since >= most and not running.done():
+                running.cancel()
+                raise Unavailable(f"a {self._name} stood still for {most:g} s; try again later")
+
+
+class _Doing(Generic[T]):
+    """One piece of work, of which can be told from outside whether it goes on."""
+
+    def __init__(self, work: Callable[..., T]) -> None:
+        self._work = work
+        self.thread: int | None = None
+        """The kernel's number of the thread that does it; None: none does yet."""
+
+    def __call__(self, *args: object) -> T:
+        self.thread = threading.get_native_id()
+        return self._work(*args)
+
+    def done(self) -> tuple[str, ...]:
+        """How often its thread gave up its core, and lost it. One that computes, or waits for a disk that is
+        at it, does; one that waits for a file system which does not answer never does."""
+        if self.thread is None:
+            return ()
+        try:
+            told = Path(f"/proc/self/task/{self.thread}/status").read_text().splitlines()
+        except OSError:
+            told = []
+        # Where a kernel does not say it, work counts as going on.
+        return tuple(line for line in told if "ctxt_switches" in line) or (str(time.monotonic()),)
 
 
 COMPUTE_THREADS = 2
@@ -68,5 +116,6 @@ CLEANINGS = Pool("cleaning of a storage", 1, 6 * 3600.0)
 LOOKS = Pool("answer of the checkpoints' storage", 16, 60.0)
 """Whether it answers at all, before much is asked of it."""
 
-TRANSFERS = Pool("transfer of a checkpoint", 16, 6 * 3600.0)
-"""Checkpoints of a trainer that are saved and loaded, of which one may be a terabyte."""
+TRANSFERS = Pool("transfer of a checkpoint", 16, 6 * 3600.0, 1800.0)
+"""Checkpoints of a trainer that are saved and loaded, of which one may be a terabyte. What waits for a client
+of an object store never stands still: it looks each second, and the client has deadlines of its own."""

@@ -2,7 +2,8 @@
 
 Invariant: a storage that hangs takes no thread from durable snapshots or anything else of the trainer.
 Whoever asks for something when it hangs already is told that it is away within a minute, before anything of a
-model is copied for it. What it hangs in the middle of waits for as long as a terabyte may take.
+model is copied for it. What it hangs in the middle of is given up after half an hour at a standstill; what
+goes on has as long as a terabyte may take.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -34,9 +35,40 @@ async def test_what_takes_too_long_is_not_waited_for() -> None:
         release.set()
 
 
+async def test_work_that_stands_still_is_not_waited_for_and_what_goes_on_is_for_as_long_as_it_takes() -> None:
+    release, pool = threading.Event(), Pool("nap", 2, 60, 0.5)
+
+    def busy() -> int:
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            pass
+        return 7
+
+    stands = asyncio.create_task(pool.run(release.wait, 60))
+    try:
+        assert await pool.run(busy) == 7
+        with pytest.raises(Unavailable, match="nap"):
+            await stands
+    finally:
+        release.set()
+
+
+async def test_work_that_waits_for_a_thread_does_not_stand_still() -> None:
+    release, pool = threading.Event(), Pool("nap", 1, 60, 0.2)
+    with pytest.raises(Unavailable):
+        await pool.run(release.wait, 60)
+    waits = asyncio.create_task(pool.run(sum, [1, 2]))
+    await asyncio.sleep(0.6)
+    assert not waits.done()
+    release.set()
+    assert await waits == 3
+
+
 async def test_what_work_raises_is_raised_also_a_timeout_of_its_own() -> None:
     def late() -> None:
         raise TimeoutError("the disk says so")
 
     with pytest.raises(TimeoutError, match="the disk says so"):
         await Pool("nap", 1, 5).run(late)
+    with pytest.raises(TimeoutError, match="the disk says so"):
+        await Pool("nap", 1, 5, 5).run(late)
