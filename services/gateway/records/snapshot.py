@@ -2,7 +2,8 @@
 
 Invariants: what an owner's snapshots come to is the sum over the snapshots that are listed; a snapshot is
 listed before its client hears of it, and taken off the list only when its files are gone. From when it is
-accepted until it is listed or has failed, it is to come, but no longer than a quarter of an hour.
+accepted until it is listed or has failed, it is to come, but no longer than a quarter of an hour, and not
+where somebody asks and its save is over or was not accepted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from services.gateway.records.times import Times
 _NOTED_S = 60.0
 _NOTED = 65_536
 _COMING_S = 900
+_ACCEPTED_S = 60.0
+"""A save that is to be accepted has been by then."""
 _LET_GO_TTL_S = 30 * 24 * 3600
 """For so long a client of a snapshot that was let go is told what became of it."""
 
@@ -67,6 +70,26 @@ class SnapshotStore:
     async def expect_no_more(self, model_id: str, version: int, owner: str) -> None:
         """A snapshot that was to come does not."""
         await self._redis.zrem(keys.coming_snapshots(owner), _member(model_id, version))
+
+    async def look_for_those_to_come(self, owner: str, but: tuple[str, int]) -> None:
+        """Strikes off what does not come any more and nobody said so, as where Redis was away when it failed.
+
+        Args:
+            but: is to be accepted now.
+        """
+        name, early = keys.coming_snapshots(owner), time.time() - _ACCEPTED_S
+        noted: Any = await self._redis.zrange(name, 0, -1, withscores=True)
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for member, _ in noted:
+                pipeline.hget(keys.future(*_parse(member.decode())), "state")
+            states = await pipeline.execute()
+        gone = [
+            member
+            for (member, since), state in zip(noted, states, strict=True)
+            if member.decode() != _member(*but) and (state == b"done" or (state is None and since < early))
+        ]
+        if gone:
+            await self._redis.zrem(name, *gone)
 
     async def numbers(self, owner: str) -> tuple[int, int]:
         """How many of an owner's snapshots are listed, and how many are to come."""

@@ -2,7 +2,8 @@
 
 Invariants: all of this may be done twice, by any gateways, with the same effect; that a snapshot was let go
 is remembered before its files go, so its clients are told. Of what an owner may have, a save takes its part
-when it is accepted, which it gives back when it fails; what it comes to may be larger than was expected.
+when it is accepted, which it gives back when it fails, or when another one lacks it later; what it comes to
+may be larger than was expected.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class SnapshotRoom:
         new = await self._snapshots.expect(model_id, version, owner)
         if await self._excess(owner) is None:
             return new
+        await self._snapshots.look_for_those_to_come(owner, but=(model_id, version))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_S):
                 await self._make_room(await self._snapshots.oldest(_AT_ONCE, owner), owner)

@@ -212,6 +212,28 @@ async def test_what_is_accepted_has_its_place_until_it_is_made_and_once_however_
     await stage.room.check(OWNER, MODEL, 4)
 
 
+async def test_a_save_that_is_over_or_was_never_accepted_has_no_part_where_another_one_lacks_it(
+    stage: Stage,
+) -> None:
+    await stage.save(1, age=0)
+    over, lost, runs, young, mine = 2, 3, 4, 5, 6
+    coming = keys.coming_snapshots(OWNER)
+    for version in (over, lost, runs, young):
+        await stage.stores.snapshots.expect(MODEL, version, OWNER)
+    await stage.redis.zadd(
+        coming, {f"{MODEL}@{version}": time.time() - 100 for version in (over, lost, runs)}
+    )
+    await stage.redis.hset(keys.future(MODEL, over), "state", "done")
+    await stage.redis.hset(keys.future(MODEL, runs), "state", "pending")
+    with pytest.raises(LimitReached):
+        # Those that run, and that may just be accepted, have theirs.
+        await stage.room.check(OWNER, MODEL, mine)
+    left = {f"{MODEL}@{version}".encode() for version in (runs, young)}
+    assert set(await stage.redis.zrange(coming, 0, -1)) == left
+    await stage.redis.hset(keys.future(MODEL, young), "state", "done")
+    assert await stage.room.check(OWNER, MODEL, mine)
+
+
 async def test_what_cannot_be_removed_for_a_save_has_it_refused(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
