@@ -103,12 +103,29 @@ def _of_shares(options: plan.Options) -> list[str]:
             f"a trainer would have less than {LEAST_SHARE:.0%} of a GPU that it shares: give {cure}, or "
             "more GPUs"
         )
-    if shares and options.samplers and options.kv_cache_gib is not None:
-        found.append(
-            f"--kv-cache-gib {options.kv_cache_gib:g} on a GPU that a trainer shares says nothing of a "
-            "sampler's weights: give --sampler-memory"
-        )
+    if options.samplers and options.kv_cache_gib is not None:
+        found += _of_keys_and_values(options.kv_cache_gib, options.sampler_memory, bool(shares))
     return found
+
+
+def _of_keys_and_values(gib: float, memory: float | None, shared: bool) -> list[str]:
+    """vLLM that is told what keys and values may have goes by no fraction of the GPU for them."""
+    given = f"--kv-cache-gib {gib:g}"
+    if memory is not None:
+        has = (
+            f"{given} has a sampler take that besides its weights, whatever --sampler-memory {memory:g} says"
+        )
+        return [
+            f"{has}, and a trainer has the rest of its GPU: leave --kv-cache-gib out"
+            if shared
+            else f"{has}: leave one of them out"
+        ]
+    if shared:
+        return [
+            f"{given} on a GPU that a trainer shares says nothing of a sampler's weights: give "
+            "--sampler-memory instead"
+        ]
+    return []
 
 
 def _of_nodes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[str]:

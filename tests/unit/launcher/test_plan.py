@@ -246,6 +246,12 @@ def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
     assert sentence.startswith("a trainer would have less than 5% of a GPU that it shares: give a lower")
     (sentence,) = mistakes(options(tmp_path, **one, kv_cache_gib=4.0))
     assert sentence.startswith("--kv-cache-gib 4 on a GPU that a trainer shares")
+    assert sentence.endswith("give --sampler-memory instead")
+    both = {"kv_cache_gib": 4.0, "sampler_memory": 0.4}
+    (sentence,) = mistakes(options(tmp_path, **one, **both))
+    assert sentence.endswith("and a trainer has the rest of its GPU: leave --kv-cache-gib out")
+    (sentence,) = mistakes(options(tmp_path, **{**one, "gpus": ("0", "1")}, **both))
+    assert sentence.endswith("whatever --sampler-memory 0.4 says: leave one of them out")
     many = {"models": tuple(plan.Model(f"a/{name}", "x") for name in range(20)), "samplers": 0}
     (sentence,) = mistakes(options(tmp_path, **{**one, **many}))
     assert sentence.endswith("give fewer --model, or more GPUs")
