@@ -29,6 +29,7 @@ from services.common.process.crashes import CrashLedger
 from services.common.process.pools import COMPUTE
 from services.common.storage.base import failure
 from services.common.telemetry import owner_class, subject
+from services.common.telemetry.repeats import Repeats
 from services.common.telemetry.subject import Subject
 from services.trainer import convert
 from services.trainer.compute.data import RowResult
@@ -88,6 +89,7 @@ class Executor:
         self._anticipation = Anticipation(limits)
         self._wake = asyncio.Event()
         self._held_up = HeldUp(models, control, self._finish, self._wake.set)
+        self._failed = Repeats(log, "operations of a model failed")
         self._stopping = False
         self._queued_bytes = 0
         self._queued_of: Counter[str] = Counter()
@@ -310,7 +312,7 @@ class Executor:
         except (TinsmithError, OSError) as caught:
             what = f"what operation {operation.seq_id} of {model.model_id} saves"
             reason = failure(caught, what) if isinstance(caught, OSError) else caught
-            log.warning("operation %s:%d failed: %s", model.model_id, operation.seq_id, caught)
+            self._failed.failed(model.model_id, caught)
             result = OperationResult(error=error_to_pb(reason))
         finally:
             self._control_running -= 1

@@ -95,6 +95,19 @@ async def test_a_save_is_given_up_after_minutes_and_may_be_sent_again(
         assert (await (await trainer.ask(save(MINE, 3)))).HasField("save_state")
 
 
+async def test_a_model_whose_saves_fail_one_like_the_other_is_one_line(
+    tmp_path: Path, model_state: ModelState, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, model_state) as trainer:
+        trainer.storage.away = False
+        await stepped(trainer)
+        for seq_id in range(2, 12):
+            told = await (await trainer.ask(save(MINE, seq_id)))
+            assert told.HasField("error") == (seq_id > 2), "the name is taken since the first"
+    said = [message for message in caplog.messages if "failed" in message]
+    assert len(said) == 1 and said[0].startswith(f"operations of a model failed: {MINE}: checkpoint ")
+
+
 async def test_an_export_waits_for_its_storage_before_it_lets_others_pass_and_fails_after_that(
     tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
