@@ -92,6 +92,8 @@ class Dispatcher:
         self._sweeps = Periodic("dispatch sweep", _SWEEP_S, self._sweep, _SWEEP_DEADLINE_S)
         self._acquiring = asyncio.Semaphore(_ACQUIRING)
         self._paused = Repeats(log, "dispatch of models pauses, and a sweep goes on")
+        self._not_back = Repeats(log, "a model is not back yet")
+        self._unwritten = Repeats(log, "a result is not written down yet")
         self._running = False
 
     @property
@@ -220,11 +222,13 @@ class Dispatcher:
             self._trainers,
             self._loads,
             ResultPublisher(
-                lease, self._journal, self._on_result, self._futures, self._poison, self._timelines
+                *(lease, self._journal, self._on_result, self._futures),
+                *(self._poison, self._timelines, self._unwritten),
             ),
             self._session_finished,
             self._settings,
             self._room,
+            self._not_back,
         )
         self._runners[lease.model_id] = runner
         try:

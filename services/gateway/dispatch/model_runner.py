@@ -47,7 +47,7 @@ class ModelRunner:
     """One model under one lease. `run` returns when the model is idle or the lease is gone.
 
     Args:
-        room: for what is under way, of all models.
+        room, not_back: of all models; for what is under way, and to tell which are not here.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class ModelRunner:
         session_finished: Callable[[str], Awaitable[bool]],
         settings: DispatchSettings,
         room: SendRoom,
+        not_back: Repeats,
     ) -> None:
         self.model_id = lease.model_id
         self._lease = lease
@@ -77,9 +78,8 @@ class ModelRunner:
         self._base_model = self._paused = ""
         self._incarnation: str | None = None
         self._synchronised = self._discards = self._looking = False
-        self._not_back = Repeats(log, "a model is not back yet")
         self._position = Position()
-        self._room, self._awaited = room, ""
+        self._room, self._not_back, self._awaited = room, not_back, ""
         asked = self._answered, self._call_failed
         self._calls = Calls(settings.execute_timeout, *asked, wake, room, publisher)
         self._failed_calls: Counter[tuple[int, str]] = Counter()

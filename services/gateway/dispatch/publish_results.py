@@ -8,7 +8,6 @@ result before it is written, but of what only ran forward, while nobody else can
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -30,8 +29,6 @@ from services.gateway.timelines.timelines import Timelines
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import results_pb2
 
-log = logging.getLogger(__name__)
-
 FENCED = Counter(
     "tinsmith_fenced_writes_total", "Results that were not written, because another gateway leads the model"
 )
@@ -49,6 +46,7 @@ class ResultPublisher:
             called again for the same operation.
         futures: has those who wait for the results on this gateway.
         timelines: are told of what was published.
+        unwritten: tells of those that cannot be written, of all models.
 
     Attributes:
         writing: seq_ids whose results are being written.
@@ -62,6 +60,7 @@ class ResultPublisher:
         futures: Futures,
         poison: Poison,
         timelines: Timelines,
+        unwritten: Repeats,
     ) -> None:
         self._poison = poison
         self._timelines = timelines
@@ -69,7 +68,7 @@ class ResultPublisher:
         self._lease = lease
         self._journal = journal
         self._on_result = on_result
-        self._unwritten = Repeats(log, "a result is not written down yet")
+        self._unwritten = unwritten
         self.writing: set[int] = set()
 
     def expect(self, seq_id: int) -> None:

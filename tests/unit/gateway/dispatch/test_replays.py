@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY
 from services.common.contract import ids
 from services.common.contract.errors import DataLoss, Internal, InvalidRequest, NotFound, TinsmithError
 from services.common.state import keys
+from services.common.telemetry import repeats
 from services.gateway.dispatch import plan
 from services.gateway.records.session import SessionRecord
 from services.gateway.records.stores import Stores
@@ -321,6 +322,37 @@ async def test_a_model_that_its_trainer_cannot_bring_back_waits_and_says_why(
         await waits(gateway, 2, "the trainer cannot bring the model back at present (no memory for 5 GiB)")
         restarted.cannot_restore = None
         assert (await gateway.result(2, 30)).optim_step.metrics["steps"] == 3
+
+
+async def test_models_that_one_cause_keeps_away_are_told_of_together(
+    redis_client: redis.asyncio.Redis,
+    gateway: Gateway,
+    trainer: ScriptedTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(repeats, "_MOST_NAMES", 1)
+    models = [ids.model_id("s", number) for number in range(3)]
+    async with serving(redis_client, trainer, "trainer-0") as first:
+        for model_id in models:
+            made = create()
+            made.model_id = model_id
+            await gateway.accept(made)
+            assert (await gateway.futures.wait(ids.request_id(model_id, 0), 60)).state == "done"
+        await first.kill()
+    restarted = again(trainer)
+    restarted.cannot_restore = Internal("no memory for 5 GiB", "out_of_memory")
+    async with serving(redis_client, restarted, "trainer-0"):
+        for model_id in models:
+            stepped = step(1)
+            stepped.model_id = model_id
+            await gateway.accept(stepped)
+        runners = gateway.dispatcher._runners
+        async with asyncio.timeout(60):
+            while not all(one in runners and runners[one]._attempt > 2 for one in models):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    said = [one.split(": ")[1] for one in caplog.messages if one.startswith("a model is not back yet: s:")]
+    assert len(set(said)) == 1, "the others are counted: of more names than are kept there is only that line"
 
 
 async def test_however_often_a_model_is_not_brought_back_the_log_has_the_first_time_and_the_end(
