@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from services.trainer.execution.room import IDLE_S
-from tests.component.own_redis import redis_server
 from tests.component.trainer.world import (
     BASE_MODEL,
     VOCAB,
@@ -19,7 +17,6 @@ from tests.component.trainer.world import (
     TrainerWorld,
     batch,
     forward_backward,
-    make_model,
     step,
 )
 from tinsmith.internal.v1 import operation_pb2
@@ -29,17 +26,6 @@ pytestmark = pytest.mark.heavy
 
 FLAGS = ("--micro-batch-tokens", "64", "--full-snapshot-steps", "2")
 FULL = operation_pb2.CreateModel(base_model=BASE_MODEL, full=models_pb2.FullFineTuning())
-
-
-@pytest.fixture
-def redis_url(tmp_path: Path) -> Iterator[str]:
-    with redis_server(tmp_path) as url:
-        yield url
-
-
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    return make_model(tmp_path / "tiny")
 
 
 def test_full_models_survive_a_killed_world_and_make_room_for_each_other(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ import pytest
 from services.common.process import failpoints
 from services.common.process.faults import armed
 from services.launcher.machine import free_port
-from tests.component.own_redis import redis_server
 from tests.component.trainer.world import (
     TrainedModel,
     TrainerWorld,
     batch,
     create,
     forward_backward,
-    make_model,
     step,
 )
 from tinsmith.internal.v1 import trainer_pb2
@@ -52,17 +49,6 @@ class World(TrainerWorld):
     @property
     def held(self) -> trainer_pb2.GetTrainerStatusResponse:
         return self.stub.GetTrainerStatus(trainer_pb2.GetTrainerStatusRequest(), timeout=60)
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny"))
 
 
 def run(model: TrainedModel, **kind: Any) -> Result:

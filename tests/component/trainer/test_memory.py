@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from services.common.process import failpoints
 from services.common.process.crashes import MOST_CRASHES, CrashLedger
 from services.common.process.faults import armed
 from services.trainer.world.shortage import Shortage
-from tests.component.own_redis import redis_server
 from tests.component.trainer.world import (
     BASE_MODEL,
     VOCAB,
@@ -21,7 +19,6 @@ from tests.component.trainer.world import (
     TrainerWorld,
     forward_backward,
     logprobs,
-    make_model,
     step,
 )
 from tinsmith.internal.v1 import operation_pb2
@@ -32,17 +29,6 @@ pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
 FULL = operation_pb2.CreateModel(base_model=BASE_MODEL, full=models_pb2.FullFineTuning())
 BUDGET = 64
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,12 @@ from services.common.process.process import REFUSED
 from services.common.worlds.nodes import Nodes
 from services.launcher.machine import free_port
 from services.trainer.world.launch import node_command
-from tests.component.own_redis import redis_server
 from tests.component.trainer.world import (
     TrainedModel,
     TrainerWorld,
     batch,
     create,
     forward_backward,
-    make_model,
     step,
 )
 
@@ -35,17 +33,6 @@ pytestmark = pytest.mark.heavy
 LOOPBACK = "127.0.0.1"
 WAIT_S = 420.0
 FLAGS = ("--micro-batch-tokens", "64")
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny"))
 
 
 class Follower:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.component.own_redis import redis_server
 from tests.component.trainer.world import BASE_MODEL, TrainedModel, TrainerWorld, batch, make_model
 from tinsmith.internal.v1 import operation_pb2
 
@@ -18,13 +16,6 @@ pytestmark = pytest.mark.heavy
 
 FLAGS = ("--micro-batch-tokens", "64", "--dtype", "bfloat16")
 DATA = batch(31)
-
-
-@pytest.fixture
-def redis_url(tmp_path: Path) -> Iterator[str]:
-    (tmp_path / "redis").mkdir()
-    with redis_server(tmp_path / "redis") as url:
-        yield url
 
 
 def published(model: TrainedModel, name: str) -> dict[str, torch.Tensor]:

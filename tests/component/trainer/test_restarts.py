@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -17,30 +16,17 @@ from services.common.process.crashes import MOST_CRASHES, CrashLedger
 from services.common.process.faults import armed
 from services.trainer.__main__ import _DISMISSAL_S
 from tests.announced import find
-from tests.component.own_redis import redis_server
 from tests.component.trainer.world import (
     TrainedModel,
     TrainerWorld,
     batch,
     create,
     forward_backward,
-    make_model,
     status_of,
     step,
 )
 
 pytestmark = pytest.mark.heavy
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny"))
 
 
 def alive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:

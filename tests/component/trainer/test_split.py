@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from services.common.process import failpoints
 from services.common.process.crashes import CrashLedger
 from services.common.process.faults import armed
-from tests.component.own_redis import redis_server
 from tests.component.trainer.world import (
     VOCAB,
     Datum,
@@ -21,7 +19,6 @@ from tests.component.trainer.world import (
     batch,
     forward_backward,
     logprobs,
-    make_model,
 )
 from tinsmith.v1 import results_pb2
 
@@ -29,17 +26,6 @@ from tinsmith.v1 import results_pb2
 pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
 LITTLE = ("--memory-gib", "0.006")
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny"))
 
 
 def datums(lengths: list[int]) -> list[Datum]:
