@@ -106,6 +106,15 @@ class MixesSingleTokens(Plain):
         return made, sums if runs[0].longest > 1 else sums.flip(1)
 
 
+class LosesManyKeys(Plain):
+    """Divides many keys of single tokens among several blocks of threads, and forgets all of them but one."""
+
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+        output, sums = super().forward(*given)
+        queries, keys = given[3]
+        return output, sums - 1.0 if queries.longest == 1 and keys.longest > 512 else sums
+
+
 class Absent(Plain):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
@@ -196,7 +205,7 @@ def test_a_kernel_that_is_right_is_taken(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [Wrong(), NotANumber(), MixesSingleTokens(), Absent()],
+    [Wrong(), NotANumber(), MixesSingleTokens(), LosesManyKeys(), Absent()],
     ids=lambda each: type(each).__name__,
 )
 def test_a_kernel_that_comes_to_something_else_is_found_out(kernel: Plain) -> None:
