@@ -76,8 +76,8 @@ def works(device: str, kernel: Kernel, heads: int = 4, key_heads: int = 2, size:
 
 
 def _errors(device: str, kernel: Kernel, shape: tuple[int, int, int], trees: Sequence[Tree]) -> list[float]:
-    """Those of what comes out and of the three gradients, of their norms; and of what comes out of tokens that
-    continue a piece, which may be few among all."""
+    """Those of what comes out and of the three gradients, of their norms; and of what comes out of the tokens
+    that continue a piece, which may be few among all."""
     heads, key_heads, size = shape
     lengths = *(length for run, _ in trees for length in run.lengths), _BESIDE
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from services.trainer.compute.attention import FLAT_ATTENTION, register
 from services.trainer.compute.base_model import Scorer
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.split.asked import Asked
-from services.trainer.compute.trial.own_forward import check_own_forward
+from services.trainer.compute.trial.own_forward import agree, check_own_forward
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -107,3 +107,13 @@ def test_other_ranks_findings_are_every_ranks(monkeypatch: pytest.MonkeyPatch) -
     )
     with pytest.raises(InvalidRequest, match="comes to other log-probabilities"):
         tried(*made("llama", torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_that_are_all_alike_may_be_off_by_the_last_bit(dtype: torch.dtype) -> None:
+    """As of a model whose weights are all zero, where a sum of exponentials and its logarithm are of another
+    kernel than a softmax."""
+    logits, targets = torch.zeros(4, 151_936), torch.arange(8)
+    expected = logits.log_softmax(-1)[:, targets]
+    assert agree(expected.nextafter(torch.tensor(0.0)), logits, targets, dtype)
+    assert not agree(expected + 1e-4, logits, targets, dtype)
