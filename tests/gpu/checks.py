@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from torch import Tensor
 from bench.gpu import exactness
 from bench.gpu.engine import one_micro_batch, start
 from services.common import weights
+from services.common.process import failpoints
 from services.common.weights import base
 from services.common.weights.gloo import GlooGroup
 from services.common.weights.nccl import NcclGroup
 from services.launcher.tiny_model import make_tiny_model
-from services.trainer.compute.data import ModelState, RowResult
+from services.trainer.compute.data import LoraSpec, ModelState, RowResult, ShardedState
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.full.shards import SavedShards
 from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
+from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.files.export_format import adapter_files, read_adapter
 from services.trainer.publish.cargo import on_host, whole_model
 from tests.component.engine.data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
@@ -208,7 +211,8 @@ def group(device: str, directory: Path) -> None:
 
 def written(device: str, directory: Path) -> None:
     """What is written of a full model is what its masters and moments were, also where a copy of them has no
-    room on the device, and though it is changed before that copy is on the host."""
+    room on the device, and though it is changed before that copy is on the host; and they are that again once
+    it is loaded."""
     engine = start(small_model(directory / "model"), device, "bfloat16")
     engine.create_model("full", None)
     tenant = engine._tenants["full"]
@@ -230,6 +234,10 @@ def written(device: str, directory: Path) -> None:
         read = {name: part._replace(values=torch.empty_like(expected[name])) for name, part in held.items()}
         SavedShards(str(to)).read(read)
         assert all(torch.equal(read[name].values, values) for name, values in expected.items())
+        engine.load_state("full", ShardedState(str(to), writing.step), optimizer=True)
+        assert all(torch.equal(held[name].values.cpu(), values) for name, values in expected.items())
+        for name, weight in tenant._parameters.items():
+            assert torch.equal(weight.cpu().flatten(), expected[name].to(weight.dtype))
 
 
 def away(device: str, directory: Path) -> None:
@@ -256,6 +264,47 @@ def away(device: str, directory: Path) -> None:
     assert engine.state("travels") == engine.state("stays")
 
 
+def lacking(device: str, directory: Path) -> None:
+    """A step for which the device has no memory is refused and changes nothing, and is taken once it has."""
+    engine, lora = start(small_model(directory), device, "bfloat16"), LoraSpec(128, seed=1)
+    for name in ("waits", "goes"):
+        engine.create_model(name, lora)
+        _run(engine, work((op(name), [ce_row(1, 20)])))
+    before = engine.state("waits")
+    with _full(device), pytest.raises(NoMemory):
+        engine.optim_step("waits", ADAM)
+    assert engine.state("waits") == before
+    assert engine.optim_step("waits", ADAM) == engine.optim_step("goes", ADAM)
+    assert engine.state("waits") == engine.state("goes") != before
+
+
+@contextmanager
+def _full(device: str) -> Iterator[None]:
+    """Within it a device has no mebibyte left for this process. Of a CPU a step is told so."""
+    if device == "cpu":
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(failpoints, "hit", _refuse_a_step)
+            yield
+        return
+    before, held = torch.cuda.get_per_process_memory_fraction(), []
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+    try:
+        for size in (64 << 20, 8 << 20, 1 << 20):
+            with suppress(torch.OutOfMemoryError):
+                while True:
+                    held.append(torch.empty(size, dtype=torch.uint8, device=device))
+        yield
+    finally:
+        held.clear()
+        torch.cuda.set_per_process_memory_fraction(before)
+
+
+def _refuse_a_step(point: str) -> None:
+    if point == "trainer.before_step_memory":
+        raise torch.OutOfMemoryError("no memory")
+
+
 def _run(engine: Engine, given: Any) -> list[RowResult]:
     results = engine.run_pass(given)
     assert [result.failure for result in results] == [None] * len(results)
@@ -275,6 +324,7 @@ ALONE: dict[str, Callable[[str, Path], None]] = {
     "what is written is what was taken": written,
     "an adapter comes back from the host as it was": away,
     "steps are those of torch's AdamW": optimizer,
+    "a step that lacks memory changes nothing": lacking,
     "a saved model goes on, and its export is its own": saved,
 }
 """Checks that need a directory and nothing else."""
