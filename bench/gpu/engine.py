@@ -27,8 +27,10 @@ def alone(device: str) -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
 
 
-def start(directory: Path, device: str, dtype: str, *, checkpointing: bool = True) -> Engine:
-    """An engine of this process."""
+def start(
+    directory: Path, device: str, dtype: str, *, checkpointing: bool = True, offload: bool = False
+) -> Engine:
+    """An engine of this process. `offload`: full models step on the host."""
     alone(device)
     return Engine(
         model_path=str(directory),
@@ -37,6 +39,7 @@ def start(directory: Path, device: str, dtype: str, *, checkpointing: bool = Tru
         zero_stage=0,
         rank=0,
         world_size=1,
+        offload_optimizer=offload,
         activation_checkpointing=checkpointing,
     )
 

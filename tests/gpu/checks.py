@@ -240,6 +240,21 @@ def written(device: str, directory: Path) -> None:
             assert torch.equal(weight.cpu().flatten(), expected[name].to(weight.dtype))
 
 
+def dropped(device: str, directory: Path) -> None:
+    """A full model that steps on the host goes on after a dropped gradient as if that had never been."""
+    engine = start(small_model(directory), device, "bfloat16", offload=True)
+    found = []
+    for drops in (False, True):
+        engine.create_model("full", None)
+        if drops:
+            _run(engine, work((op("full", 1), [ce_row(1, 20)])))
+            engine._tenants["full"].clear_gradient()
+        _run(engine, work((op("full", 2), [ce_row(2, 20)])))
+        found.append(engine.optim_step("full", ADAM))
+        engine.drop_model("full")
+    assert found[0] == found[1]
+
+
 def away(device: str, directory: Path) -> None:
     """An adapter that was on the host goes on bit for bit, with its pending gradient, and took nothing of the
     device."""
@@ -322,6 +337,7 @@ ALONE: dict[str, Callable[[str, Path], None]] = {
     "what is sent is what was taken": sent,
     "a weight group carries until it is given up": group,
     "what is written is what was taken": written,
+    "a dropped gradient is gone": dropped,
     "an adapter comes back from the host as it was": away,
     "steps are those of torch's AdamW": optimizer,
     "a step that lacks memory changes nothing": lacking,

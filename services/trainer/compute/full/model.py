@@ -36,6 +36,7 @@ from services.trainer.compute.data import AdamSpec, Failure, ShardedState
 from services.trainer.compute.exchange import any_rank
 from services.trainer.compute.full.shards import Part, SavedShards, ShardWriter, Writing
 from services.trainer.compute.full.snapshot import FullSnapshot
+from services.trainer.compute.full.stepping import stepped
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.memory.failures import free_cache
@@ -177,8 +178,7 @@ class FullModel:
             batch = idle_batch(self._device)
             logprobs, _ = self.score(batch.tokens, batch.targets, batch.sequences)
             self.backward(logprobs.sum() * math.inf)
-            self._engine.step()
-            if not self._engine.optimizer.overflow:
+            if stepped(self._engine):
                 raise RuntimeError("a gradient that was to be dropped was applied")
         self._begun.clear()
         self._failures.clear()
@@ -194,10 +194,10 @@ class FullModel:
         zero = self._engine.optimizer
         zero.clip_grad = adam.grad_clip_norm
         self._adam.change = 0.0
-        self._engine.step()
+        taken = stepped(self._engine)
         self._begun.clear()
         self._failures.clear()
-        if zero.overflow:
+        if not taken:
             raise FloatingPointError("the gradient norm is not finite")
         change = torch.as_tensor(self._adam.change, dtype=torch.float64, device=self._device)
         dist.all_reduce(change)
