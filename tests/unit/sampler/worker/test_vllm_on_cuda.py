@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.contract import steering
 from tests.unit.sampler.worker.written import Written, fits, written
 
 OURS = "services.sampler."
@@ -292,6 +293,15 @@ def test_on_cuda_vllm_takes_the_worker_that_ours_is_mixed_into() -> None:
 def test_vllm_knows_every_variable_that_it_is_given() -> None:
     ours = {text for text in written(f"{OURS}config").strings() if re.fullmatch(r"VLLM_[A-Z0-9_]+", text)}
     assert ours and ours - written("vllm.envs").strings() == set()
+
+
+def test_the_v2_runner_has_room_for_all_that_a_request_may_have() -> None:
+    """One that has more ends the engine: it is a worker that refuses it."""
+    bias = written("vllm.v1.worker.gpu.sample.logit_bias").value("MAX_NUM_LOGIT_BIAS_TOKENS")
+    assert bias >= steering.MAX_BIASES
+    words = re.search(r"VLLM_MAX_NUM_BAD_WORDS', '(\d+)'", written("vllm.envs").text)
+    # Each is there with a space before it, too.
+    assert words is not None and int(words[1]) >= 2 * steering.MAX_BAD_WORDS
 
 
 def test_vllm_takes_every_largest_rank_that_a_sampler_takes() -> None:

@@ -24,6 +24,11 @@ class Written:
     def __init__(self, text: str) -> None:
         self._tree = ast.parse(text)
 
+    @property
+    def text(self) -> str:
+        """All of it in one style, without comments."""
+        return ast.unparse(self._tree)
+
     def names(self) -> set[str]:
         """What it has at its top: functions, classes, what is imported or assigned."""
         found = {alias.asname or alias.name for node in self._imports() for alias in node.names}
