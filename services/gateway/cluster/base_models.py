@@ -42,7 +42,8 @@ class BaseModel:
         max_operation_tokens: of all sequences of one operation, the same.
         trainer_ranks: of its trainers, the fewest; what one operation comes to is cut for so many.
         max_train_rank: largest LoRA rank its trainers take; 0 = no limit of their own.
-        max_sample_rank: largest LoRA rank its samplers take; 0 = no limit of their own.
+        max_sample_rank: largest LoRA rank that those of its samplers take which run adapters; 0 = no limit of
+            their own.
         trainable: it has a trainer, which may be away at present.
         sampleable: it has a sampler, which may be away at present.
         samples_full_models: one of its samplers can run fully fine-tuned models, as far as they said.
@@ -124,7 +125,7 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         max_operation_tokens=_smallest(one.max_operation_tokens for one in training),
         trainer_ranks=_smallest(one.world_size for one in training) or 1,
         max_train_rank=_smallest(one.max_lora_rank for one in training),
-        max_sample_rank=_smallest(one.max_lora_rank for one in sampling),
+        max_sample_rank=_smallest(one.max_lora_rank for one in sampling if one.adapts),
         trainable=known.trained or bool(trainers),
         sampleable=known.sampled or bool(samplers),
         samples_adapters=not sampling or any(one.adapts for one in sampling),

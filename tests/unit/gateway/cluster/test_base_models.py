@@ -37,6 +37,13 @@ def test_the_smallest_limit_of_all_replicas_holds() -> None:
     assert models["c/d"].sampleable and not models["c/d"].trainable
 
 
+def test_a_sampler_that_runs_no_adapters_limits_no_rank() -> None:
+    adapting = record("sampler", "a/b", max_lora_rank=256)
+    base_only = record("sampler", "a/b", max_lora_rank=128, adapts=False)
+    assert base_models.merge(view(base_only, adapting))["a/b"].max_sample_rank == 256
+    assert base_models.merge(view(base_only))["a/b"].max_sample_rank == 0
+
+
 def test_what_one_rank_holds_is_known_where_ranks_hold_more_together() -> None:
     together = record("trainer", "a/b", world_size=2, max_sequence_tokens=60, one_rank_tokens=40)
     smaller = record("trainer", "a/b", world_size=4, max_sequence_tokens=64, one_rank_tokens=30)
