@@ -250,6 +250,10 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
 
 
 def _check_together(args: dict[str, Any]) -> None:
+    if args["max_context"] == 1:
+        raise InvalidRequest(
+            "--max-context is 1; a prompt and its answer are 2 tokens at least, so give more"
+        )
     step, sequences = args["max_batched_tokens"], args["max_sequences"]
     if step and step < sequences:
         raise InvalidRequest(

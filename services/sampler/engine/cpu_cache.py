@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 GIB = 1 << 30
 _SHARE = 4
-_PAGE_TOKENS = 256
+_BLOCK_TOKENS = 128
+"""Of vLLM on a CPU, which keeps one block for itself; of latent attention they are smaller."""
+_PAGE_TOKENS = 2 * _BLOCK_TOKENS
 """Contexts that are cut come in whole numbers of these."""
 
 
@@ -37,19 +39,21 @@ def choose(
             equal part.
 
     Raises:
-        ValueError: a context was asked for that does not fit; says what to change.
+        ValueError: a context was asked for that does not fit, or none does; says what to change.
     """
     context = wanted_context or model_context
     # Room for two whole contexts, and for a prefix cache worth the name on tiny models.
     ideal = max(GIB, 2 * context * token_bytes)
     kv_bytes = given_bytes or min(ideal, max(GIB, memory // _SHARE))
-    fits = kv_bytes // token_bytes
+    fits = max(kv_bytes // (_BLOCK_TOKENS * token_bytes) - 1, 0) * _BLOCK_TOKENS
     if fits >= context:
         return CpuCache(kv_bytes, context)
-    if wanted_context:
+    if wanted_context or fits < _PAGE_TOKENS:
+        lower = f"lower --max-context to {fits}, or " if fits else ""
+        least = context if wanted_context else min(context, _PAGE_TOKENS)
+        needed = (-(-least // _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS * token_bytes
         raise ValueError(
-            f"keys and values of {context} tokens take {context * token_bytes / GIB:.1f} GiB, and "
-            f"{kv_bytes / GIB:.1f} GiB are set aside for them: lower --max-context to {fits}, or raise "
-            "--kv-cache-gib"
+            f"keys and values of {least} tokens take {needed / GIB:.2g} GiB, and {kv_bytes / GIB:.2g} GiB "
+            f"are set aside for them: {lower}raise --kv-cache-gib"
         )
-    return CpuCache(kv_bytes, max(fits // _PAGE_TOKENS * _PAGE_TOKENS, 1))
+    return CpuCache(kv_bytes, fits // _PAGE_TOKENS * _PAGE_TOKENS)

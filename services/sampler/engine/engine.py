@@ -114,7 +114,7 @@ class Engine:
         self.gpus = tuple(gpu for gpu in gpus if gpu)
         if all(told := await self._calls.call("tinsmith_routing")):
             self.limits = replace(self.limits, routing=Routing(*told[0]))
-        prompt = [0] * min(16, self.limits.context_length - 2)
+        prompt = [0] * min(16, self.limits.context_length - 1)
         params = SamplingParams(max_tokens=2)
         await self.sample(
             SampleJob("warm-up", None, prompt, 1, params, Scoring(prompt_logprobs=True)), adapter=None

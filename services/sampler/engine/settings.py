@@ -355,16 +355,10 @@ def _is_quantised(config: SamplerConfig) -> bool:
 
 
 def _cpu_cache(config: SamplerConfig) -> CpuCache:
-    """Keys and values of one worker on CPU, where vLLM does not measure what there is room for. Slices and
-    stages share what a token takes, up to what a model has of its keys in one piece."""
+    """Keys and values of one worker on CPU, where vLLM does not measure what there is room for."""
     model = _text_config(config)
-    head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-    item = 2 if config.dtype == "bfloat16" else 4
-    latent = _latent(model)
-    token_bytes = model.num_hidden_layers * (sum(latent) if latent else 2 * heads * head) * item
     cache = cpu_cache.choose(
-        token_bytes=token_bytes // config.workers,
+        token_bytes=_token_bytes(config, model),
         model_context=model.max_position_embeddings,
         wanted_context=config.max_context,
         given_bytes=int(config.kv_cache_gib * GIB),
@@ -380,6 +374,18 @@ def _cpu_cache(config: SamplerConfig) -> CpuCache:
             model.max_position_embeddings,
         )
     return cache
+
+
+def _token_bytes(config: SamplerConfig, model: Any) -> int:
+    """Keys and values of a token in the worker that has most of them: of the layers of its stage, and there
+    of its share of the heads, or of one head, which workers then have several times, or of what latent
+    attention keeps in one piece."""
+    head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    latent = _latent(model)
+    numbers = sum(latent) if latent else 2 * max(1, heads // config.tensor_parallel_size) * head
+    layers = -(-model.num_hidden_layers // config.pipeline_parallel_size)
+    return layers * numbers * (2 if config.dtype == "bfloat16" else 4)
 
 
 class EngineStats(PrometheusStatLogger):

@@ -36,6 +36,7 @@ def test_an_environment_variable_stands_in_for_a_flag(monkeypatch: pytest.Monkey
         ["--model", "no-path"],
         ["--max-lora-rank", "7"],
         ["--stall-seconds", "0"],
+        ["--max-context", "1"],
         ["--max-loras", "-1"],
         ["--max-batched-tokens", "-1"],
         ["--max-batched-tokens", "100", "--max-sequences", "101"],

@@ -18,7 +18,7 @@ def test_a_small_model_has_room_for_two_whole_contexts() -> None:
 def test_a_model_that_wants_more_than_a_quarter_of_the_machine_gets_a_shorter_context() -> None:
     cache = choose(**QWEN, wanted_context=0, given_bytes=0, memory=16 * GIB)
     assert cache.kv_bytes == 4 * GIB
-    assert cache.context == 18688
+    assert cache.context == 18432
     assert cache.context * QWEN["token_bytes"] <= cache.kv_bytes
     assert choose(**QWEN, wanted_context=0, given_bytes=0, memory=128 * GIB).context == 40960
 
@@ -32,6 +32,22 @@ def test_a_shorter_context_needs_less() -> None:
     assert choose(**QWEN, wanted_context=2048, given_bytes=0, memory=16 * GIB) == CpuCache(GIB, 2048)
 
 
+@pytest.mark.parametrize("memory", [16 * GIB, 16 * GIB + 300_000_000, 20 * GIB, 23 * GIB])
+def test_what_is_chosen_fits_into_the_blocks_that_vllm_does_not_keep_for_itself(memory: int) -> None:
+    cache = choose(**QWEN, wanted_context=0, given_bytes=0, memory=memory)
+    blocks = cache.kv_bytes // (128 * QWEN["token_bytes"])
+    assert cache.context <= (blocks - 1) * 128 < cache.context + 256
+
+
 def test_a_context_that_does_not_fit_is_refused_with_one_that_does() -> None:
-    with pytest.raises(ValueError, match="lower --max-context to 18724, or raise"):
+    with pytest.raises(ValueError, match="lower --max-context to 18560, or raise"):
         choose(**QWEN, wanted_context=40960, given_bytes=0, memory=16 * GIB)
+    choose(**QWEN, wanted_context=18560, given_bytes=0, memory=16 * GIB)
+    with pytest.raises(ValueError, match="lower --max-context to 18560, or raise"):
+        choose(**QWEN, wanted_context=18561, given_bytes=0, memory=16 * GIB)
+
+
+def test_memory_that_holds_hardly_any_token_is_refused() -> None:
+    for wanted in (0, 16):
+        with pytest.raises(ValueError, match="are set aside for them: raise --kv-cache-gib"):
+            choose(**QWEN, wanted_context=wanted, given_bytes=2**20, memory=16 * GIB)

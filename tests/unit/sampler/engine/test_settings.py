@@ -64,6 +64,27 @@ def test_samplers_that_share_a_machine_take_no_more_together_than_one_alone(
     assert engine_args(given, "cpu").kv_cache_memory_bytes == 16 * GIB
 
 
+@pytest.mark.parametrize(
+    ("workers", "context"),
+    [
+        # 64 MiB are 256 blocks of 128 tokens of 2 layers x 2 x 4 heads x 32 numbers x 4 bytes. One is vLLM's.
+        ({}, 255 * 128),
+        ({"tensor_parallel_size": 2}, 511 * 128),
+        # Each of 8 workers has one of the 4 heads.
+        ({"tensor_parallel_size": 8}, 1023 * 128),
+        ({"pipeline_parallel_size": 2}, 511 * 128),
+    ],
+)
+def test_a_context_that_a_worker_has_no_room_for_is_refused_before_vllm_does(
+    tmp_path: Path, workers: dict[str, int], context: int
+) -> None:
+    model = {"max_position_embeddings": 10**6, "head_dim": 32, "num_key_value_heads": 4}
+    config = replace(config_of(tmp_path, "qwen3", **model), kv_cache_gib=1 / 16, **workers)
+    assert engine_args(replace(config, max_context=context), "cpu").max_model_len == context
+    with pytest.raises(ValueError, match=f"lower --max-context to {context}, or raise --kv-cache-gib"):
+        engine_args(replace(config, max_context=context + 1), "cpu")
+
+
 @pytest.fixture
 def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Whom a test looked for on the network, which is not there. What is tried again is tried at once."""
