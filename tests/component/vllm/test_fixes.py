@@ -113,6 +113,31 @@ def test_without_the_correction_they_are_of_what_the_grammar_leaves() -> None:
     assert told[0, 0] == 0.0
 
 
+def test_a_seeded_request_whose_prompt_goes_on_has_no_generator_in_the_step() -> None:
+    runner, generators = Runner(), {0: torch.Generator(), 1: torch.Generator()}
+    runner.input_batch.generators = dict(generators)
+    runner.discard_request_mask.np[0] = True
+    seen: list[dict[int, torch.Generator]] = []
+
+    def sample_tokens(*_: Any) -> None:
+        seen.append(dict(runner.input_batch.generators))
+
+    runner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
+    sampling._keep_generators_of_unfinished_prefills(runner)
+    runner.sample_tokens(None)
+    assert seen == [{1: generators[1]}]
+    assert runner.input_batch.generators == generators
+
+
+def test_without_the_correction_its_generator_ends_the_engine() -> None:
+    runner: Any = Runner()
+    runner.input_batch.generators[0] = torch.Generator()
+    runner.discard_request_mask.np[0] = True
+    nothing: Any = None
+    with pytest.raises(RuntimeError, match="does not use offset"):
+        gpu_model_runner.GPUModelRunner._bookkeeping_sync(runner, nothing, nothing, None, nothing, 0)
+
+
 def rotated(contiguous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Queries of two heads and keys of one as latent attention has them, rotated by vLLM's kernel, and
     without it."""

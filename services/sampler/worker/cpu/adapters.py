@@ -1,9 +1,9 @@
 """Corrects what vLLM computes for adapters on a CPU (`PunicaWrapperCPU` of vLLM 0.32), in each worker.
 
 "No adapter" is slot -1, and vLLM's functions index the stacked weights with it: base-model rows get whatever
-is (or was) in the *last* slot. And they gather a copy of the weights for every row, which for the output head
-is the vocabulary times the rank per token. Here rows are brought into the order of their adapters, once for
-each step, and each adapter multiplies all of its rows at once.
+is (or was) in the *last* slot (vllm-project/vllm#48421). And they gather a copy of the weights for every row,
+which for the output head is the vocabulary times the rank per token. Here rows are brought into the order of
+their adapters, once for each step, and each adapter multiplies all of its rows at once.
 
 Invariant: every row of every matrix product uses the adapter of its own request, and a row of a base-model
 request uses none (for rows of prompts that are scored, see adapter_rows.py).

@@ -2,7 +2,8 @@
 
 Its kernel for CPUs has them filled up and packed. That is done when a model is loaded for the first time;
 when weights are replaced, what comes from the files takes the place of what was packed: of some sizes it
-does not fit, and of others every answer is wrong. Here they are packed each time.
+does not fit, and of others every answer is wrong, as it was on GPUs too (vllm-project/vllm#42821). Here they
+are packed each time.
 
 Invariant: after `apply`, the same tensors give the same bits whenever they are loaded.
 """
