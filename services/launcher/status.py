@@ -33,6 +33,7 @@ _REDIS_TIMEOUT_S = 15.0
 """A client of Redis tries for over a minute; who looks at a cluster that hangs is told sooner."""
 _IDENTITY_VARIABLE = "TINSMITH_IDENTITY"
 _ROOM = {
+    "context_length": "contexts of {} tokens",
     "max_sequences": "generates {} sequences at once",
     "queued_sequences": "takes on {} beside them",
     "batched_tokens": "{} tokens a step",
@@ -41,6 +42,7 @@ _ROOM = {
 }
 """Of a sampler's record, in words; 0 is not said."""
 _SETTINGS = {
+    "world_size": "workers",
     "model_runner": "model runner",
     "pipeline_stages": "pipeline stages",
     "speculative_ngram_tokens": "drafted tokens",
@@ -48,6 +50,7 @@ _SETTINGS = {
     "head_dtype": "head in",
     "quantization": "weights in",
 }
+_LACKS = {"adapts": "no adapters", "full_models": "no full models"}
 _USUAL = (None, 0, 1, "", "auto", "none")
 
 
@@ -248,6 +251,7 @@ def _engine(entry: dict[str, Any]) -> list[str]:
     """What a sampler has room for, and where it was started otherwise than the model is."""
     told = [text.format(entry[name]) for name, text in _ROOM.items() if entry.get(name)]
     told += [f"{text} {entry[name]}" for name, text in _SETTINGS.items() if entry.get(name) not in _USUAL]
+    told += [text for name, text in _LACKS.items() if not entry.get(name)]
     told += ["tells routed experts"] if entry.get("routing") else []
     return ["  " + ", ".join(told)] if told else []
 

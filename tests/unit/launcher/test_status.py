@@ -77,6 +77,8 @@ def test_status_says_how_a_sampler_was_started_and_what_it_has_room_for() -> Non
         kind="sampler",
         id="sampler-0",
         address="h:1",
+        context_length=4096,
+        world_size=4,
         max_sequences=64,
         queued_sequences=16,
         batched_tokens=2048,
@@ -91,9 +93,9 @@ def test_status_says_how_a_sampler_was_started_and_what_it_has_room_for() -> Non
     )
     shown = status.show({"processes": [], "services": [msgspec.to_builtins(sampler)]})
     assert (
-        "  generates 64 sequences at once, takes on 16 beside them, 2048 tokens a step, "
-        "keys and values of 9000, 8 adapters at a time, "
-        "model runner v1, pipeline stages 2, drafted tokens 4, keys and values in fp8"
+        "  contexts of 4096 tokens, generates 64 sequences at once, takes on 16 beside them, "
+        "2048 tokens a step, keys and values of 9000, 8 adapters at a time, "
+        "workers 4, model runner v1, pipeline stages 2, drafted tokens 4, keys and values in fp8"
     ) in shown.splitlines()
     routes = ServiceRecord(kind="sampler", id="s", address="h:1", max_sequences=64, routing=Routing(2, 4, 8))
     trainer = msgspec.structs.replace(routes, kind="trainer")
@@ -105,6 +107,9 @@ def test_status_says_how_a_sampler_was_started_and_what_it_has_room_for() -> Non
     plain = ServiceRecord(kind="sampler", id="sampler-1", address="h:2", max_sequences=64)
     shown = status.show({"processes": [], "services": [msgspec.to_builtins(plain)]})
     assert "  generates 64 sequences at once" in shown.splitlines()
+    base_only = msgspec.structs.replace(plain, adapts=False, full_models=False)
+    shown = status.show({"processes": [], "services": [msgspec.to_builtins(base_only)]})
+    assert "  generates 64 sequences at once, no adapters, no full models" in shown.splitlines()
 
 
 def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
