@@ -92,6 +92,9 @@ async def _added(
     request.external_req_id = name
     collector = RequestOutputCollector(params.output_kind, name)
     llm.output_processor.add_request(request, None, queue=collector)
+    # Stop strings need the text. vLLM would make that of every token with a log-probability besides.
+    state: Any = llm.output_processor.request_states[name]
+    state.logprobs_processor.tokenizer = None
     await llm.engine_core.add_request_async(request)
     return collector
 

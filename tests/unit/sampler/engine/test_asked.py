@@ -6,15 +6,21 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists
 
 from services.sampler.engine.calls import asked
 
@@ -27,7 +33,9 @@ class Llm:
         self.collector = RequestOutputCollector(RequestOutputKind.DELTA, "name")
         self.sent: list[str] = []
         self.aborted: list[str] = []
-        self.input_processor = self.output_processor = self.engine_core = self
+        self.input_processor = self.engine_core = self
+        self.output_processor: Any = self
+        self.request_states = {"name": SimpleNamespace(logprobs_processor=SimpleNamespace(tokenizer=None))}
 
     def _run_output_handler(self) -> None:
         pass
@@ -75,6 +83,28 @@ async def test_outputs_of_a_stream_are_told_as_they_come_and_are_one_in_the_end(
     assert told == [([5, 6], 0), ([7], 2), ([8], 3)]
     assert (whole.token_ids, isinstance(whole.logprobs, FlatLogprobs)) == ([5, 6, 7, 8], True)
     assert llm.aborted == []
+
+
+async def test_text_is_made_to_find_stop_strings_and_of_no_token_that_has_a_log_probability() -> None:
+    llm, told = Llm(), []  # type: ignore[var-annotated]
+    words = Tokenizer(WordLevel({"none": 0, "some": 1, "more": 2}, "none"))
+    llm.output_processor = OutputProcessor(PreTrainedTokenizerFast(tokenizer_object=words), log_stats=False)
+    params = SamplingParams(
+        stop=["more"], logprobs=1, flat_logprobs=True, output_kind=RequestOutputKind.DELTA
+    )
+    asked_for = EngineCoreRequest("name", [0], None, params, None, 0.0, None, None, None)
+    llm.process_inputs = lambda *_, **__: asked_for  # type: ignore[method-assign,assignment]
+    asking = ask(llm, told)
+    await asyncio.sleep(0.01)
+    for token in (1, 2):
+        cells = np.array([[token, 0]]), np.array([[-0.5, -1.0]]), np.array([1])
+        output = EngineCoreOutput("name", [token], new_logprobs=LogprobsLists(*cells))
+        llm.output_processor.process_outputs([output])
+    found = (await asking).outputs[0]
+    assert (found.token_ids, found.finish_reason) == ([1, 2], "stop")
+    assert isinstance(found.logprobs, FlatLogprobs)
+    assert found.logprobs.token_ids == [1, 0, 2, 0]
+    assert found.logprobs.decoded_tokens == [None] * 4
 
 
 async def test_a_caller_that_is_cancelled_leaves_nothing_in_the_engine() -> None:
