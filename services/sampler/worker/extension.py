@@ -44,6 +44,7 @@ from services.common.process.memory import allocator
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
 from services.sampler.worker import full_weights, text_models
+from services.sampler.worker.adapters import heads
 from services.sampler.worker.adapters.slots import PackedAdapter
 from services.sampler.worker.gpu import memory
 from services.sampler.worker.jobs import Job, Outcome, Reporter
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 # A worker imports this file before it loads its model.
 text_models.register()
 memory.correct()
+heads.correct()
 
 _PEFT_PREFIX = "base_model.model."
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import ModelRegistry, _custom_ops
+from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -26,6 +27,7 @@ from vllm.v1.worker import gpu_model_runner
 from services.sampler.config import HeadDtype, SamplerConfig
 from services.sampler.engine.settings import engine_args
 from services.sampler.worker import text_models
+from services.sampler.worker.adapters import heads
 from services.sampler.worker.cpu import experts, rotations
 from services.sampler.worker.v1 import sampling
 from tests.component.sampler.process import make_model
@@ -90,6 +92,8 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_model_runner, "apply_grammar_bitmask", gpu_model_runner.apply_grammar_bitmask)
     monkeypatch.setattr(_custom_ops, "rotary_embedding", _custom_ops.rotary_embedding)
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "_setup_kernel", UnquantizedFusedMoEMethod._setup_kernel)
+    create = LogitsProcessorWithLoRA.create_lora_weights
+    monkeypatch.setattr(LogitsProcessorWithLoRA, "create_lora_weights", create)
 
 
 @pytest.mark.usefixtures("unpatched")
@@ -136,6 +140,34 @@ def test_without_the_correction_its_generator_ends_the_engine() -> None:
     nothing: Any = None
     with pytest.raises(RuntimeError, match="does not use offset"):
         gpu_model_runner.GPUModelRunner._bookkeeping_sync(runner, nothing, nothing, None, nothing, 0)
+
+
+LARGE = 262_208
+"""The vocabulary of Gemma 3."""
+
+
+def head_slots() -> Any:
+    """What vLLM makes of slots for adapters of a head."""
+    base = SimpleNamespace(vocab_size=LARGE)
+    layer = SimpleNamespace(base_layer=base, hidden_size=8, device="cpu", sharded_to_full_mapping=None)
+    settings: Any = SimpleNamespace(max_lora_rank=4, lora_dtype=torch.bfloat16)
+    LogitsProcessorWithLoRA.create_lora_weights(layer, 3, settings)  # type: ignore[arg-type]
+    return layer
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_a_head_of_any_vocabulary_has_slots_for_adapters() -> None:
+    heads.correct()
+    layer = head_slots()
+    assert (layer.lora_a_stacked.shape, layer.lora_b_stacked.shape) == ((3, 1, 4, 8), (3, 1, LARGE, 4))
+    assert layer.lora_b_stacked.dtype == torch.bfloat16 and not layer.lora_b_stacked.any()
+    assert layer.base_layer.vocab_size == LARGE
+
+
+@pytest.mark.usefixtures("unpatched")
+def test_without_the_correction_a_large_vocabulary_ends_the_engine() -> None:
+    with pytest.raises(ValueError, match="vocab size must be"):
+        head_slots()
 
 
 def rotated(contiguous: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
