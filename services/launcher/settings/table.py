@@ -102,7 +102,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
     "models": (
         Setting(
             "max-context",
-            _whole(1, 10_000_000, auto=True),
+            _whole(2, 10_000_000, auto=True),
             None,
             "most tokens of a prompt and its answer, and of a training example (default: auto, what the "
             "model takes; of a sampler no more than there is memory for)",

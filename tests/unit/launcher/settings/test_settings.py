@@ -157,6 +157,11 @@ def test_eight_gpus_train_and_sample_in_halves() -> None:
     assert (staged.trainer_ranks, staged.samplers) == (4, 1)
 
 
+def test_a_context_holds_a_prompt_and_an_answer() -> None:
+    assert "--max-context must be a whole number from 2" in refused("--max-context", "1")[0]
+    assert asked("--max-context", "2").max_context == 2
+
+
 def test_a_cpu_build_is_not_used_for_gpus() -> None:
     cpu_build = options.Machine(cores=(0,), gpus=("0",), cuda_build=False, addresses={})
     assert asked(machine=cpu_build).device == "cpu"
