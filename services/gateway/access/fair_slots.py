@@ -2,7 +2,8 @@
 
 Invariant: a slot goes to the waiting key that holds the least, and within a key to the request of the highest
 priority, of several to the one that waits longest; so a key with one request waits for no more than what is
-running, however many others wait, and however urgent theirs are.
+running, however many others wait, and however urgent theirs are. No slot is free while somebody waits: who
+takes several is not split, so one request at most has more than are left.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Queue:
 
 
 class FairSlots:
-    """Counted slots. A request takes as many as it has sequences, and runs alone when it has more."""
+    """Counted slots. A request takes as many as it has sequences, also more than are free, if one is."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -91,7 +92,9 @@ class FairSlots:
             owner = min(self._waiting, key=lambda name: self._used_by[name])
             queue = self._waiting[owner]
             slots, granted = queue.first()
-            if not granted.done() and self._used and self._used + slots > self._capacity:
+            # One that takes more than are free does not wait for the others: what computes would run empty
+            # meanwhile.
+            if not granted.done() and self._used >= self._capacity:
                 return
             queue.take()
             if queue:

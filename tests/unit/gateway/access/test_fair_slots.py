@@ -56,25 +56,28 @@ async def test_keys_take_turns_and_each_key_is_served_in_order() -> None:
     assert runs.started == ["ann0", "bob0", "ann1", "bob1"]
 
 
-async def test_a_large_request_waits_for_room_and_is_not_overtaken() -> None:
-    runs = Runs(FairSlots(4))
-    await runs.want("ann", "small", 2)
-    await runs.want("ann", "large", 4)
-    await runs.want("ann", "tiny", 1)
-    assert runs.started == ["small"]
-    await runs.end("small")
-    assert runs.started == ["small", "large"]
-    await runs.end("large")
-    assert runs.started == ["small", "large", "tiny"]
-
-
-async def test_a_request_larger_than_all_slots_runs_alone() -> None:
+async def test_a_large_request_waits_for_a_slot_and_is_not_overtaken() -> None:
     runs = Runs(FairSlots(2))
-    await runs.want("ann", "one")
-    await runs.want("ann", "huge", 9)
-    assert runs.started == ["one"]
-    await runs.end("one")
-    assert runs.started == ["one", "huge"]
+    await runs.want("ann", "small", 1)
+    await runs.want("ann", "other", 1)
+    await runs.want("ann", "large", 9)
+    await runs.want("ann", "tiny", 1)
+    assert runs.started == ["small", "other"]
+    await runs.end("small")
+    assert runs.started == ["small", "other", "large"]
+    await runs.end("other")
+    assert runs.started == ["small", "other", "large"], "what is dealt beyond all slots counts"
+    await runs.end("large")
+    assert runs.started == ["small", "other", "large", "tiny"]
+
+
+async def test_no_slot_lies_idle_because_the_next_request_takes_more() -> None:
+    runs = Runs(FairSlots(4))
+    for name in ("first", "second", "third"):
+        await runs.want("ann", name, 3)
+    assert runs.started == ["first", "second"]
+    await runs.end("first")
+    assert runs.started == ["first", "second", "third"]
 
 
 async def test_whoever_is_cancelled_takes_no_slot() -> None:
