@@ -9,6 +9,7 @@ Invariant: after `correct`, a head has slots for all rows of its vocabulary, as 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
@@ -18,6 +19,7 @@ def correct() -> None:
     """Has the workers of this process make them so."""
     create = LogitsProcessorWithLoRA.create_lora_weights
 
+    @functools.wraps(create)
     def created(self: Any, *arguments: Any, **named: Any) -> None:
         base, vocabulary = self.base_layer, self.base_layer.vocab_size
         base.vocab_size = 0
