@@ -35,7 +35,7 @@ POINTS: Mapping[str, str] = {
     "trainer.after_pass": "this rank has finished a pass, the others do not know",
     "trainer.before_pass_reply": "all ranks have finished a pass, nobody has been answered",
     "trainer.before_step": "every rank has an optim_step and has not begun",
-    "trainer.before_step_memory": "a rank takes the memory of a step, nothing is changed",
+    "trainer.before_step_memory": "a rank takes memory before what all do together, nothing is changed",
     "trainer.mid_step": "the gradient is summed over the ranks, the weights are not changed",
     "trainer.after_step": "this rank's weights are changed, the others do not know",
     "trainer.before_step_reply": "all ranks have stepped, nobody has been answered",

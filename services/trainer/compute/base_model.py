@@ -133,6 +133,7 @@ class BaseModel:
         flat: it computes several sequences at once; else `score` takes one.
         linears: every linear an adapter may adapt, by Hugging Face name, in the model's order.
         unadapted: other weights of its blocks, which none can.
+        elements: of its weights, over all ranks.
         vocab_size: rows of the output head.
         context_length: most tokens in a sequence.
         arch: architecture class name, for example "Qwen3ForCausalLM".
@@ -179,6 +180,7 @@ class BaseModel:
             quantized.quantize_shards(scorer, torch.distributed.get_world_size())
         # The engine's own call forbids a plain backward(), so the wrapped module is called.
         self._scorer = self._engine.module
+        self.elements = sum(getattr(each, "ds_numel", each.numel()) for each in scorer.parameters())
         ranks = torch.distributed.get_world_size()
         self.asked = self._try(model, model_path)
         self.exchange = Exchange(ranks, self.device) if splits(self.asked, ranks) else None

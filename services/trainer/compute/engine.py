@@ -33,7 +33,8 @@ from services.trainer.compute.data import (
     ShardedState,
 )
 from services.trainer.compute.exchange import exchange
-from services.trainer.compute.full.model import FullModel, FullModelConfig
+from services.trainer.compute.full.config import FullModelConfig
+from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.full.shards import ShardWriter, Writing
 from services.trainer.compute.lora import away
 from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape, largest, select_targets
@@ -189,12 +190,12 @@ class Engine:
 
         Raises:
             InvalidRequest: the base model has nothing of what the adapter should train.
-            NoMemory: some rank has none for the adapter; no rank has any of it.
+            NoMemory: some rank has none for the model; no rank has any of it.
         """
         if model_id in self._tenants:
             raise Internal(f"model {model_id} exists on this trainer already")
         if lora is None:
-            self._tenants[model_id] = FullModel(self._full)
+            self._tenants[model_id] = FullModel(self._full, self._base.elements, self._buffers)
             return
         targets = select_targets(self._base.linears, lora, self._base.unadapted)
         hidden, dtype, ranks = self._base.linears[HEAD].in_features, self._full.dtype, self._world_size
@@ -291,10 +292,8 @@ class Engine:
             elif isinstance(tenant, LoraTenant):
                 adapters.append((model_id, tenant, adam))
             else:
-                try:
-                    found[model_id] = tenant.step(adam)
-                except FloatingPointError as error:
-                    found[model_id] = not_finite(error)
+                full = tenant.step(adam)
+                found[model_id] = not_finite(full) if isinstance(full, FloatingPointError) else full
         steps = step_adapters([(tenant, adam) for _, tenant, adam in adapters], self._buffers)
         for (model_id, _, _), step in zip(adapters, steps, strict=True):
             found[model_id] = not_finite(step) if isinstance(step, FloatingPointError) else step
@@ -335,7 +334,7 @@ class Engine:
 
         Raises:
             InvalidRequest, DataLoss: the state is of a model of another shape, or damaged; nothing changed.
-            NoMemory: some rank has none for the state of an adapter; nothing changed.
+            NoMemory: some rank has none for it; nothing changed.
         """
         match self._tenant(model_id), state:
             case FullModel() as full, ShardedState():

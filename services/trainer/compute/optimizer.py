@@ -26,7 +26,7 @@ _BLOCK = 2**15
 _DEVICE_BLOCK = 2**20
 """Elements whose norm a device takes in float32; those of blocks are put together in float64."""
 
-_STEP_BLOCK = 2**22
+STEP_BLOCK = 2**22
 """Elements of a full model that step at once, whose values before are kept to measure the change."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -106,7 +106,7 @@ class MeasuredAdamW(torch.optim.AdamW):
     def _step_blocks(self, flat: Tensor, whole: Tensor, group: dict[str, Any]) -> None:
         state = self.state[flat]
         together = (flat, whole, state["exp_avg"], state["exp_avg_sq"])
-        blocks = zip(*(values.split(_STEP_BLOCK) for values in together), strict=True)
+        blocks = zip(*(values.split(STEP_BLOCK) for values in together), strict=True)
         beta1, beta2 = group["betas"]
         for block, gradient, first, second in blocks:
             change = block.clone()

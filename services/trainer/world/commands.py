@@ -121,7 +121,7 @@ def apply(engine: Engine, command: Command) -> Any:
             failpoints.hit("trainer.after_step")
             return found
         case LoadState():
-            return engine.load_state(command.model_id, command.saved, command.optimizer)
+            return _load(engine, command)
         case ReadState():
             return engine.snapshot(command.model_id, optimizer=command.optimizer)
         case WriteState():
@@ -144,15 +144,15 @@ def leaves_others_waiting(command: Command, error: Exception) -> bool:
     """Whether a rank on which a command breaks off may leave others in a collective that it never comes to.
     What all of them refuse alike is found before there is any."""
     refused = isinstance(error, TinsmithError) and not isinstance(command, RunPass)
-    return isinstance(command, MoveAdapter | RunPass | OptimSteps | ReadState) and not refused
+    return isinstance(command, MoveAdapter | RunPass | OptimSteps | LoadState | ReadState) and not refused
 
 
 def _step(engine: Engine, steps: list[ModelStep]) -> list[dict[str, float] | TinsmithError]:
     """As `Engine.optim_steps`.
 
     Raises:
-        LacksMemory: weights may be half changed, for want of memory, by a step that was taken alone. Those of
-            adapters find out before they begin.
+        LacksMemory: weights may be half changed, for want of memory that was there before it began, by a step
+            that was taken alone.
     """
     try:
         return engine.optim_steps([(step.model_id, step.adam) for step in steps])
@@ -166,6 +166,25 @@ def _step(engine: Engine, steps: list[ModelStep]) -> list[dict[str, float] | Tin
             "out of memory in the middle of an optimizer step, which is not taken; have the operator give "
             "the trainer more memory, or --offload-optimizer cpu for models that train all weights, "
             "then send it again",
+        ) from error
+
+
+def _load(engine: Engine, command: LoadState) -> None:
+    """As `Engine.load_state`.
+
+    Raises:
+        LacksMemory: as of a step.
+    """
+    try:
+        engine.load_state(command.model_id, command.saved, command.optimizer)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise LacksMemory(
+            0,
+            (command.model_id, command.seq_id),
+            "out of memory in the middle of a load, which is not done; have the operator give the trainer "
+            "more memory, then send it again",
         ) from error
 
 

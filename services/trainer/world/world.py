@@ -327,9 +327,7 @@ class World:
             self._channel.send(command)
             answer = execute(self._engine, self._channel, command)
         except TinsmithError as error:
-            broke_off = isinstance(command, LoadState) and isinstance(error, Internal)
-            broke_off = broke_off and not isinstance(error, NoMemory)
-            if broke_off or isinstance(command, OptimSteps):
+            if isinstance(command, OptimSteps):
                 # Not refused but broken off: a restart brings the model back from its durable snapshot.
                 raise WorldFailure(f"weights may be half changed: {error}") from error
             raise

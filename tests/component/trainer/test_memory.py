@@ -167,20 +167,28 @@ def test_of_tenants_that_share_a_pass_in_which_a_rank_lacks_memory_none_loses_it
     assert not any(crashes.is_suspect((model.model_id, 2)) for model in models)
 
 
+@pytest.mark.parametrize(("kind", "stage"), [("adapter", 0), ("full", 0), ("full", 3)])
 def test_a_step_for_which_a_rank_lacks_memory_fails_alone_and_may_be_sent_again(
-    redis_url: str, model_dir: Path, tmp_path: Path, faults: Path
+    redis_url: str, model_dir: Path, tmp_path: Path, faults: Path, kind: str, stage: int
 ) -> None:
-    trainer = Trainer(redis_url, model_dir, tmp_path / "data", 2, 0)
+    trainer = Trainer(redis_url, model_dir, tmp_path / "data", 2, stage)
+
+    def create(model: TrainedModel) -> None:
+        if kind == "full":
+            model.run(create_model=FULL)
+        else:
+            model.create()
+
     try:
         twin = TrainedModel(trainer.world)
-        twin.create()
+        create(twin)
         first, second = datums(1, rows=8), datums(2, rows=4)
         expected = twin.forward_backward(first), twin.forward_backward(second), twin.step()
         weights = twin.forward(first)
         twin.run(unload_model=operation_pb2.UnloadModel())
 
         model = TrainedModel(trainer.world)
-        model.create()
+        create(model)
         found = [model.forward_backward(first)]
         # Once more after it has let go of what it keeps for later.
         armed.arm(faults, "trainer.before_step_memory[trainer-1]", "oom*2")

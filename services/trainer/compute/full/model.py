@@ -1,14 +1,11 @@
 """A model that trains all of its weights: a copy of the base model in a DeepSpeed engine of its own.
 
-Everything about full models that knows DeepSpeed's insides is here. The engine runs with
+Everything about full models that knows DeepSpeed's insides is here and in `memory`. The engine runs with
 `managed_gradient_accumulation` off: backward passes only accumulate, a step reduces and applies. Losses are
 token sums, so DeepSpeed's average over the ranks is undone by a factor on the loss.
 
-Optimizer state is always sharded, since nothing is gained by holding it twice: a trainer of ZeRO stage 0
-gives its full models stage 1. Under bfloat16 the least is stage 2, which accumulates gradients in float32 on
-every stage above; master weights and moments are always float32.
-
-Invariants: forward and backward passes, steps and states are collectives of all ranks. Gradients go
+Invariants: forward and backward passes, steps and states are collectives of all ranks. What a step, a load
+and the model itself take of a rank's memory is there on all of them before anything changes. Gradients go
 straight into one sum, so an operation cannot be taken out of it again: when one fails after its backward
 pass has begun, the sum is in doubt and the world must be restarted and replay (`fail` raises).
 """
@@ -19,7 +16,6 @@ import gc
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -28,78 +24,29 @@ from torch import Tensor
 
 from services.common.contract.errors import DataLoss, InvalidRequest, TinsmithError
 from services.common.contract.roles import Role
-from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import Sequences
 from services.trainer.compute.base_model import Scorer, computes_flat, load_model
 from services.trainer.compute.collate import idle_batch
 from services.trainer.compute.data import AdamSpec, Failure, ShardedState
 from services.trainer.compute.exchange import any_rank
+from services.trainer.compute.full.config import FullModelConfig
+from services.trainer.compute.full.memory import Sizes, load_pieces, model_pieces, step_pieces, taken_before
 from services.trainer.compute.full.shards import Part, SavedShards, ShardWriter, Writing
 from services.trainer.compute.full.snapshot import FullSnapshot
 from services.trainer.compute.full.stepping import stepped
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora.grouped import LoraRouter
-from services.trainer.compute.memory.failures import free_cache
+from services.trainer.compute.memory.buffers import FlatBuffers
+from services.trainer.compute.memory.failures import NoMemory, free_cache
 from services.trainer.compute.memory.room import has_room
 from services.trainer.compute.memory.transfer import Copies, ToHost, copied
 from services.trainer.compute.optimizer import MeasuredAdamW
 from services.trainer.compute.replay.routers import Replay
-from services.trainer.compute.sharding.engines import EVERY_ENGINE
-from services.trainer.compute.sharding.stage3 import stage3
 
 log = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _GRADIENT_BYTES = 4
-# Elements that DeepSpeed reduces or gathers at once.
-_BUCKET = 1 << 25
-
-
-@dataclass(frozen=True)
-class FullModelConfig:
-    """How full models are held.
-
-    Attributes:
-        model_path: local directory or hub id of the base model.
-        device: device of this rank, for example "cpu" or "cuda:0".
-        dtype: element type of the weights that compute, torch.float32 or torch.bfloat16.
-        zero_stage: the trainer's, 0..3.
-        offload: hold master weights and moments, and step, on the CPU.
-        activation_checkpointing: keep of each block only the input for the backward pass.
-        sharding: how ZeRO-3 shares weights; none of these is quantised.
-    """
-
-    model_path: str
-    device: str
-    dtype: torch.dtype
-    zero_stage: int
-    offload: bool
-    activation_checkpointing: bool
-    sharding: Sharding
-
-    def deepspeed(self) -> dict[str, Any]:
-        """The engine's configuration."""
-        bfloat16 = self.dtype == torch.bfloat16
-        zero: dict[str, Any] = {
-            "stage": max(self.zero_stage, 2 if bfloat16 else 1),
-            "overlap_comm": False,
-            "reduce_bucket_size": _BUCKET,
-            "allgather_bucket_size": _BUCKET,
-        }
-        if self.zero_stage == 3:
-            zero |= stage3(self.sharding)
-        if self.offload:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device != "cpu"}
-        return {
-            **EVERY_ENGINE,
-            "managed_gradient_accumulation": False,
-            "zero_optimization": zero,
-            # torch's AdamW steps offloaded states too: DeepSpeed's own would need a compiler at run time.
-            "zero_force_ds_cpu_optimizer": False,
-            # Without it a bfloat16 gradient that is not finite would be applied.
-            "bf16": {"enabled": bfloat16, "check_grad_overflow": True},
-            "data_types": {"grad_accum_dtype": "fp32"},
-        }
 
 
 class FullModel:
@@ -111,13 +58,26 @@ class FullModel:
 
     collective = True
 
-    def __init__(self, config: FullModelConfig) -> None:
-        """Starts from the weights of the base model, which are read again."""
+    def __init__(self, config: FullModelConfig, elements: int, buffers: FlatBuffers) -> None:
+        """Starts from the weights of the base model, which are read again.
+
+        Args:
+            elements: of all weights.
+            buffers: what is kept in them for adapters goes where there is no memory for this model, or for
+                what it does.
+
+        Raises:
+            NoMemory: some rank has none for it; no rank has any of it.
+        """
+        pieces = model_pieces(config, elements, dist.get_world_size())
+        if not taken_before(pieces, config.device, buffers):
+            raise NoMemory("out of memory on a new model that trains all weights, which was not made")
         import deepspeed
 
         settings = config.deepspeed()
         self._sharded = config.zero_stage == 3
         self._device = config.device
+        self._config, self._buffers = config, buffers
         model = load_model(
             config.model_path,
             config.dtype,
@@ -183,7 +143,18 @@ class FullModel:
         self._begun.clear()
         self._failures.clear()
 
-    def step(self, adam: AdamSpec) -> dict[str, float]:
+    def step(self, adam: AdamSpec) -> dict[str, float] | FloatingPointError | NoMemory:
+        """Sums the gradient over the ranks, applies it and clears it.
+
+        Returns:
+            As `Engine.optim_steps`; or the gradient is not finite, and was dropped; or some rank has no
+            memory for it, and nothing changed.
+        """
+        if not taken_before(step_pieces(self._config, self._sizes), self._device, self._buffers):
+            return NoMemory(
+                "out of memory on the optimizer step of a model that trains all weights, which was not "
+                "taken: weights and gradient are as they were"
+            )
         for group in self._adam.param_groups:
             group.update(
                 lr=adam.learning_rate,
@@ -198,7 +169,7 @@ class FullModel:
         self._begun.clear()
         self._failures.clear()
         if not taken:
-            raise FloatingPointError("the gradient norm is not finite")
+            return FloatingPointError("the gradient norm is not finite")
         change = torch.as_tensor(self._adam.change, dtype=torch.float64, device=self._device)
         dist.all_reduce(change)
         return {
@@ -272,8 +243,15 @@ class FullModel:
         Raises:
             InvalidRequest: the state is of a model of another shape; nothing changed.
             DataLoss: its files are damaged, as one rank at least sees them; nothing changed.
+            NoMemory: some rank has none for it; nothing changed.
         """
         saved = self._opened(state)
+        pieces = load_pieces(self._config, self._sizes, self.has_gradient)
+        if not taken_before(pieces, self._device, self._buffers):
+            raise NoMemory(
+                "out of memory on the state of a model that trains all weights, which was not loaded: "
+                "nothing was changed"
+            )
         self.clear_gradient()
         with_moments = optimizer and state.step > 0
         with torch.no_grad():
@@ -322,6 +300,14 @@ class FullModel:
         zero = self._engine.optimizer
         flat = zero.fp32_partitioned_groups_flat if self._sharded else zero.single_partition_of_fp32_groups
         return cast(list[Tensor], flat)
+
+    @property
+    def _sizes(self) -> Sizes:
+        zero, wholes = self._engine.optimizer, [self._whole(each) for each in self._parameters.values()]
+        touched = (
+            0 if self._sharded else sum(each.numel() for some in zero.params_in_partition for each in some)
+        )
+        return Sizes(tuple(held.numel() for held in self._partitions), touched, sum(wholes), max(wholes))
 
     @property
     def _steps(self) -> int:

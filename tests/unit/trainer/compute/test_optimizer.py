@@ -149,7 +149,7 @@ def test_nothing_due_is_no_step() -> None:
 def test_steps_in_blocks_equal_adamw_written_out_and_measure_the_change(
     flat: torch.Tensor, gradients: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_STEP_BLOCK", 300)
+    monkeypatch.setattr(module, "STEP_BLOCK", 300)
     unclipped = [msgspec.structs.replace(adam, grad_clip_norm=0.0) for adam in STEPS]
     expected = by_hand(flat.clone(), gradients, unclipped)
     optimizer = MeasuredAdamW([flat])

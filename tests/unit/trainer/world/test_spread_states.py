@@ -17,6 +17,7 @@ from services.trainer.world.channel import Channel, WorldFailure
 from services.trainer.world.commands import (
     Command,
     DropModel,
+    LoadState,
     ModelStep,
     OptimSteps,
     ReadState,
@@ -90,7 +91,15 @@ async def test_a_rank_that_cannot_gather_ends_and_asks_nobody_first(thread: Work
     assert channel.agreed == before, "the others are in a collective"
 
 
-@pytest.mark.parametrize("command", [RunPass(Pass([], [])), OptimSteps([]), ReadState("m", optimizer=True)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        RunPass(Pass([], [])),
+        OptimSteps([]),
+        LoadState("m", 1, ModelState(None, {}, {}, 0), optimizer=True),
+        ReadState("m", optimizer=True),
+    ],
+)
 def test_commands_with_collectives_leave_others_waiting_unless_all_refuse_them(command: Command) -> None:
     assert leaves_others_waiting(command, MemoryError())
     assert leaves_others_waiting(command, ModelNotResident("m")) == isinstance(command, RunPass)

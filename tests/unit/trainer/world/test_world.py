@@ -224,8 +224,21 @@ async def test_a_state_that_finds_no_memory_is_refused_and_one_that_broke_off_en
         await world.call(load)
     await world.step(STEP)
     engine.error = RuntimeError("in the middle")
-    with pytest.raises(WorldFailure, match="half changed"):
+    with pytest.raises(WorldFailure, match="LoadState broke off"):
         await world.call(load)
+
+
+def test_a_load_that_breaks_off_for_want_of_memory_is_blamed_alone() -> None:
+    class Loads(Rank0):
+        def load_state(self, model_id: str, saved: ModelState, optimizer: bool) -> None:
+            raise torch.OutOfMemoryError("in the middle")
+
+    told: list[LacksMemory] = []
+    channel = Channel(0, 1, timedelta(seconds=5), told.append)
+    load = LoadState("m", 8, ModelState(LoraSpec(1), {}, {}, 0), False)
+    with pytest.raises(WorldFailure, match="LoadState broke off"):
+        execute(cast(Engine, Loads()), channel, load)
+    assert [lack.operation for lack in told] == [("m", 8)]
 
 
 async def test_a_step_that_breaks_off_for_want_of_memory_is_told_of_where_it_was_taken_alone(

@@ -8,7 +8,7 @@ from deepspeed.utils.config import get_timers_config
 
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.base_model import _deepspeed_config
-from services.trainer.compute.full.model import FullModelConfig
+from services.trainer.compute.full.config import FullModelConfig
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

@@ -1,0 +1,113 @@
+"""What memory ranks take before they do something together with a model that trains all weights.
+
+DeepSpeed takes it between collectives, where a rank that had none would leave the others waiting and weights
+half changed. So each rank takes pieces as large beforehand, and gives them to its allocator, which has them
+for what comes. While it makes a model DeepSpeed empties the allocator: of that it is known only that the
+memory was there.
+
+Invariants: all ranks begin or none does, and nothing of a model has changed then. The pieces are what
+DeepSpeed takes at most beside what is there, as tests/component/engine/full measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.common.process import failpoints
+from services.trainer.compute.full.config import BUCKET, FullModelConfig
+from services.trainer.compute.memory.buffers import FlatBuffers
+from services.trainer.compute.memory.room import taken_everywhere
+from services.trainer.compute.optimizer import STEP_BLOCK
+
+_SMALL = 8 << 20
+"""Bytes of all that is small: norms, padding, weights that every rank holds under ZeRO-3."""
+_FLOAT = 4
+
+
+class Sizes(NamedTuple):
+    """Elements of a model as a rank has it.
+
+    Attributes:
+        parts: of each flat tensor of its master weights.
+        touched: of the weights, whole, of which it has a part; under ZeRO-3 0.
+        whole: of all weights.
+        largest: of the largest weight.
+    """
+
+    parts: tuple[int, ...]
+    touched: int
+    whole: int
+    largest: int
+
+
+def step_pieces(config: FullModelConfig, sizes: Sizes) -> list[int]:
+    """Bytes that a step takes of the device at most, by its large tensors. Pure.
+
+    Gradients that are kept in float32 beside bfloat16 weights are flat already; others are made flat, one
+    tensor of masters after the other. Stage 1 reduces them first, into a copy of what a rank has a part of.
+    An offloaded optimizer has them on the host, and under stage 1 and 2 they come back to the device whole.
+    """
+    flat = max(sizes.parts)
+    block = min(flat, STEP_BLOCK)
+    if config.stage == 3:
+        pieces = [sizes.largest if config.offload else flat]
+    elif config.dtype == torch.bfloat16:
+        pieces = []
+    elif config.stage == 1 or config.offload:
+        pieces = [sizes.touched, _reduced(sizes)]
+    else:
+        pieces = [flat]
+    return [*(_FLOAT * elements for elements in (*pieces, block)), _SMALL]
+
+
+def load_pieces(config: FullModelConfig, sizes: Sizes, has_gradient: bool) -> list[int]:
+    """The same of a load: a gradient that is there goes by a pass of one token, which adds to it. Pure."""
+    pieces = [sizes.largest]
+    if has_gradient:
+        again = 0 if config.dtype == torch.bfloat16 else sizes.touched
+        pieces += [again, _reduced(sizes), _reduced(sizes)]
+    return [*(_FLOAT * elements for elements in pieces), _SMALL]
+
+
+def model_pieces(config: FullModelConfig, elements: int, ranks: int) -> list[int]:
+    """What a model that is made takes of each rank for good. Pure.
+
+    Args:
+        elements: of all its weights.
+    """
+    part = -(-elements // ranks)
+    weights = (part if config.stage == 3 else elements) * config.dtype.itemsize
+    masters_and_moments = [] if config.offload else [_FLOAT * part] * 3
+    return [weights, *masters_and_moments, _SMALL]
+
+
+def taken_before(pieces: Sequence[int], device: str, buffers: FlatBuffers) -> bool:
+    """Whether all ranks have the memory. A collective.
+
+    Args:
+        pieces: bytes of each.
+        buffers: are emptied where a rank has none.
+
+    Raises:
+        Exception: of something else than memory.
+    """
+    taken: list[Tensor] = []
+
+    def take() -> None:
+        failpoints.hit("trainer.before_step_memory")
+        taken.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in pieces)
+
+    def give_back() -> None:
+        taken.clear()
+        buffers.clear()
+
+    return taken_everywhere(take, give_back, device)
+
+
+def _reduced(sizes: Sizes) -> int:
+    """Elements that are reduced at once: weights that are larger than a bucket are by themselves."""
+    return min(sizes.whole, max(BUCKET, sizes.largest))
