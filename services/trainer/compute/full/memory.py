@@ -6,7 +6,7 @@ for what comes. While it makes a model DeepSpeed empties the allocator: of that 
 memory was there.
 
 Invariants: all ranks begin or none does, and nothing of a model has changed then. The pieces are what
-DeepSpeed takes at most beside what is there, as tests/component/engine/full measures it.
+DeepSpeed takes at most beside what is there; of steps tests/component/engine/full measures it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from services.trainer.compute.optimizer import STEP_BLOCK
 _SMALL = 8 << 20
 """Bytes of all that is small: norms, padding, weights that every rank holds under ZeRO-3."""
 _FLOAT = 4
+_LIVE = 1_000_000_000
+"""Elements of weights that DeepSpeed has gathered at once (stage3_max_live_parameters)."""
 
 
 class Sizes(NamedTuple):
@@ -65,12 +67,21 @@ def step_pieces(config: FullModelConfig, sizes: Sizes) -> list[int]:
 
 
 def load_pieces(config: FullModelConfig, sizes: Sizes, has_gradient: bool) -> list[int]:
-    """The same of a load: a gradient that is there goes by a pass of one token, which adds to it. Pure."""
-    pieces = [sizes.largest]
+    """The same of a load. Pure.
+
+    A gradient that is there goes by a pass of one token, which adds to it, and for which ZeRO-3 gathers up to
+    `_LIVE` weights. On a CPU gloo gathers what computes by a copy of it.
+    """
+    item = config.dtype.itemsize
+    pieces = [_FLOAT * sizes.largest]
+    if config.device == "cpu" and config.stage < 3:
+        pieces.append(item * sizes.whole)
     if has_gradient:
         again = 0 if config.dtype == torch.bfloat16 else sizes.touched
-        pieces += [again, _reduced(sizes), _reduced(sizes)]
-    return [*(_FLOAT * elements for elements in pieces), _SMALL]
+        pieces += [_FLOAT * elements for elements in (again, _reduced(sizes), _reduced(sizes))]
+    if has_gradient and config.stage == 3:
+        pieces.append(item * min(sizes.whole, _LIVE))
+    return [*pieces, _SMALL]
 
 
 def model_pieces(config: FullModelConfig, elements: int, ranks: int) -> list[int]:
