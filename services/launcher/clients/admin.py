@@ -119,10 +119,16 @@ async def _services(args: argparse.Namespace, ask: Ask) -> None:
     heading = f"{'ID':<24}{'KIND':<9}{'STATE':<10}{'MODELS':>6}{'QUEUED':>8}  {'ADDRESS':<24}BASE MODEL"
     request = admin_pb2.ListServicesRequest()
     async for one, _ in _pages(ask, heading, "ListServices", request, "services", args.most):
-        print(
-            f"{one.id:<24}{_KINDS.get(one.kind, '?'):<9}{_state(one):<10}{one.models:>6}{one.queued:>8}  "
-            f"{one.address:<24}{one.base_model}"
-        )
+        print(service_line(one))
+
+
+def service_line(service: admin_pb2.Service) -> str:
+    """A line of the list of services. A name that is longer than its column has two spaces after it, too."""
+    state, kind = _state(service), _KINDS.get(service.kind, "?")
+    return (
+        f"{service.id:<22}  {kind:<9}{state:<10}{service.models:>6}{service.queued:>8}  "
+        f"{service.address:<22}  {service.base_model}"
+    )
 
 
 def _state(service: admin_pb2.Service) -> str:

@@ -1,0 +1,30 @@
+"""What `tinsmith admin` prints of a cluster."""
+
+from __future__ import annotations
+
+from services.launcher.clients.admin import service_line
+from tinsmith.v1 import admin_pb2
+
+
+def test_a_pods_name_stays_apart_from_what_is_told_of_it() -> None:
+    """On Kubernetes services are called like their pods, whose names are longer than the column."""
+    service = admin_pb2.Service(
+        id="tinsmith-gateway-5b9b6c9db9-dz859",
+        kind=admin_pb2.SERVICE_KIND_GATEWAY,
+        ready=True,
+        alive=True,
+        address="tinsmith-trainer-smollm2-135m-instruct:9000",
+        base_model="org/tiny",
+    )
+    told = ["tinsmith-gateway-5b9b6c9db9-dz859", "gateway", "ready", "0", "0", service.address, "org/tiny"]
+    assert service_line(service).split() == told
+
+
+def test_short_names_are_in_columns() -> None:
+    services = [
+        admin_pb2.Service(id=name, kind=admin_pb2.SERVICE_KIND_SAMPLER, address="a:1", base_model="org/tiny")
+        for name in ("s-0", "sampler-10")
+    ]
+    first, second = (service_line(service) for service in services)
+    assert first.index("sampler") == second.index("sampler", len("sampler-10"))
+    assert first.index("org/tiny") == second.index("org/tiny")
